@@ -1,0 +1,70 @@
+"""ddp_kit: learn PyTorch distributed in a notebook, on real processes.
+
+import ddp_kit as kit
+
+result = kit.run(worker, world_size=4)   # worker(rank, world_size) on four processes
+result[2], result.output[2]              # what rank 2 returned and printed
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ddp_kit.backends import device
+from ddp_kit.data import mnist
+from ddp_kit.errors import (
+    BackendError,
+    DataError,
+    KitError,
+    PoolError,
+    ProofError,
+    RankDiedError,
+    RankError,
+    RankFailure,
+    RunTimeoutError,
+)
+from ddp_kit.pool import Result, WorkerPool, run
+
+if TYPE_CHECKING:
+    from ddp_kit import lessons, plot
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "DataError",
+    "KitError",
+    "PoolError",
+    "ProofError",
+    "RankDiedError",
+    "RankError",
+    "RankFailure",
+    "Result",
+    "RunTimeoutError",
+    "WorkerPool",
+    "device",
+    "lessons",
+    "mnist",
+    "plot",
+    "run",
+]
+
+_LAZY = {"lessons", "plot"}  # a rank has no use for them, and matplotlib takes its time
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"ddp_kit.{name}")
+    raise AttributeError(f"module 'ddp_kit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | _LAZY)
+
+
+if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+    from ddp_kit import notebook
+
+    notebook.take_over()

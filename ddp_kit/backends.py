@@ -1,0 +1,74 @@
+"""Which backend and which device the ranks of a run get."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit.errors import BackendError
+
+NAMES = ("auto", "gloo", "nccl", "mpi")
+
+_device = torch.device("cpu")
+
+
+def choose_backend(backend: str, world_size: int) -> str:
+    """Turn "auto" into a backend, and refuse one that cannot run here.
+
+    "auto" is nccl where every rank can have a GPU of its own, else gloo.
+    Raises BackendError with what would be needed.
+    """
+    if backend not in NAMES:
+        known = ", ".join(f'"{name}"' for name in NAMES)
+        raise BackendError(f"backend must be one of {known}, got {backend!r}")
+    gpus = torch.cuda.device_count()
+    if backend == "auto":
+        return "nccl" if gpus >= world_size and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise BackendError(
+            'backend="nccl" needs a PyTorch built for CUDA, and this one is not; '
+            'use backend="gloo", which runs on the CPU'
+        )
+    if backend == "nccl" and gpus < world_size:
+        raise BackendError(
+            f'backend="nccl" needs one GPU for each of the {world_size} ranks, and this machine '
+            f'has {gpus}; use backend="gloo"' + (f" or world_size={gpus}" if gpus else "")
+        )
+    if backend == "mpi":
+        raise BackendError(
+            'backend="mpi" needs ranks that mpiexec started, and these are spawned; '
+            'use backend="gloo"'
+        )
+    return backend
+
+
+def take_device(backend: str, local_rank: int) -> torch.device:
+    """Make this process's device current: `cuda:local_rank` for nccl, else the CPU."""
+    global _device
+    if backend == "nccl":
+        _device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(_device)
+    else:
+        _device = torch.device("cpu")
+    return _device
+
+
+def device() -> torch.device:
+    """Return the device of the rank that calls: `cuda:k` under nccl, else `cpu`."""
+    return _device
+
+
+def stay_on_loopback() -> None:
+    """Keep gloo and nccl of this process on the loopback interface, unseen by the network."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ["NCCL_SOCKET_IFNAME"] = loopback
+
+
+def share_cores(world_size: int) -> None:
+    """Give this process its share of the machine's cores, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, (cores or 1) // world_size))

@@ -1,0 +1,123 @@
+"""MNIST without a network, and torchvision beside a PyTorch it was not built for."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.error import URLError
+
+from ddp_kit.errors import DataError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import MNIST
+
+DIGITS = Path(__file__).parent / "digits"
+
+
+def mnist(train: bool = True, full: bool = False) -> MNIST:
+    """Return handwritten digits as a torchvision dataset, normalised as in the tutorial.
+
+    train: the training digits, else the test digits.
+    full: all 70,000 digits, downloaded once by torchvision into the user's cache; without it
+        the first 10,000 training and 2,000 test digits, which the package carries.
+
+    Each item is (image, label): a float32 tensor of shape (1, 28, 28), and an int from 0 to 9.
+    Raises DataError if `full` finds neither the files nor a network.
+    Source: MNIST by Y. LeCun and C. Cortes, CC BY-SA 3.0.
+    """
+    from torchvision import datasets, transforms
+
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
+    if not full:
+        return _packaged(train, transform)
+    try:
+        return datasets.MNIST(cache_folder(), train=train, transform=transform, download=True)
+    except (RuntimeError, URLError, OSError):
+        raise DataError(
+            "the full MNIST could not be downloaded, and no earlier download was found; "
+            "connect to a network once, or use kit.mnist(), which needs none"
+        ) from None
+
+
+def cache_folder() -> str:
+    """Return where `mnist(full=True)` keeps its download."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "ddp_kit")
+
+
+def _packaged(train: bool, transform: Callable) -> MNIST:
+    """Fill a torchvision MNIST from the package; its own __init__ only looks for files."""
+    from torchvision import datasets
+
+    part = "train" if train else "t10k"
+    dataset = datasets.MNIST.__new__(datasets.MNIST)
+    datasets.VisionDataset.__init__(dataset, root="ddp_kit", transform=transform)
+    dataset.train = train
+    dataset.data = read_idx(DIGITS / f"{part}-images-idx3-ubyte.gz")
+    dataset.targets = read_idx(DIGITS / f"{part}-labels-idx1-ubyte.gz").long()
+    return dataset
+
+
+def read_idx(path: Path):
+    """Read a gzipped IDX file of bytes as a uint8 tensor.
+
+    The format: two zero bytes, the type (8 for bytes), the number of dimensions, each
+    dimension as a big-endian int32, then the data.
+    """
+    import torch
+
+    data = gzip.decompress(path.read_bytes())
+    zero, kind, dimensions = struct.unpack_from(">HBB", data)
+    if zero != 0 or kind != 8:
+        raise DataError(f"{path.name} is not an IDX file of bytes; install ddp_kit again")
+    shape = struct.unpack_from(f">{dimensions}i", data, 4)
+    body = bytearray(data[4 + 4 * dimensions :])
+    return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
+
+
+def declare_torchvision_operators() -> None:
+    """Let torchvision be imported beside a PyTorch that its wheel was not built for.
+
+    Its extension library then cannot be loaded, and its import asks for two operators that
+    the library would have declared. Datasets, transforms and models need neither, so their
+    names are enough. With a matching wheel the real operators are loaded, and stay.
+    """
+    import torch
+
+    spec = importlib.util.find_spec("torchvision")
+    folders = spec.submodule_search_locations if spec else None
+    library = next(Path(folders[0]).glob("_C*.so"), None) if folders else None
+    try:
+        if library is None:
+            raise OSError("this torchvision has no extension library")
+        torch.ops.load_library(str(library))
+    except OSError:
+        for operator in ("nms", "qnms"):
+            try:
+                torch.library.define(
+                    f"torchvision::{operator}",
+                    "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+                )
+            except RuntimeError:
+                continue  # declared already
+
+
+class _BeforeTorchvision:
+    """Steps in once, when torchvision is imported for the first time; finds nothing itself."""
+
+    def find_spec(self, name: str, path=None, target=None) -> None:
+        if name == "torchvision" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            declare_torchvision_operators()
+
+
+if "torchvision" not in sys.modules:
+    sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,0 +1,1 @@
+"""The lessons, one module each; `main()` of each runs it and proves what it claims."""

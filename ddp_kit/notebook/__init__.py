@@ -1,0 +1,5 @@
+"""What only a notebook needs: the live view of a run."""
+
+from ddp_kit.notebook.live import take_over
+
+__all__ = ["take_over"]

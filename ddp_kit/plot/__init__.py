@@ -1,0 +1,1 @@
+"""Pictures of results and traces. They know no processes."""

@@ -1,0 +1,6 @@
+"""Warm processes and the runs on them; the only home of processes and signals."""
+
+from ddp_kit.pool.pool import WorkerPool, run
+from ddp_kit.pool.result import Result
+
+__all__ = ["Result", "WorkerPool", "run"]

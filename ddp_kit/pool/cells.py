@@ -1,0 +1,22 @@
+"""What IPython knows about the notebook's cells. Empty outside IPython."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+
+
+def cell_names() -> dict[str, str]:
+    """Return how the notebook calls the file each cell was compiled in: "Cell In[7]"."""
+    if "IPython" not in sys.modules:
+        return {}
+    shell = sys.modules["IPython"].get_ipython()
+    if shell is None:
+        return {}
+    names = {name: shell.compile.format_code_name(name) for name in list(linecache.cache)}
+    return {name: " ".join(label) for name, label in names.items() if label}
+
+
+def cell_sources() -> dict[str, str]:
+    """Return the source of every cell that was run, by the file it was compiled in."""
+    return {name: "".join(linecache.getlines(name)) for name in cell_names()}

@@ -1,0 +1,161 @@
+"""The parent's handle on one rank's process: start it, talk to it, end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from ddp_kit.errors import PoolError
+from ddp_kit.pool import worker
+
+OUTPUT_LIMIT = 1_000_000  # bytes that one rank may print in one run; the rest is dropped
+_CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
+
+
+class RankProcess:
+    """One spawned process, its control pipe, and the pipe that its prints come through."""
+
+    def __init__(self) -> None:
+        self.control, control_end = Pipe()
+        self.printed, print_end = Pipe(duplex=False)
+        os.set_blocking(self.printed.fileno(), False)
+        with ignoring_interrupt(), _empty_main_module():
+            started = mp.spawn(
+                worker.main, (control_end, print_end, os.getpid()), nprocs=1, join=False
+            )
+        control_end.close()
+        print_end.close()
+        self.process = started.processes[0]
+        self.owed = 0  # replies this rank has not given yet
+        self.cells_seen: set[str] = set()
+        self.printing = True  # False once it has closed both its stdout and its stderr
+        self._output = bytearray()
+        self._cut = False
+
+    @property
+    def sentinel(self) -> int:
+        """A handle that becomes ready when the process ends."""
+        return self.process.sentinel
+
+    def send(self, message: Any) -> None:
+        """Send one message; a rank that has died says so through its sentinel, not here."""
+        self.owed += 1
+        try:
+            self.control.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def receive(self) -> Any:
+        """Return the next reply, or None if the rank ended before it gave one."""
+        try:
+            reply = self.control.recv()
+        except (EOFError, OSError):
+            return None
+        self.owed -= 1
+        return reply
+
+    def read_output(self) -> bool:
+        """Take in what the rank has printed by now; False when there was nothing."""
+        try:
+            data = os.read(self.printed.fileno(), _CHUNK)
+        except (BlockingIOError, OSError):
+            return False
+        self.printing = bool(data)
+        room = OUTPUT_LIMIT - len(self._output)
+        self._output += data[:room]
+        self._cut = self._cut or len(data) > room
+        return bool(data)
+
+    def drain_output(self) -> None:
+        """Take in all that is in the pipe, but not what a flood keeps adding."""
+        for _ in range(32):
+            if not self.read_output():
+                return
+
+    def take_output(self) -> str:
+        """Return what was printed since the last call, as text."""
+        text = self._output.decode("utf-8", errors="replace")
+        if self._cut:
+            text += f"\n... cut here: a rank may print {OUTPUT_LIMIT:,} bytes in one run\n"
+        self._output, self._cut = bytearray(), False
+        return text
+
+    def newest_line(self) -> str:
+        """Return the last line printed so far."""
+        lines = bytes(self._output[-400:]).decode("utf-8", errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "")
+
+    @property
+    def exitcode(self) -> int | None:
+        """As `multiprocessing.Process.exitcode`: None while alive, negative for a signal."""
+        return self.process.exitcode
+
+    def stop(self, patience: float = 0.0) -> None:
+        """End the process and its children: let it leave for `patience` seconds, then kill it."""
+        # Once it was reaped, its pid may belong to somebody else.
+        children = _descendants(self.process.pid) if self.exitcode is None else []
+        self.control.close()
+        if patience:
+            self.process.join(patience)
+        self.process.kill()
+        for child in children:
+            _kill(child)
+        self.process.join(5)
+        self.printed.close()
+
+
+def _descendants(pid: int | None) -> list:
+    import psutil
+
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(process) -> None:
+    import psutil
+
+    try:
+        process.kill()  # psutil makes sure that the pid still means the same process
+    except psutil.NoSuchProcess:
+        pass
+
+
+@contextmanager
+def ignoring_interrupt() -> Iterator[None]:
+    """Let no KeyboardInterrupt in. Processes started here ignore SIGINT for good.
+
+    The notebook's ■ sends SIGINT to the whole process group; only the pool may act on it.
+    Raises PoolError outside the main thread: a rank dies with the thread that started it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise PoolError(
+            "ranks can be started and run from the main thread only; call this from a cell, "
+            f"not from the thread {threading.current_thread().name!r}"
+        )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _empty_main_module() -> Iterator[None]:
+    """Hide `__main__` from spawn, which would run the notebook's script again in each rank."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before

@@ -1,0 +1,174 @@
+"""The child side of the pool: what a rank's process does. Everything here runs in a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import os
+import pickle
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+
+import cloudpickle
+import torch.distributed as dist
+
+from ddp_kit import backends
+from ddp_kit.errors import Frame, RankFailure
+from ddp_kit.pool.messages import Form, Formed, Raised, Returned, Run
+from ddp_kit.trace import recording
+
+# A training run may keep a rank waiting for hours; the pool ends what must end.
+GROUP_TIMEOUT = timedelta(days=30)
+
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
+    | {os.path.dirname(os.path.dirname(__file__)) + os.sep + name for name in ("pool", "trace")}
+    | {"<frozen "}
+)
+
+serving = False  # True in a rank's process, where no pool may be started
+
+
+def main(_index: int, control: Connection, output: Connection, parent: int) -> None:
+    """Serve the pool until its end of `control` closes. Runs in a rank.
+
+    `torch.multiprocessing.spawn` calls this with an index that is always 0: every rank is
+    started by a call of its own, so that one can be replaced without the others.
+    """
+    global serving
+    serving = True
+    _die_with(parent)
+    _send_prints_to(output)
+    member = _Member()
+    while True:
+        try:
+            message = control.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        reply = member.form(message) if isinstance(message, Form) else member.run(message)
+        _flush()
+        control.send(reply)
+
+
+class _Member:
+    """This process's part in the pool: its rank, its group, the runs it is asked for."""
+
+    def __init__(self) -> None:
+        self.place: Form | None = None
+        self.group: dist.ProcessGroup | None = None
+
+    def form(self, place: Form) -> Formed | Raised:
+        self.place = place
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            backends.stay_on_loopback()
+            backends.share_cores(place.world_size)
+            device = backends.take_device(place.backend, place.rank)
+            dist.init_process_group(
+                place.backend,
+                store=dist.FileStore(place.store, place.world_size),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=GROUP_TIMEOUT,
+                device_id=device if device.type == "cuda" else None,
+            )
+            self.group = dist.group.WORLD
+        except Exception as error:
+            return Raised(describe(place.rank, error))
+        return Formed()
+
+    def run(self, job: Run) -> Returned | Raised:
+        assert self.place is not None, "the pool sends Form before Run"
+        rank, world_size = self.place.rank, self.place.world_size
+        for name, source in job.cells.items():
+            # No mtime: linecache keeps such an entry, as it does for IPython's own.
+            linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        try:
+            sys.path[:] = job.path
+            os.chdir(job.cwd)
+            with recording() as sends:
+                worker, args = pickle.loads(job.payload)
+                value = pack(worker(rank, world_size, *args))
+        except SystemExit:
+            _flush()
+            raise  # the process ends, as the worker asked; the pool tells the learner
+        except BaseException as error:
+            return Raised(describe(rank, error))
+        return Returned(value, tuple(sends), self._group_is_intact())
+
+    def _group_is_intact(self) -> bool:
+        groups = dist.distributed_c10d._world.pg_map  # no public way to list the sub-groups
+        return dist.is_initialized() and dist.group.WORLD is self.group and len(groups) == 1
+
+
+def pack(value: object) -> bytes:
+    """Pickle what a worker returned; raise TypeError in one sentence if that cannot be."""
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the worker returned a {type(value).__name__} that cannot be sent to the notebook "
+            f"({error}); return tensors, numbers, strings, or lists and dicts of them"
+        ) from None
+
+
+def describe(rank: int, error: BaseException) -> RankFailure:
+    """Turn an exception into plain data that the parent can hold without the rank's modules."""
+    frames = tuple(
+        Frame(
+            file=line.filename,
+            line=line.lineno or 0,
+            function=line.name,
+            source=(line.line or "").strip(),
+            own=not line.filename.startswith(_LIBRARIES),
+        )
+        for line in traceback.extract_tb(error.__traceback__)
+    )
+    return RankFailure(rank, type(error).__name__, str(error), frames)
+
+
+def _die_with(parent: int) -> None:
+    """End this process as soon as `parent` has ended, however that happened."""
+    if sys.platform == "linux":
+        # A rank stuck in native code runs no Python; only the kernel can end it.
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        connection.wait([parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
+
+
+def _send_prints_to(output: Connection) -> None:
+    """Point file descriptors 1 and 2 at the pool, so that C++ and grandchildren come along."""
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = open(
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _flush() -> None:
+    """Write out what Python and C still hold back, so that it belongs to this run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the worker closed or replaced it
+            continue
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)
