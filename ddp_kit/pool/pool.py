@@ -38,10 +38,11 @@ from ddp_kit.errors import (
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Form, Raised, Returned, Run
 from ddp_kit.pool.process import RankProcess, ignoring_interrupt
-from ddp_kit.pool.result import Result
+from ddp_kit.pool.result import Result, print_output
 from ddp_kit.trace import Trace
 
 GRACE = 0.3  # seconds that the other ranks get to report, once one has failed
+START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
 REFRESH = 0.1  # seconds between two looks at the live view
 RANK_MEMORY = 250e6  # bytes that a process needs which has imported torch
 
@@ -84,7 +85,7 @@ class WorkerPool:
 
         world_size: ranks in this run, the pool's own number by default. Fewer re-forms the
             group on the warm processes; more starts the missing ones.
-        timeout: seconds for the whole run; None lets it last.
+        timeout: seconds for the worker to return on every rank; None lets it last.
 
         Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
         RankDiedError if a process ended, RunTimeoutError after `timeout`. The pool stays usable.
@@ -113,18 +114,18 @@ class WorkerPool:
             with ignoring_interrupt():
                 self._form(world_size, backend)
             ranks = self._ranks[:world_size]
-            outcome = _Outcome(ranks, view.open_view(world_size), timeout)
+            outcome = _Outcome(ranks, view.open_view(world_size))
             try:
-                if outcome.collect():  # the replies to Form
+                if outcome.collect(START_TIMEOUT):  # the replies to Form
                     self._send_job(ranks, payload)
-                    outcome.collect()
+                    outcome.collect(timeout)
             finally:
                 with ignoring_interrupt():
                     output = outcome.close()
                     if not outcome.group_intact:
                         self._formed = None
                         self._form(world_size, backend)  # ready again while the learner reads
-                _print(output)
+                print_output(output)
             return outcome.result(output)
         finally:
             self._running = False
@@ -148,7 +149,7 @@ class WorkerPool:
     def _form(self, world_size: int, backend: str) -> None:
         """Have `world_size` living processes in one group, at the price of what is missing."""
         for index, rank in enumerate(self._ranks):
-            if rank.exitcode is not None:
+            if not rank.alive:
                 rank.stop()
                 self._ranks[index] = RankProcess()
                 self._formed = None
@@ -199,11 +200,10 @@ class WorkerPool:
 class _Outcome:
     """What the ranks of one run have said so far, and the wait for the rest."""
 
-    def __init__(self, ranks: list[RankProcess], shown: view.View, timeout: float | None) -> None:
+    def __init__(self, ranks: list[RankProcess], shown: view.View) -> None:
         self.ranks = ranks
         self._view = shown
-        self._timeout = timeout
-        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._timeout = math.inf
         self._looked = time.monotonic()
         self._waiting: set[int] = set()
         self._returned: dict[int, Returned] = {}
@@ -218,8 +218,10 @@ class _Outcome:
             reply.group_intact for reply in self._returned.values()
         )
 
-    def collect(self) -> bool:
+    def collect(self, timeout: float | None) -> bool:
         """Wait for every reply that is owed; False if a rank failed or the time is over."""
+        self._timeout = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + self._timeout
         self._waiting = {number for number, rank in enumerate(self.ranks) if rank.owed}
         grace_ends = math.inf
         while self._waiting:
@@ -230,7 +232,7 @@ class _Outcome:
                 self._view.update([rank.newest_line() for rank in self.ranks])
             if self._raised or self._died:
                 grace_ends = min(grace_ends, now + GRACE)
-            elif now >= self._deadline:
+            elif now >= deadline:
                 self._timed_out = set(self._waiting)
                 return False
             if now >= grace_ends:
@@ -292,7 +294,7 @@ class _Outcome:
         if self._raised:
             raise RankError(self._raised, cells.cell_names())
         if self._timed_out:
-            raise RunTimeoutError(self._timeout or 0.0, self._timed_out)
+            raise RunTimeoutError(self._timeout, self._timed_out)
         sends = [send for _, reply in sorted(self._returned.items()) for send in reply.sends]
         values = (unpack(rank, self._returned[rank].value) for rank in range(len(self.ranks)))
         return Result(tuple(values), tuple(output), Trace(len(self.ranks), tuple(sends)))
@@ -376,14 +378,6 @@ def unpack(rank: int, data: bytes) -> Any:
             f"what rank {rank} returned cannot be rebuilt in the notebook: "
             f"{type(error).__name__}: {error}; return tensors, numbers, lists or dicts"
         ) from None
-
-
-def _print(output: list[str]) -> None:
-    """Print what the ranks printed: ranks ascending, each line behind its rank."""
-    for rank, text in enumerate(output):
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            # A terminal would show what follows the last carriage return.
-            print(f"[rank {rank}] {line.rstrip(chr(13)).rsplit(chr(13), 1)[-1]}".rstrip())
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

@@ -8,8 +8,8 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import Pipe
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, connection
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -49,10 +49,8 @@ class RankProcess:
     def send(self, message: Any) -> None:
         """Send one message; a rank that has died says so through its sentinel, not here."""
         self.owed += 1
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.control.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
     def receive(self) -> Any:
         """Return the next reply, or None if the rank ended before it gave one."""
@@ -95,14 +93,14 @@ class RankProcess:
         return next((line for line in reversed(lines) if line.strip()), "")
 
     @property
-    def exitcode(self) -> int | None:
-        """As `multiprocessing.Process.exitcode`: None while alive, negative for a signal."""
-        return self.process.exitcode
+    def alive(self) -> bool:
+        """Whether the process runs and can be talked to."""
+        return not self.control.closed and not connection.wait([self.sentinel], 0)
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process and its children: let it leave for `patience` seconds, then kill it."""
         # Once it was reaped, its pid may belong to somebody else.
-        children = _descendants(self.process.pid) if self.exitcode is None else []
+        children = _descendants(self.process.pid) if self.process.exitcode is None else []
         self.control.close()
         if patience:
             self.process.join(patience)
@@ -125,10 +123,8 @@ def _descendants(pid: int | None) -> list:
 def _kill(process) -> None:
     import psutil
 
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.kill()  # psutil makes sure that the pid still means the same process
-    except psutil.NoSuchProcess:
-        pass
 
 
 @contextmanager

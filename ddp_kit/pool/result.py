@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,3 +39,11 @@ class Result:
             head = f"rank {rank}: "
             lines.append(head + textwrap.indent(repr(value), " " * len(head)).lstrip())
         return "\n".join(lines)
+
+
+def print_output(output: Sequence[str]) -> None:
+    """Print what the ranks printed: ranks ascending, each line behind its rank."""
+    for rank, text in enumerate(output):
+        for line in text.removesuffix("\n").split("\n") if text else []:
+            # A terminal would show what follows the last carriage return.
+            print(f"[rank {rank}] {line.rstrip(chr(13)).rsplit(chr(13), 1)[-1]}".rstrip())

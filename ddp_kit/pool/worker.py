@@ -156,7 +156,7 @@ def _send_prints_to(output: Connection) -> None:
         os.dup2(output.fileno(), descriptor)
     output.close()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open(
+        stream = open(  # noqa: SIM115 - it stays open as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
         setattr(sys, name, stream)

@@ -1,0 +1,34 @@
+"""The command line that all lessons share."""
+
+from __future__ import annotations
+
+import argparse
+
+from ddp_kit.errors import ProofError
+
+
+def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every lesson: --world-size and --backend."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m ddp_kit.lessons.{name}",
+        description=description.split("\n\n")[0],
+        epilog=f"Also: torchrun --standalone --nproc-per-node 4 -m ddp_kit.lessons.{name}",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=None,
+        help="how many ranks to spawn (default 4; under torchrun, what torchrun started)",
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help='"gloo", "nccl", or "auto": nccl where every rank can have a GPU (default auto)',
+    )
+    return parser
+
+
+def prove(claim: str, holds: bool) -> None:
+    """Raise ProofError naming the claim, unless it holds."""
+    if not holds:
+        raise ProofError(f"this did not hold: {claim}")

@@ -1,0 +1,191 @@
+"""Collectives: every rank of a group takes part in one operation.
+
+Each worker returns {"before": ..., "after": ...}: the tensors that this rank really held.
+Source: "Writing Distributed Applications with PyTorch", section Collective Communication;
+`reduce_scatter`, `all_to_all` and AVG go beyond it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import device
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+
+OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
+
+
+def own_tensor(rank: int, world_size: int) -> torch.Tensor:
+    """Return what a rank brings along: shape (world_size,), rank 2 of 4 has 20, 21, 22, 23."""
+    return 10.0 * rank + torch.arange(world_size, device=device())
+
+
+def broadcast(rank: int, world_size: int) -> dict:
+    """Copy rank 0's tensor to every rank."""
+    tensor = own_tensor(rank, world_size)
+    before = tensor.clone()
+    dist.broadcast(tensor, src=0)
+    return {"before": before, "after": tensor}
+
+
+def scatter(rank: int, world_size: int) -> dict:
+    """Deal out rank 0's list: tensor i goes to rank i."""
+    pieces = list(own_tensor(rank, world_size).split(1)) if rank == 0 else None
+    tensor = torch.empty(1, device=device())
+    dist.scatter(tensor, pieces, src=0)
+    return {"before": pieces, "after": tensor}
+
+
+def gather(rank: int, world_size: int) -> dict:
+    """Collect one tensor of every rank in a list on rank 0."""
+    tensor = torch.tensor([10.0 * rank], device=device())
+    pieces = [torch.empty_like(tensor) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(tensor, pieces, dst=0)
+    return {"before": tensor, "after": pieces}
+
+
+def reduce(rank: int, world_size: int, op: str = "SUM") -> dict:
+    """Combine all tensors on rank 0. What the other ranks then hold is of no use."""
+    tensor = own_tensor(rank, world_size)
+    before = tensor.clone()
+    dist.reduce(tensor, dst=0, op=getattr(dist.ReduceOp, op))
+    return {"before": before, "after": tensor}
+
+
+def all_reduce(rank: int, world_size: int, op: str = "SUM") -> dict:
+    """Combine all tensors; every rank gets the whole result."""
+    tensor = own_tensor(rank, world_size)
+    before = tensor.clone()
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+    return {"before": before, "after": tensor}
+
+
+def all_gather(rank: int, world_size: int) -> dict:
+    """Collect one tensor of every rank, on every rank."""
+    tensor = torch.tensor([10.0 * rank], device=device())
+    pieces = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(pieces, tensor)
+    return {"before": tensor, "after": pieces}
+
+
+def reduce_scatter(rank: int, world_size: int, op: str = "SUM") -> dict:
+    """Combine all lists, and give rank i only entry i of the result."""
+    pieces = list(own_tensor(rank, world_size).split(1))
+    before = [piece.clone() for piece in pieces]
+    tensor = torch.empty(1, device=device())
+    dist.reduce_scatter(tensor, pieces, op=getattr(dist.ReduceOp, op))
+    return {"before": before, "after": tensor}
+
+
+def all_to_all(rank: int, world_size: int) -> dict:
+    """Send entry i of the list to rank i, on every rank: the lists are transposed."""
+    pieces = list(own_tensor(rank, world_size).split(1))
+    received = [torch.empty_like(piece) for piece in pieces]
+    dist.all_to_all(received, pieces)
+    return {"before": pieces, "after": received}
+
+
+def all_reduce_in_a_group(rank: int, world_size: int) -> dict:
+    """Sum over the even ranks only. Every rank calls `new_group`; the odd ones do no more."""
+    even = dist.new_group(list(range(0, world_size, 2)))
+    tensor = own_tensor(rank, world_size)
+    before = tensor.clone()
+    if rank % 2 == 0:
+        dist.all_reduce(tensor, group=even)
+    return {"before": before, "after": tensor}
+
+
+def barrier(rank: int, world_size: int) -> dict[str, int]:
+    """Wait until the last rank has arrived; higher ranks come later.
+
+    Returns the moments of arriving and leaving, in nanoseconds of one clock for all ranks.
+    """
+    time.sleep(0.02 * rank)
+    arrived = time.monotonic_ns()
+    dist.barrier()
+    return {"arrived": arrived, "left": time.monotonic_ns()}
+
+
+def reference(name: str, held: list[torch.Tensor], op: str = "SUM") -> list:
+    """Say what each rank must hold after a collective, worked out in this one process.
+
+    held: what `own_tensor` gave each rank. None stands for "nothing that one may use".
+    """
+    n = len(held)
+    stacked = torch.stack(held)  # row: rank, column: entry
+    if name == "broadcast":
+        return [held[0]] * n
+    if name == "scatter":
+        return list(held[0].split(1))
+    if name in ("gather", "all_gather"):
+        firsts = list(stacked[:, :1])
+        return [firsts] * n if name == "all_gather" else [firsts] + [None] * (n - 1)
+    if name == "all_to_all":
+        return [list(column.split(1)) for column in stacked.T]
+    if name == "all_reduce_in_a_group":
+        total = stacked[::2].sum(0)
+        return [held[rank] if rank % 2 else total for rank in range(n)]
+    combined = {
+        "SUM": stacked.sum(0),
+        "PRODUCT": stacked.prod(0),
+        "MAX": stacked.amax(0),
+        "MIN": stacked.amin(0),
+        "AVG": stacked.mean(0),
+    }[op]
+    if name == "reduce":
+        return [combined] + [None] * (n - 1)
+    if name == "reduce_scatter":
+        return list(combined.split(1))
+    return [combined] * n
+
+
+COLLECTIVES: tuple[Callable, ...] = (
+    broadcast,
+    scatter,
+    gather,
+    reduce,
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    all_reduce_in_a_group,
+)
+WITH_OP: tuple[Callable, ...] = (reduce, all_reduce, reduce_scatter)
+
+
+def agrees(result, expected: list) -> bool:
+    """Tell whether each rank's "after" is what `reference` says."""
+    return all(
+        want is None or _flat(value["after"]) == _flat(want)
+        for value, want in zip(result, expected, strict=True)
+    )
+
+
+def _flat(value: torch.Tensor | list[torch.Tensor]) -> list[float]:
+    return (torch.cat(value) if isinstance(value, list) else value).tolist()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run every collective with every op, compare with one process, print one line."""
+    options = lesson_parser("collectives", __doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend) as ranks:
+        held = [own_tensor(rank, ranks.world_size).cpu() for rank in range(ranks.world_size)]
+        for worker in COLLECTIVES:
+            for op in OPS if worker in WITH_OP else ("SUM",):
+                name = worker.__name__
+                result = ranks(worker, *([op] if worker in WITH_OP else []))
+                prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
+        moments = list(ranks(barrier))
+        last = max(moment["arrived"] for moment in moments)
+        prove("nobody left the barrier early", all(m["left"] >= last for m in moments))
+        ranks.say(f"collectives: {ranks}, {len(COLLECTIVES)} collectives and the barrier are right")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,282 @@
+"""Partitioned SGD: every rank trains on its part of the digits; gradients are averaged.
+
+The tutorial's own data-parallel training, whole: `Partition`, `DataPartitioner`, `Net`,
+`average_gradients`, with its hyper-parameters. Source: "Writing Distributed Applications with
+PyTorch", section Distributed Training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from ddp_kit import device, mnist
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+
+GLOBAL_BATCH = 128
+SEED = 1234
+
+
+class Partition(Dataset):
+    """The part of a dataset that an index list names."""
+
+    def __init__(self, data: Dataset, index: Sequence[int]) -> None:
+        self.data, self.index = data, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, position: int):
+        return self.data[self.index[position]]
+
+
+class DataPartitioner:
+    """Cut a dataset at random into parts of the given sizes, the same on every rank.
+
+    sizes: fractions of the whole, such as (0.25, 0.25, 0.25, 0.25).
+    """
+
+    def __init__(self, data: Dataset, sizes: Sequence[float], seed: int = SEED) -> None:
+        self.data = data
+        self.partitions: list[list[int]] = []
+        index = list(range(len(data)))
+        Random(seed).shuffle(index)
+        for size in sizes:
+            length = int(size * len(data))
+            self.partitions.append(index[:length])
+            index = index[length:]
+
+    def use(self, part: int) -> Partition:
+        """Return one of the parts."""
+        return Partition(self.data, self.partitions[part])
+
+
+class Net(nn.Module):
+    """The tutorial's network: two convolutions, two linear layers, 21,840 parameters.
+
+    Takes (batch, 1, 28, 28), gives log-probabilities of shape (batch, 10).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the log-probabilities."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.dropout(x, training=self.training)
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace each gradient by its mean over all ranks: one all_reduce per parameter."""
+    world_size = dist.get_world_size()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        parameter.grad /= world_size
+
+
+def average_gradients_flat(model: nn.Module) -> None:
+    """Do the same with one all_reduce: all gradients travel in one flat buffer."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    buffer = torch.cat([gradient.view(-1) for gradient in gradients])
+    dist.all_reduce(buffer, op=dist.ReduceOp.SUM)
+    buffer /= dist.get_world_size()
+    pieces = buffer.split([gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view_as(gradient))
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Leave each rank its own gradients; what a single process does, too."""
+
+
+def partition_dataset(rank: int, world_size: int) -> DataLoader:
+    """Load this rank's part of the digits, so that all ranks together step through 128."""
+    part = DataPartitioner(mnist(), [1 / world_size] * world_size).use(rank)
+    images, labels = as_batch(part)  # transformed once, instead of once an epoch
+    # A batch size must be a whole number: 128 / world_size would be a float.
+    batch_size = GLOBAL_BATCH // world_size
+    return DataLoader(TensorDataset(images, labels), batch_size=batch_size, shuffle=True)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    epochs: int = 3,
+    average: Callable[[nn.Module], None] = average_gradients,
+    lr: float = 0.01,
+    momentum: float = 0.5,
+) -> dict:
+    """Train one replica on this rank's part of the digits.
+
+    Returns "losses" (mean training loss of each epoch), "accuracy" (on the 2,000 test digits,
+    0 to 1), and "parameters" (all of them, one flat tensor).
+    """
+    torch.manual_seed(SEED)  # the same start on every rank
+    batches = partition_dataset(rank, world_size)
+    model = Net().to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    losses = []
+    for _ in range(epochs):
+        total = 0.0
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images.to(device())), labels.to(device()))
+            total += loss.item()
+            loss.backward()
+            average(model)
+            optimizer.step()
+        losses.append(total / len(batches))
+    return {"losses": losses, "accuracy": accuracy(model), "parameters": flat(model.parameters())}
+
+
+def train_alone(epochs: int = 3, lr: float = 0.01, momentum: float = 0.5) -> dict:
+    """Train in this one process, on all digits, without any communication: the reference."""
+    return train(0, 1, epochs, keep_gradients, lr, momentum)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module) -> float:
+    """Return the fraction of test digits that the model names rightly."""
+    model.eval()
+    images, labels = as_batch(mnist(train=False))
+    right = (model(images).argmax(1) == labels).sum().item()
+    model.train()
+    return right / len(labels)
+
+
+def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a dataset into one batch: images (count, 1, 28, 28), labels (count,)."""
+    images, labels = zip(*(digits[i] for i in range(len(digits))), strict=True)
+    return torch.stack(images).to(device()), torch.tensor(labels, device=device())
+
+
+def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first training digits as one batch."""
+    return as_batch(Partition(mnist(), range(count)))
+
+
+def flat(tensors) -> torch.Tensor:
+    """Return one flat copy of many tensors."""
+    return torch.cat([tensor.detach().view(-1) for tensor in tensors])
+
+
+def mean_gradient(
+    rank: int,
+    world_size: int,
+    per_rank: int = 32,
+    average: Callable[[nn.Module], None] = average_gradients,
+) -> torch.Tensor:
+    """Average the gradients of equal shards of one batch; return them flat.
+
+    Dropout is off: it would draw other masks on other ranks.
+    """
+    torch.manual_seed(SEED)
+    model = Net().to(device()).eval()
+    images, labels = first_digits(per_rank * world_size)
+    shard = slice(rank * per_rank, (rank + 1) * per_rank)
+    F.nll_loss(model(images[shard]), labels[shard]).backward()
+    average(model)
+    return flat(parameter.grad for parameter in model.parameters())
+
+
+def whole_batch_gradient(count: int) -> torch.Tensor:
+    """Return the gradient of one batch of `count` digits, in this one process."""
+    return mean_gradient(0, 1, per_rank=count, average=keep_gradients)
+
+
+def distance_to_ddp(rank: int, world_size: int, steps: int = 20) -> float:
+    """Train one replica by `average_gradients`, one by DDP; return the largest difference."""
+    replicas = []
+    for wrap, average in ((_plain, average_gradients), (_ddp, keep_gradients)):
+        torch.manual_seed(SEED)
+        model = wrap(Net().to(device()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+        images, labels = first_digits(32 * world_size)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.nll_loss(model(images[rank::world_size]), labels[rank::world_size]).backward()
+            average(model)
+            optimizer.step()
+        replicas.append(flat(model.parameters()))
+    return (replicas[0] - replicas[1]).abs().max().item()
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+VARIANTS = {
+    "no communication": (_plain, keep_gradients),
+    "one all_reduce per parameter": (_plain, average_gradients),
+    "one flat all_reduce": (_plain, average_gradients_flat),
+    "DistributedDataParallel": (_ddp, keep_gradients),
+}
+
+
+def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[float]]:
+    """Time one training step of each variant, in turn, so that noise meets all alike.
+
+    Returns seconds per step for each name in VARIANTS, `steps` of them.
+    """
+    images, labels = first_digits(GLOBAL_BATCH)
+    images, labels = images[rank::world_size], labels[rank::world_size]
+    contestants = {}
+    for name, (wrap, average) in VARIANTS.items():
+        model = wrap(Net().to(device()))
+        contestants[name] = model, torch.optim.SGD(model.parameters(), lr=0.01), average
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for step in range(steps + 3):
+        for name, (model, optimizer, average) in contestants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            F.nll_loss(model(images), labels).backward()
+            average(model)
+            optimizer.step()
+            if step >= 3:  # the first steps warm up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, compare with one process and with DDP, print one line."""
+    parser = lesson_parser("partitioned_sgd", __doc__)
+    parser.add_argument("--epochs", type=int, default=1, help="passes over the digits (default 1)")
+    options = parser.parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend) as ranks:
+        n = ranks.world_size
+        reference = whole_batch_gradient(32 * n)
+        for gradient in ranks(mean_gradient):
+            error = (gradient.cpu() - reference).abs().max().item()
+            prove("the mean of the shards' gradients is the batch's gradient", error < 1e-6)
+        prove("average_gradients equals DDP", max(ranks(distance_to_ddp)) < 1e-6)
+        replicas = list(ranks(train, options.epochs))
+        same = all(torch.equal(r["parameters"], replicas[0]["parameters"]) for r in replicas)
+        prove("all replicas are equal to the last bit", same)
+        ranks.say(f"partitioned_sgd: {ranks}, replicas bit-equal, gradients equal one process")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""Ring all-reduce: the sum of all ranks' tensors, made of sends to the right neighbour.
+
+Three rings, each sums `tensor` in place on every rank, as `dist.all_reduce` does:
+
+    whole_ring      the tutorial's: the whole tensor travels n-1 times
+    chunked_ring    its homework: n chunks; reduce-scatter, then all-gather
+    preposted_ring  the chunked ring with every receive posted before the first send
+
+Sources: "Writing Distributed Applications with PyTorch", section Our Own Ring-Allreduce;
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
+(2009), for the chunked ring and its 2(n-1)/n.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import device
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+
+SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
+
+
+def neighbours() -> tuple[int, int]:
+    """Return the ranks to the left and to the right of this one."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % n, (rank + 1) % n
+
+
+def whole_ring(tensor: torch.Tensor) -> None:
+    """Sum `tensor` over all ranks in place; every message is the whole tensor."""
+    left, right = neighbours()
+    passing, arriving = tensor.clone(), torch.empty_like(tensor)
+    for _ in range(dist.get_world_size() - 1):
+        sending = dist.isend(passing, right)
+        dist.recv(arriving, left)
+        tensor += arriving
+        sending.wait()
+        passing, arriving = arriving, passing
+
+
+def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: None) -> None:
+    """Sum a contiguous `tensor` over all ranks in place; every message is one chunk of n.
+
+    after_step: called after each of the 2(n-1) steps, for those who want to watch.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    chunks = tensor.view(-1).tensor_split(n)
+    arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
+    for step in range(2 * (n - 1)):
+        going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        reducing = step < n - 1  # first add up, then hand round
+        into = arriving[: len(coming)] if reducing else coming
+        exchange(going, right, into, left)
+        if reducing:
+            coming += into
+        after_step()
+
+
+def exchange(going: torch.Tensor, right: int, coming: torch.Tensor, left: int) -> None:
+    """Send one chunk and receive another at once. An empty chunk is no message."""
+    sending = dist.isend(going, right) if len(going) else None
+    if len(coming):
+        dist.recv(coming, left)
+    if sending:
+        sending.wait()
+
+
+def preposted_ring(tensor: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    """Sum a contiguous `tensor` in place, with every receive posted before the first send.
+
+    scratch: a tensor of the same shape and dtype to receive in; made anew when None, which
+        costs more than it gains for large tensors. A trainer would keep it between steps.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    left, right = neighbours()
+    scratch = torch.empty_like(tensor) if scratch is None else scratch
+    chunks, partial = tensor.view(-1).tensor_split(n), scratch.view(-1).tensor_split(n)
+    steps = range(2 * (n - 1))
+    sources = [(rank - step - 1) % n for step in steps]
+    landing = [(partial if step < n - 1 else chunks)[sources[step]] for step in steps]
+    receives = [dist.irecv(landing[s], left, tag=s) if len(landing[s]) else None for s in steps]
+    sends, going = [], chunks[rank]
+    for step in steps:
+        if len(going):
+            sends.append(dist.isend(going, right, tag=step))
+        receiving, going = receives[step], chunks[sources[step]]
+        if receiving:
+            receiving.wait()
+        if step < n - 1:
+            going += landing[step]
+    for sending in sends:
+        sending.wait()
+
+
+RINGS = (whole_ring, chunked_ring, preposted_ring)
+
+
+def example(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype):
+    """Return a tensor of small whole numbers, so that sums are exact in every dtype."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count, device=device()) + rank) % 5).to(dtype).reshape(shape)
+
+
+def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], dtype: torch.dtype):
+    """Tell whether `ring` gives just what `dist.all_reduce` gives, for one shape and dtype."""
+    tensor = example(rank, world_size, shape, dtype)
+    expected = tensor.clone()
+    dist.all_reduce(expected)
+    ring(tensor)
+    return torch.equal(tensor, expected)
+
+
+def count(rank: int, world_size: int, ring: Callable, numel: int) -> None:
+    """Run `ring` once on `numel` float32; the run's trace then holds its messages."""
+    ring(example(rank, world_size, (numel,), torch.float32))
+
+
+def watch(rank: int, world_size: int) -> torch.Tensor:
+    """Run the chunked ring on powers of ten, and keep what each chunk held after each step.
+
+    Rank r brings 10**r in every chunk, so the digits of a sum tell who is in it.
+    Returns shape (2 * (world_size - 1) + 1, world_size): steps from the start on, chunks.
+    """
+    tensor = torch.full((world_size,), 10**rank, device=device())
+    steps = [tensor.clone()]
+    chunked_ring(tensor, after_step=lambda: steps.append(tensor.clone()))
+    return torch.stack(steps)
+
+
+def expected_cost(ring: Callable, world_size: int, nbytes: int) -> tuple[int, float]:
+    """Return messages and bytes that one rank sends, by the formula."""
+    if ring is whole_ring:
+        return world_size - 1, (world_size - 1) * nbytes
+    return 2 * (world_size - 1), 2 * (world_size - 1) / world_size * nbytes
+
+
+def measure(rank: int, world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Time each ring and `dist.all_reduce` in turn, from barrier to barrier, in seconds."""
+    tensor = torch.zeros(nbytes // 4, device=device())
+    kept = torch.empty_like(tensor)
+    contestants: dict[str, Callable] = {
+        "built-in all_reduce": dist.all_reduce,
+        "whole ring": whole_ring,
+        "chunked ring": chunked_ring,
+        "preposted ring": lambda tensor: preposted_ring(tensor, kept),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(rounds + 1):
+        for name, contestant in contestants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            contestant(tensor)
+            dist.barrier()
+            if round_:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def bandwidth(run: Callable, sizes=SIZES, rounds: int = 7) -> dict[str, list[tuple[int, float]]]:
+    """Measure each contestant over message sizes; median seconds on the slowest rank.
+
+    run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor.
+    """
+    series: dict[str, list[tuple[int, float]]] = {}
+    for nbytes in sizes:
+        per_rank = list(run(measure, nbytes, rounds))
+        for name in per_rank[0]:
+            slowest = max(median(seconds[name]) for seconds in per_rank)
+            series.setdefault(name, []).append((nbytes, slowest))
+    return series
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare each ring with `dist.all_reduce`, count its messages, print one line."""
+    parser = lesson_parser("ring_allreduce", __doc__)
+    parser.add_argument("--measure", action="store_true", help="also time 4 kB to 100 MB")
+    options = parser.parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend) as ranks:
+        n = ranks.world_size
+        for ring in RINGS:
+            for shape in ((), (1,), (7,), (3, 5), (1000,)):
+                for dtype in (torch.float32, torch.float64, torch.float16, torch.int64):
+                    same = all(ranks(compare, ring, shape, dtype))
+                    prove(f"{ring.__name__} is exact for {shape} {dtype}", same)
+            trace = ranks(count, ring, 1000 * n).trace
+            messages, nbytes = expected_cost(ring, n, 4 * 1000 * n)
+            for rank in range(n):
+                prove("messages are as few", len(trace.messages(src=rank)) == messages)
+                prove("bytes are as few", trace.bytes_sent(rank) == round(nbytes))
+        prove("the last step holds every rank", _complete(ranks(watch)))
+        ranks.say(f"ring_allreduce: {ranks}, {len(RINGS)} rings agree with dist.all_reduce")
+        if options.measure:
+            _say_bandwidth(ranks)
+
+
+def _complete(result) -> bool:
+    return all((steps[-1] == int("1" * len(result))).all() for steps in result)
+
+
+def _say_bandwidth(ranks) -> None:
+    series = bandwidth(ranks)
+    base = dict(series["built-in all_reduce"])
+    for name, points in series.items():
+        for nbytes, seconds in points:
+            ratio = seconds / base[nbytes]
+            ranks.say(f"{name:20} {nbytes:>11,} B {1000 * seconds:8.2f} ms  x{ratio:.2f}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""The loss of every rank as it trains: lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.ticker import MaxNLocator
+
+from ddp_kit.plot.labels import LINE, name_lines
+from ddp_kit.plot.numbers import table
+from ddp_kit.plot.picture import Picture, label_axes
+from ddp_kit.plot.style import (
+    PAPER,
+    luminance,
+    marker,
+    rank_color,
+    shade,
+    write,
+)
+
+LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches
+MOST_MARKERS = 12  # points of a line; above, its end alone is marked
+DASH = 3.5  # points of each rank's colour in one period where all lines lie on one another
+
+
+def losses(
+    result: Sequence[Sequence[float]],
+    title: str | None = None,
+    xlabel: str = "epoch",
+    ylabel: str = "training loss",
+) -> Picture:
+    """Draw one line of losses a rank; lines that coincide show all their colours.
+
+    result[rank] is a sequence of numbers (a list, a 1-d tensor), the first one at x = 1;
+    lengths may differ. ValueError if the result, or one rank's sequence, is empty or is not
+    a sequence of numbers.
+    """
+    lines = [_read(rank, value) for rank, value in enumerate(result)]
+    if not lines:
+        raise ValueError("the result is empty: there is no rank to draw")
+    if title is None:
+        title = f"{ylabel[:1].upper()}{ylabel[1:]} of each rank, {xlabel} by {xlabel}"
+    rows = [[f"rank {r}", f"{y[0]:.2f}", f"{y[-1]:.2f}"] for r, y in enumerate(lines)]
+    twin = table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
+
+    height = max(TALL, LINE * len(lines))
+    picture = Picture(LEFT + WIDE + 0.85, TOP + height + 0.5, twin)
+    write(picture.sheet(), 0.02, 0.12, title, 11.5, weight="bold")
+    ax = picture.chart(LEFT, TOP, WIDE, height, grid="y")
+    label_axes(ax, xlabel, ylabel)
+    for rank, y in enumerate(lines):
+        _line(ax, rank, y, len(lines))
+    longest = max(map(len, lines))
+    margin = 0.03 * (longest - 1) or 0.5
+    ax.set_xlim(1 - margin, longest + margin)
+    ax.margins(y=0.07)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    ax.ticklabel_format(axis="y", useOffset=False)
+    names = [f"rank {rank}" for rank in range(len(lines))]
+    name_lines(ax, names, [_end(ax, y) for y in lines], [_edge(r) for r in range(len(lines))])
+    return picture
+
+
+def _read(rank: int, value: Sequence[float]) -> list[float]:
+    try:
+        numbers = value.tolist() if hasattr(value, "tolist") else list(value)
+        numbers = [float(n.tolist() if hasattr(n, "tolist") else n) for n in numbers]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers:
+        raise ValueError(f"rank {rank} must return a sequence of losses, got {value!r}")
+    return numbers
+
+
+def _line(ax, rank: int, y: list[float], ranks: int) -> None:
+    """Draw a hairline and dashes over it.
+
+    Rank r is drawn for (ranks - r) parts in `ranks` of a period: where lines coincide, each
+    higher rank covers a part less of the ones below, and every colour shows in equal shares.
+    """
+    color = rank_color(rank)
+    edge = _edge(rank)
+    x = range(1, len(y) + 1)
+    ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
+    widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
+    on, off = DASH * (ranks - rank), DASH * rank
+    ax.plot(
+        x,
+        y,
+        color=color,
+        linewidth=2.2,
+        linestyle=(0, (on / 2.2, off / 2.2)) if rank else "-",
+        dash_capstyle="butt",
+        marker=marker(rank),
+        markersize=widest
+        - (widest - 5.5) * rank / max(1, ranks - 1),  # the lower rank looks out below
+        markeredgecolor=PAPER if edge == color else edge,
+        markeredgewidth=0.6,
+        markevery=1 if len(y) <= MOST_MARKERS else [len(y) - 1],
+        label=f"rank {rank}",
+        zorder=3 + rank / 100,
+    )
+
+
+def _edge(rank: int) -> str:
+    """Return the rank's colour, darkened where a thin line of it would fade into the paper."""
+    color = rank_color(rank)
+    return shade(color, 0.75) if luminance(color) > 0.6 else color
+
+
+def _end(ax, y: list[float]) -> tuple[float, float]:
+    """Return the last point that can be drawn; a loss may have gone to infinity."""
+    finite = [(x, loss) for x, loss in enumerate(y, start=1) if math.isfinite(loss)]
+    return finite[-1] if finite else (len(y), ax.get_ylim()[0])

@@ -1,0 +1,367 @@
+"""What a reader, GitHub and nbval rely on in each committed notebook.
+
+A rule takes a notebook as plain data and yields what is wrong with it. Below the rules, each
+is broken once on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from regenerate import METADATA, all_notebooks
+
+TAGS = {"nbval-ignore-output", "raises-exception"}
+MOST_LINES = 20
+CELLS = range(15, 46)
+MOST_BYTES = 600_000
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# What differs from machine to machine or from run to run.
+UNSTABLE = {
+    "a path": re.compile(r"(?<![\w:/.<])/[A-Za-z][\w.-]*/[\w./-]+"),
+    "a memory address": re.compile(r"0x[0-9a-f]{6,}"),
+    "a network address": re.compile(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])"),
+    "a process id": re.compile(r"\bpid\W{0,3}\d+", re.IGNORECASE),
+    "a time of day": re.compile(r"\b\d{2}:\d{2}:\d{2}\b"),
+}
+
+
+def numbered(notebook: dict, kind: str | None = None) -> Iterator[tuple[int, dict]]:
+    """Yield the cells of a kind with their place in the notebook, from 1."""
+    for number, cell in enumerate(notebook["cells"], 1):
+        if kind in (None, cell["cell_type"]):
+            yield number, cell
+
+
+def tags(cell: dict) -> set[str]:
+    return set(cell["metadata"].get("tags", ()))
+
+
+def outputs(notebook: dict) -> Iterator[tuple[int, dict]]:
+    for number, cell in numbered(notebook, "code"):
+        for output in cell["outputs"]:
+            yield number, output
+
+
+def text(output: dict) -> str:
+    """Return all that can be read in an output; JSON keeps a text whole or in lines."""
+    if output["output_type"] == "stream":
+        parts = [output["text"]]
+    elif output["output_type"] == "error":
+        parts = [output["evalue"], *output["traceback"]]
+    else:
+        parts = [data for mime, data in output["data"].items() if mime.startswith("text/")]
+    return ANSI.sub("", "\n".join("".join(part) for part in parts))
+
+
+def executed_in_order(notebook: dict) -> Iterator[str]:
+    counts = [cell["execution_count"] for _, cell in numbered(notebook, "code")]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"the code cells were executed as {counts}"
+
+
+def prose_before_code(notebook: dict) -> Iterator[str]:
+    before = None
+    for number, cell in numbered(notebook):
+        if cell["cell_type"] == "code" and before != "markdown":
+            yield f"no prose stands before cell {number}"
+        before = cell["cell_type"]
+
+
+def short_code_cells(notebook: dict) -> Iterator[str]:
+    for number, cell in numbered(notebook, "code"):
+        lines = len("".join(cell["source"]).splitlines())
+        if lines > MOST_LINES:
+            yield f"cell {number} has {lines} lines; {MOST_LINES} is the most"
+
+
+def right_length(notebook: dict) -> Iterator[str]:
+    if len(notebook["cells"]) not in CELLS:
+        yield f"{len(notebook['cells'])} cells; {CELLS[0]} to {CELLS[-1]} make a lesson"
+
+
+def starts_with_a_heading(notebook: dict) -> Iterator[str]:
+    first = notebook["cells"][0]
+    if first["cell_type"] != "markdown" or not "".join(first["source"]).startswith("# "):
+        yield "the first cell is no heading"
+
+
+def nothing_on_stderr(notebook: dict) -> Iterator[str]:
+    for number, output in outputs(notebook):
+        if output["output_type"] == "stream" and output["name"] == "stderr":
+            yield f"cell {number} wrote to stderr"
+
+
+def errors_where_announced(notebook: dict) -> Iterator[str]:
+    for number, cell in numbered(notebook, "code"):
+        raised = any(output["output_type"] == "error" for output in cell["outputs"])
+        if raised and "raises-exception" not in tags(cell):
+            yield f"cell {number} raised"
+        if not raised and "raises-exception" in tags(cell):
+            yield f"cell {number} is tagged raises-exception and raised nothing"
+
+
+def shown_everywhere(notebook: dict) -> Iterator[str]:
+    """Refuse what GitHub drops, JupyterLab distrusts, or dies with the kernel."""
+    for number, output in outputs(notebook):
+        for mime, data in output.get("data", {}).items():
+            script = mime == "text/html" and "<script" in "".join(data).lower()
+            if script or re.search(r"widget-view|svg|javascript", mime):
+                yield f"cell {number} shows {'a script' if script else mime}"
+
+
+def same_on_every_run(notebook: dict) -> Iterator[str]:
+    for number, output in outputs(notebook):
+        for what, pattern in UNSTABLE.items():
+            if found := pattern.search(text(output)):
+                yield f"cell {number} shows {what}: {found[0]}"
+
+
+def small_file(notebook: dict) -> Iterator[str]:
+    size = len(json.dumps(notebook, indent=1, ensure_ascii=False).encode())
+    if size >= MOST_BYTES:
+        yield f"{size:,} bytes; {MOST_BYTES:,} is too many"
+
+
+def own_id_for_each_cell(notebook: dict) -> Iterator[str]:
+    ids = Counter(cell.get("id") for cell in notebook["cells"])
+    for name, count in ids.items():
+        if name is None:
+            yield f"{count} cells have no id"
+        elif count > 1:
+            yield f"{count} cells share the id {name}"
+
+
+def known_tags(notebook: dict) -> Iterator[str]:
+    for number, cell in numbered(notebook):
+        for tag in sorted(tags(cell) - TAGS):
+            yield f"cell {number} has the tag {tag}; known are {', '.join(sorted(TAGS))}"
+        if cell["cell_type"] == "code" and "# NBVAL_" in "".join(cell["source"]):
+            yield f"cell {number} has an nbval comment; a tag says it without disturbing the reader"
+
+
+def minimal_metadata(notebook: dict) -> Iterator[str]:
+    if notebook["metadata"] != METADATA:
+        yield "the notebook's metadata are not those of make notebooks"
+    for number, cell in numbered(notebook):
+        if more := sorted(set(cell["metadata"]) - {"tags"}):
+            yield f"cell {number} has metadata besides tags: {', '.join(more)}"
+
+
+RULES: list[Callable[[dict], Iterator[str]]] = [
+    executed_in_order,
+    prose_before_code,
+    short_code_cells,
+    right_length,
+    starts_with_a_heading,
+    nothing_on_stderr,
+    errors_where_announced,
+    shown_everywhere,
+    same_on_every_run,
+    small_file,
+    own_id_for_each_cell,
+    known_tags,
+    minimal_metadata,
+]
+
+
+def test_there_are_notebooks():
+    assert all_notebooks()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("path", all_notebooks(), ids=lambda path: path.stem)
+def test_notebook_keeps(rule, path):
+    assert list(rule(json.loads(path.read_text("utf-8")))) == []
+
+
+# From here on the rules themselves are tested.
+
+
+def lesson() -> dict:
+    """Return a notebook that keeps every rule: eight times prose, then code."""
+    cells = []
+    for count in range(1, 9):
+        prose = {"cell_type": "markdown", "id": f"prose-{count}", "source": f"# Part {count}"}
+        code = {"cell_type": "code", "id": f"code-{count}", "source": f"print({count})"}
+        said = {"output_type": "stream", "name": "stdout", "text": f"{count}\n"}
+        cells.append(prose | {"metadata": {}})
+        cells.append(code | {"metadata": {}, "execution_count": count, "outputs": [said]})
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": METADATA, "cells": cells}
+
+
+ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": ["no"]}
+
+
+def display(data: dict) -> dict:
+    return {"output_type": "display_data", "metadata": {}, "data": data}
+
+
+def broken(notebook: dict) -> list[str]:
+    """Name the rules that a notebook breaks."""
+    return [rule.__name__ for rule in RULES if list(rule(notebook))]
+
+
+def test_a_sound_notebook_breaks_no_rule():
+    assert broken(lesson()) == []
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, None), (1, 3)])
+def test_cells_executed_out_of_order_are_found(counts):
+    notebook = lesson()
+    notebook["cells"][1]["execution_count"], notebook["cells"][3]["execution_count"] = counts
+    assert broken(notebook) == ["executed_in_order"]
+
+
+def test_a_code_cell_without_prose_is_found():
+    notebook = lesson()
+    notebook["cells"][2]["cell_type"] = "raw"
+    assert broken(notebook) == ["prose_before_code"]
+
+
+def test_two_code_cells_in_a_row_are_found():
+    notebook = lesson()
+    del notebook["cells"][2]
+    assert broken(notebook) == ["prose_before_code"]
+
+
+def test_a_code_cell_of_21_lines_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["source"] = "x = 1\n" * 20
+    assert broken(notebook) == []
+    notebook["cells"][1]["source"] += "x"
+    assert broken(notebook) == ["short_code_cells"]
+
+
+@pytest.mark.parametrize("cells", [14, 46])
+def test_a_notebook_too_short_or_too_long_is_found(cells):
+    notebook = lesson()
+    closing = {"cell_type": "markdown", "metadata": {}, "source": "Read on."}
+    more = [closing | {"id": f"closing-{count}"} for count in range(30)]
+    notebook["cells"] = (notebook["cells"] + more)[:cells]
+    assert broken(notebook) == ["right_length"]
+
+
+def test_a_notebook_without_a_heading_is_found():
+    notebook = lesson()
+    notebook["cells"][0]["source"] = "We begin."
+    assert broken(notebook) == ["starts_with_a_heading"]
+
+
+def test_a_warning_on_stderr_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["outputs"][0]["name"] = "stderr"
+    assert broken(notebook) == ["nothing_on_stderr"]
+
+
+def test_an_error_is_found_unless_it_is_announced():
+    notebook = lesson()
+    notebook["cells"][1]["outputs"] = [ERROR]
+    assert broken(notebook) == ["errors_where_announced"]
+    notebook["cells"][1]["metadata"] = {"tags": ["raises-exception"]}
+    assert broken(notebook) == []
+
+
+def test_an_announced_error_that_never_came_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["metadata"] = {"tags": ["raises-exception"]}
+    assert broken(notebook) == ["errors_where_announced"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}},
+        {"image/svg+xml": "<svg/>"},
+        {"application/javascript": "alert(1)"},
+        {"text/html": ["<p>\n", "<script>alert(1)</script>"]},
+    ],
+    ids=lambda data: next(iter(data)),
+)
+def test_an_output_that_is_not_shown_everywhere_is_found(data):
+    notebook = lesson()
+    notebook["cells"][1]["outputs"] = [display(data)]
+    assert broken(notebook) == ["shown_everywhere"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "saved to /somewhere/below/file.txt",
+        "<object object at 0x7f3a5c0d1e90>",
+        "listening on 10.1.2.3",
+        "pid=4711",
+        "at 12:34:56",
+        ["in two\n", "lines: \x1b[32m/somewhere/below\x1b[0m"],
+    ],
+)
+def test_a_text_that_differs_from_run_to_run_is_found(said):
+    error = ERROR | {"evalue": "".join(said)}
+    traceback = ERROR | {"traceback": ["no", "".join(said)]}
+    stream = {"output_type": "stream", "name": "stdout", "text": said}
+    for output in (display({"text/plain": said}), error, traceback, stream):
+        notebook = lesson()
+        notebook["cells"][1]["outputs"] = [output]
+        assert "same_on_every_run" in broken(notebook)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<Figure size 640x480 with 1 Axes>",
+        "<table><tr><td>1</td></tr></table>",
+        "12 messages/rank, 3/4 of the bytes",
+        "127.0.0.1",
+        "Cell In[3], line 1",
+        "torch 2.13.0",
+    ],
+)
+def test_a_text_that_is_always_the_same_is_not_blamed(said):
+    notebook = lesson()
+    notebook["cells"][1]["outputs"][0]["text"] = said
+    assert broken(notebook) == []
+
+
+def test_a_file_that_is_too_large_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["outputs"] = [display({"image/png": "A" * 600_000})]
+    assert broken(notebook) == ["small_file"]
+
+
+def test_cells_that_share_an_id_are_found():
+    notebook = lesson()
+    notebook["cells"][3]["id"] = notebook["cells"][1]["id"]
+    assert broken(notebook) == ["own_id_for_each_cell"]
+
+
+def test_a_cell_without_an_id_is_found():
+    notebook = lesson()
+    del notebook["cells"][3]["id"]
+    assert broken(notebook) == ["own_id_for_each_cell"]
+
+
+def test_an_unknown_tag_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["metadata"] = {"tags": ["nbval-ignore-output", "nbval-skip"]}
+    assert broken(notebook) == ["known_tags"]
+
+
+def test_an_nbval_comment_is_found():
+    notebook = lesson()
+    notebook["cells"][1]["source"] = "# NBVAL_SKIP\nprint(1)"
+    assert broken(notebook) == ["known_tags"]
+
+
+def test_a_language_version_is_found():
+    notebook = lesson()
+    notebook["metadata"] = METADATA | {"language_info": {"name": "python", "version": "3.11.7"}}
+    assert broken(notebook) == ["minimal_metadata"]
+
+
+def test_execution_times_in_a_cell_are_found():
+    notebook = lesson()
+    notebook["cells"][1]["metadata"] = {"execution": {"iopub.status.busy": "now"}}
+    assert broken(notebook) == ["minimal_metadata"]

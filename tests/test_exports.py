@@ -1,0 +1,42 @@
+"""The public names, and the directions in which modules import each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ddp_kit as kit
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_public_names_are_sorted_and_exist():
+    assert kit.__all__ == sorted(kit.__all__)
+    for name in kit.__all__:
+        assert getattr(kit, name) is not None
+
+
+def test_every_error_is_a_kit_error():
+    errors = [getattr(kit, name) for name in kit.__all__ if name.endswith("Error")]
+    assert len(errors) == 8
+    assert all(issubclass(error, kit.KitError) for error in errors)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(kit, "no_such_name")
+
+
+def test_importing_the_kit_loads_no_heavy_library():
+    code = (
+        "import sys, ddp_kit; "
+        "print(sorted({'matplotlib', 'IPython', 'torchvision', 'ipywidgets'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+def test_imports_go_down_only():
+    linter = Path(sys.executable).with_name("lint-imports")
+    out = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout

@@ -1,0 +1,242 @@
+"""The lessons' claims, at several world sizes and however they are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit.launch import prove
+from ddp_kit.lessons import collectives, partitioned_sgd, point_to_point, ring_allreduce
+
+WORLD_SIZES = (1, 2, 3, 4)
+PROOFS = {
+    "point_to_point": "point_to_point: {}, every tensor arrived as it was sent\n",
+    "collectives": "collectives: {}, 9 collectives and the barrier are right\n",
+    "partitioned_sgd": "partitioned_sgd: {}, replicas bit-equal, gradients equal one process\n",
+    "ring_allreduce": "ring_allreduce: {}, 3 rings agree with dist.all_reduce\n",
+}
+LESSONS = (point_to_point, collectives, partitioned_sgd, ring_allreduce)
+
+
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda module: module.__name__.split(".")[-1])
+def test_main_prints_its_one_line(lesson, world_size, capsys):
+    lesson.main(["--world-size", str(world_size)])
+    name = lesson.__name__.split(".")[-1]
+    assert capsys.readouterr().out == PROOFS[name].format(ranks(world_size))
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_torchrun_gives_the_same_line(name):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", f"ddp_kit.lessons.{name}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert out.stdout == PROOFS[name].format("2 ranks"), out.stderr
+
+
+def test_torchrun_refuses_another_world_size():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "ddp_kit.lessons.point_to_point", "--world-size", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert out.returncode != 0
+    assert "torchrun started 2 ranks, but --world-size is 3" in out.stderr
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_help_names_the_options(name):
+    command = [sys.executable, "-m", f"ddp_kit.lessons.{name}", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0
+    assert "--world-size" in out.stdout
+    assert "--backend" in out.stdout
+
+
+def test_a_claim_that_fails_is_an_error():
+    with pytest.raises(kit.ProofError, match="this did not hold: pigs fly"):
+        prove("pigs fly", False)
+
+
+def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
+    monkeypatch.setattr(ring_allreduce, "expected_cost", lambda ring, n, nbytes: (1, 1))
+    with pytest.raises(kit.ProofError, match="messages are as few"):
+        ring_allreduce.main(["--world-size", "3"])
+
+
+# --- point to point ------------------------------------------------------------------------
+
+
+def test_a_write_before_wait_changes_the_message():
+    result = kit.run(point_to_point.written_too_early, world_size=3, backend="gloo")
+    assert list(result) == [99, 99, None]  # rank 0 had meant to send 1
+
+
+def test_a_read_before_wait_sees_the_old_value():
+    result = kit.run(point_to_point.read_too_early, world_size=3, backend="gloo")
+    assert result[1] == {"before wait": 0, "after wait": 1}
+
+
+def test_no_race_is_shown_where_there_is_one_rank():
+    assert list(kit.run(point_to_point.written_too_early, world_size=1)) == [None]
+    assert list(kit.run(point_to_point.read_too_early, world_size=1)) == [None]
+
+
+# --- collectives ---------------------------------------------------------------------------
+
+
+def test_the_reference_is_worked_out_by_hand():
+    held = [torch.tensor([0.0, 1.0]), torch.tensor([10.0, 11.0])]
+    after = {
+        name: [None if want is None else collectives._flat(want) for want in answer]
+        for name in [worker.__name__ for worker in collectives.COLLECTIVES]
+        for answer in [collectives.reference(name, held)]
+    }
+    assert after == {
+        "broadcast": [[0, 1], [0, 1]],
+        "scatter": [[0], [1]],
+        "gather": [[0, 10], None],
+        "reduce": [[10, 12], None],
+        "all_reduce": [[10, 12], [10, 12]],
+        "all_gather": [[0, 10], [0, 10]],
+        "reduce_scatter": [[10], [12]],
+        "all_to_all": [[0, 10], [1, 11]],
+        "all_reduce_in_a_group": [[0, 1], [10, 11]],
+    }
+    ops = {op: collectives.reference("all_reduce", held, op)[0].tolist() for op in collectives.OPS}
+    assert ops == {
+        "SUM": [10, 12],
+        "PRODUCT": [0, 11],
+        "MAX": [10, 11],
+        "MIN": [0, 1],
+        "AVG": [5, 6],
+    }
+
+
+def test_a_wrong_answer_does_not_agree():
+    result = kit.run(collectives.all_reduce, "MAX", world_size=2)
+    held = [collectives.own_tensor(rank, 2) for rank in range(2)]
+    assert collectives.agrees(result, collectives.reference("all_reduce", held, "MAX"))
+    assert not collectives.agrees(result, collectives.reference("all_reduce", held, "SUM"))
+
+
+def test_the_group_is_a_true_subset():
+    result = kit.run(collectives.all_reduce_in_a_group)
+    assert [value["after"][0].item() for value in result] == [20, 10, 20, 30]
+
+
+# --- partitioned SGD -----------------------------------------------------------------------
+
+
+def test_partitions_are_disjoint_and_the_same_everywhere():
+    parts = partitioned_sgd.DataPartitioner(range(100), [0.5, 0.25, 0.25]).partitions
+    assert [len(part) for part in parts] == [50, 25, 25]
+    assert sorted(sum(parts, [])) == list(range(100))
+    again = partitioned_sgd.DataPartitioner(range(100), [0.5, 0.25, 0.25]).partitions
+    assert parts == again
+    assert parts[0] != list(range(50))
+
+
+def test_the_network_has_as_many_parameters_as_it_says():
+    assert sum(p.numel() for p in partitioned_sgd.Net().parameters()) == 21_840
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_both_ways_of_averaging_give_the_batch_gradient(world_size):
+    whole = partitioned_sgd.whole_batch_gradient(32 * world_size)
+    for average in (partitioned_sgd.average_gradients, partitioned_sgd.average_gradients_flat):
+        result = kit.run(partitioned_sgd.mean_gradient, 32, average, world_size=world_size)
+        for gradient in result:
+            torch.testing.assert_close(gradient, whole, atol=1e-6, rtol=0)
+
+
+def test_without_averaging_the_gradients_differ():
+    whole = partitioned_sgd.whole_batch_gradient(64)
+    result = kit.run(
+        partitioned_sgd.mean_gradient, 32, partitioned_sgd.keep_gradients, world_size=2
+    )
+    assert (result[0] - whole).abs().max() > 1e-3
+
+
+def test_replicas_drift_without_averaging():
+    result = kit.run(partitioned_sgd.train, 1, partitioned_sgd.keep_gradients, world_size=2)
+    assert not torch.equal(result[0]["parameters"], result[1]["parameters"])
+
+
+def test_one_two_and_four_ranks_learn_equally_well():
+    reached = {}
+    for world_size in (1, 2, 4):
+        flat = partitioned_sgd.average_gradients_flat
+        result = kit.run(partitioned_sgd.train, 10, flat, world_size=world_size)
+        reached[world_size] = result[0]["accuracy"]
+    assert min(reached.values()) > 0.88, reached
+    assert max(reached.values()) - min(reached.values()) <= 0.02, reached
+
+
+# --- ring all-reduce -----------------------------------------------------------------------
+
+
+def test_rings_are_exact_where_sizes_do_not_divide():
+    def all_cases(rank, world_size):
+        return [
+            (ring.__name__, shape, dtype)
+            for ring in ring_allreduce.RINGS
+            for shape in [(), (0,), (1,), (2,), (5,), (7, 3), (1, 1, 13), (1001,)]
+            for dtype in [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8]
+            if not ring_allreduce.compare(rank, world_size, ring, shape, dtype)
+        ]
+
+    for world_size in (1, 2, 3, 4, 5):
+        assert sum(kit.run(all_cases, world_size=world_size), []) == []
+
+
+def test_a_kept_scratch_tensor_does_not_change_the_sum():
+    def twice(rank, world_size):
+        scratch = torch.full((10,), 77.0)
+        for _ in range(2):
+            tensor = torch.arange(10.0) + rank
+            ring_allreduce.preposted_ring(tensor, scratch)
+        return tensor.tolist()
+
+    assert kit.run(twice, world_size=3)[1] == [3.0 * i + 3 for i in range(10)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_costs_are_what_the_formulas_say(world_size):
+    numel = 12 * 100
+    for ring in ring_allreduce.RINGS:
+        trace = kit.run(ring_allreduce.count, ring, numel, world_size=world_size).trace
+        messages, nbytes = ring_allreduce.expected_cost(ring, world_size, 4 * numel)
+        for rank in range(world_size):
+            assert len(trace.messages(src=rank)) == messages
+            assert trace.bytes_sent(rank) == nbytes
+            right = (rank + 1) % world_size
+            assert trace.messages(src=rank) == trace.messages(src=rank, dst=right)
+
+
+def test_every_step_of_the_ring_is_kept():
+    result = kit.run(ring_allreduce.watch, world_size=3)
+    assert result[0].tolist() == [
+        [1, 1, 1],
+        [1, 1, 101],
+        [1, 111, 101],
+        [111, 111, 101],
+        [111, 111, 111],
+    ]
+
+
+def test_bandwidth_measures_every_contestant():
+    series = ring_allreduce.bandwidth(kit.run, sizes=(400, 4_000), rounds=2)
+    assert list(series) == ["built-in all_reduce", "whole ring", "chunked ring", "preposted ring"]
+    for points in series.values():
+        assert [nbytes for nbytes, _ in points] == [400, 4_000]
+        assert all(seconds > 0 for _, seconds in points)

@@ -1,0 +1,592 @@
+"""Pictures: what is drawn, in which colour, and what the text twin says."""
+
+import ast
+from pathlib import Path
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+import pytest
+import torch
+from IPython.core.pylabtools import print_figure
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from ddp_kit import plot
+from ddp_kit.plot import bandwidth, losses, rank_color, ring, step_times, tensors
+from ddp_kit.plot.numbers import short, significant, size
+from ddp_kit.plot.style import luminance, text_color
+from ddp_kit.pool import Result
+from ddp_kit.trace import Trace
+
+NEW, SHARED = "#d0d0d0", "#ffffff"
+EQUAL_LOSSES = [[2.3, 1.1, 0.5]] * 4
+
+
+def t(*numbers):
+    return torch.tensor(numbers)
+
+
+def ring_history(n):
+    """What each rank holds before and after each step of a ring all-reduce, by plain sums."""
+    held = [[10**rank] * n for rank in range(n)]
+    history = [[list(chunks)] for chunks in held]
+    for gathering in (False, True):
+        for step in range(n - 1):
+            before = [list(chunks) for chunks in held]
+            for rank in range(n):
+                left = (rank - 1) % n
+                chunk = (left - step + gathering) % n
+                held[rank][chunk] = before[left][chunk] + before[rank][chunk] * (not gathering)
+                history[rank].append(list(held[rank]))
+    return [torch.tensor(steps) for steps in history]
+
+
+def one_of_each(n):
+    return [
+        tensors([{"before": t(10**rank), "after": t(7, 8)} for rank in range(n)]),
+        losses([[2.0, 1.0 + rank] for rank in range(n)]),
+        ring(ring_history(n)),
+        bandwidth({f"way {i}": [(4096, 1e-3 * (i + 1)), (1 << 20, 2e-3)] for i in range(n)}),
+        step_times({f"way {i}": [0.010, 0.012 + i, 0.011] for i in range(n)}),
+    ]
+
+
+def texts(picture):
+    return [text.get_text() for ax in picture.axes for text in ax.texts]
+
+
+def boxes(picture):
+    """Every box with a number in it: (its text, its fill), in drawing order."""
+    ax = picture.axes[0]
+    fills = {}
+    for patch in ax.patches:
+        if isinstance(patch, Rectangle) and to_hex(patch.get_facecolor(), True)[-2:] == "ff":
+            (x, y), w, h = patch.get_xy(), patch.get_width(), patch.get_height()
+            fills[round(x + w / 2, 6), round(y + h / 2, 6)] = to_hex(patch.get_facecolor())
+    places = [(text, tuple(round(at, 6) for at in text.get_position())) for text in ax.texts]
+    return [(text.get_text(), fills[at]) for text, at in places if at in fills]
+
+
+def outlines(picture):
+    """The colours of the outlined cells of a ring, in drawing order; the key's own is last."""
+    return [
+        to_hex(patch.get_edgecolor())
+        for patch in picture.axes[0].patches
+        if to_hex(patch.get_facecolor(), keep_alpha=True).endswith("00")
+    ]
+
+
+# ---- colours
+
+
+def test_sixteen_ranks_have_sixteen_colours():
+    assert len({rank_color(rank) for rank in range(16)}) == 16
+
+
+def test_rank_colours_are_okabe_and_itos():
+    assert rank_color(0) == "#0072b2"
+    assert rank_color(7) == "#000000"
+    assert rank_color(16) == rank_color(0)
+
+
+def test_negative_rank_has_no_colour():
+    with pytest.raises(ValueError, match="rank must be at least 0, got -1"):
+        rank_color(-1)
+
+
+@pytest.mark.parametrize("rank", range(16))
+def test_text_on_a_rank_colour_has_the_contrast_that_wcag_asks_for(rank):
+    low, high = sorted(luminance(c) for c in (rank_color(rank), text_color(rank_color(rank))))
+    assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def test_rank_has_the_same_colour_in_every_picture():
+    n = 4
+    moved = tensors([{"before": t(rank), "after": t(rank)} for rank in range(n)])
+    lines = [line for line in losses(EQUAL_LOSSES).axes[1].lines if line.get_label()[0] == "r"]
+    first_step = outlines(ring(ring_history(n)))[:n]
+    for rank in range(n):
+        assert (str(rank), rank_color(rank)) in boxes(moved)
+        assert lines[rank].get_label() == f"rank {rank}"
+        assert to_hex(lines[rank].get_color()) == rank_color(rank)
+        assert first_step[(rank + 1) % n] == rank_color(rank)
+
+
+# ---- the figure
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_same_data_gives_the_same_bytes_and_text(n):
+    for one, two in zip(one_of_each(n), one_of_each(n), strict=True):
+        assert one._repr_png_() == two._repr_png_()
+        assert repr(one) == repr(two) == str(one) == one.twin
+
+
+def test_pictures_of_eight_ranks_fit_a_notebook():
+    for picture in one_of_each(8):
+        assert picture.get_size_inches()[0] <= 9.03
+        assert 2_000 < len(picture._repr_png_()) < 60_000
+
+
+def test_second_look_at_a_picture_is_the_first():
+    picture = losses(EQUAL_LOSSES)
+    assert picture._repr_png_() == picture._repr_png_()
+
+
+def test_ipythons_printer_draws_the_same_bytes():
+    picture = losses(EQUAL_LOSSES)
+    assert print_figure(picture, fmt="png") == picture._repr_png_()
+
+
+def test_a_dark_style_changes_no_byte():
+    light = [picture._repr_png_() for picture in one_of_each(1)]
+    with matplotlib.rc_context():
+        matplotlib.style.use(["ggplot", "dark_background"])
+        dark = [picture._repr_png_() for picture in one_of_each(1)]
+    assert dark == light
+
+
+def test_drawing_leaves_rcparams_alone():
+    before = dict(matplotlib.rcParams)
+    for picture in one_of_each(1):
+        picture._repr_png_()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_plot_imports_no_pyplot_and_no_process():
+    allowed = ("ddp_kit.plot", "ddp_kit.trace", "ddp_kit.errors")
+    for path in Path(plot.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                assert "pyplot" not in name
+                assert not name.startswith("ddp_kit") or name.startswith(allowed)
+
+
+def test_public_names_are_these():
+    assert plot.__all__ == sorted(plot.__all__)
+    assert plot.__all__ == [
+        *("Picture", "bandwidth", "losses", "rank_color", "ring", "step_times", "tensors")
+    ]
+
+
+def test_title_replaces_the_own_one():
+    picture = tensors([{"before": t(1)}], title="A broadcast")
+    assert "A broadcast" in texts(picture)
+    assert repr(picture).startswith("A broadcast\n")
+    assert not any("What each rank holds" in text for text in texts(picture))
+
+
+# ---- tensors
+
+
+def test_gather_twin():
+    picture = tensors(
+        [
+            {"before": t(1, 2), "after": [t(1, 2), t(11, 12)]},
+            {"before": t(11, 12), "after": None},
+        ]
+    )
+    assert repr(picture) == (
+        "What each rank holds: before → after\n"
+        "        before  after\n"
+        "rank 0  1 2     1 2 | 11 12\n"
+        "rank 1  11 12   \N{EN DASH}"
+    )
+
+
+def test_result_of_a_run_is_drawn_as_a_list_is():
+    values = ({"before": t(1)}, {"before": t(2)})
+    assert repr(tensors(Result(values, ("", ""), Trace(2)))) == repr(tensors(values))
+
+
+def test_moved_number_keeps_the_colour_of_its_rank():
+    picture = tensors([{"in": t(5), "out": t(6)}, {"in": t(6), "out": t(5)}])
+    assert boxes(picture) == [
+        ("5", rank_color(0)),
+        ("6", rank_color(1)),
+        ("6", rank_color(1)),
+        ("5", rank_color(0)),
+    ]
+
+
+def test_new_number_is_grey_and_bold_and_a_shared_one_white():
+    picture = tensors(
+        [
+            {"before": t(1.0, 0.0), "after": t(3.0, 0.0)},
+            {"before": t(2.0, 0.0), "after": t(3.0, 2.0)},
+        ]
+    )
+    assert [fill for text, fill in boxes(picture) if text == "3"] == [NEW, NEW]
+    assert [fill for text, fill in boxes(picture) if text == "0"] == [SHARED] * 3
+    weights = {text.get_text(): text.get_weight() for text in picture.axes[0].texts}
+    assert weights["3"] == "bold"
+    assert weights["0"] == weights["2"] == "normal"
+
+
+def test_none_is_a_dashed_box_without_a_colour():
+    picture = tensors([{"before": t(1), "after": None}, {"before": None, "after": t(1)}])
+    dashed = [p for p in picture.axes[0].patches if p.get_linestyle() not in ("solid", "-")]
+    assert len(dashed) == 2
+    assert {to_hex(p.get_facecolor()) for p in dashed} == {SHARED}
+    assert texts(picture).count("\N{EN DASH}") == 2
+    assert "Dashed: nothing here." in " ".join(texts(picture))
+
+
+def test_scalars_matrices_and_empty_tensors_have_a_twin():
+    stages = {"a": torch.tensor(3.0), "b": t(1, 2).view(2, 1), "c": torch.zeros(0), "d": [t(1)] * 2}
+    row = repr(tensors([stages])).split("\n")[2]
+    assert row == "rank 0  3  1; 2  []  1 | 1"
+
+
+def test_stages_may_come_in_another_order():
+    picture = tensors([{"x": t(1), "y": t(2)}, {"y": t(4), "x": t(3)}])
+    assert repr(picture).split("\n")[1:] == ["        x  y", "rank 0  1  2", "rank 1  3  4"]
+
+
+def test_eight_ranks_of_eight_numbers_are_drawn_whole():
+    picture = tensors(
+        [
+            {"before": torch.arange(8) + 10 * rank, "after": 10 * torch.arange(8) + rank}
+            for rank in range(8)
+        ]
+    )
+    assert len(boxes(picture)) == 128
+    assert not any("…" in text for text in texts(picture))
+    assert boxes(picture)[8:16] == [(str(10 * rank), rank_color(rank)) for rank in range(8)]
+
+
+def test_long_tensor_loses_its_middle_and_the_caption_says_so():
+    picture = tensors([{"before": torch.arange(100), "after": torch.arange(12.0).view(6, 2)}])
+    assert [text for text, _ in boxes(picture)][:7] == ["0", "1", "2", "3", "97", "98", "99"]
+    row = repr(picture).split("\n")[2]
+    assert row == "rank 0  0 1 2 3 … 97 98 99  0 1; 2 3; … …; 10 11"
+    assert "The middle of longer rows is left out" in " ".join(texts(picture))
+
+
+def test_number_from_a_part_that_is_left_out_is_not_called_new():
+    picture = tensors([{"before": torch.arange(100).view(50, 2), "after": t(50)}])
+    assert boxes(picture)[-1] == ("50", rank_color(0))
+
+
+def test_picture_grows_no_wider_than_a_notebook():
+    wide = tensors([{s: torch.full((8,), -0.123456) for s in "abc"}])
+    assert wide.get_size_inches()[0] <= 9.03
+    assert "…" in texts(wide)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "the result is empty"),
+        ([{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
+        ([{}], "rank 0 must return a dict .* got {}"),
+        ([{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
+        ([{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
+        ([{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two dim.*\(2, 3, 4\)"),
+    ],
+)
+def test_tensors_says_what_it_cannot_draw(result, message):
+    with pytest.raises(ValueError, match=message):
+        tensors(result)
+
+
+# ---- losses
+
+
+def test_losses_twin_has_two_decimals():
+    assert repr(losses([[2.345, 1.0, 0.5], t(2.3, 0.449)], xlabel="step")) == (
+        "Training loss of each rank, step by step\n"
+        "        first step  last step\n"
+        "rank 0        2.35       0.50\n"
+        "rank 1        2.30       0.45"
+    )
+
+
+def test_coinciding_lines_stay_visible():
+    ax = losses(EQUAL_LOSSES).axes[1]
+    lines = [line for line in ax.lines if line.get_label().startswith("rank")]
+    assert len({line.get_marker() for line in lines}) == 4
+    sizes = [line.get_markersize() for line in lines]
+    assert sizes == sorted(set(sizes), reverse=True)
+    # Each rank's dashes leave an equal part of the ones below to be seen.
+    shares = [on / (on + off) for _, (on, off) in (line._dash_pattern for line in lines[1:])]
+    assert lines[0].get_linestyle() == "-"
+    assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+    assert [line.get_zorder() for line in lines] == sorted({ln.get_zorder() for ln in lines})
+
+
+def test_names_of_coinciding_lines_do_not_overlap():
+    picture = losses([[1.0, 1.0]] * 8)
+    ax = picture.axes[1]
+    inches = ax.get_position().height * picture.get_size_inches()[1]
+    heights = sorted(text.xyann[1] * inches for text in ax.texts)
+    assert [text.get_text() for text in ax.texts] == [f"rank {rank}" for rank in range(8)]
+    assert min(np.diff(heights)) >= 0.17
+    assert heights[0] >= 0
+    assert heights[-1] <= inches + 1e-9
+
+
+def test_lone_line_is_named_at_its_own_height():
+    ax = losses([[2.0, 1.0]]).axes[1]
+    low, high = ax.get_ylim()
+    assert ax.texts[0].xyann[1] == pytest.approx((1.0 - low) / (high - low))
+
+
+def test_axes_of_losses_are_named_and_count_from_one():
+    ax = losses(EQUAL_LOSSES, xlabel="step", ylabel="loss").axes[1]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
+    assert list(ax.lines[0].get_xdata()) == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_that_still_carry_their_gradient_are_drawn():
+    loss = torch.tensor(0.25, requires_grad=True)
+    assert repr(losses([[2 * loss, loss]])).endswith("rank 0         0.50        0.25")
+
+
+def test_infinite_loss_is_named_at_its_last_finite_point():
+    picture = losses([[1.0, 2.0, float("inf")]])
+    assert repr(picture).endswith("rank 0         1.00         inf")
+    assert picture.axes[1].texts[0].xy == (2, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "the result is empty"),
+        ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
+        ([None], "rank 0 must return a sequence of losses, got None"),
+        ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
+    ],
+)
+def test_losses_says_what_it_cannot_draw(result, message):
+    with pytest.raises(ValueError, match=message):
+        losses(result)
+
+
+# ---- ring
+
+
+def test_ring_twin_marks_what_changed():
+    assert repr(ring(ring_history(2))) == (
+        "Ring all-reduce on 2 ranks: complete after 2 steps\n"
+        "                  rank 0  rank 1\n"
+        "start             1 1     10 10\n"
+        "reduce-scatter 1  1 11*   11* 10\n"
+        "all-gather 1      11* 11  11 11*"
+    )
+
+
+def test_changed_cells_wear_the_colour_of_the_left_neighbour():
+    n = 4
+    drawn = outlines(ring(ring_history(n)))
+    one_step = [rank_color((rank - 1) % n) for rank in range(n)]
+    assert drawn == one_step * (2 * (n - 1)) + [rank_color(0)]
+
+
+def test_unchanged_cells_have_no_outline():
+    start = torch.ones(2, 2, dtype=torch.long)
+    still = [torch.stack([row, row, row]) for row in start]
+    assert outlines(ring(still)) == [rank_color(0)]  # the key's
+
+
+def test_ring_names_every_panel():
+    names = ["start", "reduce-scatter 1", "reduce-scatter 2", "all-gather 1", "all-gather 2"]
+    drawn = texts(ring(ring_history(3)))
+    assert [text for text in drawn if text in names] == names
+
+
+def test_cells_darken_and_the_complete_sum_stands_out():
+    fills = dict(boxes(ring(ring_history(4))))
+    shades = [luminance(fills[number]) for number in ("1", "11", "111", "1111")]
+    assert shades == sorted(set(shades), reverse=True)
+    assert fills["1"] == fills["1000"]
+    assert fills["1101"] == fills["1011"]
+    assert fills["1111"] == "#3d2a6b"
+
+
+def test_ring_that_is_not_complete_does_not_claim_it():
+    history = ring_history(3)
+    history[1][-1, 0] = 11
+    assert repr(ring(history)).startswith("Ring all-reduce on 3 ranks, step by step\n")
+
+
+@pytest.mark.parametrize(("n", "numbers"), [(6, True), (7, False)])
+def test_numbers_are_left_out_above_six_ranks(n, numbers):
+    drawn = texts(ring(ring_history(n)))
+    assert ("111111" in drawn) == numbers
+    assert ("numbers left out above 6 ranks" in " ".join(drawn)) != numbers
+
+
+def test_caption_reads_a_number_that_the_ring_has():
+    assert "(101: ranks 0 and 2)" in " ".join(texts(ring(ring_history(3))))
+    assert "(1011: ranks 0, 1 and 3)" in " ".join(texts(ring(ring_history(4))))
+
+
+def test_ring_of_one_is_one_panel():
+    picture = ring([torch.tensor([[1]])])
+    assert repr(picture).split("\n")[1:] == ["       rank 0", "start  1"]
+    assert outlines(picture) == []
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "the result is empty"),
+        (
+            [torch.ones(3, 2), torch.ones(2, 2)],
+            r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
+        ),
+        ([None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 ranks, got None"),
+        ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is no sum of powers of ten"),
+        ([t(float("nan")).view(1, 1)], "rank 0 holds nan"),
+    ],
+)
+def test_ring_says_what_it_cannot_draw(result, message):
+    with pytest.raises(ValueError, match=message):
+        ring(result)
+
+
+# ---- bandwidth
+
+SERIES = {
+    "built-in": [(1_000_000, 0.002), (4096, 0.0001234)],
+    "by hand": [(4096, 0.0002468), (1_000_000, 0.006), (100_000_000, 1.2345)],
+}
+
+
+def test_bandwidth_twin_has_three_digits_and_exact_sizes():
+    assert repr(bandwidth(SERIES)) == (
+        "Time of one call by message size (ms)\n"
+        "bytes        built-in  by hand\n"
+        "4,096           0.123    0.247\n"
+        "1,000,000        2.00     6.00\n"
+        "100,000,000         \N{EN DASH}     1230"
+    )
+
+
+def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
+    _, above, below = bandwidth(SERIES).axes
+    assert (above.get_xscale(), above.get_yscale()) == ("log", "log")
+    assert list(above.lines[0].get_xdata()) == [4096, 1_000_000]
+    assert list(above.lines[0].get_ydata()) == pytest.approx([0.1234, 2])
+    assert above.get_ylabel() == "time (ms)"
+    assert below.get_xlabel() == "message size (bytes)"
+    assert [label.get_text() for label in below.get_xticklabels()] == ["4.1 kB", "1 MB", "100 MB"]
+    assert [text.get_text() for text in above.texts] == ["built-in", "by hand"]
+
+
+def test_second_panel_is_the_ratio_to_the_first_series():
+    below = bandwidth(SERIES).axes[2]
+    one, ratio = below.lines
+    assert list(one.get_ydata()) == [1, 1]
+    assert list(ratio.get_xdata()) == [4096, 1_000_000]
+    assert list(ratio.get_ydata()) == pytest.approx([2, 3])
+    assert below.get_ylabel() == "times\nthe first"
+
+
+def test_one_series_has_no_ratio():
+    picture = bandwidth({"built-in": SERIES["built-in"]})
+    assert len(picture.axes) == 2
+    assert picture.axes[1].get_xlabel() == "message size (bytes)"
+
+
+def test_series_wear_no_colour_of_a_rank():
+    picture = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)})
+    drawn = {to_hex(line.get_color()) for line in picture.axes[1].lines}
+    assert len(drawn) == 6
+    assert not drawn & {rank_color(rank) for rank in range(16)}
+
+
+@pytest.mark.parametrize(
+    ("series", "message"),
+    [
+        ({}, "series is empty"),
+        ({"a": []}, "'a' has no point"),
+        ({"a": [(4, 0.0)]}, "'a' has 0.0 seconds for 4 bytes"),
+        ({"a": [(0, 1.0)]}, "'a' has 1.0 seconds for 0 bytes"),
+        ({"a": [(4, 1.0), (4, 2.0)]}, "'a' measures 4 bytes twice"),
+    ],
+)
+def test_bandwidth_says_what_it_cannot_draw(series, message):
+    with pytest.raises(ValueError, match=message):
+        bandwidth(series)
+
+
+# ---- step times
+
+TIMES = {"DDP": [0.010, 0.030, 0.012], "by hand": [0.0205]}
+
+
+def test_step_times_twin_is_the_median():
+    assert repr(step_times(TIMES)) == (
+        "Time of one step\n         median (ms)\nDDP             12.0\nby hand         20.5"
+    )
+
+
+def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
+    picture = step_times(TIMES)
+    ax = picture.axes[1]
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([12, 20.5])
+    assert list(ax.lines[0].get_xdata()) == pytest.approx([10, 30])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["DDP", "by hand"]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first name is on top
+    assert ax.get_xlabel() == "time of one step (ms)"
+
+
+def test_values_stand_clear_of_bar_and_line():
+    ddp, by_hand = step_times(TIMES).axes[1].texts
+    assert (ddp.get_text(), by_hand.get_text()) == ("12.0 ms", "20.5 ms")
+    assert ddp.get_position()[0] > 30
+    assert by_hand.get_position()[0] > 20.5
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({}, "times is empty"),
+        ({"DDP": []}, "'DDP' has no sample"),
+        ({"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
+    ],
+)
+def test_step_times_says_what_it_cannot_draw(times, message):
+    with pytest.raises(ValueError, match=message):
+        step_times(times)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (3.0, "3"),
+        (-0.0, "0"),
+        (1 / 3, "0.333"),
+        (-7, "-7"),
+        (1e9, "1e9"),
+        (float("inf"), "inf"),
+        (2e10, "2e10"),
+        (2e-7, "2e-7"),
+    ],
+)
+def test_number_in_a_box_is_short(value, text):
+    assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.5, "1230"), (9.999, "10.0"), (0.012345, "0.0123"), (100, "100")]
+)
+def test_three_significant_digits_without_an_exponent(value, text):
+    assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(8, "8 B"), (4096, "4.1 kB"), (999_999, "1 MB"), (10**8, "100 MB")]
+)
+def test_size_has_a_unit(nbytes, text):
+    assert size(nbytes) == text

@@ -1,0 +1,120 @@
+"""The files of the set-up say the same thing, each in its own words."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings tomli along
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+
+
+def by_name(lines: list[str]) -> dict[str, Requirement]:
+    """Parse requirement lines; the keys are names as PyPI compares them."""
+    requirements = [Requirement(line) for line in lines]
+    return {canonicalize_name(one.name): one for one in requirements}
+
+
+def direct() -> dict[str, Requirement]:
+    """Return what pyproject.toml asks for, the test extra included."""
+    return by_name(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
+
+
+def constraints() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def conda() -> tuple[dict[str, Requirement], list[str]]:
+    """Return conda's packages and the lines of its pip section."""
+    packages = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
+    (pip,) = (line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict))
+    return by_name(packages), pip
+
+
+def test_conda_mixes_channels_or_makes_another_environment():
+    assert ENVIRONMENT["name"] == "ddp_kit"
+    assert ENVIRONMENT["channels"] == ["conda-forge", "nodefaults"]
+
+
+def test_conda_lacks_a_package_or_has_one_too_many():
+    asked = {CONDA_NAMES.get(name, name) for name in by_name(PROJECT["dependencies"])}
+    packages, pip = conda()
+    assert set(packages) == asked | {"python", "pip"}
+    assert pip == ["-e ."]
+
+
+def test_conda_asks_for_other_versions():
+    packages, _ = conda()
+    assert (
+        packages["python"].specifier == Requirement("python" + PROJECT["requires-python"]).specifier
+    )
+    for name, requirement in by_name(PROJECT["dependencies"]).items():
+        assert packages[CONDA_NAMES.get(name, name)].specifier == requirement.specifier, name
+
+
+def test_a_dependency_has_no_tested_version():
+    assert set(direct()) <= {canonicalize_name(pin.name) for pin in constraints()}
+
+
+@pytest.mark.parametrize("pin", constraints(), ids=str)
+def test_a_tested_version_is_no_exact_one_or_is_out_of_range(pin):
+    (specifier,) = pin.specifier
+    assert specifier.operator == "=="
+    assert "*" not in specifier.version
+    asked = direct().get(canonicalize_name(pin.name))
+    assert asked is None or asked.specifier.contains(specifier.version)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_two_tested_versions_of_one_package_meet(python):
+    pins = [
+        one
+        for one in constraints()
+        if one.marker is None or one.marker.evaluate({"python_version": python})
+    ]
+    names = [canonicalize_name(pin.name) for pin in pins]
+    assert sorted(names) == sorted(set(names))
+    assert {"torch", "torchvision"} <= set(names)
+
+
+def targets() -> dict[str, str]:
+    """Return the targets that `make help` lists, with what it says of each."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    return dict(re.findall(r"^([a-z]+):.*## (.+)$", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_a_page_promises_a_target_that_make_lacks(page):
+    text = (ROOT / page).read_text("utf-8")
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`[^`\n]+`", text)
+    promised = {name for code in blocks + spans for name in re.findall(r"\bmake ([a-z]+)", code)}
+    assert promised
+    assert promised <= set(targets())
+
+
+def test_a_target_is_no_command_of_its_own():
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)
+    assert set(phony.split()) == set(targets())
+
+
+def test_ci_runs_something_else_than_make_test():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^(exec )?make test\b", script.read_text("utf-8"), re.MULTILINE)
