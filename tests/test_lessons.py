@@ -140,7 +140,7 @@ def test_the_group_is_a_true_subset():
 def test_partitions_are_disjoint_and_the_same_everywhere():
     parts = partitioned_sgd.DataPartitioner(range(100), [0.5, 0.25, 0.25]).partitions
     assert [len(part) for part in parts] == [50, 25, 25]
-    assert sorted(sum(parts, [])) == list(range(100))
+    assert sorted(index for part in parts for index in part) == list(range(100))
     again = partitioned_sgd.DataPartitioner(range(100), [0.5, 0.25, 0.25]).partitions
     assert parts == again
     assert parts[0] != list(range(50))
@@ -196,7 +196,7 @@ def test_rings_are_exact_where_sizes_do_not_divide():
         ]
 
     for world_size in (1, 2, 3, 4, 5):
-        assert sum(kit.run(all_cases, world_size=world_size), []) == []
+        assert not any(kit.run(all_cases, world_size=world_size))
 
 
 def test_a_kept_scratch_tensor_does_not_change_the_sum():

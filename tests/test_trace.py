@@ -34,7 +34,7 @@ def test_every_form_of_send_is_recorded():
     ]
     assert trace.messages(src=1) == [Send(1, 0, 0, 40, 0)]
     assert (trace.bytes_sent(0), trace.bytes_sent(1)) == (104, 40)
-    assert repr(trace) == "Trace(2 ranks, 5 messages, 144 bytes sent)"
+    assert repr(trace) == "Trace(5 messages between 2 ranks, 144 bytes)"
 
 
 def test_ranks_of_a_sub_group_are_told_as_ranks_of_the_world():

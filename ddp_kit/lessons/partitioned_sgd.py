@@ -258,6 +258,14 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
     return seconds
 
 
+def slowest(result) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank, step by step, from a run of `step_seconds`."""
+    return {
+        name: [max(step) for step in zip(*(rank[name] for rank in result), strict=True)]
+        for name in VARIANTS
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train, compare with one process and with DDP, print one line."""
     parser = lesson_parser("partitioned_sgd", __doc__)

@@ -1,43 +1,51 @@
-"""The live view of a run: one display below the cell, gone when the run has ended."""
+"""The live view of a run: one display below the cell, empty when the run has ended."""
 
 from __future__ import annotations
 
+import warnings
+
+from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit.pool import view
 
 
 class NotebookView:
-    """A display that shows the newest line of each rank, and ends as it began.
+    """A display that shows the newest line of each rank, and ends empty, as it began.
 
     nbval compares what a display showed first, and the saved notebook holds what it showed
-    last; both are the same heading, so the live part disturbs neither.
+    last; both are nothing at all, so the live part disturbs neither. All runs of one cell
+    share one display.
     """
 
+    _cell: str | None = None  # the message that asked for the cell in which _handle was made
+    _handle = None
+
     def __init__(self, world_size: int) -> None:
-        self._heading = f"{world_size} rank{'s' if world_size > 1 else ''}"
-        self._shown = self._heading
-        self._handle = display(_text(self._heading), raw=True, display_id=True)
+        self._heading = "1 rank at work" if world_size == 1 else f"{world_size} ranks at work"
+        self._shown = ""
+        cell = get_ipython().get_parent()["header"]["msg_id"]
+        if cell != NotebookView._cell:
+            NotebookView._cell = cell
+            NotebookView._handle = display({}, raw=True, display_id=True)
 
     def update(self, newest: list[str]) -> None:
-        """Show the newest line of each rank below the heading."""
+        """Show the newest line of each rank below a heading."""
         lines = [f"[rank {rank}] {line[:100]}" for rank, line in enumerate(newest) if line]
-        self._show("\n".join([self._heading, *lines]))
-
-    def close(self) -> None:
-        """Leave the heading only."""
-        self._show(self._heading)
-
-    def _show(self, text: str) -> None:
+        text = "\n".join([self._heading, *lines])
         if text != self._shown:
             self._shown = text
-            self._handle.update(_text(text), raw=True)
+            self._handle.update({"text/plain": text}, raw=True)
 
-
-def _text(text: str) -> dict[str, str]:
-    return {"text/plain": text}
+    def close(self) -> None:
+        """Show nothing any more."""
+        if self._shown:
+            self._handle.update({}, raw=True)
 
 
 def take_over() -> None:
     """Make runs of this process show themselves in the notebook."""
-    view.open_view = NotebookView
+    # `%run -m` of a lesson that a cell has imported is meant; runpy warns of it on stderr.
+    warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
+    if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
+        view.open_view = NotebookView

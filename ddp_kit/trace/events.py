@@ -48,4 +48,5 @@ class Trace:
 
     def __repr__(self) -> str:
         total = sum(send.nbytes for send in self.sends)
-        return f"Trace({self.world_size} ranks, {len(self):,} messages, {total:,} bytes sent)"
+        messages = "1 message" if len(self) == 1 else f"{len(self):,} messages"
+        return f"Trace({messages} between {self.world_size} ranks, {total:,} bytes)"

@@ -1,0 +1,46 @@
+"""What the README shows is what the kit does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import ddp_kit as kit
+from ddp_kit.lessons import ring_allreduce
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf8")
+PICTURE = ROOT / ".github" / "ring.png"
+
+
+def pinned(package: str) -> str:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf8")
+    return re.search(rf"^{package}==([\w.]+)", lines, re.MULTILINE).group(1)
+
+
+def test_the_example_prints_what_stands_below_it(tmp_path):
+    code, output = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL).groups()
+    assert len([line for line in code.splitlines() if line]) <= 12
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (out.stdout, out.stderr) == (output, "")
+
+
+@pytest.mark.skipif(
+    matplotlib.__version__ != pinned("matplotlib"), reason="another matplotlib draws other pixels"
+)
+def test_the_picture_is_the_one_the_kit_draws():
+    assert PICTURE.read_bytes() == kit.plot.ring(kit.run(ring_allreduce.watch))._repr_png_()
+
+
+def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert {str(p.relative_to(ROOT)) for p in ROOT.glob("notebooks/*.ipynb")} <= set(links)
+    for link in links:
+        assert (ROOT / link).exists(), link
