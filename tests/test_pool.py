@@ -343,6 +343,15 @@ def test_a_return_value_that_cannot_be_pickled_is_named():
         kit.run(lambda rank, world_size: (i for i in range(3)), world_size=2)
 
 
+def test_a_machine_that_starts_no_process_says_so(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(process.mp, "spawn", refuse)
+    with pytest.raises(kit.PoolError, match="no further process can be started here.*open files"):
+        kit.WorkerPool(1)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, "soon", True])
 def test_an_impossible_timeout_is_refused(timeout):
     with pytest.raises(kit.PoolError, match="timeout must be a positive number"):

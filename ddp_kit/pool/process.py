@@ -25,13 +25,19 @@ class RankProcess:
     """One spawned process, its control pipe, and the pipe that its prints come through."""
 
     def __init__(self) -> None:
-        self.control, control_end = Pipe()
-        self.printed, print_end = Pipe(duplex=False)
+        try:
+            self.control, control_end = Pipe()
+            self.printed, print_end = Pipe(duplex=False)
+            with ignoring_interrupt(), _empty_main_module():
+                started = mp.spawn(
+                    worker.main, (control_end, print_end, os.getpid()), nprocs=1, join=False
+                )
+        except OSError as error:
+            raise PoolError(
+                f"no further process can be started here ({error.strerror}); "
+                "use a smaller world_size, or close pools that are not needed"
+            ) from error
         os.set_blocking(self.printed.fileno(), False)
-        with ignoring_interrupt(), _empty_main_module():
-            started = mp.spawn(
-                worker.main, (control_end, print_end, os.getpid()), nprocs=1, join=False
-            )
         control_end.close()
         print_end.close()
         self.process = started.processes[0]

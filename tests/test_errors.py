@@ -1,0 +1,82 @@
+"""What errors say, without any process."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddp_kit as kit
+from ddp_kit.errors import Frame, name_ranks
+
+
+def failure(rank, message="boom", line=3, own=True):
+    frames = (
+        Frame("cell-file", line, "worker", f"raise ValueError({message!r})", own),
+        Frame("library.py", 99, "inner", "fail()", False),
+    )
+    return kit.RankFailure(rank, "ValueError", message, frames)
+
+
+def test_ranks_are_named_as_in_a_sentence():
+    assert name_ranks([2]) == "rank 2"
+    assert name_ranks([1, 0]) == "ranks 0 and 1"
+    assert name_ranks([3, 0, 1]) == "ranks 0, 1 and 3"
+
+
+def test_equal_failures_are_one_story_and_others_are_not():
+    error = kit.RankError({2: failure(2, line=4), 1: failure(1), 0: failure(0)})
+    assert list(error.failures) == [0, 1, 2]
+    assert str(error) == (
+        "ranks 0 and 1 raised ValueError: boom\n    line 3 of worker: raise ValueError('boom')\n"
+        "rank 2 raised ValueError: boom\n    line 4 of worker: raise ValueError('boom')"
+    )
+
+
+def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
+    error = kit.RankError({0: failure(0)}, {"cell-file": "Cell In[7]"})
+    assert "cell-file" not in str(error)
+    assert error._render_traceback_() == [
+        "RankError:",
+        "rank 0 raised ValueError: boom",
+        "  Cell In[7], line 3, in worker",
+        "    raise ValueError('boom')",
+        "",
+    ]
+
+
+def test_a_failure_outside_the_learners_code_shows_no_line():
+    error = kit.RankError({0: failure(0, own=False)})
+    assert str(error) == "rank 0 raised ValueError: boom"
+    assert error.failures[0].where is None
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "words"),
+    [
+        (-9, "ended by SIGKILL. Likely cause: it was killed from outside"),
+        (-11, "ended by SIGSEGV. Likely cause: native code crashed"),
+        (-15, "ended by SIGTERM. Likely cause: it was stopped from outside"),
+        (3, "left with exit code 3. Likely cause: the worker called sys.exit"),
+    ],
+)
+def test_a_death_is_told_with_its_likely_cause(exitcode, words):
+    error = kit.RankDiedError(1, exitcode)
+    assert str(error).startswith("rank 1 died: ")
+    assert words in str(error)
+
+
+def test_other_deaths_are_mentioned():
+    assert "(ranks 2 and 3 died too)" in str(kit.RankDiedError(1, -9, [3, 2]))
+
+
+def test_a_timeout_names_who_had_not_returned():
+    text = str(kit.RunTimeoutError(2.5, {3, 1}))
+    assert text.startswith("the run did not end within 2.5 s: ranks 1 and 3 had not returned.")
+
+
+def test_bad_input_is_also_a_value_error():
+    assert issubclass(kit.PoolError, ValueError)
+    assert issubclass(kit.BackendError, ValueError)
+
+
+def test_a_notebook_shows_the_sentence_only():
+    assert kit.PoolError("one sentence")._render_traceback_() == ["PoolError: one sentence"]
