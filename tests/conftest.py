@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from multiprocessing import resource_tracker
 
 import psutil
@@ -20,8 +21,23 @@ def children() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.pid not in known and child.status() != psutil.STATUS_ZOMBIE
+        if child.pid not in known and alive(child)
     ]
+
+
+def ended(processes: list[psutil.Process], seconds: float = 5) -> bool:
+    """Wait until all have ended. A zombie has: who should reap it may be gone or slow."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        psutil.wait_procs(processes, timeout=0.05)
+    return not any(map(alive, processes))
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +45,10 @@ def no_process_survives():
     """Fail a test that leaves a process alive, and end that process."""
     before = set(children())
     yield
-    _, alive = psutil.wait_procs([c for c in children() if c not in before], timeout=3)
-    for process in alive:
+    _, left = psutil.wait_procs([c for c in children() if c not in before], timeout=3)
+    for process in left:
         process.kill()
-    assert not alive, f"left alive: {alive}"
+    assert not left, f"left alive: {left}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,8 +16,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ended
 
 import ddp_kit as kit
+from ddp_kit.pool import pool as pool_module
 from ddp_kit.pool import process
 
 
@@ -348,7 +350,7 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(process.mp, "spawn", refuse)
-    with pytest.raises(kit.PoolError, match="no further process can be started here.*open files"):
+    with pytest.raises(kit.PoolError, match=r"no further process can be started here.*open files"):
         kit.WorkerPool(1)
 
 
@@ -400,6 +402,18 @@ def test_close_leaves_no_process_and_no_folder(pool):
     assert not os.path.exists(folder)
 
 
+def test_a_killed_process_leaves_a_folder_that_the_next_pool_sweeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module.tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name in (f"ddp_kit-{gone.pid}-x", f"ddp_kit-{os.getpid()}-y", "ddp_kit-notes-z"):
+        (tmp_path / name).mkdir()
+    with kit.WorkerPool(1):
+        assert not (tmp_path / f"ddp_kit-{gone.pid}-x").exists()
+        assert (tmp_path / f"ddp_kit-{os.getpid()}-y").exists()
+        assert (tmp_path / "ddp_kit-notes-z").exists()
+
+
 def test_ranks_listen_on_loopback_only():
     def listening(rank, world_size):
         dist.barrier()
@@ -443,7 +457,7 @@ def test_ranks_end_when_the_interpreter_ends_without_close():
     script, ranks = _start("")
     assert script.wait(timeout=20) == 0
     assert script.communicate()[1] == ""
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert ended(ranks)
 
 
 def test_ranks_stuck_in_native_code_end_when_the_parent_is_killed():
@@ -452,7 +466,7 @@ def test_ranks_stuck_in_native_code_end_when_the_parent_is_killed():
     _wait_until_stuck(ranks)
     script.kill()
     script.communicate()
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert ended(ranks)
 
 
 def test_an_interrupt_ends_a_deadlock_and_the_next_run_works():
@@ -471,7 +485,7 @@ print(len(kit.run(pid, world_size=2)), flush=True)
     os.killpg(script.pid, signal.SIGINT)  # what the notebook's stop button sends
     out, err = script.communicate(timeout=30)
     assert (out, err, script.returncode) == ("interrupted\n2\n", "", 0)
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert ended(ranks)
 
 
 def _wait_until_stuck(ranks: list[psutil.Process]) -> None:

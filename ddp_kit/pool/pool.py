@@ -21,8 +21,11 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -37,13 +40,14 @@ from ddp_kit.errors import (
 )
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Form, Raised, Returned, Run
-from ddp_kit.pool.process import RankProcess, ignoring_interrupt
+from ddp_kit.pool.process import RankProcess, holding_interrupt
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.trace import Trace
 
 GRACE = 0.3  # seconds that the other ranks get to report, once one has failed
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
 REFRESH = 0.1  # seconds between two looks at the live view
+FOLDER = "ddp_kit-"  # how a pool's folder is called; the process id and a random part follow
 RANK_MEMORY = 250e6  # bytes that a process needs which has imported torch
 
 
@@ -69,8 +73,9 @@ class WorkerPool:
         self._groups = 0
         self._running = False
         self._closed = False
-        with ignoring_interrupt():
-            self._folder = tempfile.mkdtemp(prefix="ddp_kit-")
+        with holding_interrupt():
+            sweep_folders()
+            self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
             atexit.register(_close_if_alive, weakref.ref(self))
             self._form(world_size, self._backend)
 
@@ -111,7 +116,7 @@ class WorkerPool:
         payload = pack(worker, args)
         self._running = True
         try:
-            with ignoring_interrupt():
+            with holding_interrupt():
                 self._form(world_size, backend)
             ranks = self._ranks[:world_size]
             outcome = _Outcome(ranks, view.open_view(world_size))
@@ -120,13 +125,15 @@ class WorkerPool:
                     self._send_job(ranks, payload)
                     outcome.collect(timeout)
             finally:
-                with ignoring_interrupt():
+                with holding_interrupt():
                     output = outcome.close()
                     if not outcome.group_intact:
                         self._formed = None
                         self._form(world_size, backend)  # ready again while the learner reads
                 print_output(output)
             return outcome.result(output)
+        except KeyboardInterrupt as interrupt:
+            raise interrupt.with_traceback(None) from None  # where the pool waited is no news
         finally:
             self._running = False
 
@@ -134,7 +141,7 @@ class WorkerPool:
         """End every process and start fresh ones."""
         if self._closed:
             raise PoolError("this pool is closed; make a new WorkerPool")
-        with ignoring_interrupt():
+        with holding_interrupt():
             self._end_ranks()
             self._form(self._world_size, self._backend)
 
@@ -303,7 +310,10 @@ class _Outcome:
 def check_world_size(world_size: int) -> None:
     """Raise PoolError unless this machine can hold that many ranks."""
     if worker.serving:
-        raise PoolError("a rank cannot start ranks of its own; call kit.run from the notebook")
+        raise PoolError(
+            "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
+            'below `if __name__ == "__main__":`'
+        )
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise PoolError(f"world_size must be a whole number such as 4, got {world_size!r}")
     if world_size < 1:
@@ -353,7 +363,8 @@ def check_signature(worker: Callable[..., Any], args: tuple) -> None:
 def pack(worker: Callable[..., Any], args: tuple) -> bytes:
     """Pickle worker and arguments; raise PoolError naming what cannot be pickled."""
     try:
-        return cloudpickle.dumps((worker, args))
+        with _without_import(sys.modules.get(getattr(worker, "__module__", None))):
+            return cloudpickle.dumps((worker, args))
     except Exception:
         pass
     for what, value in [(f"argument {i}", arg) for i, arg in enumerate(args)] + [
@@ -369,6 +380,23 @@ def pack(worker: Callable[..., Any], args: tuple) -> bytes:
     raise PoolError("worker and arguments cannot be sent to the ranks together")
 
 
+@contextmanager
+def _without_import(module: ModuleType | None) -> Iterator[None]:
+    """Have a module's functions pickled by value if a rank would run it instead of importing it.
+
+    `%run -n script.py` leaves such a module: it has a name, but was never imported.
+    """
+    imported = module is None or getattr(module, "__spec__", None) is not None
+    if imported or module.__name__ == "__main__":  # cloudpickle knows about __main__
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
 def unpack(rank: int, data: bytes) -> Any:
     """Unpickle what a rank returned; raise PoolError if the notebook cannot hold it."""
     try:
@@ -378,6 +406,20 @@ def unpack(rank: int, data: bytes) -> Any:
             f"what rank {rank} returned cannot be rebuilt in the notebook: "
             f"{type(error).__name__}: {error}; return tensors, numbers, lists or dicts"
         ) from None
+
+
+def sweep_folders() -> None:
+    """Remove the folders of this user's pools whose process is gone, killed or shut down."""
+    import psutil
+
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        owner = folder.name.removeprefix(FOLDER).split("-")[0]
+        try:
+            ours = folder.is_dir() and folder.lstat().st_uid == os.getuid()
+        except OSError:
+            continue  # another pool was quicker
+        if ours and owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, connection
+from multiprocessing import Pipe, connection, resource_tracker
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -28,7 +28,7 @@ class RankProcess:
         try:
             self.control, control_end = Pipe()
             self.printed, print_end = Pipe(duplex=False)
-            with ignoring_interrupt(), _empty_main_module():
+            with holding_interrupt(), _empty_main_module():
                 started = mp.spawn(
                     worker.main, (control_end, print_end, os.getpid()), nprocs=1, join=False
                 )
@@ -134,22 +134,30 @@ def _kill(process) -> None:
 
 
 @contextmanager
-def ignoring_interrupt() -> Iterator[None]:
-    """Let no KeyboardInterrupt in. Processes started here ignore SIGINT for good.
+def holding_interrupt() -> Iterator[None]:
+    """Hold a KeyboardInterrupt back until the end of this block.
 
-    The notebook's ■ sends SIGINT to the whole process group; only the pool may act on it.
-    Raises PoolError outside the main thread: a rank dies with the thread that started it.
+    Processes that are started here inherit SIGINT blocked: the notebook's ■ sends it to the whole
+    process group, and only the pool may act on it. Raises PoolError outside the main thread: a
+    rank would die with the thread that started it.
     """
     if threading.current_thread() is not threading.main_thread():
         raise PoolError(
             "ranks can be started and run from the main thread only; call this from a cell, "
             f"not from the thread {threading.current_thread().name!r}"
         )
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came: list[bool] = []
+    resource_tracker.ensure_running()  # it would unblock SIGINT when a process starts it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # The mask is this thread's alone; another thread may still take the signal.
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -43,6 +43,9 @@ def main(_index: int, control: Connection, output: Connection, parent: int) -> N
     """
     global serving
     serving = True
+    # It came blocked; ignored is what this process's own children should inherit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _die_with(parent)
     _send_prints_to(output)
     member = _Member()

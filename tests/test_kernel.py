@@ -1,0 +1,639 @@
+"""The kit in a real Jupyter kernel. Tests are named after what a learner would see go wrong."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpec
+
+import ddp_kit as kit
+from ddp_kit.lessons import point_to_point
+
+ROOT = Path(kit.__file__).resolve().parents[1]
+BOUND = 5.0  # seconds that an interrupt or an end may take; far more than they need
+
+# ipykernel sees by PYTEST_CURRENT_TEST that it is tested, and then does not show what is written
+# to its file descriptors 1 and 2. In JupyterLab it does. PYTHONPATH: the kit of this process.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
+
+SET_UP = """
+import ctypes, os, pathlib, time
+import torch, torch.distributed as dist
+import ddp_kit as kit
+
+def pid(rank, world_size):
+    return os.getpid()
+"""
+
+
+class ThisPython(KernelManager):
+    """Starts the kernel of this interpreter, whatever else is installed as python3."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(**get_kernel_dict(extra_arguments=["--log-level=ERROR"]))
+
+
+class Cell:
+    """One cell that was sent to a kernel, and what the front end has got from it so far."""
+
+    def __init__(self, client, code: str) -> None:
+        self._client = client
+        self._code = code
+        self._id = client.execute(code)
+        self.ended = False
+        self.messages: list[tuple[str, dict]] = []
+
+    def read_until(self, seen: Callable[[Cell], bool], seconds: float = 60) -> Cell:
+        """Take in messages until `seen(self)` or the end of the cell; fail after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not (self.ended or seen(self)):
+            try:
+                message = self._client.get_iopub_msg(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"after {seconds} s still waiting for: {self._code}") from None
+            if message["parent_header"].get("msg_id") != self._id:
+                continue
+            content = message["content"]
+            self.messages.append((message["msg_type"], content))
+            self.ended = content.get("execution_state") == "idle"
+        return self
+
+    def finish(self, seconds: float = 60) -> Cell:
+        return self.read_until(lambda cell: False, seconds)
+
+    def contents(self, *kinds: str) -> list[dict]:
+        return [content for kind, content in self.messages if kind in kinds]
+
+    def stream(self, name: str) -> str:
+        return "".join(c["text"] for c in self.contents("stream") if c["name"] == name)
+
+    @property
+    def stdout(self) -> str:
+        return self.stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self.stream("stderr")
+
+    @property
+    def error(self) -> dict | None:
+        return next(iter(self.contents("error")), None)
+
+    @property
+    def rendered(self) -> str:
+        """The traceback as it is read, without its colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(self.error["traceback"]))
+
+
+class Kernel:
+    """A kernel of this Python, as JupyterLab starts it: a session and process group of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manager = ThisPython()
+        self.manager.start_kernel(cwd=str(folder), env=ENVIRONMENT)
+        self.client = self.manager.client()
+        try:
+            self.client.start_channels()
+            self.get_ready()
+        except BaseException:
+            self.end()
+            raise
+
+    def get_ready(self) -> None:
+        self.process = psutil.Process(self.manager.provisioner.pid)
+        self.client.wait_for_ready(timeout=60)
+        self.run(SET_UP)
+
+    def send(self, code: str) -> Cell:
+        return Cell(self.client, code)
+
+    def run(self, code: str) -> Cell:
+        """Run a cell that must neither raise nor write to stderr."""
+        cell = self.send(code).finish()
+        assert cell.error is None, cell.rendered
+        assert cell.stderr == ""
+        return cell
+
+    def value(self, code: str) -> str:
+        """Run a cell and return how the notebook shows its last expression."""
+        return self.run(code).contents("execute_result")[0]["data"]["text/plain"]
+
+    def raises(self, code: str) -> Cell:
+        cell = self.send(code).finish()
+        assert cell.error is not None, f"did not raise: {code}"
+        return cell
+
+    def ranks(self, world_size: int) -> list[psutil.Process]:
+        """The processes of `world_size` ranks; starts them where they are not."""
+        pids = self.value(f"list(kit.run(pid, world_size={world_size}))")
+        return [psutil.Process(int(number)) for number in re.findall(r"\d+", pids)]
+
+    def end(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path) -> Iterator[Kernel]:
+    """A kernel of a test's own, for tests that break it."""
+    own = Kernel(tmp_path)
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[Kernel]:
+    """One kernel with four warm ranks. Its tests let all ranks live, so that none is replaced:
+    a process that a test starts and leaves fails that test.
+    """
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    try:
+        kernel.ranks(4)
+        yield kernel
+    finally:
+        kernel.end()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run. An orphan that ended may stay a zombie where nobody reaps it."""
+    living = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def assert_gone(processes: list[psutil.Process], after: str) -> None:
+    assert processes
+    try:
+        wait_until(lambda: not alive(processes), BOUND, f"every process is gone after {after}")
+    finally:
+        for process in alive(processes):
+            process.kill()  # an orphan is nobody's child, and the fixture would not see it
+
+
+def wait_until_calm(ranks: list[psutil.Process]) -> None:
+    """Return once the ranks have used no processor time for a while: they sit in native code."""
+    calm, before = 0, None
+
+    def settled() -> bool:
+        nonlocal calm, before
+        now = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        calm, before = (calm + 1 if now == before else 0), now
+        return calm == 15
+
+    wait_until(settled, 30, "the ranks come to rest")
+
+
+# --- functions of cells --------------------------------------------------------------------
+
+
+def test_what_a_cell_defines_runs_and_a_redefinition_replaces_it(shared):
+    shared.run(
+        "def worker(rank, world_size):\n"
+        "    return helper(rank)\n"
+        "def helper(rank):\n"
+        "    return rank + 1\n"
+    )
+    assert shared.value("list(kit.run(worker, world_size=2))") == "[1, 2]"
+    shared.run("def helper(rank):\n    return rank + 10")
+    assert shared.value("list(kit.run(worker, world_size=2))") == "[10, 11]"
+    shared.run("def worker(rank, world_size):\n    return -helper(rank)")
+    assert shared.value("list(kit.run(worker, world_size=2))") == "[-10, -11]"
+
+
+def test_classes_closures_and_modules_of_cells_run_on_ranks(shared):
+    shared.run(
+        "class Scale:\n"
+        "    def __init__(self, by):\n"
+        "        self.by = by\n"
+        "    def __call__(self, rank, world_size):\n"
+        "        return rank * self.by\n"
+        "def closure(by):\n"
+        "    return lambda rank, world_size: rank * by\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = torch.nn.Parameter(torch.tensor(3.0))\n"
+        "    def forward(self, x):\n"
+        "        return self.weight * x\n"
+        "def use(rank, world_size, net):\n"
+        "    return net(torch.tensor(float(rank))).item(), Net()(torch.tensor(2.0)).item()\n"
+        "net = Net()"
+    )
+    assert shared.value("list(kit.run(Scale(5), world_size=2))") == "[0, 5]"
+    assert shared.value("list(kit.run(closure(6), world_size=2))") == "[0, 6]"
+    assert shared.value("list(kit.run(lambda r, w: r * 7, world_size=2))") == "[0, 7]"
+    assert shared.value("list(kit.run(use, net, world_size=2))") == "[(0.0, 6.0), (3.0, 6.0)]"
+    shared.run("Net.forward = lambda self, x: x - 1")
+    assert shared.value("list(kit.run(use, net, world_size=2))") == "[(-1.0, 1.0), (0.0, 1.0)]"
+
+
+def test_an_instance_of_a_cells_class_comes_back_as_one(shared):
+    shared.run("class Point:\n    pass")
+    shared.run("result = kit.run(lambda rank, world_size: Point(), world_size=2)")
+    assert shared.value("[type(value) is Point for value in result]") == "[True, True]"
+
+
+# --- %run ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import os
+import ddp_kit as kit
+
+with open({marks!r}, "a") as marks:
+    marks.write(f"{{os.getpid()}} ")
+
+def work(rank, world_size):
+    return helper(rank)
+
+def helper(rank):
+    return 100 + rank
+
+"""
+GUARD = 'if __name__ == "__main__":\n    '
+CALL = "print(*kit.run(work, world_size=2))\n"
+
+
+@pytest.mark.parametrize("guard", [GUARD, ""], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("option", ["", "-i", "-n"], ids=["plain", "-i", "-n"])
+def test_a_script_by_run_is_executed_by_the_notebook_alone(shared, tmp_path, guard, option):
+    marks = tmp_path / "marks"
+    # In the kernel's own folder, a rank could import the script by its name.
+    folder = Path(shared.process.cwd())
+    script = folder / f"script_{'guarded' if guard else 'unguarded'}.py"
+    script.write_text(SCRIPT.format(marks=str(marks)) + guard + CALL)
+    for times in (1, 2):
+        cell = shared.run(f"%run {option} {script}")
+        assert cell.stdout == ("" if guard and option == "-n" else "100 101\n")
+        assert marks.read_text() == f"{shared.process.pid} " * times
+        shared.run("def own(rank, world_size):\n    return rank * 3")
+        assert shared.value("list(kit.run(own, world_size=2))") == "[0, 3]"
+        assert shared.value("list(kit.run(work, world_size=2))") == "[100, 101]"
+        assert marks.read_text() == f"{shared.process.pid} " * times
+
+
+START = "with kit.WorkerPool(1) as own:\n    own.run(lambda rank, world_size: None)\n"
+
+
+@pytest.mark.parametrize("command", ["{}.py inside", "-i {}.py", "-m {}"])
+def test_ranks_that_start_in_or_after_a_script_do_not_execute_it(shared, tmp_path, command):
+    marks = tmp_path / "marks"
+    script = Path(shared.process.cwd()) / "starting.py"
+    begin = "import sys\nif 'inside' in sys.argv:\n    "
+    script.write_text(SCRIPT.format(marks=str(marks)) + begin + START.replace("\n", "\n    "))
+    shared.run(f"%run {command.format(script.stem)}")
+    if "inside" not in command:
+        shared.run(START)  # with -i and -m, the script is still sys.modules["__main__"]
+    assert marks.read_text() == f"{shared.process.pid} "
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("-m ddp_kit.lessons.point_to_point", 4),
+        # Without the two dashes, %run takes the option for its own.
+        ("-m ddp_kit.lessons.point_to_point -- --world-size 2", 2),
+        (point_to_point.__file__, 4),
+    ],
+    ids=["module", "module with an option", "path"],
+)
+def test_a_lesson_by_run_works_twice_and_later_cells_too(shared, command, ranks):
+    for _ in range(2):
+        cell = shared.run(f"%run {command}")
+        said = f"point_to_point: {ranks} ranks, every tensor arrived as it was sent\n"
+        assert cell.stdout == said
+        shared.run("def own(rank, world_size):\n    return rank * 3")
+        assert shared.value("list(kit.run(own, world_size=2))") == "[0, 3]"
+
+
+# --- errors --------------------------------------------------------------------------------
+
+FAILING = """# the first line of the cell
+def inner(rank):
+    if rank == 1:
+        raise ValueError("boom")
+
+def worker(rank, world_size):
+    inner(rank)
+
+kit.run(worker, world_size=2)
+"""
+
+
+def test_a_failing_rank_is_told_in_the_words_of_the_cell(shared):
+    shared.run("1")  # so that the second telling comes from a cell of another number
+    first, second = shared.raises(FAILING), shared.raises(FAILING)
+    for cell in (first, second):
+        number = cell.contents("execute_input")[0]["execution_count"]
+        assert cell.error["ename"] == "RankError"
+        assert cell.error["evalue"] == (
+            'rank 1 raised ValueError: boom\n    line 4 of inner: raise ValueError("boom")'
+        )
+        assert cell.rendered.rstrip() == (
+            "RankError:\n"
+            "rank 1 raised ValueError: boom\n"
+            f"  Cell In[{number}], line 7, in worker\n"
+            "    inner(rank)\n"
+            f"  Cell In[{number}], line 4, in inner\n"
+            '    raise ValueError("boom")'
+        )
+        assert cell.stderr == ""
+
+
+def test_a_function_of_an_earlier_cell_fails_in_that_cell(shared):
+    defined = shared.run("def worker(rank, world_size):\n\n    return 1 / 0")
+    number = defined.contents("execute_input")[0]["execution_count"]
+    shared.run("worker")
+    cell = shared.raises("kit.run(worker, world_size=2)")
+    assert "ranks 0 and 1 raised ZeroDivisionError: division by zero" in cell.rendered
+    assert f"Cell In[{number}], line 3, in worker\n    return 1 / 0" in cell.rendered
+
+
+def test_bad_input_in_a_cell_is_answered_with_one_sentence(shared):
+    cell = shared.raises("kit.run(pid, world_size=0)")
+    assert cell.rendered == "PoolError: world_size must be at least 1, got 0"
+    assert cell.error["ename"] == "PoolError"
+    assert cell.error["evalue"] == "world_size must be at least 1, got 0"
+    assert cell.stderr == ""
+
+
+# --- what a run shows ----------------------------------------------------------------------
+
+
+def test_lines_of_ranks_arrive_live_and_leave_no_trace_in_the_display(shared, tmp_path):
+    shared.run(
+        "def talk(rank, world_size, go):\n"
+        "    for line in ('one', 'two'):\n"
+        "        print(line, rank)\n"
+        "        while not pathlib.Path(go, line).exists():\n"
+        "            time.sleep(0.01)\n"
+    )
+    cell = shared.send(
+        f"print('before')\nkit.run(talk, {str(tmp_path)!r}, world_size=2)\nprint('after')"
+    )
+    try:
+        for line in ("one", "two"):  # no rank goes on before its line is on the screen
+            newest = f"[rank 0] {line} 0\n[rank 1] {line} 1"
+            cell.read_until(lambda cell, newest=newest: newest in on_screen(cell), seconds=20)
+            assert not cell.ended, f"{line!r} was not shown while the ranks were at work"
+            (tmp_path / line).touch()
+    finally:
+        for line in ("one", "two"):
+            (tmp_path / line).touch()
+        cell.finish()
+    first, *updates = cell.contents("display_data", "update_display_data")
+    assert updates[-1] == first, "nbval compares the first content with the last"
+    assert len(cell.contents("display_data")) == 1
+    assert cell.stdout == (
+        "before\n[rank 0] one 0\n[rank 0] two 0\n[rank 1] one 1\n[rank 1] two 1\nafter\n"
+    )
+    assert cell.stderr == ""
+
+
+def on_screen(cell: Cell) -> str:
+    """What the cell's display shows at the moment."""
+    displays = cell.contents("display_data", "update_display_data")
+    return displays[-1]["data"].get("text/plain", "") if displays else ""
+
+
+def test_what_ranks_write_outside_python_stands_in_the_ranks_block(shared):
+    cell = shared.run("kit.run(lambda r, w: os.system('echo shell; echo error >&2'), world_size=2)")
+    assert cell.stdout == "".join(f"[rank {r}] shell\n[rank {r}] error\n" for r in range(2))
+
+
+def test_a_picture_is_one_output_with_its_numbers_as_text(shared):
+    shared.run(
+        "def stages(rank, world_size):\n"
+        "    tensor = torch.tensor([10 ** rank])\n"
+        "    before = tensor.clone()\n"
+        "    dist.all_reduce(tensor)\n"
+        "    return {'before': before, 'after': tensor}\n"
+        "result = kit.run(stages, world_size=2)"
+    )
+    cell = shared.run("kit.plot.tensors(result)")
+    outputs = cell.contents("execute_result", "display_data", "stream")
+    assert [set(output["data"]) for output in outputs] == [{"image/png", "text/plain"}]
+    assert "11" in outputs[0]["data"]["text/plain"]
+
+
+def test_torchvision_before_mnist_and_mnist_in_a_rank(shared):
+    shared.run("import torchvision")
+    assert shared.value("len(kit.mnist()), kit.mnist()[0][0].shape") == (
+        "(10000, torch.Size([1, 28, 28]))"
+    )
+    assert shared.value("len(kit.mnist(train=False))") == "2000"
+    labels = shared.value("[kit.mnist()[rank][1] for rank in range(2)]")
+    shared.run("digits = kit.mnist()")
+    for worker in ("lambda r, w: kit.mnist()[r][1]", "lambda r, w: digits[r][1]"):
+        assert shared.value(f"list(kit.run({worker}, world_size=2))") == labels
+
+
+# --- the interrupt button ------------------------------------------------------------------
+
+STUCK = """
+def say_begun(rank, folder):
+    pathlib.Path(folder, str(rank)).touch()
+
+def recv(rank, world_size, folder):
+    say_begun(rank, folder)
+    dist.recv(torch.zeros(1), src=1 - rank)
+
+def loop(rank, world_size, folder):
+    say_begun(rank, folder)
+    while True:
+        pass
+
+def sleep(rank, world_size, folder):
+    say_begun(rank, folder)
+    time.sleep(600)
+
+def frozen(rank, world_size, folder):
+    say_begun(rank, folder)
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)
+    else:
+        ctypes.PyDLL(None).sleep(600)  # keeps the GIL: no thread of this rank runs Python
+
+def flood(rank, world_size, folder):
+    say_begun(rank, folder)
+    while True:
+        print("x" * 99)
+"""
+
+
+def start_stuck(kernel: Kernel, worker: str, folder: Path) -> tuple[Cell, list[psutil.Process]]:
+    """Send a cell that never ends, and return when both of its ranks are in the thick of it."""
+    ranks = kernel.ranks(2)
+    folder.mkdir()
+    cell = kernel.send(f"kit.run({worker}, {str(folder)!r}, world_size=2)")
+    wait_until(lambda: len(list(folder.iterdir())) == 2, 30, f"both ranks are in {worker}")
+    if worker in ("recv", "sleep", "frozen"):
+        wait_until_calm(ranks)
+    return cell, ranks
+
+
+def interrupt(kernel: Kernel, cell: Cell, during: str) -> None:
+    kernel.manager.interrupt_kernel()
+    cell.finish(BOUND)
+    assert cell.error is not None, f"{during}: the cell ended as if nobody had interrupted"
+    assert cell.error["ename"] == "KeyboardInterrupt", during
+    assert cell.stderr == "", during
+
+
+def test_the_interrupt_button_ends_a_run_whatever_the_ranks_do(kernel, tmp_path):
+    kernel.run(STUCK)
+    for worker in ("recv", "loop", "sleep", "flood"):
+        cell, ranks = start_stuck(kernel, worker, tmp_path / worker)
+        interrupt(kernel, cell, worker)
+        assert_gone(ranks, f"the interrupt of {worker}")
+    assert len(kernel.ranks(2)) == 2
+
+
+def test_the_interrupt_button_ends_a_run_whose_ranks_are_still_starting(kernel):
+    def ranks() -> list[psutil.Process]:
+        children = kernel.process.children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def importing() -> bool:
+        return sum(rank.memory_info().rss > 50e6 for rank in ranks()) == 2
+
+    cell = kernel.send("kit.run(pid, world_size=2)")
+    wait_until(importing, 30, "two ranks are importing torch")
+    started = ranks()
+    interrupt(kernel, cell, "start")
+    assert_gone(started, "the interrupt of their start")
+    assert len(kernel.ranks(2)) == 2
+
+
+def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(kernel):
+    cell = kernel.raises(
+        "import signal\n"
+        "spawn = torch.multiprocessing.spawn\n"
+        "def spawn_and_interrupt(*args, **options):\n"
+        "    torch.multiprocessing.spawn = spawn\n"
+        "    started = spawn(*args, **options)\n"
+        "    os.killpg(os.getpgrp(), signal.SIGINT)  # as the button does\n"
+        "    return started\n"
+        "torch.multiprocessing.spawn = spawn_and_interrupt\n"
+        "kit.run(pid, world_size=2)"
+    )
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert cell.stderr == ""
+    assert len(kernel.ranks(2)) == 2
+
+
+# --- the end of the kernel -----------------------------------------------------------------
+
+
+def test_no_process_survives_a_restart_and_a_shutdown(kernel, tmp_path):
+    kernel.ranks(2)
+    processes = [kernel.process, *kernel.process.children(recursive=True)]
+    kernel.manager.restart_kernel()
+    assert_gone(processes, "the restart")
+
+    kernel.get_ready()
+    kernel.run(STUCK)
+    start_stuck(kernel, "recv", tmp_path / "recv")
+    processes = [kernel.process, *kernel.process.children(recursive=True)]
+    kernel.manager.shutdown_kernel()
+    assert_gone(processes, "the shutdown")
+
+
+def test_no_stuck_rank_survives_a_shutdown_that_does_not_wait(kernel, tmp_path):
+    kernel.run(STUCK)
+    start_stuck(kernel, "recv", tmp_path / "recv")
+    processes = [kernel.process, *kernel.process.children(recursive=True)]
+    kernel.manager.shutdown_kernel(now=True)
+    assert_gone(processes, "a shutdown that does not wait")
+
+
+def test_no_stuck_rank_survives_a_killed_kernel(kernel, tmp_path):
+    kernel.run(STUCK)
+    start_stuck(kernel, "frozen" if sys.platform == "linux" else "recv", tmp_path / "stuck")
+    processes = [kernel.process, *kernel.process.children(recursive=True)]
+    kernel.process.send_signal(signal.SIGKILL)  # to the kernel alone, not to its group
+    assert_gone(processes, "the kernel was killed")
+
+
+# --- a whole notebook ----------------------------------------------------------------------
+
+CELLS = [
+    "import random, time\nimport torch, torch.distributed as dist\nimport ddp_kit as kit",
+    "def talk(rank, world_size):\n"
+    "    for line in range(12):\n"
+    "        time.sleep(random.random() * 0.1)\n"
+    "        print('line', line)\n"
+    "    tensor = torch.tensor([10 ** rank])\n"
+    "    before = tensor.clone()\n"
+    "    dist.all_reduce(tensor)\n"
+    "    return {'before': before, 'after': tensor}\n"
+    "result = kit.run(talk, world_size=2)",
+    "kit.plot.tensors(result)",
+    "def fail(rank, world_size):\n"
+    "    time.sleep(random.random() * 0.1)\n"
+    "    print('last words')\n"
+    "    raise ValueError('boom')\n"
+    "kit.run(fail, world_size=2)",
+    "kit.run(lambda rank, world_size: rank, world_size=3)",
+]
+
+
+def test_a_notebook_of_runs_passes_nbval_again_and_again(tmp_path):
+    cells = [nbformat.v4.new_code_cell(code, id=f"c{i}") for i, code in enumerate(CELLS)]
+    cells[3].metadata["tags"] = ["raises-exception"]
+    path = tmp_path / "notebook.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+    call(tmp_path, ROOT / "tests" / "notebooks" / "regenerate.py", path)
+    outputs = [cell.outputs for cell in nbformat.read(path, as_version=4).cells]
+    assert outputs[1][1].text.count("line 11\n") == 2
+    assert set(outputs[2][0].data) == {"image/png", "text/plain"}
+    assert outputs[3][-1].ename == "RankError"
+
+    before, again = path.read_bytes(), path.with_name("again.ipynb")
+    again.write_bytes(before)
+    nbval = "-m pytest --nbval --nbval-current-env --nbval-cell-timeout=60 -p no:cacheprovider"
+    said = call(tmp_path, *nbval.split(), "-c", os.devnull, path.name, again.name)
+    assert f"{2 * len(CELLS)} passed" in said
+    assert path.read_bytes() == again.read_bytes() == before
+
+
+def call(folder: Path, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
