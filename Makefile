@@ -10,7 +10,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab test lesson notebooks clean
+.PHONY: help install lab test browser lesson notebooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,9 @@ test: $(STAMP)  ## check style, imports, tests and every cell of every notebook
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest
+
+browser: $(STAMP)  ## only the tests in a real JupyterLab; they need Chromium
+	@$(BIN)/python -m pytest tests/browser
 
 lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \

@@ -363,7 +363,7 @@ def check_signature(worker: Callable[..., Any], args: tuple) -> None:
 def pack(worker: Callable[..., Any], args: tuple) -> bytes:
     """Pickle worker and arguments; raise PoolError naming what cannot be pickled."""
     try:
-        with _without_import(sys.modules.get(getattr(worker, "__module__", None))):
+        with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
             return cloudpickle.dumps((worker, args))
     except Exception:
         pass
@@ -386,9 +386,8 @@ def _without_import(module: ModuleType | None) -> Iterator[None]:
 
     `%run -n script.py` leaves such a module: it has a name, but was never imported.
     """
-    imported = module is None or getattr(module, "__spec__", None) is not None
-    if imported or module.__name__ == "__main__":  # cloudpickle knows about __main__
-        yield
+    if module is None or module.__name__ == "__main__" or getattr(module, "__spec__", None):
+        yield  # cloudpickle knows what to do
         return
     cloudpickle.register_pickle_by_value(module)
     try:

@@ -146,8 +146,11 @@ def _die_with(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
+    pool = parent_process()
+    assert pool is not None, "a rank is a child of the pool's process"
+
     def watch() -> None:
-        connection.wait([parent_process().sentinel])
+        connection.wait([pool.sentinel])
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
