@@ -45,6 +45,11 @@ def choose_backend(backend: str, world_size: int) -> str:
     return backend
 
 
+def for_group(backend: str) -> str:
+    """Return what `init_process_group` is told: beside nccl, gloo serves tensors on the CPU."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
 def take_device(backend: str, local_rank: int) -> torch.device:
     """Make this process's device current: `cuda:local_rank` for nccl, else the CPU."""
     global _device

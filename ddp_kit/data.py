@@ -40,7 +40,7 @@ def mnist(train: bool = True, full: bool = False) -> MNIST:
         return _packaged(train, transform)
     try:
         return datasets.MNIST(cache_folder(), train=train, transform=transform, download=True)
-    except (RuntimeError, URLError, OSError):
+    except (RuntimeError, URLError, ConnectionError, TimeoutError):
         raise DataError(
             "the full MNIST could not be downloaded, and no earlier download was found; "
             "connect to a network once, or use kit.mnist(), which needs none"

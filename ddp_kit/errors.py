@@ -14,8 +14,8 @@
     except kit.RankError as error:
         print(error.failures[1].type)
 
-`str()` of each is the same on every run: no pid, no path of a temporary file, no clock.
-Cell numbers change from run to run, so they stand in the rendered traceback only.
+The kit adds nothing to `str()` that changes from run to run: no pid, no temporary file, no clock.
+Cell numbers do change, so they stand in the rendered traceback only.
 """
 
 from __future__ import annotations
@@ -187,5 +187,5 @@ class RunTimeoutError(KitError):
     def __str__(self) -> str:
         return (
             f"the run did not end within {self.timeout:g} s: {name_ranks(self.unfinished)} "
-            "had not returned. Raise timeout=, or look for a message that nobody sends."
+            "had not returned. Raise timeout=, or look for a message that nobody sends or nobody receives."
         )

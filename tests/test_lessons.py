@@ -62,6 +62,22 @@ def test_help_names_the_options(name):
     assert "--backend" in out.stdout
 
 
+@pytest.mark.parametrize("name", PROOFS)
+def test_bad_options_are_told_in_one_line(name):
+    module = sys.modules[f"ddp_kit.lessons.{name}"]
+    for size in ("0", "-1", "1000000"):
+        with pytest.raises(kit.PoolError, match="world_size must be at"):
+            module.main(["--world-size", size])
+    with pytest.raises(kit.BackendError, match="got 'smoke'"):
+        module.main(["--backend", "smoke"])
+
+
+def test_the_command_line_ends_in_one_line_without_a_traceback():
+    command = [sys.executable, "-m", "ddp_kit.lessons.collectives", "--world-size", "0"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stderr) == (1, "PoolError: world_size must be at least 1, got 0\n")
+
+
 def test_a_claim_that_fails_is_an_error():
     with pytest.raises(kit.ProofError, match="this did not hold: pigs fly"):
         prove("pigs fly", False)
@@ -180,6 +196,10 @@ def test_one_two_and_four_ranks_learn_equally_well():
         reached[world_size] = result[0]["accuracy"]
     assert min(reached.values()) > 0.88, reached
     assert max(reached.values()) - min(reached.values()) <= 0.02, reached
+
+
+def test_a_larger_step_learns_as_much_in_three_epochs():
+    assert partitioned_sgd.train_alone(3, lr=0.02, momentum=0.9)["accuracy"] > 0.91
 
 
 # --- ring all-reduce -----------------------------------------------------------------------

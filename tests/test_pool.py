@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -250,12 +251,103 @@ def test_a_rank_killed_between_runs_is_replaced(pool):
     assert victim not in list(pool.run(pid))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_that_dies_while_starting_is_replaced(world_size):
+    with kit.WorkerPool(2) as pool:
+        pool._ranks[1].process.kill()
+        pool._ranks[1].process.join()
+        assert len(pool.run(pid, world_size=world_size)) == world_size
+
+
+def test_a_rank_that_dies_while_the_group_forms_is_told_and_replaced():
+    with kit.WorkerPool(2) as pool:
+        pool._ranks[1].process.kill()  # still counts as alive for a moment
+        with suppress(kit.RankDiedError):
+            pool.run(pid)
+        assert len(pool.run(pid)) == 2
+
+
+def test_a_grandchild_does_not_hide_the_death_of_its_rank(pool):
+    def die(rank, world_size):
+        os.system("sleep 60 &")
+        if rank == 1:
+            os._exit(3)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(kit.RankDiedError):
+        pool.run(die)
+    assert time.monotonic() - start < 20
+
+
+def test_close_ends_what_a_worker_left_running(pool):
+    def leave(rank, world_size):
+        os.system("sleep 60 &")
+        return [child.pid for child in psutil.Process().children()]
+
+    left = [psutil.Process(child) for children in pool.run(leave) for child in children]
+    assert len(left) == 2
+    pool.close()
+    assert ended(left)
+
+
+def test_an_exception_that_cannot_be_printed_is_still_told(pool):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def fail(rank, world_size):
+        raise Mute
+
+    with pytest.raises(kit.RankError, match=r"Mute: .its message could not be read"):
+        pool.run(fail)
+
+
+def test_a_worker_that_takes_stdout_away_does_not_silence_the_next(pool):
+    def take(rank, world_size):
+        sys.stdout = None
+
+    pool.run(take)
+    assert pool.run(lambda rank, world_size: print("here")).output == ("here\n", "here\n")
+
+
+def test_failures_that_come_one_after_the_other_are_all_told(pool):
+    def stagger(rank, world_size):
+        if rank == 1:
+            for _ in range(20):
+                time.sleep(0.01)
+        raise ValueError(f"rank {rank}")
+
+    with pytest.raises(kit.RankError) as caught:
+        pool.run(stagger)
+    assert set(caught.value.failures) == {0, 1}
+
+
+def test_a_forked_child_does_not_close_the_pool(pool):
+    before = list(pool.run(pid))
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert list(pool.run(pid)) == before
+
+
+def test_bad_input_starts_no_process(monkeypatch):
+    monkeypatch.setattr(pool_module, "_shared", None)
+    monkeypatch.setattr(pool_module, "RankProcess", None)  # calling it would be a TypeError
+    with pytest.raises(kit.PoolError):
+        kit.run(pid, timeout=-1)
+    with pytest.raises(kit.PoolError):
+        kit.run(lambda rank, world_size, *args: None, threading.Lock())
+
+
 def test_a_run_ends_at_its_timeout(pool):
     start = time.monotonic()
     with pytest.raises(kit.RunTimeoutError) as caught:
         pool.run(lambda rank, world_size: rank or time.sleep(60), timeout=0.5)
     assert time.monotonic() - start < 10
-    assert caught.value.unfinished == (0,)
+    assert 0 in caught.value.unfinished
     assert pool.run(total)[0] == 1
 
 
@@ -321,9 +413,11 @@ def test_a_worker_of_the_wrong_signature_is_refused():
     def alone(rank):
         return rank
 
-    with pytest.raises(kit.PoolError, match=r"alone\(rank\) cannot be a worker here"):
+    with pytest.raises(
+        kit.PoolError, match=r"alone\(rank\) cannot be called as alone\(rank, world_size\)"
+    ):
         kit.run(alone)
-    with pytest.raises(kit.PoolError, match="and then the 2 you passed"):
+    with pytest.raises(kit.PoolError, match=r"cannot be called as total\(rank, world_size, 1, 2\)"):
         kit.run(total, 1, 2)
     with pytest.raises(kit.PoolError, match="must be a function, got 3"):
         kit.run(3)
@@ -406,12 +500,16 @@ def test_a_killed_process_leaves_a_folder_that_the_next_pool_sweeps(tmp_path, mo
     monkeypatch.setattr(pool_module.tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    for name in (f"ddp_kit-{gone.pid}-x", f"ddp_kit-{os.getpid()}-y", "ddp_kit-notes-z"):
+    for name in (
+        f"ddp_kit-{gone.pid}-abcd_123",
+        f"ddp_kit-{os.getpid()}-abcd_123",
+        f"ddp_kit-{gone.pid}-notes",
+    ):
         (tmp_path / name).mkdir()
     with kit.WorkerPool(1):
-        assert not (tmp_path / f"ddp_kit-{gone.pid}-x").exists()
-        assert (tmp_path / f"ddp_kit-{os.getpid()}-y").exists()
-        assert (tmp_path / "ddp_kit-notes-z").exists()
+        assert not (tmp_path / f"ddp_kit-{gone.pid}-abcd_123").exists()
+        assert (tmp_path / f"ddp_kit-{os.getpid()}-abcd_123").exists()
+        assert (tmp_path / f"ddp_kit-{gone.pid}-notes").exists()
 
 
 def test_ranks_listen_on_loopback_only():

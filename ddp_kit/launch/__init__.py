@@ -1,6 +1,6 @@
 """How a lesson gets its ranks: spawned here, or started by torchrun."""
 
-from ddp_kit.launch.command_line import lesson_parser, prove
+from ddp_kit.launch.command_line import lesson_parser, prove, run_as_script
 from ddp_kit.launch.ranks import Ranks, open_ranks
 
-__all__ = ["Ranks", "lesson_parser", "open_ranks", "prove"]
+__all__ = ["Ranks", "lesson_parser", "open_ranks", "prove", "run_as_script"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 
-from ddp_kit.errors import ProofError
+from ddp_kit.errors import KitError, ProofError
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -26,6 +28,16 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
         help='"gloo", "nccl", or "auto": nccl where every rank can have a GPU (default auto)',
     )
     return parser
+
+
+def run_as_script(main: Callable[[list[str]], None]) -> None:
+    """Call a lesson's main with the command line; tell an error of the kit in one line."""
+    try:
+        main(sys.argv[1:])
+    except KitError as error:
+        if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+            raise  # %run shows it in one line already
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def prove(claim: str, holds: bool) -> None:

@@ -61,10 +61,13 @@ class Ranks:
 def open_ranks(world_size: int | None = None, backend: str = "auto") -> Iterator[Ranks]:
     """Give the ranks that torchrun started, or ranks of the shared pool.
 
-    Raises PoolError if torchrun's environment is incomplete or has another world size.
+    Raises PoolError for a world size that cannot be, and if torchrun's environment is
+    incomplete or has another one; BackendError for a backend that cannot be had.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         size = 4 if world_size is None else world_size
+        pool.check_world_size(size)
+        backends.choose_backend(backend, size)
         yield Ranks(size, backend)
         return
     rank, started = _join_torchrun(world_size, backend)
@@ -88,5 +91,5 @@ def _join_torchrun(world_size: int | None, backend: str) -> tuple[int, int]:
     chosen = backends.choose_backend(backend, local_size)
     backends.share_cores(local_size)
     backends.take_device(chosen, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(chosen, timeout=JOIN_TIMEOUT)
+    dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
     return rank, started

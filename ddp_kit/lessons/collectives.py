@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
@@ -186,6 +186,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    run_as_script(main)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_kit import device, mnist
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 GLOBAL_BATCH = 128
 SEED = 1234
@@ -91,7 +91,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def average_gradients_flat(model: nn.Module) -> None:
-    """Do the same with one all_reduce: all gradients travel in one flat buffer."""
+    """Do the same with one all_reduce: all gradients share one flat buffer."""
     gradients = [parameter.grad for parameter in model.parameters()]
     buffer = torch.cat([gradient.view(-1) for gradient in gradients])
     dist.all_reduce(buffer, op=dist.ReduceOp.SUM)
@@ -106,7 +106,7 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def partition_dataset(rank: int, world_size: int) -> DataLoader:
-    """Load this rank's part of the digits, so that all ranks together step through 128."""
+    """Load this rank's part of the digits, 128 // world_size in a batch."""
     part = DataPartitioner(mnist(), [1 / world_size] * world_size).use(rank)
     images, labels = as_batch(part)  # transformed once, instead of once an epoch
     # A batch size must be a whole number: 128 / world_size would be a float.
@@ -172,8 +172,8 @@ def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flat(tensors) -> torch.Tensor:
-    """Return one flat copy of many tensors."""
-    return torch.cat([tensor.detach().view(-1) for tensor in tensors])
+    """Return one flat copy of many tensors, on the CPU."""
+    return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
 
 
 def mean_gradient(
@@ -285,6 +285,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    run_as_script(main)

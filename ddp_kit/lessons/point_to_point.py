@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 
 def blocking(rank: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -124,6 +124,4 @@ def _after(result) -> list[int]:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    run_as_script(main)

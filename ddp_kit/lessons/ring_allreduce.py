@@ -1,6 +1,6 @@
 """Ring all-reduce: the sum of all ranks' tensors, made of sends to the right neighbour.
 
-Three rings, each sums `tensor` in place on every rank, as `dist.all_reduce` does:
+Three rings, each sums a contiguous `tensor` in place on every rank, as `dist.all_reduce` does:
 
     whole_ring      the tutorial's: the whole tensor travels n-1 times
     chunked_ring    its homework: n chunks; reduce-scatter, then all-gather
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 
@@ -33,7 +33,7 @@ def neighbours() -> tuple[int, int]:
 
 
 def whole_ring(tensor: torch.Tensor) -> None:
-    """Sum `tensor` over all ranks in place; every message is the whole tensor."""
+    """Sum a contiguous `tensor` over all ranks in place; every message is the whole tensor."""
     left, right = neighbours()
     passing, arriving = tensor.clone(), torch.empty_like(tensor)
     for _ in range(dist.get_world_size() - 1):
@@ -75,8 +75,8 @@ def exchange(going: torch.Tensor, right: int, coming: torch.Tensor, left: int) -
 def preposted_ring(tensor: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
     """Sum a contiguous `tensor` in place, with every receive posted before the first send.
 
-    scratch: a tensor of the same shape and dtype to receive in; made anew when None, which
-        costs more than it gains for large tensors. A trainer would keep it between steps.
+    scratch: a tensor of the same shape and dtype to receive in; made anew when None. A trainer
+        would keep it between steps.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -214,6 +214,4 @@ def _say_bandwidth(ranks) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    run_as_script(main)

@@ -24,8 +24,8 @@ class NotebookView:
     def __init__(self, world_size: int) -> None:
         self._heading = "1 rank at work" if world_size == 1 else f"{world_size} ranks at work"
         self._shown = ""
-        cell = get_ipython().get_parent()["header"]["msg_id"]
-        if cell != NotebookView._cell:
+        cell = get_ipython().get_parent().get("header", {}).get("msg_id")
+        if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
             NotebookView._handle = display({}, raw=True, display_id=True)
 

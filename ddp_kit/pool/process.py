@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, connection, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -41,6 +43,7 @@ class RankProcess:
         control_end.close()
         print_end.close()
         self.process = started.processes[0]
+        self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
         self.printing = True  # False once it has closed both its stdout and its stderr
@@ -101,20 +104,31 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be talked to."""
-        return not self.control.closed and not connection.wait([self.sentinel], 0)
+        stopped = self.control.closed or self.process.exitcode is not None
+        return not stopped and not connection.wait([self.sentinel], 0)
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process and its children: let it leave for `patience` seconds, then kill it."""
         # Once it was reaped, its pid may belong to somebody else.
         children = _descendants(self.process.pid) if self.process.exitcode is None else []
         self.control.close()
-        if patience:
-            self.process.join(patience)
+        self.join(patience)
         self.process.kill()
         for child in children:
             _kill(child)
-        self.process.join(5)
+        self.join(5)
         self.printed.close()
+        Path(self._error_file).unlink(missing_ok=True)
+
+    def join(self, seconds: float) -> int | None:
+        """Wait for the process to end; return its exit code, None if it has not ended.
+
+        `Process.join` waits for the sentinel, which a grandchild may hold open.
+        """
+        deadline = time.monotonic() + seconds
+        while self.process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.process.exitcode
 
 
 def _descendants(pid: int | None) -> list:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
@@ -46,6 +47,7 @@ def main(_index: int, control: Connection, output: Connection, parent: int) -> N
     # It came blocked; ignored is what this process's own children should inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _keep_descriptors_from_children()
     _die_with(parent)
     _send_prints_to(output)
     member = _Member()
@@ -65,6 +67,7 @@ class _Member:
     def __init__(self) -> None:
         self.place: Form | None = None
         self.group: dist.ProcessGroup | None = None
+        self.streams = sys.stdout, sys.stderr
 
     def form(self, place: Form) -> Formed | Raised:
         self.place = place
@@ -73,14 +76,13 @@ class _Member:
                 dist.destroy_process_group()
             backends.stay_on_loopback()
             backends.share_cores(place.world_size)
-            device = backends.take_device(place.backend, place.rank)
+            backends.take_device(place.backend, place.rank)
             dist.init_process_group(
-                place.backend,
+                backends.for_group(place.backend),
                 store=dist.FileStore(place.store, place.world_size),
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=GROUP_TIMEOUT,
-                device_id=device if device.type == "cuda" else None,
             )
             self.group = dist.group.WORLD
         except Exception as error:
@@ -93,6 +95,7 @@ class _Member:
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        sys.stdout, sys.stderr = self.streams  # an earlier worker may have replaced them
         try:
             sys.path[:] = job.path
             os.chdir(job.cwd)
@@ -134,15 +137,21 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         )
         for line in traceback.extract_tb(error.__traceback__)
     )
-    return RankFailure(rank, type(error).__name__, str(error), frames)
+    try:
+        message = str(error)
+    except Exception:  # the learner's own __str__ may fail
+        message = "(its message could not be read)"
+    return RankFailure(rank, type(error).__name__, message, frames)
 
 
 def _die_with(parent: int) -> None:
     """End this process as soon as `parent` has ended, however that happened."""
     if sys.platform == "linux":
         # A rank stuck in native code runs no Python; only the kernel can end it.
-        PR_SET_PDEATHSIG = 1
+        PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # What a rank's children leave running stays its own, so that the pool finds it.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -154,6 +163,15 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
+
+
+def _keep_descriptors_from_children() -> None:
+    """Close the pool's pipes in programs that a worker starts; they would hide our own end."""
+    if os.path.isdir("/proc/self/fd"):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the listing's own descriptor is closed by now
+                if int(name) > 2:
+                    os.set_inheritable(int(name), False)
 
 
 def _send_prints_to(output: Connection) -> None:
@@ -174,7 +192,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # the worker closed or replaced it
+        except Exception:  # the worker closed it, or put something else in its place
             continue
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)

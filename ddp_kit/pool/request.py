@@ -1,0 +1,120 @@
+"""What may be asked of a pool, and how it is packed for the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from ddp_kit.errors import PoolError
+from ddp_kit.pool import worker as worker_side
+
+RANK_MEMORY = 250e6  # bytes that a process needs which has imported torch
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise PoolError unless this machine can hold that many ranks."""
+    if worker_side.serving:
+        raise PoolError(
+            "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
+            'below `if __name__ == "__main__":`'
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise PoolError(f"world_size must be a whole number such as 4, got {world_size!r}")
+    if world_size < 1:
+        raise PoolError(f"world_size must be at least 1, got {world_size}")
+    most = most_ranks()
+    if world_size > most:
+        raise PoolError(f"world_size must be at most {most} on this machine, got {world_size}")
+
+
+def most_ranks() -> int:
+    """Return how many ranks this machine's memory and open-file limit can hold."""
+    import resource
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    by_files = (files - 100) // 4 if files != resource.RLIM_INFINITY else 1024
+    return max(1, min(int(memory / RANK_MEMORY), by_files, 1024))
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise PoolError unless `timeout` is None or a positive number of seconds."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise PoolError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+
+
+def check_signature(worker: Callable[..., Any], args: tuple) -> None:
+    """Raise PoolError unless `worker(rank, world_size, *args)` is a possible call."""
+    name = getattr(worker, "__name__", None) or type(worker).__name__
+    if not callable(worker):
+        raise PoolError(f"the worker must be a function, got {worker!r}")
+    try:
+        signature = inspect.signature(worker)
+    except (TypeError, ValueError):
+        return  # some built-in callables do not tell
+    try:
+        signature.bind(0, 1, *args)
+    except TypeError:
+        passed = "".join(f", {reprlib.repr(arg)}" for arg in args)
+        raise PoolError(
+            f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); what follows "
+            "the worker is passed on to it, and the number of ranks is set by world_size="
+        ) from None
+
+
+def pack(worker: Callable[..., Any], args: tuple) -> bytes:
+    """Pickle worker and arguments; raise PoolError naming what cannot be pickled."""
+    try:
+        with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
+            return cloudpickle.dumps((worker, args))
+    except Exception:
+        pass
+    for what, value in [(f"argument {i}", arg) for i, arg in enumerate(args)] + [
+        ("the worker, or something that it uses,", worker)
+    ]:
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:
+            raise PoolError(
+                f"{what} cannot be sent to the ranks: {type(value).__name__} ({error}); "
+                "make it inside the worker, or pass numbers, tensors, lists or dicts"
+            ) from None
+    raise PoolError("worker and arguments cannot be sent to the ranks together")
+
+
+@contextmanager
+def _without_import(module: ModuleType | None) -> Iterator[None]:
+    """Have a module's functions pickled by value if a rank would run it instead of importing it.
+
+    `%run -n script.py` leaves such a module: it has a name, but was never imported.
+    """
+    if module is None or module.__name__ == "__main__" or getattr(module, "__spec__", None):
+        yield  # cloudpickle knows what to do
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def unpack(rank: int, data: bytes) -> Any:
+    """Unpickle what a rank returned; raise PoolError if the notebook cannot hold it."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise PoolError(
+            f"what rank {rank} returned cannot be rebuilt in the notebook: "
+            f"{type(error).__name__}: {error}; return tensors, numbers, lists or dicts"
+        ) from None
