@@ -187,5 +187,6 @@ class RunTimeoutError(KitError):
     def __str__(self) -> str:
         return (
             f"the run did not end within {self.timeout:g} s: {name_ranks(self.unfinished)} "
-            "had not returned. Raise timeout=, or look for a message that nobody sends or nobody receives."
+            "had not returned. Raise timeout=, or look for a message that nobody sends or "
+            "nobody receives."
         )

@@ -413,9 +413,7 @@ def test_a_worker_of_the_wrong_signature_is_refused():
     def alone(rank):
         return rank
 
-    with pytest.raises(
-        kit.PoolError, match=r"alone\(rank\) cannot be called as alone\(rank, world_size\)"
-    ):
+    with pytest.raises(kit.PoolError, match=r"alone\(rank\) cannot be called as alone"):
         kit.run(alone)
     with pytest.raises(kit.PoolError, match=r"cannot be called as total\(rank, world_size, 1, 2\)"):
         kit.run(total, 1, 2)
