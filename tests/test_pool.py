@@ -526,6 +526,9 @@ import os, sys, signal, time
 import torch, torch.distributed as dist
 import ddp_kit as kit
 
+# A shell's background job ignores SIGINT, and passes that on; a notebook's kernel does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def pid(rank, world_size):
     return os.getpid()
 

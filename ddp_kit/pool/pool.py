@@ -172,7 +172,7 @@ class WorkerPool:
     def _end_ranks(self) -> None:
         ranks, self._ranks, self._formed = self._ranks, [], None
         for rank in ranks:
-            rank.control.close()  # all at once: they leave side by side
+            rank.dismiss()  # all at once: they leave side by side
         deadline = time.monotonic() + 1.0
         for rank in ranks:
             # One that owes a reply is busy, or has not even started: nothing to wait for.

@@ -46,6 +46,7 @@ class RankProcess:
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
+        self._children: list = []
         self.printing = True  # False once it has closed both its stdout and its stderr
         self._output = bytearray()
         self._cut = False
@@ -109,16 +110,21 @@ class RankProcess:
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process and its children: let it leave for `patience` seconds, then kill it."""
-        # Once it was reaped, its pid may belong to somebody else.
-        children = _descendants(self.process.pid) if self.process.exitcode is None else []
-        self.control.close()
+        self.dismiss()
         self.join(patience)
         self.process.kill()
-        for child in children:
+        for child in self._children:
             _kill(child)
         self.join(5)
         self.printed.close()
         Path(self._error_file).unlink(missing_ok=True)
+
+    def dismiss(self) -> None:
+        """Tell the process to leave; remember its children, who would be lost without it."""
+        # Once it was reaped, its pid may belong to somebody else.
+        if not self.control.closed and self.process.exitcode is None:
+            self._children = _descendants(self.process.pid)
+        self.control.close()
 
     def join(self, seconds: float) -> int | None:
         """Wait for the process to end; return its exit code, None if it has not ended.
