@@ -10,7 +10,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab test browser lesson notebooks clean
+.PHONY: help install lab test browser lesson notebooks bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -63,7 +63,20 @@ lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one: NAME=
 notebooks: $(STAMP)  ## execute every notebook again, in place
 	@$(BIN)/python tests/notebooks/regenerate.py
 
+bench: $(STAMP) $(if $(PEERS),.venv-peers/.installed)  ## measure the speed; PEERS=1 beside others, ARGS=--record keeps it
+	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers .venv-peers/bin/python) $(ARGS)
+
+# It sees the packages of .venv, so that torch is there once. A peer that does not install is
+# left out; the table says so.
+.venv-peers/.installed: $(STAMP) tests/benchmarks/requirements.txt
+	@$(BIN)/python -m venv --clear .venv-peers
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$packages" > "$$(.venv-peers/bin/python -c "$$packages")/kit.pth"
+	@grep -v '^#' tests/benchmarks/requirements.txt | while read -r peer; do \
+	    .venv-peers/bin/python -m pip install --quiet "$$peer" || echo "$$peer is left out" >&2; done
+	@touch $@
+
 clean:  ## remove .venv and every cache
-	@rm -rf .venv .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
+	@rm -rf .venv .venv-peers .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
 	@find ddp_kit tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) \
 	    -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_kit.backends import device
 from ddp_kit.data import mnist
+from ddp_kit.doctor import doctor
 from ddp_kit.errors import (
     BackendError,
     DataError,
@@ -45,6 +46,7 @@ __all__ = [
     "RunTimeoutError",
     "WorkerPool",
     "device",
+    "doctor",
     "lessons",
     "mnist",
     "plot",

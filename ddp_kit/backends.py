@@ -12,6 +12,11 @@ from ddp_kit.errors import BackendError
 
 NAMES = ("auto", "gloo", "nccl", "mpi")
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that leads nowhere else
+
+# What keeps gloo and nccl of a process unseen by the network.
+LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
 _device = torch.device("cpu")
 
 
@@ -66,14 +71,17 @@ def device() -> torch.device:
     return _device
 
 
-def stay_on_loopback() -> None:
-    """Keep gloo and nccl of this process on the loopback interface, unseen by the network."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    os.environ["NCCL_SOCKET_IFNAME"] = loopback
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
+def threads_per_rank(world_size: int) -> int:
+    """Return one rank's share of the cores, at least one."""
+    return max(1, count_cores() // world_size)
 
 
 def share_cores(world_size: int) -> None:
-    """Give this process its share of the machine's cores, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, (cores or 1) // world_size))
+    """Have this process compute on its share of the machine's cores."""
+    torch.set_num_threads(threads_per_rank(world_size))

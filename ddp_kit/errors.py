@@ -60,6 +60,9 @@ class Frame:
     source: str  # the line itself, stripped; "" when it cannot be read
     own: bool  # in the learner's code: not in a library, not in the kit
 
+    def __str__(self) -> str:
+        return f"line {self.line} of {self.function}: {self.source}".rstrip(": ")
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -86,8 +89,19 @@ class RankFailure:
         where = self.where
         if where is None:
             return said
-        line = f"\n    line {where.line} of {where.function}: {where.source}"
-        return said + line.rstrip(": ")
+        return f"{said}\n    {where}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Where a rank was when its run was ended without it."""
+
+    rank: int
+    op: str | None  # as it was called: "recv(src=1)"; None: it waited for no other rank
+    where: Frame | None = None  # the line of the learner's own code
+
+    def __str__(self) -> str:
+        return f"waiting in {self.op}" if self.op else "busy in its own code"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -98,17 +112,51 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
+def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) -> list[str]:
+    """Say in lines what each rank waited in; equal waits once.
+
+    cell_names: what the notebook calls the files of its cells, to name the cell of each line;
+        None leaves files out, for a text that is the same on every run.
+    """
+    groups: dict[tuple, list[Wait]] = {}
+    for wait in sorted(waits, key=lambda wait: wait.rank):
+        groups.setdefault((wait.op, wait.where), []).append(wait)
+    lines = []
+    for group in groups.values():
+        was = "was" if len(group) == 1 else "were"
+        lines.append(f"{name_ranks(wait.rank for wait in group)} {was} {group[0]}")
+        where = group[0].where
+        if where and cell_names is None:
+            lines.append(f"    {where}")
+        elif where:
+            lines += _point_at(where, cell_names)
+    return lines
+
+
+def _point_at(frame: Frame, cell_names: dict[str, str]) -> list[str]:
+    place = cell_names.get(frame.file, frame.file)
+    said = f"  {place}, line {frame.line}, in {frame.function}"
+    return [said, textwrap.indent(frame.source, "    ")]
+
+
 class RankError(KitError):
     """One rank or more raised; equal failures are told once.
 
     failures: every rank that raised, by rank.
+    waits: where the others were that had not returned.
     cell_names: what the notebook calls the files in which cells were compiled.
     """
 
-    def __init__(self, failures: dict[int, RankFailure], cell_names: dict[str, str] | None = None):
+    def __init__(
+        self,
+        failures: dict[int, RankFailure],
+        waits: Iterable[Wait] = (),
+        cell_names: dict[str, str] | None = None,
+    ):
         self.failures = dict(sorted(failures.items()))
+        self.waits = tuple(waits)
         self.cell_names = cell_names or {}
-        super().__init__(failures, cell_names)
+        super().__init__(failures, self.waits, cell_names)
 
     def _stories(self) -> list[list[RankFailure]]:
         """Failures grouped by story, in order of their lowest rank."""
@@ -118,9 +166,10 @@ class RankError(KitError):
         return list(groups.values())
 
     def __str__(self) -> str:
-        return "\n".join(
+        stories = [
             f"{name_ranks(f.rank for f in group)} raised {group[0]}" for group in self._stories()
-        )
+        ]
+        return "\n".join(stories + tell_waits(self.waits))
 
     def _render_traceback_(self) -> list[str]:
         """Show the learner's own lines of each rank, instead of the kit's (IPython calls this)."""
@@ -130,30 +179,35 @@ class RankError(KitError):
             said = f"{first.type}: {first.message}" if first.message else first.type
             lines.append(f"{name_ranks(f.rank for f in group)} raised {said}")
             for frame in first.frames:
-                if not frame.own:
-                    continue
-                place = self.cell_names.get(frame.file, frame.file)
-                lines.append(f"  {place}, line {frame.line}, in {frame.function}")
-                lines.append(textwrap.indent(frame.source, "    "))
+                if frame.own:
+                    lines += _point_at(frame, self.cell_names)
             lines.append("")
-        return [f"{type(self).__name__}:", *lines]
+        return [f"{type(self).__name__}:", *lines, *tell_waits(self.waits, self.cell_names)]
 
 
 class RankDiedError(KitError):
     """A rank's process ended in the middle of a run.
 
     rank: the lowest rank that died; exitcode: as in `multiprocessing.Process.exitcode`,
-    negative for a signal.
+    negative for a signal, None where somebody else has fetched it; others: further ranks that
+    died; waits: where the ranks were that had not returned.
     """
 
-    def __init__(self, rank: int, exitcode: int, others: Iterable[int] = ()):
+    def __init__(
+        self,
+        rank: int,
+        exitcode: int | None,
+        others: Iterable[int] = (),
+        waits: Iterable[Wait] = (),
+    ):
         self.rank, self.exitcode, self.others = rank, exitcode, tuple(sorted(others))
-        super().__init__(rank, exitcode, self.others)
+        self.waits = tuple(waits)
+        super().__init__(rank, exitcode, self.others, self.waits)
 
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended the process, such as "SIGKILL"."""
-        if self.exitcode >= 0:
+        if self.exitcode is None or self.exitcode >= 0:
             return None
         try:
             return signal.Signals(-self.exitcode).name
@@ -169,24 +223,36 @@ class RankDiedError(KitError):
             return "native code crashed"
         if self.signal:
             return "it was stopped from outside"
+        if self.exitcode is None:
+            return "unknown, because other code in the notebook waits for processes of its own accord"
         return "the worker called sys.exit or os._exit"
 
     def __str__(self) -> str:
-        how = f"ended by {self.signal}" if self.signal else f"left with exit code {self.exitcode}"
+        how = f"left with exit code {self.exitcode}"
+        if self.signal or self.exitcode is None:
+            how = f"ended by {self.signal}" if self.signal else "its exit code was lost"
         also = f" ({name_ranks(self.others)} died too)" if self.others else ""
-        return f"rank {self.rank} died: {how}{also}. Likely cause: {self.cause}."
+        said = f"rank {self.rank} died: {how}{also}. Likely cause: {self.cause}."
+        return "\n".join([said, *tell_waits(self.waits)])
 
 
 class RunTimeoutError(KitError):
-    """A run did not end within its `timeout=`; unfinished: the ranks still running."""
+    """A run did not end within its `timeout=`.
 
-    def __init__(self, timeout: float, unfinished: Iterable[int]):
-        self.timeout, self.unfinished = timeout, tuple(sorted(unfinished))
-        super().__init__(timeout, self.unfinished)
+    waits: where each rank was that had not returned; unfinished: the numbers of these ranks.
+    """
+
+    def __init__(self, timeout: float, waits: Iterable[Wait]):
+        self.timeout, self.waits = timeout, tuple(waits)
+        super().__init__(timeout, self.waits)
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that had not returned."""
+        return tuple(sorted(wait.rank for wait in self.waits))
 
     def __str__(self) -> str:
-        return (
-            f"the run did not end within {self.timeout:g} s: {name_ranks(self.unfinished)} "
-            "had not returned. Raise timeout=, or look for a message that nobody sends or "
-            "nobody receives."
-        )
+        told = [f"the run did not end within {self.timeout:g} s.", *tell_waits(self.waits)]
+        if all(wait.op for wait in self.waits):
+            return "\n".join([*told, "Look for a message that nobody sends or nobody receives."])
+        return "\n".join([*told, "Raise timeout= if the work needs longer."])

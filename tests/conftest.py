@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from multiprocessing import resource_tracker
 
 import psutil
 import pytest
+from kernels import kernel, shared  # noqa: F401 - fixtures
+from processes import alive
 
 import ddp_kit as kit
 from ddp_kit.pool import pool as pool_module
@@ -14,30 +15,15 @@ from ddp_kit.pool import pool as pool_module
 
 def children() -> list[psutil.Process]:
     """Living descendants, but for the shared pool's ranks and multiprocessing's own helper."""
-    shared = pool_module._shared
+    pool = pool_module._shared
     known = {resource_tracker._resource_tracker._pid}
-    if shared is not None:
-        known |= {rank.process.pid for rank in shared._ranks}
+    if pool is not None:
+        known |= {rank.process.pid for rank in pool._ranks}
     return [
         child
         for child in psutil.Process().children(recursive=True)
         if child.pid not in known and alive(child)
     ]
-
-
-def ended(processes: list[psutil.Process], seconds: float = 5) -> bool:
-    """Wait until all have ended. A zombie has: who should reap it may be gone or slow."""
-    deadline = time.monotonic() + seconds
-    while any(map(alive, processes)) and time.monotonic() < deadline:
-        psutil.wait_procs(processes, timeout=0.05)
-    return not any(map(alive, processes))
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.errors import Frame, name_ranks
+from ddp_kit.errors import Frame, Wait, name_ranks
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -32,7 +32,7 @@ def test_equal_failures_are_one_story_and_others_are_not():
 
 
 def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
-    error = kit.RankError({0: failure(0)}, {"cell-file": "Cell In[7]"})
+    error = kit.RankError({0: failure(0)}, cell_names={"cell-file": "Cell In[7]"})
     assert "cell-file" not in str(error)
     assert error._render_traceback_() == [
         "RankError:",
@@ -68,9 +68,43 @@ def test_other_deaths_are_mentioned():
     assert "(ranks 2 and 3 died too)" in str(kit.RankDiedError(1, -9, [3, 2]))
 
 
-def test_a_timeout_names_who_had_not_returned():
-    text = str(kit.RunTimeoutError(2.5, {3, 1}))
-    assert text.startswith("the run did not end within 2.5 s: ranks 1 and 3 had not returned.")
+RECV = Frame("cell-file", 5, "worker", "dist.recv(t, src=1)", True)
+
+
+def test_equal_waits_are_told_once_and_in_rank_order():
+    waits = [Wait(3, "recv(src=1)", RECV), Wait(2, None), Wait(0, "recv(src=1)", RECV)]
+    error = kit.RankError({1: failure(1)}, waits, {"cell-file": "Cell In[7]"})
+    told = [
+        "ranks 0 and 3 were waiting in recv(src=1)",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "rank 2 was busy in its own code",
+    ]
+    assert str(error).splitlines()[-3:] == told
+    assert error._render_traceback_()[-4:] == [
+        told[0],
+        "  Cell In[7], line 5, in worker",
+        "    dist.recv(t, src=1)",
+        told[2],
+    ]
+
+
+def test_a_timeout_names_who_had_not_returned_and_what_to_do():
+    waiting = kit.RunTimeoutError(2.5, [Wait(3, "recv(src=1)", RECV), Wait(1, "barrier")])
+    assert waiting.unfinished == (1, 3)
+    assert str(waiting).splitlines() == [
+        "the run did not end within 2.5 s.",
+        "rank 1 was waiting in barrier",
+        "rank 3 was waiting in recv(src=1)",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "Look for a message that nobody sends or nobody receives.",
+    ]
+    slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
+    assert slow.endswith("rank 0 was busy in its own code\nRaise timeout= if the work needs longer.")
+
+
+def test_a_lost_exit_code_is_not_told_as_zero():
+    text = str(kit.RankDiedError(1, None))
+    assert text.startswith("rank 1 died: its exit code was lost. Likely cause: unknown")
 
 
 def test_bad_input_is_also_a_value_error():

@@ -31,13 +31,23 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def run_as_script(main: Callable[[list[str]], None]) -> None:
-    """Call a lesson's main with the command line; tell an error of the kit in one line."""
+    """Call a lesson's main with the command line; tell an error of the kit in one line.
+
+    Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
+    """
+    in_notebook = "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
     try:
         main(sys.argv[1:])
     except KitError as error:
-        if "IPython" in sys.modules and sys.modules["IPython"].get_ipython():
+        if in_notebook:
             raise  # %run shows it in one line already
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt as interrupt:
+        if in_notebook:
+            raise
+        told = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
+        print(*told(), sep="\n", file=sys.stderr)
+        sys.exit(130)
 
 
 def prove(claim: str, holds: bool) -> None:

@@ -41,10 +41,10 @@ class Ranks:
         if self._rank is None:
             return pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
         printed = io.StringIO()
-        with recording() as sends, redirect_stdout(printed):
+        with recording() as recorder, redirect_stdout(printed):
             value = worker(self._rank, self.world_size, *args)
         parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, (value, printed.getvalue(), tuple(sends)))
+        dist.all_gather_object(parts, (value, printed.getvalue(), tuple(recorder.sends)))
         values, output, sent = zip(*parts, strict=True)
         if self._rank == 0:
             print_output(output)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_kit.errors import RankFailure
+from ddp_kit.errors import RankFailure, Wait
+from ddp_kit.pool.modules import Stamp
+from ddp_kit.pool.values import Parcel
 from ddp_kit.trace import Send
 
 
@@ -19,27 +21,39 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Formed:
-    """From a rank: I am in the group."""
-
-
-@dataclass(frozen=True)
 class Run:
     """To a rank: call this worker."""
 
-    payload: bytes  # cloudpickle of (worker, args)
+    parcel: Parcel  # (worker, args)
     cells: dict[str, str]  # cells this rank has not seen: file name → source
     path: list[str]  # the notebook's sys.path
     cwd: str  # the notebook's working directory
+    environment: dict[str, str]  # the notebook's environment variables
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the process of a rank is left with after it did what it was told."""
+
+    modules: dict[str, Stamp]  # the learner's files that it imported meanwhile
+    group_intact: bool = True  # the process group is as it was, and nothing is under way in it
+    thread: str | None = None  # a thread that still runs the worker's code
+
+
+@dataclass(frozen=True)
+class Formed:
+    """From a rank: I am in the group."""
+
+    left: Left
 
 
 @dataclass(frozen=True)
 class Returned:
     """From a rank: the worker returned."""
 
-    value: bytes  # cloudpickle of what it returned
+    parcel: Parcel  # what it returned
     sends: tuple[Send, ...]
-    group_intact: bool  # the process group is as it was before the run
+    left: Left
 
 
 @dataclass(frozen=True)
@@ -47,3 +61,5 @@ class Raised:
     """From a rank: forming the group, or the worker, raised."""
 
     failure: RankFailure
+    left: Left
+    inside: Wait | None = None  # the wait that it came out of

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
-from ddp_kit.errors import PoolError, RankDiedError, RankError, RankFailure, RunTimeoutError
+from ddp_kit.errors import PoolError, RankDiedError, RankError, RunTimeoutError, Wait
 from ddp_kit.pool import cells, view
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess
@@ -16,7 +17,7 @@ from ddp_kit.pool.result import Result
 from ddp_kit.trace import Trace
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
-GRACE = 0.3  # seconds that the other ranks get to report, after each failure
+GRACE = 0.3  # seconds after each failure in which ranks that wait may yet report
 LONGEST_GRACE = 1.5  # seconds after the first failure when nobody is waited for any more
 REFRESH = 0.1  # seconds between two looks at the live view
 
@@ -32,16 +33,28 @@ class Outcome:
         self._looked = time.monotonic()
         self._waiting: set[int] = set()
         self._returned: dict[int, Returned] = {}
-        self._raised: dict[int, RankFailure] = {}
-        self._died: dict[int, int] = {}
-        self._timed_out: set[int] = set()
+        self._raised: dict[int, Raised] = {}
+        self._died: dict[int, int | None] = {}
+        self._timed_out = False
+        self.waits: list[Wait] = []  # where the ranks were that close() has stopped
 
     @property
     def group_intact(self) -> bool:
         """Every rank returned, and left the process group as it was."""
         return len(self._returned) == len(self.ranks) and all(
-            reply.group_intact for reply in self._returned.values()
+            reply.left.group_intact for reply in self._returned.values()
         )
+
+    @property
+    def threads(self) -> dict[int, str]:
+        """The threads that workers have left running, by rank."""
+        replies = self._returned | self._raised
+        return {n: reply.left.thread for n, reply in sorted(replies.items()) if reply.left.thread}
+
+    @property
+    def from_gpu(self) -> bool:
+        """A rank returned a tensor that was on a GPU."""
+        return any(reply.parcel.from_gpu for reply in self._returned.values())
 
     def collect(self, timeout: float | None) -> bool:
         """Wait for every reply that is owed; False if a rank failed or the time is over."""
@@ -60,11 +73,15 @@ class Outcome:
                 bad = len(self._raised) + len(self._died)
                 first_bad, newest_bad = min(first_bad, now), now
             elif not bad and now >= deadline:
-                self._timed_out = set(self._waiting)
+                self._timed_out = True
                 return False
-            if now >= min(newest_bad + GRACE, first_bad + LONGEST_GRACE):
+            if now >= first_bad + LONGEST_GRACE or now >= newest_bad + GRACE and self._all_wait():
                 break
         return not bad
+
+    def _all_wait(self) -> bool:
+        """Whether no rank is left that might yet report, or come to where it will wait."""
+        return all(self.ranks[number].board.read(number).op for number in self._waiting)
 
     def _wait(self, seconds: float) -> None:
         handles: dict[Any, tuple[int, str]] = {}
@@ -95,21 +112,24 @@ class Outcome:
             self._returned[number] = reply
             self._waiting.discard(number)
         elif isinstance(reply, Raised):
-            self._raised[number] = reply.failure
+            self._raised[number] = reply
             self._waiting.discard(number)
         elif not self.ranks[number].owed:  # Formed
             self._waiting.discard(number)
 
     def _note_death(self, number: int) -> None:
-        exitcode = self.ranks[number].join(1)
-        self._died[number] = 0 if exitcode is None else exitcode
+        self._died[number] = self.ranks[number].join(1)
         self._waiting.discard(number)
 
     def close(self) -> list[str]:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             rank.drain_output()
             if rank.owed:
+                if number not in self._died:
+                    self.waits.append(rank.board.read(number))
+                rank.stop()
+            elif number in self.threads:
                 rank.stop()
         self._view.close()
         return [rank.take_output() for rank in self.ranks]
@@ -118,13 +138,16 @@ class Outcome:
         """Return what the ranks returned, or raise what kept them from it."""
         if self._died:  # what the others raised is then mostly a lost connection
             rank = min(self._died)
-            raise RankDiedError(rank, self._died[rank], set(self._died) - {rank})
+            lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]
+            others = set(self._died) - {rank}
+            raise RankDiedError(rank, self._died[rank], others, self.waits + lost)
         if self._raised:
-            raise RankError(self._raised, cells.cell_names())
+            failures = {number: reply.failure for number, reply in self._raised.items()}
+            raise RankError(failures, self.waits, cells.cell_names())
         if self._timed_out and self._starting:
             raise PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
         if self._timed_out:
-            raise RunTimeoutError(self._timeout, self._timed_out)
+            raise RunTimeoutError(self._timeout, self.waits)
         sends = [send for _, reply in sorted(self._returned.items()) for send in reply.sends]
-        values = (unpack(rank, self._returned[rank].value) for rank in range(len(self.ranks)))
+        values = (unpack(rank, self._returned[rank].parcel) for rank in range(len(self.ranks)))
         return Result(tuple(values), tuple(output), Trace(len(self.ranks), tuple(sends)))

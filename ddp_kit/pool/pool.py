@@ -13,29 +13,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-import shutil
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import PoolError
-from ddp_kit.pool import cells, view
+from ddp_kit.errors import PoolError, Wait, name_ranks, tell_waits
+from ddp_kit.pool import cells, modules, view
+from ddp_kit.pool.folder import PrivateFolder, sweep
 from ddp_kit.pool.messages import Form, Run
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess, holding_interrupt
 from ddp_kit.pool.request import check_signature, check_timeout, check_world_size, pack
 from ddp_kit.pool.result import Result, print_output
-
-FOLDER = "ddp_kit-"  # how a pool's folder is called; the process id and a random part follow
+from ddp_kit.pool.values import Parcel
 
 
 class WorkerPool:
@@ -60,11 +56,12 @@ class WorkerPool:
         self._groups = 0
         self._running = False
         self._closed = False
+        self._told_of_gpu = False
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         with holding_interrupt():
-            sweep_folders()
-            self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-")
+            sweep()
+            self._folder = PrivateFolder()
             atexit.register(self._at_exit)
             self._form(world_size, self._backend)
 
@@ -87,14 +84,16 @@ class WorkerPool:
         size = self._world_size if world_size is None else world_size
         if self._closed:
             raise PoolError("this pool is closed; make a new WorkerPool")
-        backend, payload = _prepare(worker, args, size, self._asked_backend, timeout)
-        return self._run(payload, size, backend, timeout)
+        backend, parcel = _prepare(worker, args, size, self._asked_backend, timeout)
+        return self._run(parcel, size, backend, timeout)
 
-    def _run(self, payload: bytes, world_size: int, backend: str, timeout: float | None) -> Result:
+    def _run(self, parcel: Parcel, world_size: int, backend: str, timeout: float | None) -> Result:
         if self._running:
             raise PoolError("this pool is in the middle of a run; wait for it, or interrupt it")
         self._running = True
+        waits: list[Wait] = []  # what ranks waited in that were ended
         try:
+            self._end_old_code(world_size)
             with holding_interrupt():
                 self._form(world_size, backend)
             shown = view.open_view(world_size)
@@ -102,24 +101,45 @@ class WorkerPool:
             try:
                 if outcome.collect(START_TIMEOUT):  # the replies to Form, of whoever owes one
                     outcome = Outcome(self._ranks[:world_size], shown)
-                    self._send_job(outcome.ranks, payload)
+                    self._send_job(outcome.ranks, parcel)
                     outcome.collect(timeout)
             finally:
                 with holding_interrupt():
                     output = outcome.close()
-                    if not outcome.group_intact:
+                    waits = outcome.waits
+                    if not outcome.group_intact or outcome.threads:
                         self._formed = None
                         self._form(world_size, backend)  # ready again while the learner reads
                 print_output(output)
+            self._tell(outcome)
             return outcome.result(output)
         except KeyboardInterrupt as interrupt:
             # IPython shows this instead of where in the pool the wait was.
-            interrupt._render_traceback_ = lambda: [  # type: ignore[attr-defined]
-                "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
-            ]
+            said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
+            told = [said, *tell_waits(waits, cells.cell_names())]
+            interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
             raise
         finally:
             self._running = False
+
+    def _end_old_code(self, world_size: int) -> None:
+        """End the ranks that have imported a file which was changed since."""
+        files = modules.changed(rank.modules for rank in self._ranks[:world_size])
+        old = [n for n, rank in enumerate(self._ranks[:world_size]) if files & rank.modules.keys()]
+        if old:
+            with holding_interrupt():
+                for number in old:
+                    self._ranks[number].stop()
+            names = " and ".join(sorted({os.path.basename(file) for file in files}))
+            print(f"{names} changed on disk: starting {name_ranks(old)} afresh")
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Say what happened on the side, and would surprise a learner who was not told."""
+        for rank, thread in outcome.threads.items():
+            print(f"rank {rank} starts afresh: the worker left its thread {thread!r} running")
+        if outcome.from_gpu and not self._told_of_gpu:
+            self._told_of_gpu = True
+            print("tensors that ranks returned from a GPU are on the CPU here")
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -137,7 +157,7 @@ class WorkerPool:
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
             self._end_ranks()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             atexit.unregister(self._at_exit)
 
     def _form(self, world_size: int, backend: str) -> None:
@@ -155,19 +175,20 @@ class WorkerPool:
         if self._formed == (world_size, backend):
             return
         self._groups += 1
-        store = os.path.join(self._folder, f"group-{self._groups}")
+        store = os.path.join(self._folder.path, f"group-{self._groups}")
         for number, rank in enumerate(self._ranks[:world_size]):
             rank.send(Form(number, world_size, backend, store))
         self._formed = (world_size, backend)
 
-    def _send_job(self, ranks: list[RankProcess], payload: bytes) -> None:
+    def _send_job(self, ranks: list[RankProcess], parcel: Parcel) -> None:
         sources = cells.cell_sources()
         for rank in ranks:
             rank.drain_output()
             rank.take_output()  # what came between two runs belongs to none
             new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
-            rank.send(Run(payload, new, list(sys.path), os.getcwd()))
+            rank.send(Run(parcel, new, list(sys.path), os.getcwd(), dict(os.environ)))
             rank.cells_seen |= new.keys()
+        parcel.close()
 
     def _end_ranks(self) -> None:
         ranks, self._ranks, self._formed = self._ranks, [], None
@@ -194,20 +215,6 @@ class WorkerPool:
         return f"WorkerPool({len(self._ranks) or self._world_size} ranks, {backend}, {state})"
 
 
-def sweep_folders() -> None:
-    """Remove the folders of this user's pools whose process is gone, killed or shut down."""
-    import psutil
-
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        named = re.fullmatch(rf"{FOLDER}(\d+)-\w{{8}}", folder.name)
-        try:
-            ours = folder.is_dir() and folder.lstat().st_uid == os.getuid()
-        except OSError:
-            continue  # another pool was quicker
-        if named and ours and not psutil.pid_exists(int(named.group(1))):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _close_if_alive(reference: weakref.ref) -> None:
     pool = reference()
     if pool is not None:
@@ -216,8 +223,8 @@ def _close_if_alive(reference: weakref.ref) -> None:
 
 def _prepare(
     worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
-) -> tuple[str, bytes]:
-    """Refuse what cannot be run, before anything starts; return the backend and the payload."""
+) -> tuple[str, Parcel]:
+    """Refuse what cannot be run, before anything starts; return the backend and the parcel."""
     check_world_size(world_size)
     chosen = choose_backend(backend, world_size)
     check_timeout(timeout)
@@ -243,7 +250,7 @@ def run(
     `WorkerPool.run` does.
     """
     global _shared
-    chosen, payload = _prepare(worker, args, world_size, backend, timeout)
+    chosen, parcel = _prepare(worker, args, world_size, backend, timeout)
     if _shared is None or _shared._closed:
         _shared = WorkerPool(world_size, backend)
-    return _shared._run(payload, world_size, chosen, timeout)
+    return _shared._run(parcel, world_size, chosen, timeout)

@@ -17,7 +17,9 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from ddp_kit.errors import PoolError
-from ddp_kit.pool import worker
+from ddp_kit.pool import values, worker
+from ddp_kit.pool.modules import Stamp
+from ddp_kit.trace import Board
 
 OUTPUT_LIMIT = 1_000_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
@@ -30,9 +32,13 @@ class RankProcess:
         try:
             self.control, control_end = Pipe()
             self.printed, print_end = Pipe(duplex=False)
-            with holding_interrupt(), _empty_main_module():
+            self.board = Board()
+            with holding_interrupt(), _empty_main_module(), _no_resource_tracker():
                 started = mp.spawn(
-                    worker.main, (control_end, print_end, os.getpid()), nprocs=1, join=False
+                    worker.main,
+                    (control_end, print_end, self.board, os.getpid()),
+                    nprocs=1,
+                    join=False,
                 )
         except OSError as error:
             raise PoolError(
@@ -46,6 +52,7 @@ class RankProcess:
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
+        self.modules: dict[str, Stamp] = {}  # the learner's files that it has imported
         self._children: list = []
         self.printing = True  # False once it has closed both its stdout and its stderr
         self._output = bytearray()
@@ -60,15 +67,16 @@ class RankProcess:
         """Send one message; a rank that has died says so through its sentinel, not here."""
         self.owed += 1
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.control.send(message)
+            values.send(self.control, message)
 
     def receive(self) -> Any:
         """Return the next reply, or None if the rank ended before it gave one."""
         try:
-            reply = self.control.recv()
+            reply = values.receive(self.control)
         except (EOFError, OSError):
             return None
         self.owed -= 1
+        self.modules |= reply.left.modules
         return reply
 
     def read_output(self) -> bool:
@@ -117,6 +125,7 @@ class RankProcess:
             _kill(child)
         self.join(5)
         self.printed.close()
+        self.board.close()
         Path(self._error_file).unlink(missing_ok=True)
 
     def dismiss(self) -> None:
@@ -127,13 +136,16 @@ class RankProcess:
         self.control.close()
 
     def join(self, seconds: float) -> int | None:
-        """Wait for the process to end; return its exit code, None if it has not ended.
+        """Wait for the process to end; return its exit code.
 
-        `Process.join` waits for the sentinel, which a grandchild may hold open.
+        None: it has not ended, or other code in this process has fetched its exit code.
+        `Process.join` would wait for the sentinel, which a grandchild may hold open.
         """
         deadline = time.monotonic() + seconds
-        while self.process.exitcode is None and time.monotonic() < deadline:
-            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            while self.process.exitcode is None and time.monotonic() < deadline:
+                os.kill(self.process.pid, 0)  # raises where nobody has this pid any more
+                time.sleep(0.005)
         return self.process.exitcode
 
 
@@ -167,7 +179,6 @@ def holding_interrupt() -> Iterator[None]:
             f"not from the thread {threading.current_thread().name!r}"
         )
     came: list[bool] = []
-    resource_tracker.ensure_running()  # it would unblock SIGINT when a process starts it
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     # The mask is this thread's alone; another thread may still take the signal.
     before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
@@ -178,6 +189,22 @@ def holding_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if came:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _no_resource_tracker() -> Iterator[None]:
+    """Start processes without multiprocessing's tracker of named memory: there is none here.
+
+    The tracker outlives SIGTERM, and a kernel that is shut down waits seconds for it, is then
+    killed, and cannot tidy up.
+    """
+    getfd = resource_tracker.getfd
+    with open(os.devnull, "wb") as nowhere:
+        resource_tracker.getfd = nowhere.fileno
+        try:
+            yield
+        finally:
+            resource_tracker.getfd = getfd
 
 
 @contextmanager

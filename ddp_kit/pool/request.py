@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pickle
 import reprlib
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from ddp_kit.errors import PoolError
+from ddp_kit.pool import values
 from ddp_kit.pool import worker as worker_side
 
 RANK_MEMORY = 250e6  # bytes that a process needs which has imported torch
@@ -59,6 +59,16 @@ def check_signature(worker: Callable[..., Any], args: tuple) -> None:
     name = getattr(worker, "__name__", None) or type(worker).__name__
     if not callable(worker):
         raise PoolError(f"the worker must be a function, got {worker!r}")
+    if inspect.iscoroutinefunction(worker):
+        raise PoolError(
+            f"{name} is an async function, and a rank would return before it has begun; call "
+            "asyncio.run(...) in a plain worker"
+        )
+    if inspect.isgeneratorfunction(worker):
+        raise PoolError(
+            f"{name} has a yield, and a rank would return before it has begun; collect the values "
+            "in a list and return that"
+        )
     try:
         signature = inspect.signature(worker)
     except (TypeError, ValueError):
@@ -73,24 +83,19 @@ def check_signature(worker: Callable[..., Any], args: tuple) -> None:
         ) from None
 
 
-def pack(worker: Callable[..., Any], args: tuple) -> bytes:
+def pack(worker: Callable[..., Any], args: tuple) -> values.Parcel:
     """Pickle worker and arguments; raise PoolError naming what cannot be pickled."""
     try:
         with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
-            return cloudpickle.dumps((worker, args))
-    except Exception:
-        pass
-    for what, value in [(f"argument {i}", arg) for i, arg in enumerate(args)] + [
-        ("the worker, or something that it uses,", worker)
-    ]:
-        try:
-            cloudpickle.dumps(value)
-        except Exception as error:
-            raise PoolError(
-                f"{what} cannot be sent to the ranks: {type(value).__name__} ({error}); "
-                "make it inside the worker, or pass numbers, tensors, lists or dicts"
-            ) from None
-    raise PoolError("worker and arguments cannot be sent to the ranks together")
+            return values.pack((worker, args))
+    except Exception as error:
+        reason = error
+    path, culprit, reason = values.find_culprit(args) or ("", worker, reason)
+    what = f"argument {path[1:].replace(']', '', 1)}" if path else "the worker, or something that it uses,"
+    raise PoolError(
+        f"{what} cannot be sent to the ranks: {type(culprit).__name__} ({reason}); "
+        "make it inside the worker, or pass numbers, tensors, lists or dicts"
+    ) from None
 
 
 @contextmanager
@@ -109,10 +114,10 @@ def _without_import(module: ModuleType | None) -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def unpack(rank: int, data: bytes) -> Any:
+def unpack(rank: int, parcel: values.Parcel) -> Any:
     """Unpickle what a rank returned; raise PoolError if the notebook cannot hold it."""
     try:
-        return pickle.loads(data)
+        return parcel.unpack()
     except Exception as error:
         raise PoolError(
             f"what rank {rank} returned cannot be rebuilt in the notebook: "

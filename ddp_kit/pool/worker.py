@@ -5,38 +5,32 @@ from __future__ import annotations
 import ctypes
 import linecache
 import os
-import pickle
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 
-import cloudpickle
 import torch.distributed as dist
 
 from ddp_kit import backends
-from ddp_kit.errors import Frame, RankFailure
-from ddp_kit.pool.messages import Form, Formed, Raised, Returned, Run
-from ddp_kit.trace import recording
+from ddp_kit.errors import RankFailure
+from ddp_kit.pool import values
+from ddp_kit.pool.messages import Form, Formed, Left, Raised, Returned, Run
+from ddp_kit.pool.modules import Imports
+from ddp_kit.pool.state import State, thread_left_running
+from ddp_kit.trace import Board, describe_line, recording
 
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
 
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
-    | {os.path.dirname(os.path.dirname(__file__)) + os.sep + name for name in ("pool", "trace")}
-    | {"<frozen "}
-)
-
 serving = False  # True in a rank's process, where no pool may be started
 
 
-def main(_index: int, control: Connection, output: Connection, parent: int) -> None:
+def main(_index: int, control: Connection, output: Connection, board: Board, parent: int) -> None:
     """Serve the pool until its end of `control` closes. Runs in a rank.
 
     `torch.multiprocessing.spawn` calls this with an index that is always 0: every rank is
@@ -47,35 +41,37 @@ def main(_index: int, control: Connection, output: Connection, parent: int) -> N
     # It came blocked; ignored is what this process's own children should inherit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _leave_resource_tracker()
     _keep_descriptors_from_children()
     _die_with(parent)
     _send_prints_to(output)
-    member = _Member()
+    member = _Member(board)
     while True:
         try:
-            message = control.recv()
+            message = values.receive(control)
         except (EOFError, ConnectionResetError):
             return
         reply = member.form(message) if isinstance(message, Form) else member.run(message)
         _flush()
-        control.send(reply)
+        values.send(control, reply)
 
 
 class _Member:
     """This process's part in the pool: its rank, its group, the runs it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, board: Board) -> None:
+        self.board = board
         self.place: Form | None = None
         self.group: dist.ProcessGroup | None = None
-        self.streams = sys.stdout, sys.stderr
+        self.state = State()
+        self.imports = Imports()
 
     def form(self, place: Form) -> Formed | Raised:
         self.place = place
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            backends.stay_on_loopback()
-            backends.share_cores(place.world_size)
+            os.environ.update(backends.LOOPBACK_ENVIRONMENT)
             backends.take_device(place.backend, place.rank)
             dist.init_process_group(
                 backends.for_group(place.backend),
@@ -86,8 +82,8 @@ class _Member:
             )
             self.group = dist.group.WORLD
         except Exception as error:
-            return Raised(describe(place.rank, error))
-        return Formed()
+            return Raised(describe(place.rank, error), Left(self.imports.take()))
+        return Formed(Left(self.imports.take()))
 
     def run(self, job: Run) -> Returned | Raised:
         assert self.place is not None, "the pool sends Form before Run"
@@ -95,46 +91,52 @@ class _Member:
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        sys.stdout, sys.stderr = self.streams  # an earlier worker may have replaced them
-        try:
-            sys.path[:] = job.path
-            os.chdir(job.cwd)
-            with recording() as sends:
-                worker, args = pickle.loads(job.payload)
-                value = pack(worker(rank, world_size, *args))
-        except SystemExit:
-            _flush()
-            raise  # the process ends, as the worker asked; the pool tells the learner
-        except BaseException as error:
-            return Raised(describe(rank, error))
-        return Returned(value, tuple(sends), self._group_is_intact())
+        with recording(self.board) as recorder:
+            try:
+                self.state.restore(self.place, job)
+                worker, args = job.parcel.unpack()
+                value = worker(rank, world_size, *args)
+                parcel = pack(value)
+            except SystemExit:
+                _flush()
+                raise  # the process ends, as the worker asked; the pool tells the learner
+            except BaseException as error:
+                broken, inside = recorder.broken or (None, None)
+                failure = describe(rank, error)
+                return Raised(failure, self._left(False), inside if broken is error else None)
+        return Returned(parcel, tuple(recorder.sends), self._left(recorder.all_awaited))
+
+    def _left(self, all_awaited: bool) -> Left:
+        intact = all_awaited and self._group_is_intact()
+        return Left(self.imports.take(), intact, thread_left_running())
 
     def _group_is_intact(self) -> bool:
         groups = dist.distributed_c10d._world.pg_map  # no public way to list the sub-groups
         return dist.is_initialized() and dist.group.WORLD is self.group and len(groups) == 1
 
 
-def pack(value: object) -> bytes:
+def pack(value: object) -> values.Parcel:
     """Pickle what a worker returned; raise TypeError in one sentence if that cannot be."""
+    failed: Exception | None = None
     try:
-        return cloudpickle.dumps(value)
+        if not values.holds_module(value):
+            return values.pack(value)
     except Exception as error:
-        raise TypeError(
-            f"the worker returned a {type(value).__name__} that cannot be sent to the notebook "
-            f"({error}); return tensors, numbers, strings, or lists and dicts of them"
-        ) from None
+        failed = error
+    path, culprit, reason = values.find_culprit(value) or ("", value, failed)
+    what = f"a {type(culprit).__name__}"
+    if path:
+        what = f"a {type(value).__name__} whose {path} is {what}"
+    raise TypeError(
+        f"the worker returned {what}, which cannot be sent to the notebook ({reason}); "
+        "return tensors, numbers, strings, or lists and dicts of them"
+    ) from None
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
     """Turn an exception into plain data that the parent can hold without the rank's modules."""
     frames = tuple(
-        Frame(
-            file=line.filename,
-            line=line.lineno or 0,
-            function=line.name,
-            source=(line.line or "").strip(),
-            own=not line.filename.startswith(_LIBRARIES),
-        )
+        describe_line(line.filename, line.lineno or 0, line.name)
         for line in traceback.extract_tb(error.__traceback__)
     )
     try:
@@ -152,6 +154,16 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # What a rank's children leave running stays its own, so that the pool finds it.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        # A fork forgets the first; the workers of a DataLoader are such forks. The signal also
+        # comes when the thread that forked ends, so only the main thread's children get it.
+        by_main: list[bool] = []
+        os.register_at_fork(
+            before=lambda: by_main.append(threading.current_thread() is threading.main_thread()),
+            after_in_parent=by_main.clear,
+            after_in_child=lambda: (
+                by_main[-1] and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ),
+        )
     if os.getppid() != parent:
         os._exit(1)
 
@@ -163,6 +175,14 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
+
+
+def _leave_resource_tracker() -> None:
+    """Forget the stand-in that the pool has passed; what is tracked here gets its own tracker."""
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None
 
 
 def _keep_descriptors_from_children() -> None:

@@ -1,0 +1,81 @@
+"""What a run may change in its rank's process, and how the next run gets it back as it was."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import torch
+
+from ddp_kit import backends
+from ddp_kit.pool.messages import Form, Run
+from ddp_kit.trace import is_own
+
+
+class State:
+    """The process as the first run finds it."""
+
+    def __init__(self) -> None:
+        self._streams = sys.stdout, sys.stderr
+        self._output = os.dup(1)
+        self._dtype = torch.get_default_dtype()
+        self._seed = torch.initial_seed()
+
+    def restore(self, place: Form, job: Run) -> None:
+        """Take back what earlier runs have changed, and follow the notebook to its folder."""
+        for descriptor in (1, 2):
+            if not _same_file(descriptor, self._output):
+                os.dup2(self._output, descriptor)
+        sys.stdout, sys.stderr = self._streams
+        _set_environment(job.environment | backends.LOOPBACK_ENVIRONMENT)
+        sys.path[:] = job.path
+        os.chdir(job.cwd)
+        backends.take_device(place.backend, place.rank)
+        backends.share_cores(place.world_size)
+        torch.set_default_dtype(self._dtype)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.set_printoptions(profile="default")
+        if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
+            torch.use_deterministic_algorithms(False)
+        self._seed_generators()
+
+    def _seed_generators(self) -> None:
+        """Have the same cell draw the same numbers again."""
+        torch.default_generator.manual_seed(self._seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(self._seed)
+
+
+def thread_left_running() -> str | None:
+    """Return the name of a thread that still runs the learner's code; None if there is none.
+
+    Threads of libraries, which wait for work or watch something, stay out of it.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.main_thread().ident:
+            continue
+        while frame is not None:
+            if is_own(frame.f_code.co_filename):
+                return names.get(ident, "without a name")
+            frame = frame.f_back
+    return None
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False  # it was closed
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    if dict(os.environ) == wanted:  # the usual case, and the quickest question
+        return
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,0 +1,168 @@
+"""How values travel between the notebook and a rank: pickled, large memory by descriptor.
+
+Tensors and arrays of 64 KiB and more are not pickled. They are written once into a file without
+a name, and its descriptor goes through the pipe; the receiver maps it. The mapping is private:
+what a receiver changes, it changes for itself.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import reprlib
+import types
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, BinaryIO
+
+import cloudpickle
+import torch
+
+from ddp_kit.trace import unnamed_file
+
+LARGE = 1 << 16  # bytes from which memory goes by descriptor
+_ALIGNMENT = 64  # bytes; what torch gives its own tensors
+
+
+@dataclass
+class Parcel:
+    """A value on its way between two processes."""
+
+    pickled: bytes
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (offset, length) in the file
+    from_gpu: bool = False  # it holds tensors that were on a GPU; they arrive on the CPU
+    file: BinaryIO | None = None  # goes beside the message
+
+    def __getstate__(self) -> tuple:
+        return self.pickled, self.spans, self.from_gpu
+
+    def __setstate__(self, state: tuple) -> None:
+        self.pickled, self.spans, self.from_gpu = state
+        self.file = None
+
+    def unpack(self) -> Any:
+        """Rebuild the value; it may raise whatever the value's own classes raise."""
+        if self.file is None:
+            return pickle.loads(self.pickled)
+        with self.file:
+            memory = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY))
+        buffers = [memory[offset : offset + length] for offset, length in self.spans]
+        return pickle.loads(self.pickled, buffers=buffers)
+
+    def close(self) -> None:
+        """Let go of the file, once it was sent."""
+        if self.file is not None:
+            self.file.close()
+
+
+def pack(value: Any) -> Parcel:
+    """Pickle a value of any kind that cloudpickle knows; raise what it raises for others."""
+    buffers: list[memoryview] = []
+
+    def take_out(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < LARGE:
+            return True  # true means: pickle it with the rest
+        buffers.append(raw)
+        return False
+
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled, protocol=5, buffer_callback=take_out)
+    pickler.dump(value)
+    parcel = Parcel(pickled.getvalue(), from_gpu=pickler.from_gpu)
+    if buffers:
+        parcel.file = unnamed_file("values")
+        for buffer in buffers:
+            offset = -(-parcel.file.tell() // _ALIGNMENT) * _ALIGNMENT
+            parcel.file.seek(offset)
+            parcel.spans.append((offset, buffer.nbytes))
+            while buffer:  # one write takes 2 GiB at most
+                buffer = buffer[parcel.file.write(buffer) :]
+    return parcel
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Cloudpickle, with the memory of tensors as buffers, and without what would only pretend."""
+
+    from_gpu = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
+            self.from_gpu |= obj.device.type == "cuda"
+            return _storage, (_buffer_of(obj.cpu()),)
+        if isinstance(obj, torch.storage.TypedStorage) and not obj.is_sparse:
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if isinstance(obj, io.IOBase) and not isinstance(obj, (io.StringIO, io.BytesIO)):
+            raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
+        return super().reducer_override(obj)
+
+
+def _buffer_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return pickle.PickleBuffer(flat.numpy())
+
+
+def _storage(buffer: Any) -> torch.UntypedStorage:
+    if not len(buffer):
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def send(control: Connection, message: Any) -> None:
+    """Send a message, and the file of the parcel in it."""
+    control.send(message)
+    file = _parcel(message).file
+    if file is not None:
+        # Behind the message: a descriptor travels with a byte of its own.
+        reduction.send_handle(control, file.fileno(), None)
+
+
+def receive(control: Connection) -> Any:
+    """Receive a message, and the file of the parcel in it."""
+    message = control.recv()
+    parcel = _parcel(message)
+    if parcel.spans:
+        parcel.file = open(reduction.recv_handle(control), "r+b", buffering=0)  # noqa: SIM115
+    return message
+
+
+_NOTHING = Parcel(b"")
+
+
+def _parcel(message: Any) -> Parcel:
+    return getattr(message, "parcel", _NOTHING)
+
+
+def find_culprit(value: Any, path: str = "") -> tuple[str, Any, Exception] | None:
+    """Find what in a value cannot be packed: where it stands, what it is, and why not."""
+    if isinstance(value, types.ModuleType):  # cloudpickle would send its name only
+        return path, value, TypeError("a module can only be imported")
+    for step, inner in _parts(value):
+        found = find_culprit(inner, path + step)
+        if found:
+            return found
+    try:
+        pack(value)
+    except Exception as error:
+        return path, value, error
+    return None
+
+
+def holds_module(value: Any) -> bool:
+    """Tell whether a value is a module, or a list or dict with one."""
+    return any(isinstance(v, types.ModuleType) for _, v in [("", value), *_parts(value)])
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if type(value) is dict:
+        return [(f"[{reprlib.repr(key)}]", inner) for key, inner in value.items()]
+    if type(value) in (list, tuple):
+        return [(f"[{index}]", inner) for index, inner in enumerate(value)]
+    return []

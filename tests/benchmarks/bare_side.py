@@ -1,0 +1,93 @@
+"""Plain PyTorch's side: mp.spawn, init_process_group and all_reduce, and nothing around them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from multiprocessing import Pipe
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from side import seconds, serve
+
+WORLD_SIZE = 4
+
+
+def join_group(rank, folder):
+    """Meet in a file and talk over loopback, with one thread a rank, as the kit has it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE)
+
+
+def all_reduce():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def first_result(rank, folder, pipes):
+    join_group(rank, folder)
+    pipes[rank].send(all_reduce())
+    dist.destroy_process_group()
+
+
+def only_import(rank, folder, pipes):
+    pipes[rank].send(None)  # torch came with this module
+
+
+def serve_calls(rank, folder, pipes):
+    join_group(rank, folder)
+    while pipes[rank].recv():
+        pipes[rank].send(all_reduce())
+    dist.destroy_process_group()
+
+
+@contextmanager
+def spawned(worker):
+    """Start `worker` on four processes and give the parent's ends of their pipes."""
+    ours, theirs = zip(*(Pipe() for _ in range(WORLD_SIZE)), strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(worker, (folder, theirs), nprocs=WORLD_SIZE, join=False)
+        yield ours
+        while not context.join():
+            pass
+
+
+def once(worker):
+    """From nothing to the moment when the last of four processes has sent what it has."""
+    yield "ready"
+    began = time.perf_counter()
+    with spawned(worker) as pipes:
+        answers = [pipe.recv() for pipe in pipes]
+        took = time.perf_counter() - began
+    assert answers in ([4.0] * WORLD_SIZE, [None] * WORLD_SIZE)
+    yield [took]
+
+
+def call(pipes):
+    for pipe in pipes:
+        pipe.send(True)
+    assert [pipe.recv() for pipe in pipes] == [4.0] * WORLD_SIZE
+
+
+def warm():
+    """The least that a warm call can cost: a word to each process, all_reduce, a word back."""
+    with spawned(serve_calls) as pipes:
+        call(pipes)
+        yield "ready"
+        try:
+            while True:
+                yield [seconds(call, pipes) for _ in range(20)]
+        finally:
+            for pipe in pipes:
+                pipe.send(False)
+
+
+if __name__ == "__main__":
+    serve({"cold": lambda: once(first_result), "imports": lambda: once(only_import), "warm": warm})

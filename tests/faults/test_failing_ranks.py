@@ -1,0 +1,250 @@
+"""A rank raises or dies while the others wait: everybody is told, and the pool stays usable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.pool import outcome as pool_outcome
+from ddp_kit.pool import process
+
+
+def total(rank, world_size):
+    tensor = torch.tensor([rank])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def pid(rank, world_size):
+    return os.getpid()
+
+
+def one_raises(rank, world_size):
+    if rank == 1:
+        raise ValueError("boom")
+    if rank == 3:
+        time.sleep(600)
+    dist.barrier()
+
+
+def line_of(function, number):
+    return f"line {function.__code__.co_firstlineno + number} of {function.__name__}"
+
+
+def test_one_rank_raises_while_others_wait():
+    list(kit.run(pid))
+    start = time.monotonic()
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(one_raises)
+    assert time.monotonic() - start < 10  # it took 0.4 s when this was written
+    assert set(caught.value.failures) == {1}
+    assert str(caught.value).splitlines() == [
+        "rank 1 raised ValueError: boom",
+        f'    {line_of(one_raises, 2)}: raise ValueError("boom")',
+        "ranks 0 and 2 were waiting in barrier",
+        f"    {line_of(one_raises, 5)}: dist.barrier()",
+        "rank 3 was busy in its own code",
+    ]
+    assert kit.run(total)[0] == 6
+
+
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        (lambda t: dist.recv(t, src=0, tag=7), "recv(src=0, tag=7)"),
+        (lambda t: dist.recv(t), "recv"),
+        (lambda t: dist.send(t, 0), "send(dst=0)"),
+        (lambda t: dist.irecv(t, src=0).wait(), "irecv(src=0)"),
+        (lambda t: dist.all_reduce(t, async_op=True).wait(), "all_reduce"),
+        (lambda t: dist.broadcast_object_list([None], src=0), "broadcast_object_list(src=0)"),
+        (lambda t: dist.monitored_barrier(), "monitored_barrier"),
+    ],
+    ids="recv any_source send irecv async object monitored".split(),
+)
+def test_a_waiting_rank_is_told_with_what_it_waits_in(wait, told):
+    def worker(rank, world_size):
+        if rank == 0:
+            raise ValueError("boom")
+        wait(torch.zeros(1))
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(worker, world_size=2)
+    assert [(w.rank, w.op, w.where.function) for w in caught.value.waits] == [(1, told, "<lambda>")]
+
+
+def test_equal_failures_are_told_once():
+    def two_ways(rank, world_size):
+        if rank == 2:
+            raise KeyError("other")
+        raise ValueError("same")
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(two_ways)
+    assert set(caught.value.failures) == {0, 1, 2, 3}
+    told = [line for line in str(caught.value).splitlines() if "raised" in line and "rank" in line]
+    assert told[0] == "ranks 0, 1 and 3 raised ValueError: same"
+    assert told[1] == "rank 2 raised KeyError: 'other'"
+
+
+def test_failures_that_come_one_after_the_other_are_all_told():
+    def stagger(rank, world_size):
+        if rank == 1:
+            for _ in range(20):
+                time.sleep(0.01)
+        raise ValueError(f"rank {rank}")
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(stagger, world_size=2)
+    assert set(caught.value.failures) == {0, 1}
+
+
+def test_output_before_a_failure_is_not_lost(capsys):
+    def talk_then_raise(rank, world_size):
+        print("last words")
+        raise RuntimeError
+
+    with pytest.raises(kit.RankError, match="ranks 0 and 1 raised RuntimeError"):
+        kit.run(talk_then_raise, world_size=2)
+    assert capsys.readouterr().out == "[rank 0] last words\n[rank 1] last words\n"
+
+
+def test_keyboard_interrupt_in_a_rank_is_a_failure():
+    def interrupted(rank, world_size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(kit.RankError, match="KeyboardInterrupt"):
+        kit.run(interrupted, world_size=2)
+
+
+def test_an_exception_that_cannot_be_printed_is_still_told():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def fail(rank, world_size):
+        raise Mute
+
+    with pytest.raises(kit.RankError, match=r"Mute: .its message could not be read"):
+        kit.run(fail, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("leave", "exitcode", "words"),
+    [
+        (lambda: os._exit(3), 3, "left with exit code 3. Likely cause: the worker called sys.exit"),
+        (lambda: sys.exit(4), 4, "left with exit code 4. Likely cause: the worker called sys.exit"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -9, "ended by SIGKILL. Likely cause: it was"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), -11, "ended by SIGSEGV. Likely cause: native"),
+    ],
+    ids=["os._exit", "sys.exit", "SIGKILL", "SIGSEGV"],
+)
+def test_a_rank_that_dies_is_named(leave, exitcode, words):
+    def die(rank, world_size):
+        if rank == 1:
+            leave()
+        dist.barrier()
+
+    with pytest.raises(kit.RankDiedError) as caught:
+        kit.run(die, world_size=3)
+    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
+    first, *waits = str(caught.value).splitlines()
+    assert first.startswith(f"rank 1 died: {words}")
+    assert waits == [
+        "ranks 0 and 2 were waiting in barrier",
+        f"    {line_of(die, 3)}: dist.barrier()",
+    ]
+    assert kit.run(total, world_size=3)[0] == 3
+
+
+def test_a_lost_exit_code_is_not_told_as_success(pool):
+    def reaped_by_other_code():
+        os.waitpid(victim, 0)
+
+    victim = pool.run(pid)[1]
+    collect = pool_outcome.Outcome.collect
+
+    def kill_and_reap(outcome, timeout):
+        if not outcome._starting:
+            os.kill(victim, signal.SIGKILL)
+            reaped_by_other_code()
+        return collect(outcome, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_outcome.Outcome, "collect", kill_and_reap)
+        with pytest.raises(kit.RankDiedError, match="rank 1 died: its exit code was lost"):
+            pool.run(lambda rank, world_size: dist.barrier())
+    assert pool.run(total)[0] == 1
+
+
+def test_replacements_start_before_the_next_run_asks_for_them(pool):
+    before = list(pool.run(pid))
+    with pytest.raises(kit.RankError):
+        pool.run(lambda rank, world_size: dist.recv(torch.zeros(1), src=1) if rank == 0 else 1 / 0)
+    now = [rank.process.pid for rank in pool._ranks]
+    assert now[1] == before[1], "the rank that raised is warm, and needs no replacement"
+    assert now[0] != before[0]
+    assert psutil.pid_exists(now[0])
+    assert list(pool.run(pid)) == now
+
+
+def test_a_rank_killed_between_runs_is_replaced(pool):
+    victim = pool.run(pid)[1]
+    os.kill(victim, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(victim)], timeout=5)
+    assert victim not in list(pool.run(pid))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_that_dies_while_starting_is_replaced(world_size):
+    with kit.WorkerPool(2) as pool:
+        pool._ranks[1].process.kill()
+        pool._ranks[1].process.join()
+        assert len(pool.run(pid, world_size=world_size)) == world_size
+
+
+def test_a_rank_that_dies_while_the_group_forms_is_told_and_replaced():
+    with kit.WorkerPool(2) as pool:
+        pool._ranks[1].process.kill()  # still counts as alive for a moment
+        with suppress(kit.RankDiedError):
+            pool.run(pid)
+        assert len(pool.run(pid)) == 2
+
+
+def test_a_machine_that_starts_no_process_says_so(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(process.mp, "spawn", refuse)
+    with pytest.raises(kit.PoolError, match=r"no further process can be started here.*open files"):
+        kit.WorkerPool(1)
+
+
+def test_a_run_ends_at_its_timeout(pool):
+    def one_is_late(rank, world_size):
+        if rank == 0:
+            dist.recv(torch.zeros(1), src=1)
+        time.sleep(600)
+
+    list(pool.run(pid))
+    start = time.monotonic()
+    with pytest.raises(kit.RunTimeoutError) as caught:
+        pool.run(one_is_late, timeout=1)
+    assert time.monotonic() - start < 10
+    assert caught.value.unfinished == (0, 1)
+    assert str(caught.value).splitlines() == [
+        "the run did not end within 1 s.",
+        "rank 0 was waiting in recv(src=1)",
+        f"    {line_of(one_is_late, 2)}: dist.recv(torch.zeros(1), src=1)",
+        "rank 1 was busy in its own code",
+        "Raise timeout= if the work needs longer.",
+    ]
+    assert pool.run(total)[0] == 1

@@ -1,0 +1,97 @@
+"""■ in a notebook and Ctrl-C in a terminal: the prompt is back, whatever the ranks do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from kernels import ENVIRONMENT, STUCK, Kernel, interrupt, start_stuck
+from processes import BOUND, alive, assert_gone, wait_until
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory):
+    """One kernel for all: each interrupt must leave it fit for the next."""
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    kernel.run(STUCK)
+    try:
+        yield kernel
+    finally:
+        kernel.end()
+
+
+@pytest.mark.parametrize("worker", ["recv", "loop", "sleep", "flood"])
+def test_the_interrupt_button_ends_a_run_and_the_next_one_works(stuck, tmp_path, worker):
+    cell, ranks = start_stuck(stuck, worker, tmp_path / worker)
+    interrupt(stuck, cell, worker)
+    assert_gone(ranks, f"the interrupt of {worker}")
+    assert len(stuck.ranks(2)) == 2
+    shown = cell.rendered.splitlines()
+    assert shown[0].startswith("KeyboardInterrupt: the run was stopped; ranks that had not")
+    if worker == "recv":
+        assert shown[1] == "rank 0 was waiting in recv(src=1)"
+        assert shown[3] == "    dist.recv(torch.zeros(1), src=1 - rank)"
+
+
+def test_the_interrupt_button_ends_a_run_whose_ranks_are_still_starting(stuck):
+    def ranks() -> list[psutil.Process]:
+        children = stuck.process.children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def importing() -> bool:
+        return sum(rank.memory_info().rss > 50e6 for rank in ranks()) == 2
+
+    stuck.run("pool = kit.WorkerPool(2)")
+    before = set(ranks())
+    stuck.run("pool.close(); kit.pool.pool._shared.close()")
+    assert not [rank for rank in before if alive(rank)]
+    cell = stuck.send("kit.run(pid, world_size=2)")
+    wait_until(importing, 30, "two ranks are importing torch")
+    started = ranks()
+    interrupt(stuck, cell, "start")
+    assert_gone(started, "the interrupt of their start")
+    assert len(stuck.ranks(2)) == 2
+
+
+def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(stuck):
+    cell = stuck.raises(
+        "import signal\n"
+        "kit.pool.pool._shared.close()\n"
+        "spawn = torch.multiprocessing.spawn\n"
+        "def spawn_and_interrupt(*args, **options):\n"
+        "    torch.multiprocessing.spawn = spawn\n"
+        "    started = spawn(*args, **options)\n"
+        "    os.killpg(os.getpgrp(), signal.SIGINT)  # as the button does\n"
+        "    return started\n"
+        "torch.multiprocessing.spawn = spawn_and_interrupt\n"
+        "kit.run(pid, world_size=2)"
+    )
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert cell.stderr == ""
+    assert len(stuck.ranks(2)) == 2
+
+
+def test_ctrl_c_ends_a_lesson_in_a_terminal():
+    lesson = subprocess.Popen(
+        [sys.executable, "-m", "ddp_kit.lessons.partitioned_sgd", "--world-size", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,  # its process group gets what a terminal would send
+        # A shell's background job ignores SIGINT, and passes that on; a terminal's does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    process = psutil.Process(lesson.pid)
+    wait_until(lambda: len(process.children()) == 2, 30, "the lesson has started its ranks")
+    ranks = process.children()
+    os.killpg(lesson.pid, signal.SIGINT)
+    out, err = lesson.communicate(timeout=BOUND)
+    assert (out, lesson.returncode) == ("", 130)
+    assert err.splitlines()[0].startswith("KeyboardInterrupt: the run was stopped")
+    assert "Traceback" not in err
+    assert_gone(ranks, "Ctrl-C")

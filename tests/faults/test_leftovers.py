@@ -1,0 +1,229 @@
+"""Nothing is left: no process, no named memory, no folder, however the end came."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from kernels import ENVIRONMENT, STUCK, Kernel, start_stuck
+from processes import assert_gone, ended, wait_until, wait_until_calm
+
+import ddp_kit as kit
+from ddp_kit.pool import folder as pool_folder
+
+
+def pid(rank, world_size):
+    return os.getpid()
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(pool_folder.PREFIX + "*"))
+
+
+def named_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path, monkeypatch):
+    """Give a test a temporary folder of its own, and look into it and into /dev/shm afterwards."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = named_memory()
+    yield
+    assert named_memory() <= before
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    own = Kernel(tmp_path)
+    own.run(STUCK)
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+def everything(kernel: Kernel) -> list[psutil.Process]:
+    return [kernel.process, *kernel.process.children(recursive=True)]
+
+
+def test_close_leaves_no_process_and_no_folder():
+    with kit.WorkerPool(2) as pool:
+        ranks = [psutil.Process(number) for number in pool.run(pid)]
+        (folder,) = folders()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert ended(ranks)
+    assert not folders()
+
+
+def test_the_end_of_a_script_without_close_leaves_nothing(tmp_path):
+    script, ranks = start_script("")
+    assert script.wait(timeout=20) == 0
+    assert script.communicate()[1] == ""
+    assert ended(ranks)
+    assert not folders()
+
+
+def test_a_restart_of_the_kernel_leaves_nothing(notebook):
+    notebook.ranks(2)
+    before = everything(notebook)
+    notebook.manager.restart_kernel()
+    assert_gone(before, "the restart")
+    assert not folders()
+
+
+def test_a_shutdown_of_an_idle_kernel_leaves_nothing_and_waits_for_nobody(notebook):
+    notebook.ranks(2)
+    before = everything(notebook)
+    assert not any("resource_tracker" in " ".join(p.cmdline()) for p in before), (
+        "the tracker ignores SIGTERM; a kernel that shuts down would wait for it, and be killed"
+    )
+    notebook.manager.shutdown_kernel()
+    assert_gone(before, "the shutdown")
+    assert not folders()
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["waiting", "at once"])
+def test_a_shutdown_in_a_deadlock_leaves_no_process(notebook, tmp_path, now):
+    start_stuck(notebook, "recv", tmp_path / "recv")
+    before = everything(notebook)
+    notebook.manager.shutdown_kernel(now=now)
+    assert_gone(before, "the shutdown")
+    assert_next_pool_sweeps()
+
+
+def test_a_killed_kernel_with_ranks_stuck_in_native_code_leaves_no_process(notebook, tmp_path):
+    start_stuck(notebook, "frozen" if sys.platform == "linux" else "recv", tmp_path / "stuck")
+    before = everything(notebook)
+    notebook.process.send_signal(signal.SIGKILL)  # to the kernel alone, not to its group
+    assert_gone(before, "the kernel was killed")
+    assert_next_pool_sweeps()
+
+
+def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
+    port_file = tmp_path / "runtime"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+        + ["--ServerApp.port=0", "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}"]
+        + ["--ServerApp.disable_check_xsrf=True"],
+        env=ENVIRONMENT | {"JUPYTER_RUNTIME_DIR": str(port_file)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: list(port_file.glob("jpserver-*.json")), 60, "JupyterLab runs")
+        url = json.loads(next(port_file.glob("jpserver-*.json")).read_text())["url"]
+        request = urllib.request.Request(f"{url}api/kernels", data=b"{}", method="POST")
+        number = json.load(urllib.request.urlopen(request, timeout=60))["id"]
+        from jupyter_client import BlockingKernelClient
+
+        client = BlockingKernelClient(connection_file=str(port_file / f"kernel-{number}.json"))
+        client.load_connection_file()
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        client.execute(
+            "import torch, torch.distributed as dist, ddp_kit as kit\n"
+            "kit.run(lambda r, w: dist.recv(torch.zeros(1), src=1 - r), world_size=2)"
+        )
+        (kernel,) = (p for p in psutil.Process(server.pid).children() if "ipykernel" in str(p.cmdline()))
+        wait_until(lambda: len(kernel.children()) == 2, 60, "the kernel has started its ranks")
+        ranks = kernel.children()
+        wait_until(lambda: all(len(r.net_connections()) > 1 for r in ranks), 60, "they talk")
+        wait_until_calm(ranks)
+        client.stop_channels()
+    finally:
+        server.kill()
+        server.wait()
+    assert_gone([kernel, *ranks], "JupyterLab was killed")
+    assert_next_pool_sweeps()
+
+
+def assert_next_pool_sweeps() -> None:
+    """A killed process may leave its pool's folder; the next pool removes it, and nothing else."""
+    assert len(folders()) <= 1
+    with kit.WorkerPool(1):
+        assert len(folders()) == 1
+    assert not folders()
+
+
+def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
+    left, notes = tmp_path / "ddp_kit-left", tmp_path / "ddp_kit-notes.txt"
+    left.mkdir()
+    (left / "group-1").touch()
+    notes.touch()
+    with kit.WorkerPool(1), kit.WorkerPool(1):
+        assert not left.exists()
+        assert len(folders()) == 3, "two living pools keep theirs, and a file is not touched"
+    notes.unlink()
+    assert not folders()
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
+    flock, swept = pool_folder.fcntl.flock, []
+
+    def sweep_first(lock, how):
+        if not swept:
+            swept.append(True)
+            pool_folder.sweep_now = pool_folder.shutil.rmtree(next(iter(folders())))
+        flock(lock, how)
+
+    monkeypatch.setattr(pool_folder.fcntl, "flock", sweep_first)
+    made = pool_folder.PrivateFolder()
+    assert swept
+    assert os.path.isdir(made.path)
+    made.remove()
+
+
+def test_large_values_leave_no_named_memory():
+    before = named_memory()
+    with kit.WorkerPool(2) as pool:
+        values = list(pool.run(lambda rank, world_size: torch.ones(1_000_000)))
+        assert named_memory() <= before
+    assert all(value.sum() == 1_000_000 for value in values), "they outlive the pool"
+
+
+def test_a_forked_child_does_not_close_the_pool(pool):
+    before = list(pool.run(pid))
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert list(pool.run(pid)) == before
+
+
+SCRIPT = """
+import os
+import ddp_kit as kit
+
+def pid(rank, world_size):
+    return os.getpid()
+
+print(*kit.run(pid, world_size=2), flush=True)
+"""
+
+
+def start_script(body: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    ranks = [psutil.Process(int(p)) for p in script.stdout.readline().split()]
+    assert len(ranks) == 2
+    return script, ranks

@@ -1,0 +1,56 @@
+"""Waiting for processes, bounded: each function fails loudly instead of waiting for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import psutil
+
+BOUND = 5.0  # seconds that an interrupt or an end may take; far more than they need
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs. A zombie does not: who should reap it may be gone or slow."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ended(processes: Iterable[psutil.Process], seconds: float = BOUND) -> bool:
+    """Wait until all have ended."""
+    processes = list(processes)
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        psutil.wait_procs(processes, timeout=0.05)
+    return not any(map(alive, processes))
+
+
+def assert_gone(processes: list[psutil.Process], after: str) -> None:
+    assert processes
+    gone = ended(processes)
+    left = [process for process in processes if alive(process)]
+    for process in left:
+        process.kill()  # an orphan is nobody's child, and no fixture would see it
+    assert gone, f"left alive after {after}: {left}"
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def wait_until_calm(ranks: list[psutil.Process]) -> None:
+    """Return once the ranks have used no processor time for a while: they sit in native code."""
+    calm, before = 0, None
+
+    def settled() -> bool:
+        nonlocal calm, before
+        now = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        calm, before = (calm + 1 if now == before else 0), now
+        return calm == 15
+
+    wait_until(settled, 30, "the ranks come to rest")

@@ -1,0 +1,449 @@
+"""The doctor sees what is wrong, says what follows from it, and is never ill itself."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.doctor import __main__ as command
+from ddp_kit.doctor import finding as finding_module
+from ddp_kit.doctor import machine, report, software
+from ddp_kit.doctor.finding import Finding, ask
+from ddp_kit.pool.request import most_ranks
+
+GIB = 2**30
+FINE = Finding("cores", "4 cores", "Enough.", ok=True)
+POOR = Finding("memory", "1 GiB", "Too little.", ok=False)
+
+
+def says(monkeypatch, *answers):
+    """Have functions answer as on another machine: (owner, name, what it returns)."""
+    for owner, name, value in answers:
+        monkeypatch.setattr(owner, name, lambda *_, value=value: value)
+
+
+def refuse(*_, **__):
+    raise OSError(111, "Connection refused")
+
+
+# Python and its packages
+
+
+def test_python_is_misjudged(monkeypatch):
+    assert software.python().ok
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert not software.python().ok
+    assert software.python().consequence == "The kit needs 3.10."
+
+
+def test_windows_is_taken_for_a_home(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not software.python().ok
+    assert "WSL" in software.python().consequence
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "ok", "words"),
+    [
+        ("2.13.0+cpu", None, True, "without CUDA"),
+        ("2.13.0+cu130", "13.0", True, "built for CUDA 13.0"),
+        ("2.10.0", None, True, "without CUDA"),
+        ("2.5.1", None, False, "2.6 or newer"),
+    ],
+)
+def test_a_build_of_pytorch_is_misjudged(monkeypatch, version, cuda, ok, words):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = software.pytorch()
+    assert found.ok == ok
+    assert words in found.found + found.consequence
+
+
+@pytest.fixture
+def torchvision(monkeypatch, tmp_path):
+    """A torchvision made for this torch; the library lies in the folder that is returned."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    says(
+        monkeypatch,
+        (metadata, "version", "0.28.0"),
+        (metadata, "requires", ["numpy", "torch (==2.13.0)"]),
+        (torch.ops, "load_library", None),
+    )
+    spec = namedtuple("spec", "submodule_search_locations")([str(tmp_path)])
+    says(monkeypatch, (software.PathFinder, "find_spec", spec))
+    (tmp_path / "_C.so").touch()
+    return tmp_path
+
+
+def test_a_torchvision_that_fits_is_doubted(torchvision):
+    assert software.torchvision().ok
+
+
+def test_no_torchvision_goes_unseen(torchvision, monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    found = software.torchvision()
+    assert (found.ok, found.found) == (False, "not installed")
+
+
+def test_a_torchvision_of_another_version_goes_unseen_or_is_loaded(torchvision, monkeypatch):
+    says(monkeypatch, (metadata, "requires", ["torch==2.12.1"]))
+    monkeypatch.setattr(torch.ops, "load_library", lambda _: pytest.fail("it was loaded"))
+    found = software.torchvision()
+    assert not found.ok
+    assert "made for torch 2.12.1, beside torch 2.13.0+cpu" in found.found
+
+
+def test_a_torchvision_for_cuda_beside_a_pytorch_without_goes_unseen(torchvision, monkeypatch):
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    found = software.torchvision()
+    assert not found.ok
+    assert "kit.mnist, datasets, transforms and models work all the same" in found.consequence
+
+
+def test_a_torchvision_without_operators_goes_unseen(torchvision):
+    (torchvision / "_C.so").unlink()
+    assert not software.torchvision().ok
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "ok", "words"),
+    [
+        (True, False, True, 'gloo (not nccl, mpi). backend="auto" is gloo.'),
+        (True, True, True, "nccl where every rank has a GPU of its own, else gloo."),
+        (False, False, False, "none (not gloo, nccl, mpi). The lessons need gloo"),
+    ],
+)
+def test_a_backend_is_promised_or_missed(monkeypatch, gloo, nccl, ok, words):
+    says(
+        monkeypatch,
+        (dist, "is_gloo_available", gloo),
+        (dist, "is_nccl_available", nccl),
+        (dist, "is_mpi_available", False),
+    )
+    found = software.backends()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+@pytest.mark.parametrize(("used", "words"), [(True, "in use"), (False, "not in use")])
+def test_cuda_in_this_process_is_a_worry(monkeypatch, used, words):
+    says(monkeypatch, (torch.cuda, "is_initialized", used))
+    found = software.cuda()
+    assert found.ok
+    assert found.found.startswith(words)
+    assert "spawned, not forked" in found.consequence
+
+
+def test_another_thread_is_taken_for_the_main_thread():
+    assert software.main_thread().ok
+    found = []
+    thread = threading.Thread(target=lambda: found.append(software.main_thread()), name="T")
+    thread.start()
+    thread.join(5)
+    assert (found[0].ok, found[0].found) == (False, "this is another, 'T'")
+
+
+# The machine
+
+
+@pytest.mark.parametrize(
+    ("count", "nccl", "devices", "ok", "words"),
+    [
+        (0, False, [], True, "none. Ranks use gloo on the CPU"),
+        (0, False, ["nvidiactl"], True, "none. Ranks use gloo on the CPU"),
+        (0, True, ["nvidia0", "nvidia1"], False, "2, and PyTorch sees none of them"),
+        (1, True, ["nvidia0"], True, "nccl can have 1 rank,"),
+        (4, True, [], True, "nccl can have 4 ranks,"),
+        (4, False, [], False, "4, without nccl"),
+    ],
+)
+def test_gpus_are_miscounted(monkeypatch, tmp_path, count, nccl, devices, ok, words):
+    for device in devices:
+        (tmp_path / device).touch()
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    says(monkeypatch, (torch.cuda, "device_count", count), (dist, "is_nccl_available", nccl))
+    found = machine.gpus()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+@pytest.mark.parametrize(
+    ("count", "quota", "ok", "words"),
+    [
+        (1, None, False, "take turns on it"),
+        (2, None, True, "Each of 2 ranks gets 1 thread, each of 4 gets 1 thread. 4 ranks take"),
+        (8, None, True, "Each of 2 ranks gets 4 threads, each of 4 gets 2 threads."),
+        (8, "max 100000", True, "gets 4 threads"),
+        (8, "800000 100000", True, "gets 4 threads"),
+        (8, "150000 100000", False, "may use 1.5"),
+    ],
+)
+def test_threads_are_misreckoned(monkeypatch, tmp_path, count, quota, ok, words):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota)
+    found = machine.cores()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "ok", "words"),
+    [
+        (8 * GIB, None, True, "34 ranks fit in now; kit.run allows 50."),
+        (GIB / 2, None, False, "2 ranks fit in, at 250 MB each, and the lessons use 4."),
+        (8 * GIB, "max", True, "34 ranks"),
+        (8 * GIB, str(2 * GIB), True, "8 ranks"),
+        (8 * GIB, str(GIB // 2), False, "this container may use 512 MiB"),
+    ],
+)
+def test_memory_is_misreckoned(monkeypatch, tmp_path, free, limit, ok, words):
+    says(monkeypatch, (psutil, "virtual_memory", (16 * GIB, free)), (machine, "most_ranks", 50))
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    if limit:
+        (tmp_path / "memory.max").write_text(limit)
+    found = machine.memory()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+def test_memory_is_blamed_for_a_limit_of_open_files(monkeypatch):
+    says(monkeypatch, (psutil, "virtual_memory", (GIB, GIB)), (machine, "most_ranks", 2))
+    assert machine.memory().ok
+
+
+@pytest.mark.parametrize(
+    ("space", "ok", "words"),
+    [
+        ((64 * 2**20, 64 * 2**20), False, "64 MiB free of 64 MiB. DataLoader workers may die"),
+        ((8 * GIB, 2**20), False, "1 MiB free of 8.0 GiB."),
+        ((8 * GIB, 8 * GIB), True, "DataLoader workers and nccl use it."),
+        (None, True, "no /dev/shm"),
+    ],
+)
+def test_a_small_shared_memory_goes_unseen(monkeypatch, space, ok, words):
+    says(monkeypatch, (machine, "shared_space", space))
+    found = machine.shared_memory()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+def test_shared_memory_is_measured_wrongly(monkeypatch):
+    volume = namedtuple("volume", "f_blocks f_bavail f_frsize")(16384, 4096, 4096)
+    says(monkeypatch, (os, "statvfs", volume))
+    assert machine.shared_space() == (64 * 2**20, 16 * 2**20)
+
+    def missing(_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "statvfs", missing)
+    assert machine.shared_space() is None
+
+
+def test_a_loopback_that_works_is_doubted():
+    assert machine.loopback().ok
+
+
+def test_no_loopback_interface_goes_unseen(monkeypatch):
+    says(monkeypatch, (socket, "if_nameindex", [(2, "eth0")]))
+    assert not machine.loopback().ok
+    assert machine.loopback().found.startswith("no interface lo")
+
+
+@pytest.mark.parametrize("step", ["create_server", "create_connection"])
+def test_a_loopback_that_refuses_goes_unseen(monkeypatch, step):
+    monkeypatch.setattr(socket, step, refuse)
+    found = machine.loopback()
+    assert not found.ok
+    assert "Connection refused" in found.found
+
+
+def test_a_loopback_that_swallows_messages_holds_the_doctor_up(monkeypatch):
+    # A listener whose queue is full: no one accepts, and the system drops the next knock.
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(address)
+        connect = socket.create_connection
+        monkeypatch.setattr(socket, "create_connection", lambda _, wait: connect(address, wait))
+        start = time.monotonic()
+        found = machine.loopback()
+        for one in waiting:
+            one.close()
+    assert not found.ok
+    assert "timed out" in found.found
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "ok", "words"),
+    [
+        (256, True, "Enough for 39 ranks."),
+        (resource.RLIM_INFINITY, True, "no limit"),
+        (108, False, "Enough for 2 ranks, and the lessons use 4."),
+        (64, False, "Enough for 1 rank, and"),
+    ],
+)
+def test_a_low_limit_of_open_files_goes_unseen(monkeypatch, limit, ok, words):
+    says(monkeypatch, (resource, "getrlimit", (limit, limit)))
+    found = machine.open_files()
+    assert found.ok == ok
+    assert words in f"{found.found}. {found.consequence}"
+
+
+def test_the_doctor_and_the_pool_reckon_open_files_differently(monkeypatch):
+    says(monkeypatch, (resource, "getrlimit", (140, 140)))
+    assert f"Enough for {most_ranks()} ranks." in machine.open_files().consequence
+
+
+def test_the_temporary_folder_is_doubted_or_left_full():
+    before = set(Path(tempfile.gettempdir()).glob("ddp_kit-doctor-*"))
+    assert machine.temporary_folder().ok
+    assert set(Path(tempfile.gettempdir()).glob("ddp_kit-doctor-*")) <= before
+
+
+def test_a_temporary_folder_that_cannot_be_written_goes_unseen(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    found = machine.temporary_folder()
+    assert (found.ok, found.found) == (False, "cannot be used (No such file or directory)")
+
+
+def test_a_temporary_folder_without_locks_goes_unseen(monkeypatch):
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert not machine.temporary_folder().ok
+
+
+def test_a_temporary_folder_that_others_can_read_goes_unseen(monkeypatch):
+    says(monkeypatch, (machine.stat, "S_IMODE", 0o777))
+    found = machine.temporary_folder()
+    assert (found.ok, found.found) == (False, "open to others")
+
+
+# The page
+
+
+def test_a_check_that_fails_ends_the_doctor(monkeypatch, capsys):
+    def ill():
+        raise ZeroDivisionError("no cores")
+
+    monkeypatch.setitem(report.CHECKS, "cores", ill)
+    kit.doctor()
+    assert "cores             could not be found out (ZeroDivisionError: no cores)." in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_check_that_hangs_holds_the_doctor_up():
+    release = threading.Event()
+    start = time.monotonic()
+    found = ask("GPUs", lambda: release.wait(10), seconds=0.05)
+    release.set()
+    assert time.monotonic() - start < 5
+    assert (found.ok, found.found) == (False, "could not be found out (no answer within 0.05 s)")
+
+
+def test_a_machine_without_another_thread_ends_the_doctor(monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(finding_module.threading.Thread, "start", no_thread)
+    assert "can't start new thread" in ask("GPUs", machine.gpus).found
+
+
+def test_a_line_bears_another_name_than_its_check():
+    found = report.findings()
+    assert [finding.subject for finding in found] == [*report.CHECKS, "main thread"]
+
+
+def test_the_doctor_asks_for_the_main_thread_in_another_one():
+    assert report.findings()[-1].ok
+
+
+def test_a_finding_is_left_out_or_lies_across_columns(capsys):
+    assert kit.doctor() is None
+    *lines, blank, _ = capsys.readouterr().out.splitlines()
+    subjects = [line[6:24].rstrip() for line in lines if line[:6].strip()]
+    assert subjects == [*report.CHECKS, "main thread"]
+    assert {line[:6] for line in lines} <= {"ok    ", "LOOK  ", "      "}
+    assert all(len(line) <= 100 and line[23] == " " != line[24] for line in lines)
+    assert blank == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "summary"),
+    [
+        ([FINE, FINE], "Nothing here stands in the way."),
+        ([FINE, POOR], "1 line wants a look."),
+        ([POOR, FINE, POOR], "2 lines want a look."),
+    ],
+)
+def test_the_summary_or_the_exit_code_miscounts(monkeypatch, capsys, found, summary):
+    says(monkeypatch, (command, "findings", found))
+    assert command.main([]) == (POOR in found)
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == summary
+    assert [line.startswith("ok") for line in out[:-2]] == [finding.ok for finding in found]
+
+
+def test_the_command_warns_or_loads_what_it_should_not():
+    command = [sys.executable, "-X", "importtime", "-m", "ddp_kit.doctor"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    times = [line for line in out.stderr.splitlines() if line.startswith("import time:")]
+    loaded = {line.rsplit("|", 1)[1].strip() for line in times}
+    assert out.stderr.splitlines() == times
+    assert "ddp_kit.doctor.report" in loaded
+    assert not {"torchvision", "matplotlib", "IPython"} & loaded
+    assert out.returncode == ("LOOK" in out.stdout)
+
+
+def test_the_command_has_no_help():
+    command = [sys.executable, "-m", "ddp_kit.doctor", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stderr) == (0, "")
+    assert out.stdout.startswith("usage: python -m ddp_kit.doctor")
+
+
+def test_the_command_fails_in_a_cell():
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "InteractiveShell.instance().run_cell('%run -m ddp_kit.doctor')"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert out.stderr == ""
+    assert "SystemExit" not in out.stdout
+    assert "main thread" in out.stdout
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import ddp_kit.doctor, ddp_kit as kit",
+        "import ddp_kit as kit; import ddp_kit.doctor.report",
+    ],
+)
+def test_another_import_takes_the_doctor_or_torchvision_away(imports):
+    code = f"{imports}\nkit.doctor()\nimport torchvision\nprint(len(kit.mnist()))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert out.stderr == ""
+    assert out.stdout.endswith("look.\n10000\n") or out.stdout.endswith("way.\n10000\n")
