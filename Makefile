@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
 	    echo "$(PYTHON) cannot make environments;" \
 	        "on Debian and Ubuntu this mends it: apt install python3-venv" >&2; exit 1; fi; \
-	$(PYTHON) -m venv --clear .venv
+	rm -rf .venv && $(PYTHON) -m venv .venv
 	@rm -f $(STAMP)
 	@echo "Installing PyTorch, JupyterLab and ddp_kit into .venv. The first time takes minutes."
 	@[ -t 1 ] || quiet=--quiet; \
@@ -69,7 +69,7 @@ bench: $(STAMP) $(if $(PEERS),.venv-peers/.installed)  ## measure the speed; PEE
 # It sees the packages of .venv, so that torch is there once. A peer that does not install is
 # left out; the table says so.
 .venv-peers/.installed: $(STAMP) tests/benchmarks/requirements.txt
-	@$(BIN)/python -m venv --clear .venv-peers
+	@rm -rf .venv-peers && $(BIN)/python -m venv .venv-peers
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	$(BIN)/python -c "$$packages" > "$$(.venv-peers/bin/python -c "$$packages")/kit.pth"
 	@grep -v '^#' tests/benchmarks/requirements.txt | while read -r peer; do \

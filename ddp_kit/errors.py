@@ -224,7 +224,9 @@ class RankDiedError(KitError):
         if self.signal:
             return "it was stopped from outside"
         if self.exitcode is None:
-            return "unknown, because other code in the notebook waits for processes of its own accord"
+            return (
+                "unknown, because other code in the notebook waits for processes of its own accord"
+            )
         return "the worker called sys.exit or os._exit"
 
     def __str__(self) -> str:

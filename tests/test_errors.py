@@ -99,7 +99,9 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
         "Look for a message that nobody sends or nobody receives.",
     ]
     slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
-    assert slow.endswith("rank 0 was busy in its own code\nRaise timeout= if the work needs longer.")
+    assert slow.endswith(
+        "rank 0 was busy in its own code\nRaise timeout= if the work needs longer."
+    )
 
 
 def test_a_lost_exit_code_is_not_told_as_zero():

@@ -7,7 +7,7 @@ import warnings
 from IPython import get_ipython
 from IPython.display import display
 
-from ddp_kit.pool import view
+from ddp_kit.pool import leave, view
 
 
 class NotebookView:
@@ -49,3 +49,4 @@ def take_over() -> None:
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
+        get_ipython().observe(lambda change: leave(change["new"]), "exit_now")

@@ -21,14 +21,21 @@ class Form:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What the notebook's process has around it, and a rank should have too."""
+
+    path: tuple[str, ...]  # sys.path
+    folder: str  # the working directory
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Run:
     """To a rank: call this worker."""
 
     parcel: Parcel  # (worker, args)
     cells: dict[str, str]  # cells this rank has not seen: file name → source
-    path: list[str]  # the notebook's sys.path
-    cwd: str  # the notebook's working directory
-    environment: dict[str, str]  # the notebook's environment variables
+    surroundings: Surroundings | None  # None: as in the run before
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Outcome:
             elif not bad and now >= deadline:
                 self._timed_out = True
                 return False
-            if now >= first_bad + LONGEST_GRACE or now >= newest_bad + GRACE and self._all_wait():
+            if now >= first_bad + LONGEST_GRACE or (now >= newest_bad + GRACE and self._all_wait()):
                 break
         return not bad
 

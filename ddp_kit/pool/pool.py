@@ -26,7 +26,7 @@ from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError, Wait, name_ranks, tell_waits
 from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
-from ddp_kit.pool.messages import Form, Run
+from ddp_kit.pool.messages import Form, Run, Surroundings
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess, holding_interrupt
 from ddp_kit.pool.request import check_signature, check_timeout, check_world_size, pack
@@ -62,6 +62,7 @@ class WorkerPool:
         with holding_interrupt():
             sweep()
             self._folder = PrivateFolder()
+            _pools.add(self)
             atexit.register(self._at_exit)
             self._form(world_size, self._backend)
 
@@ -162,6 +163,8 @@ class WorkerPool:
 
     def _form(self, world_size: int, backend: str) -> None:
         """Have `world_size` living processes in one group, at the price of what is missing."""
+        if _leaving:
+            return
         if not all(rank.alive for rank in self._ranks):
             self._formed = None
             for index, rank in enumerate(self._ranks):
@@ -182,12 +185,14 @@ class WorkerPool:
 
     def _send_job(self, ranks: list[RankProcess], parcel: Parcel) -> None:
         sources = cells.cell_sources()
+        around = Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
         for rank in ranks:
             rank.drain_output()
             rank.take_output()  # what came between two runs belongs to none
             new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
-            rank.send(Run(parcel, new, list(sys.path), os.getcwd(), dict(os.environ)))
+            rank.send(Run(parcel, new, None if around == rank.surroundings else around))
             rank.cells_seen |= new.keys()
+            rank.surroundings = around
         parcel.close()
 
     def _end_ranks(self) -> None:
@@ -213,6 +218,25 @@ class WorkerPool:
         state = "closed" if self._closed else "running" if self._running else "ready"
         backend = self._formed[1] if self._formed else self._backend
         return f"WorkerPool({len(self._ranks) or self._world_size} ranks, {backend}, {state})"
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_leaving = False  # the notebook's kernel is about to end
+
+
+def leave(leaving: bool) -> None:
+    """End the ranks of every pool, because this process is about to end; False: it stays.
+
+    A kernel that shuts down sends its children SIGTERM and waits until they are reaped, which
+    nobody would do: its main thread is idle, or in the middle of a run. Called in any thread.
+    """
+    global _leaving
+    _leaving = leaving
+    ranks = [rank for pool in list(_pools) for rank in list(pool._ranks)] if leaving else []
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.join(1)
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

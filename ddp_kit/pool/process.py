@@ -10,7 +10,7 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, connection, resource_tracker
+from multiprocessing import Pipe, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import values, worker
+from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
 from ddp_kit.trace import Board
 
@@ -52,6 +53,7 @@ class RankProcess:
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
+        self.surroundings: Surroundings | None = None  # what it was told last
         self.modules: dict[str, Stamp] = {}  # the learner's files that it has imported
         self._children: list = []
         self.printing = True  # False once it has closed both its stdout and its stderr
@@ -113,8 +115,13 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be talked to."""
-        stopped = self.control.closed or self.process.exitcode is not None
-        return not stopped and not connection.wait([self.sentinel], 0)
+        if self.control.closed or self.process.exitcode is not None:
+            return False
+        try:
+            os.kill(self.process.pid, 0)  # other code may have fetched its exit code
+        except ProcessLookupError:
+            return False
+        return True
 
     def stop(self, patience: float = 0.0) -> None:
         """End the process and its children: let it leave for `patience` seconds, then kill it."""

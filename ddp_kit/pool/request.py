@@ -91,7 +91,11 @@ def pack(worker: Callable[..., Any], args: tuple) -> values.Parcel:
     except Exception as error:
         reason = error
     path, culprit, reason = values.find_culprit(args) or ("", worker, reason)
-    what = f"argument {path[1:].replace(']', '', 1)}" if path else "the worker, or something that it uses,"
+    what = (
+        f"argument {path[1:].replace(']', '', 1)}"
+        if path
+        else "the worker, or something that it uses,"
+    )
     raise PoolError(
         f"{what} cannot be sent to the ranks: {type(culprit).__name__} ({reason}); "
         "make it inside the worker, or pass numbers, tensors, lists or dicts"

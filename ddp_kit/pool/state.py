@@ -9,7 +9,7 @@ import threading
 import torch
 
 from ddp_kit import backends
-from ddp_kit.pool.messages import Form, Run
+from ddp_kit.pool.messages import Form, Surroundings
 from ddp_kit.trace import is_own
 
 
@@ -22,15 +22,15 @@ class State:
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()
 
-    def restore(self, place: Form, job: Run) -> None:
+    def restore(self, place: Form, around: Surroundings) -> None:
         """Take back what earlier runs have changed, and follow the notebook to its folder."""
         for descriptor in (1, 2):
             if not _same_file(descriptor, self._output):
                 os.dup2(self._output, descriptor)
         sys.stdout, sys.stderr = self._streams
-        _set_environment(job.environment | backends.LOOPBACK_ENVIRONMENT)
-        sys.path[:] = job.path
-        os.chdir(job.cwd)
+        _set_environment(around.environment | backends.LOOPBACK_ENVIRONMENT)
+        sys.path[:] = around.path
+        os.chdir(around.folder)
         backends.take_device(place.backend, place.rank)
         backends.share_cores(place.world_size)
         torch.set_default_dtype(self._dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import linecache
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,13 +20,15 @@ import torch.distributed as dist
 from ddp_kit import backends
 from ddp_kit.errors import RankFailure
 from ddp_kit.pool import values
-from ddp_kit.pool.messages import Form, Formed, Left, Raised, Returned, Run
+from ddp_kit.pool.messages import Form, Formed, Left, Raised, Returned, Run, Surroundings
 from ddp_kit.pool.modules import Imports
 from ddp_kit.pool.state import State, thread_left_running
 from ddp_kit.trace import Board, describe_line, recording
 
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
+
+_C = ctypes.CDLL(None)  # the C library of this process
 
 serving = False  # True in a rank's process, where no pool may be started
 
@@ -42,6 +45,10 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _leave_resource_tracker()
+    if sys.platform == "linux":
+        # A spawned process would spawn in its turn, and a DataLoader's workers would then need
+        # a dataset that can be imported. Those of a torchrun process are forked.
+        multiprocessing.set_start_method("fork", force=True)
     _keep_descriptors_from_children()
     _die_with(parent)
     _send_prints_to(output)
@@ -64,6 +71,7 @@ class _Member:
         self.place: Form | None = None
         self.group: dist.ProcessGroup | None = None
         self.state = State()
+        self.around = Surroundings((), os.getcwd(), {})
         self.imports = Imports()
 
     def form(self, place: Form) -> Formed | Raised:
@@ -88,12 +96,13 @@ class _Member:
     def run(self, job: Run) -> Returned | Raised:
         assert self.place is not None, "the pool sends Form before Run"
         rank, world_size = self.place.rank, self.place.world_size
+        self.around = job.surroundings or self.around
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         with recording(self.board) as recorder:
             try:
-                self.state.restore(self.place, job)
+                self.state.restore(self.place, self.around)
                 worker, args = job.parcel.unpack()
                 value = worker(rank, world_size, *args)
                 parcel = pack(value)
@@ -151,18 +160,16 @@ def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         # A rank stuck in native code runs no Python; only the kernel can end it.
         PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # What a rank's children leave running stays its own, so that the pool finds it.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        _C.prctl(PR_SET_CHILD_SUBREAPER, 1)
         # A fork forgets the first; the workers of a DataLoader are such forks. The signal also
         # comes when the thread that forked ends, so only the main thread's children get it.
         by_main: list[bool] = []
         os.register_at_fork(
             before=lambda: by_main.append(threading.current_thread() is threading.main_thread()),
             after_in_parent=by_main.clear,
-            after_in_child=lambda: (
-                by_main[-1] and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            ),
+            after_in_child=lambda: by_main[-1] and _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
         )
     if os.getppid() != parent:
         os._exit(1)
@@ -215,4 +222,4 @@ def _flush() -> None:
         except Exception:  # the worker closed it, or put something else in its place
             continue
     if os.name == "posix":
-        ctypes.CDLL(None).fflush(None)
+        _C.fflush(None)

@@ -18,7 +18,7 @@ _LIBRARIES = tuple(
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_own(filename: str) -> bool:
     """Tell the learner's code, lessons included, from libraries and the kit's inside."""
     return not filename.startswith(_LIBRARIES)

@@ -18,17 +18,17 @@ from ddp_kit.trace.events import Send
 
 # What hands out a Work. `dist.send`, `dist.all_gather_object` and all the others end in one of
 # these, however they were imported, so one wrapper around each sees them all.
-_STARTING = [
-    name
-    for name in (
-        "send recv recv_anysource broadcast allreduce allreduce_coalesced reduce allgather "
-        "allgather_coalesced allgather_into_tensor_coalesced _allgather_base all_gather_single "
-        "all_gather_single_coalesced gather scatter reduce_scatter _reduce_scatter_base "
-        "reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
-        "alltoall alltoall_base all_to_all_single barrier _end_coalescing"
-    ).split()
-    if hasattr(ProcessGroup, name)
-]
+_POINT_TO_POINT = ("send", "recv", "recv_anysource")
+_COLLECTIVES = (
+    *("broadcast", "reduce", "gather", "scatter", "barrier", "allgather", "_allgather_base"),
+    *("allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single"),
+    *("all_gather_single_coalesced", "allreduce", "allreduce_coalesced", "reduce_scatter"),
+    *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    "_end_coalescing",
+)
+# Not every release of PyTorch has them all.
+_STARTING = [n for n in _POINT_TO_POINT + _COLLECTIVES if hasattr(ProcessGroup, n)]
 _C10D = dist.distributed_c10d.__file__
 _PEERS = ("src", "dst", "group_src", "group_dst")
 

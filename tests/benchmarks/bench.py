@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,14 +186,13 @@ class Running:
         """Let the side leave, then end what is left of it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(OSError, subprocess.TimeoutExpired):
             self._process.stdin.close()
             self._process.wait(FAREWELL)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
         while left := [process for process in psutil.process_iter() if self._owns(process)]:
             for process in left:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # it left by itself
+                    process.kill()
             psutil.wait_procs(left, 5)
         self._process.wait()
         self._process.stdout.close()
@@ -314,6 +313,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.record and options.only:
         parser.error("--record needs every comparison")
+    options.peers = os.path.abspath(options.peers)  # sides run in a folder of their own
     parts = [machine(options.peers)]
     print(parts[0], flush=True)
     for comparison in COMPARISONS:

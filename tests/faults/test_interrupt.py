@@ -8,59 +8,43 @@ import subprocess
 import sys
 
 import psutil
-import pytest
-from kernels import ENVIRONMENT, STUCK, Kernel, interrupt, start_stuck
-from processes import BOUND, alive, assert_gone, wait_until
+from kernels import ENVIRONMENT, STUCK, interrupt, start_stuck
+from processes import BOUND, assert_gone, wait_until
 
 
-@pytest.fixture(scope="module")
-def stuck(tmp_path_factory):
-    """One kernel for all: each interrupt must leave it fit for the next."""
-    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+def test_the_interrupt_button_ends_a_run_whatever_the_ranks_do(kernel, tmp_path):
     kernel.run(STUCK)
-    try:
-        yield kernel
-    finally:
-        kernel.end()
+    for worker in ("recv", "loop", "sleep", "flood"):
+        cell, ranks = start_stuck(kernel, worker, tmp_path / worker)
+        interrupt(kernel, cell, worker)
+        assert_gone(ranks, f"the interrupt of {worker}")
+        shown = cell.rendered.splitlines()
+        assert shown[0].startswith("KeyboardInterrupt: the run was stopped; ranks that had not")
+        if worker == "recv":
+            assert shown[1] == "rank 0 was waiting in recv(src=1)"
+            assert shown[3] == "    dist.recv(torch.zeros(1), src=1 - rank)"
+    assert len(kernel.ranks(2)) == 2
 
 
-@pytest.mark.parametrize("worker", ["recv", "loop", "sleep", "flood"])
-def test_the_interrupt_button_ends_a_run_and_the_next_one_works(stuck, tmp_path, worker):
-    cell, ranks = start_stuck(stuck, worker, tmp_path / worker)
-    interrupt(stuck, cell, worker)
-    assert_gone(ranks, f"the interrupt of {worker}")
-    assert len(stuck.ranks(2)) == 2
-    shown = cell.rendered.splitlines()
-    assert shown[0].startswith("KeyboardInterrupt: the run was stopped; ranks that had not")
-    if worker == "recv":
-        assert shown[1] == "rank 0 was waiting in recv(src=1)"
-        assert shown[3] == "    dist.recv(torch.zeros(1), src=1 - rank)"
-
-
-def test_the_interrupt_button_ends_a_run_whose_ranks_are_still_starting(stuck):
+def test_the_interrupt_button_ends_a_run_whose_ranks_are_still_starting(kernel):
     def ranks() -> list[psutil.Process]:
-        children = stuck.process.children()
+        children = kernel.process.children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
     def importing() -> bool:
         return sum(rank.memory_info().rss > 50e6 for rank in ranks()) == 2
 
-    stuck.run("pool = kit.WorkerPool(2)")
-    before = set(ranks())
-    stuck.run("pool.close(); kit.pool.pool._shared.close()")
-    assert not [rank for rank in before if alive(rank)]
-    cell = stuck.send("kit.run(pid, world_size=2)")
+    cell = kernel.send("kit.run(pid, world_size=2)")
     wait_until(importing, 30, "two ranks are importing torch")
     started = ranks()
-    interrupt(stuck, cell, "start")
+    interrupt(kernel, cell, "start")
     assert_gone(started, "the interrupt of their start")
-    assert len(stuck.ranks(2)) == 2
+    assert len(kernel.ranks(2)) == 2
 
 
-def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(stuck):
-    cell = stuck.raises(
+def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(kernel):
+    cell = kernel.raises(
         "import signal\n"
-        "kit.pool.pool._shared.close()\n"
         "spawn = torch.multiprocessing.spawn\n"
         "def spawn_and_interrupt(*args, **options):\n"
         "    torch.multiprocessing.spawn = spawn\n"
@@ -72,7 +56,7 @@ def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(stuck):
     )
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert cell.stderr == ""
-    assert len(stuck.ranks(2)) == 2
+    assert len(kernel.ranks(2)) == 2
 
 
 def test_ctrl_c_ends_a_lesson_in_a_terminal():

@@ -1,0 +1,169 @@
+"""What a worker breaks in its rank is mended: the next run starts as if it were the first."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+
+
+def pid(rank, world_size):
+    return os.getpid()
+
+
+def total(rank, world_size):
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def leave_sub_group(rank, world_size):
+    dist.new_group([0])
+
+
+def leave_isend(rank, world_size):
+    if rank == 0:
+        dist.isend(torch.tensor([99.0]), 1)  # nobody receives it
+
+
+def leave_isend_in_a_global(rank, world_size):
+    if rank == 0:
+        sys.left = dist.isend(torch.tensor([99.0]), 1)
+
+
+def leave_irecv(rank, world_size):
+    if rank == 1:
+        sys.left = torch.zeros(1), dist.irecv(torch.zeros(1), 0)
+
+
+def leave_all_reduce(rank, world_size):
+    if rank == 0:
+        sys.left = dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def send_one(rank, world_size):
+    tensor = torch.tensor([7.0])
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor.zero_(), 0)
+    return tensor.item()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda rank, world_size: dist.destroy_process_group(),
+        leave_sub_group,
+        leave_isend,
+        leave_isend_in_a_global,
+        leave_irecv,
+        leave_all_reduce,
+    ],
+    ids=["destroyed", "sub_group", "dropped_isend", "isend", "irecv", "all_reduce"],
+)
+def test_communication_left_under_way_does_not_reach_the_next_run(leave):
+    warm = list(kit.run(pid, world_size=2))
+    kit.run(leave, world_size=2)
+    assert list(kit.run(send_one, world_size=2)) == [7.0, 7.0]
+    assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
+    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+def look(rank, world_size):
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.tensor(0.5).dtype,
+        "device": torch.zeros(1).device.type,
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "printed": str(torch.tensor(1 / 3)),
+        "drawn": torch.rand(3).tolist(),
+        "stdout": print("seen"),
+    }
+
+
+def break_much(rank, world_size):
+    os.environ["LEARNER"] = "was here"
+    os.environ.pop("PATH")
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
+    os.chdir("/")
+    torch.set_num_threads(7)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_printoptions(precision=1)
+    torch.manual_seed(1)
+    sys.path.clear()
+    sys.stdout = None
+    os.close(1)
+    os.close(2)
+
+
+def test_everything_else_that_a_worker_changes_is_put_back():
+    first, warm = kit.run(look, world_size=2), list(kit.run(pid, world_size=2))
+    broken = kit.run(break_much, world_size=2)
+    again = kit.run(look, world_size=2)
+    for rank in range(2):
+        for what, value in first[rank].items():
+            assert again[rank][what] == value, what
+    assert again.output == ("seen\n", "seen\n")
+    assert broken.output == ("", "")
+    assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
+    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+def test_ranks_follow_the_notebooks_environment(monkeypatch):
+    read = lambda rank, world_size: os.environ.get("LEARNER")  # noqa: E731
+    monkeypatch.setenv("LEARNER", "set")
+    assert list(kit.run(read, world_size=2)) == ["set", "set"]
+    monkeypatch.delenv("LEARNER")
+    assert list(kit.run(read, world_size=2)) == [None, None]
+
+
+def keep_going(path):
+    while True:
+        with open(path, "a") as file:
+            file.write(".")
+        time.sleep(0.001)
+
+
+def test_a_thread_left_running_ends_with_a_fresh_rank_and_a_line_says_so(tmp_path, capsys):
+    path = str(tmp_path / "dots")
+
+    def leave_thread(rank, world_size):
+        if rank == 1:
+            threading.Thread(target=keep_going, args=(path,), name="dotter", daemon=True).start()
+
+    before = list(kit.run(pid, world_size=2))
+    kit.run(leave_thread, world_size=2)
+    assert capsys.readouterr().out == (
+        "rank 1 starts afresh: the worker left its thread 'dotter' running\n"
+    )
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    after = list(kit.run(pid, world_size=2))
+    assert (after[0], after[1] == before[1]) == (before[0], False)
+    assert (os.path.getsize(path) if os.path.exists(path) else 0) == size
+
+
+def test_a_librarys_idle_thread_costs_no_fresh_rank():
+    def leave_pool(rank, world_size):
+        from concurrent.futures import ThreadPoolExecutor
+
+        sys.left = ThreadPoolExecutor(1)
+        return sys.left.submit(int, 3).result()
+
+    before = list(kit.run(pid, world_size=2))
+    assert list(kit.run(leave_pool, world_size=2)) == [3, 3]
+    assert list(kit.run(pid, world_size=2)) == before

@@ -1,0 +1,111 @@
+"""Processes that a rank starts: they work, and they end with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from processes import assert_gone, ended, wait_until
+
+import ddp_kit as kit
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([index**2]), os.getpid()
+
+
+def test_a_data_loader_with_workers_works_inside_a_rank():
+    def load(rank, world_size):
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=2)
+        squares = torch.cat([batch.flatten() for batch, _ in loader])
+        workers = {int(number) for _, pids in loader for number in pids}
+        dist.all_reduce(squares)
+        return squares.tolist(), len(workers), os.getpid() in workers
+
+    for squares, workers, in_the_rank in kit.run(load, world_size=2):
+        assert squares == [2 * i**2 for i in range(8)]
+        assert (workers, in_the_rank) == (2, False)
+
+
+def loaders_in_use(rank, world_size, path):
+    loader = torch.utils.data.DataLoader(
+        Squares(), batch_size=1, num_workers=2, persistent_workers=True
+    )
+    with open(path(rank), "w") as file:
+        print(*{int(pids) for _, pids in loader}, file=file)
+    os.rename(path(rank), path(rank) + ".done")
+    time.sleep(600)
+
+
+def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
+    """The rank is killed from outside, so that nothing but the system can tell its children."""
+    pids = list(kit.run(lambda rank, world_size: os.getpid(), world_size=2))
+    path, found = str(tmp_path / "rank"), []
+
+    def name(rank):
+        return f"{path}{rank}"
+
+    class Watching:
+        def update(self, newest):
+            if os.path.exists(f"{path}0.done") and not found:
+                with open(f"{path}0.done") as file:
+                    found.extend(psutil.Process(int(number)) for number in file.read().split())
+                os.kill(pids[0], 9)
+
+        def close(self):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+        with pytest.raises(kit.RankDiedError):
+            kit.run(loaders_in_use, name, world_size=2, timeout=60)
+    assert len(found) == 2
+    assert_gone(found, "their rank was killed")
+
+
+def test_children_of_a_stuck_rank_end_with_it(pool):
+    def parent(rank, world_size):
+        child = subprocess.Popen(["sleep", "60"])
+        if rank == 0:
+            raise ValueError(child.pid)
+        time.sleep(60)
+
+    with pytest.raises(kit.RankError) as caught:
+        pool.run(parent)
+    children = [psutil.Process(int(caught.value.failures[0].message))]
+    pool.close()  # rank 0 is idle until then; the fixture sees whether both sleeps are gone
+    assert ended(children)
+
+
+def test_close_ends_what_a_worker_left_running(pool):
+    def leave(rank, world_size):
+        os.system("sleep 60 &")
+        return [child.pid for child in psutil.Process().children()]
+
+    left = [psutil.Process(child) for children in pool.run(leave) for child in children]
+    assert len(left) == 2
+    pool.close()
+    assert ended(left)
+
+
+def test_a_grandchild_does_not_hide_the_death_of_its_rank(pool):
+    def die(rank, world_size):
+        os.system("sleep 60 &")
+        if rank == 1:
+            os._exit(3)
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(kit.RankDiedError):
+        pool.run(die)
+    assert time.monotonic() - start < 20
+    wait_until(lambda: pool._ranks[1].alive, 10, "the replacement runs")

@@ -1,0 +1,94 @@
+"""Nothing of a run can be reached, or can reach out, from beyond this user's own processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.pool import pool as pool_module
+
+
+def total(rank, world_size):
+    tensor = torch.tensor([rank])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def listening(rank, world_size):
+    dist.all_reduce(torch.ones(1, device=kit.device()))
+    pair = dist.new_group([0, 1])
+    dist.barrier(pair)
+    sockets = psutil.Process().net_connections("inet")
+    return [s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [
+        ("gloo", 2),
+        pytest.param(
+            "nccl",
+            torch.cuda.device_count(),
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() < 2, reason="nccl opens no socket for a single GPU"
+            ),
+        ),
+    ],
+)
+def test_ranks_listen_on_loopback_only(backend, world_size):
+    for addresses in kit.run(listening, world_size=world_size, backend=backend):
+        assert addresses, "it listens somewhere; if not, this test looks at the wrong thing"
+        assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+def test_the_notebook_itself_listens_nowhere():
+    before = set(psutil.Process().net_connections("inet"))
+    kit.run(total, world_size=2)
+    assert set(psutil.Process().net_connections("inet")) <= before
+
+
+def test_the_rendezvous_folder_is_private():
+    kit.run(total, world_size=2)
+    folder = Path(pool_module._shared._folder.path)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.stat().st_uid == os.getuid()
+
+
+class Bomb:
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (self.trace,)
+
+
+def test_nothing_is_unpickled_that_did_not_come_through_the_pools_pipe(tmp_path):
+    """Plant pickles where torch and the rendezvous keep files; run, fail and die beside them."""
+    trace = tmp_path / "went-off"
+    bomb = pickle.dumps(Bomb(str(trace)))
+    kit.run(total, world_size=2)
+    pool = pool_module._shared
+    for place in [rank._error_file for rank in pool._ranks]:
+        Path(place).write_bytes(bomb)
+    Path(pool._folder.path, "bomb").write_bytes(bomb)
+    with pytest.raises(kit.RankDiedError):
+        kit.run(lambda rank, world_size: rank or os._exit(1), world_size=2)
+    kit.run(total, world_size=2)
+    assert not trace.exists()
+    pickle.loads(bomb)
+    assert trace.exists(), "the bomb itself works"
+
+
+def test_no_process_is_ended_by_its_name():
+    source = "".join(path.read_text() for path in Path(kit.__file__).parent.rglob("*.py"))
+    assert "os.kill" in source, "the kit ends processes somewhere"
+    assert not re.findall(r"pkill|killall|process_iter|pgrep|\.name\(\)", source)

@@ -1,0 +1,187 @@
+"""Large and odd values: no copy through the pipe, and one sentence for what cannot travel."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import sys
+import threading
+
+import numpy
+import psutil
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit.pool import process, values
+
+
+def test_a_large_tensor_comes_back_without_a_copy_through_the_pipe(monkeypatch):
+    piped = []
+    loads = values.pickle.loads
+    monkeypatch.setattr(
+        values.pickle, "loads", lambda data, **more: piped.append(len(data)) or loads(data, **more)
+    )
+    result = kit.run(lambda rank, world_size: torch.full((2_000_000,), rank + 1.0), world_size=2)
+    assert [value.sum().item() for value in result] == [2e6, 4e6]
+    assert len(piped) == 2
+    assert max(piped) < 2_000  # bytes, of 8 MB
+
+
+def test_descriptors_and_memory_of_large_values_are_given_back():
+    def big(rank, world_size):
+        return torch.ones(5_000_000)
+
+    process = psutil.Process()
+    kit.run(big, world_size=2)
+    gc.collect()
+    descriptors, memory = process.num_fds(), process.memory_info().rss
+    for _ in range(10):
+        kit.run(big, world_size=2)
+    gc.collect()
+    assert process.num_fds() <= descriptors
+    assert process.memory_info().rss < memory + 60e6  # ten results are 400 MB
+    ranks = [psutil.Process(r.process.pid) for r in kit.pool.pool._shared._ranks[:2]]
+    assert all(rank.num_fds() < 50 for rank in ranks)
+
+
+def test_each_receiver_may_change_its_own_copy():
+    shared = torch.zeros(100_000)
+
+    def change(rank, world_size, tensor):
+        tensor += rank + 1
+        return tensor
+
+    result = kit.run(change, shared, world_size=2)
+    assert [value[0].item() for value in result] == [1.0, 2.0]
+    assert shared.sum() == 0
+    result[0].zero_()
+    assert result[1].sum() == 200_000
+
+
+def test_every_kind_of_value_keeps_what_it_is():
+    def make(rank, world_size):
+        base = torch.arange(100_000.0)
+        model = torch.nn.Linear(300, 300)
+        model.weight.data.fill_(2)
+        return {
+            "views": (base, base[10:20], base.view(100, 1000).t()),
+            "strided": base[::2],
+            "half": base.to(torch.bfloat16),
+            "empty": torch.empty(0, 3),
+            "bool": torch.tensor([True, False]),
+            "sparse": torch.eye(3).to_sparse(),
+            "grad": torch.ones(70_000, requires_grad=True),
+            "array": numpy.arange(100_000),
+            "model": model,
+            "bytes": io.BytesIO(b"abc"),
+        }
+
+    for value in kit.run(make, world_size=2):
+        base, part, transposed = value["views"]
+        assert part.tolist() == list(range(10, 20))
+        assert value["strided"][5] == 10
+        part.zero_()
+        assert base[10:20].sum() == 0, "a view is still a view"
+        assert transposed.shape == (1000, 100)
+        assert value["half"].dtype == torch.bfloat16
+        assert value["empty"].shape == (0, 3)
+        assert value["bool"].tolist() == [True, False]
+        assert value["sparse"].to_dense().equal(torch.eye(3))
+        assert value["grad"].requires_grad
+        value["grad"].sum().backward()
+        assert value["array"].sum() == 4999950000
+        value["array"][0] = 1
+        assert value["model"](torch.ones(300)).shape == (300,)
+        assert value["bytes"].getvalue() == b"abc"
+
+
+def test_tensors_on_a_gpu_come_back_on_the_cpu_and_it_is_said_once(capsys):
+    """A stand-in: the values module is told that the CPU's memory is a GPU's."""
+
+    def pretend(rank, world_size):
+        from ddp_kit.pool import values
+
+        values._Pickler.from_gpu = True
+        return torch.ones(3)
+
+    with kit.WorkerPool(1) as pool:
+        assert pool.run(pretend)[0].device.type == "cpu"
+        told = capsys.readouterr().out
+        assert told == "tensors that ranks returned from a GPU are on the CPU here\n"
+        pool.run(pretend)
+        assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_tensors_on_a_real_gpu_come_back_on_the_cpu(pool, capsys):
+    def make(rank, world_size):
+        tensor = torch.arange(100_000, device="cuda")
+        return tensor, tensor[5:7], torch.nn.Linear(2, 2).cuda()
+
+    for base, part, model in pool.run(make, world_size=1):
+        assert {base.device.type, part.device.type, model.weight.device.type} == {"cpu"}
+        assert part.tolist() == [5, 6]
+    assert "are on the CPU here" in capsys.readouterr().out
+
+
+def open_file():
+    return open(os.devnull)
+
+
+class Stubborn:
+    def __reduce__(self):
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: (i for i in range(3)), "a generator, which"),
+        (lambda: threading.Lock(), "a lock, which"),
+        (open_file, "a TextIOWrapper, which"),
+        (lambda: sys, "a module, which"),
+        (lambda: [1, sys], "a list whose [1] is a module, which"),
+        (lambda: {"a": [0, threading.Lock()]}, "a dict whose ['a'][1] is a lock, which"),
+        (lambda: Stubborn(), "a Stubborn, which"),
+    ],
+    ids=["generator", "lock", "file", "module", "module_in_list", "lock_in_dict", "stubborn"],
+)
+def test_a_return_value_that_cannot_travel_is_named(make, told):
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(lambda rank, world_size: make() if rank == 1 else None, world_size=2)
+    said = str(caught.value)
+    assert said.startswith(f"rank 1 raised TypeError: the worker returned {told} cannot be sent to")
+    assert "return tensors, numbers, strings" in said
+    assert "\n" not in said
+
+
+def test_an_async_worker_is_refused_before_anything_starts():
+    async def worker(rank, world_size):
+        return rank
+
+    with pytest.raises(kit.PoolError, match=r"worker is an async function.*asyncio\.run"):
+        kit.run(worker)
+
+
+def test_a_worker_with_a_yield_is_refused_before_anything_starts():
+    def worker(rank, world_size):
+        yield rank
+
+    with pytest.raises(kit.PoolError, match=r"worker has a yield.*in a list"):
+        kit.run(worker)
+
+
+def test_a_flood_of_prints_is_cut_and_memory_stays_bounded():
+    def flood(rank, world_size):
+        for _ in range(200_000):
+            print("x" * 99)
+
+    before = psutil.Process().memory_info().rss
+    output = kit.run(flood, world_size=2).output
+    limit = process.OUTPUT_LIMIT
+    for text in output:
+        assert limit < len(text) < limit + 200
+        assert text.endswith(f"cut here: a rank may print {limit:,} bytes in one run\n")
+    assert psutil.Process().memory_info().rss < before + 40e6  # the flood was 40 MB
