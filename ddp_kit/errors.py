@@ -120,16 +120,15 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     """
     groups: dict[tuple, list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: wait.rank):
-        groups.setdefault((wait.op, wait.where), []).append(wait)
-    lines = []
-    for group in groups.values():
+        groups.setdefault((wait.where, wait.op), []).append(wait)
+    lines, told = [], list(groups.values())
+    for group, following in zip(told, [*told[1:], None], strict=True):
         was = "was" if len(group) == 1 else "were"
         lines.append(f"{name_ranks(wait.rank for wait in group)} {was} {group[0]}")
         where = group[0].where
-        if where and cell_names is None:
-            lines.append(f"    {where}")
-        elif where:
-            lines += _point_at(where, cell_names)
+        if where is None or (following and following[0].where == where):
+            continue  # one line of code, told below the last rank that stands there
+        lines += [f"    {where}"] if cell_names is None else _point_at(where, cell_names)
     return lines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.errors import Frame, Wait, name_ranks
+from ddp_kit.errors import Frame, Wait, name_ranks, tell_waits
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -85,6 +85,16 @@ def test_equal_waits_are_told_once_and_in_rank_order():
         "  Cell In[7], line 5, in worker",
         "    dist.recv(t, src=1)",
         told[2],
+    ]
+
+
+def test_ranks_that_wait_at_one_line_share_it():
+    waits = [Wait(0, "send(dst=1)", RECV), Wait(1, "send(dst=0)", RECV), Wait(2, "barrier")]
+    assert tell_waits(waits) == [
+        "rank 0 was waiting in send(dst=1)",
+        "rank 1 was waiting in send(dst=0)",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "rank 2 was waiting in barrier",
     ]
 
 

@@ -115,6 +115,13 @@ def test_what_a_rank_waits_in_is_written_as_it_was_called():
     assert {function for _, function in entries[::2]} == {"worker"}
 
 
+def test_torch_is_as_it_was_when_nothing_is_recorded():
+    before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    with recording():
+        assert vars(dist.ProcessGroup)["send"] is not before[0]["send"]
+    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
+
+
 def test_work_that_nobody_waited_for_is_noticed():
     def worker(rank, world_size):
         tensor, seen = torch.ones(1), []

@@ -102,6 +102,9 @@ def recording(board: Board | None = None) -> Iterator[Recorder]:
     recorder = Recorder(board)
     originals = {name: getattr(ProcessGroup, name) for name in _STARTING}
     monitored_barrier = ProcessGroup.monitored_barrier
+    # What getattr gives is no method any more when it is put back; what stands in __dict__ is.
+    group_methods = {n: vars(ProcessGroup)[n] for n in [*_STARTING, "monitored_barrier"]}
+    work_wait = vars(Work)["wait"]
 
     def wrap(name: str, original):
         def operation(group, *args, **kwargs):
@@ -130,9 +133,9 @@ def recording(board: Board | None = None) -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
-        for name, original in originals.items():
-            setattr(ProcessGroup, name, original)
-        ProcessGroup.monitored_barrier, Work.wait = monitored_barrier, _wait
+        for name, method in group_methods.items():
+            setattr(ProcessGroup, name, method)
+        Work.wait = work_wait
 
 
 def _call(frame: FrameType | None, name: str) -> str:

@@ -313,6 +313,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.record and options.only:
         parser.error("--record needs every comparison")
+    if not any(options.only in comparison.title for comparison in COMPARISONS):
+        parser.error(f"no title has {options.only!r}: {[c.title for c in COMPARISONS]}")
     options.peers = os.path.abspath(options.peers)  # sides run in a folder of their own
     parts = [machine(options.peers)]
     print(parts[0], flush=True)
