@@ -122,7 +122,7 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     for wait in sorted(waits, key=lambda wait: wait.rank):
         groups.setdefault((wait.where, wait.op), []).append(wait)
     lines, told = [], list(groups.values())
-    for group, following in zip(told, [*told[1:], None], strict=True):
+    for group, following in zip(told, [*told[1:], None], strict=False):
         was = "was" if len(group) == 1 else "were"
         lines.append(f"{name_ranks(wait.rank for wait in group)} {was} {group[0]}")
         where = group[0].where
