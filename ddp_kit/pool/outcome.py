@@ -123,13 +123,13 @@ class Outcome:
 
     def close(self) -> list[str]:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
+        stuck = {number for number, rank in enumerate(self.ranks) if rank.owed}
+        # All are asked before one is stopped: its end would free others from their wait.
+        asked = sorted(stuck - self._died.keys())
+        self.waits = [self.ranks[number].board.read(number) for number in asked]
         for number, rank in enumerate(self.ranks):
             rank.drain_output()
-            if rank.owed:
-                if number not in self._died:
-                    self.waits.append(rank.board.read(number))
-                rank.stop()
-            elif number in self.threads:
+            if number in stuck or number in self.threads:
                 rank.stop()
         self._view.close()
         return [rank.take_output() for rank in self.ranks]

@@ -238,3 +238,12 @@ def test_a_run_ends_at_its_timeout():
         "Raise timeout= if the work needs longer.",
     ]
     assert kit.run(total, world_size=2)[0] == 1
+
+
+def test_every_rank_of_a_deadlock_is_told_and_not_only_the_first_that_is_ended():
+    def send_first(rank, world_size):
+        dist.send(torch.zeros(1), (rank + 1) % world_size)
+
+    with pytest.raises(kit.RunTimeoutError) as caught:
+        kit.run(send_first, timeout=1)
+    assert [wait.op for wait in caught.value.waits] == [f"send(dst={d})" for d in (1, 2, 3, 0)]
