@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import socket
 import stat
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_the_notebook_itself_listens_nowhere():
     before = set(psutil.Process().net_connections("inet"))
     kit.run(total, world_size=2)
     assert set(psutil.Process().net_connections("inet")) <= before
+
+
+def test_a_taken_port_stops_nobody(monkeypatch):
+    """Ranks meet in a file: the port that other launchers use may belong to somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with kit.WorkerPool(2) as pool:
+            assert list(pool.run(total)) == [1, 1]
 
 
 def test_the_rendezvous_folder_is_private():
