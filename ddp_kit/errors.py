@@ -5,7 +5,7 @@
     ├── BackendError          a backend that cannot be had here
     ├── DataError             digits that cannot be had here
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
-    ├── RankDiedError         a process ended         .rank, .exitcode
+    ├── RankDiedError         a process ended         .rank, .exitcode, .failures
     ├── RunTimeoutError       timeout= went by        .unfinished
     └── ProofError            a lesson's claim did not hold
 
@@ -97,11 +97,8 @@ class Wait:
     """Where a rank was when its run was ended without it."""
 
     rank: int
-    op: str | None  # as it was called: "recv(src=1)"; None: it waited for no other rank
+    op: str | None  # as it was called: "recv(src=1)"; None: it was in no call that the kit knows
     where: Frame | None = None  # the line of the learner's own code
-
-    def __str__(self) -> str:
-        return f"waiting in {self.op}" if self.op else "busy in its own code"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -124,7 +121,8 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     lines, told = [], list(groups.values())
     for group, following in zip(told, [*told[1:], None], strict=False):
         was = "was" if len(group) == 1 else "were"
-        lines.append(f"{name_ranks(wait.rank for wait in group)} {was} {group[0]}")
+        did = f"{was} waiting in {group[0].op}" if group[0].op else "had not returned"
+        lines.append(f"{name_ranks(wait.rank for wait in group)} {did}")
         where = group[0].where
         if where is None or (following and following[0].where == where):
             continue  # one line of code, told below the last rank that stands there
@@ -138,7 +136,51 @@ def _point_at(frame: Frame, cell_names: dict[str, str]) -> list[str]:
     return [said, textwrap.indent(frame.source, "    ")]
 
 
-class RankError(KitError):
+def tell_failures(
+    failures: Iterable[RankFailure], cell_names: dict[str, str] | None = None
+) -> list[str]:
+    """Say in lines what ranks raised, and where; equal failures once. cell_names: as above."""
+    stories: dict[tuple, list[RankFailure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        stories.setdefault(failure.story, []).append(failure)
+    lines = []
+    for story in stories.values():
+        first, who = story[0], name_ranks(failure.rank for failure in story)
+        if cell_names is None:
+            lines += f"{who} raised {first}".split("\n")
+            continue
+        said = f"{first.type}: {first.message}" if first.message else first.type
+        lines.append(f"{who} raised {said}")
+        for frame in first.frames:
+            if frame.own:
+                lines += _point_at(frame, cell_names)
+        lines.append("")
+    return lines
+
+
+class _RunError(KitError):
+    """A run that did not come to its end, told rank by rank.
+
+    waits: where the ranks were that had not returned.
+    cell_names: what the notebook calls the files in which cells were compiled.
+    """
+
+    waits: tuple[Wait, ...] = ()
+    cell_names: dict[str, str] = {}
+
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(self._told(None))
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the learner's own lines of each rank, instead of the kit's (IPython calls this)."""
+        first, *others = self._told(self.cell_names)
+        return [f"{type(self).__name__}: {first}", *others]
+
+
+class RankError(_RunError):
     """One rank or more raised; equal failures are told once.
 
     failures: every rank that raised, by rank.
@@ -157,39 +199,22 @@ class RankError(KitError):
         self.cell_names = cell_names or {}
         super().__init__(failures, self.waits, cell_names)
 
-    def _stories(self) -> list[list[RankFailure]]:
-        """Failures grouped by story, in order of their lowest rank."""
-        groups: dict[tuple, list[RankFailure]] = {}
-        for failure in self.failures.values():
-            groups.setdefault(failure.story, []).append(failure)
-        return list(groups.values())
-
-    def __str__(self) -> str:
-        stories = [
-            f"{name_ranks(f.rank for f in group)} raised {group[0]}" for group in self._stories()
-        ]
-        return "\n".join(stories + tell_waits(self.waits))
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+        return tell_failures(self.failures.values(), cell_names) + tell_waits(
+            self.waits, cell_names
+        )
 
     def _render_traceback_(self) -> list[str]:
-        """Show the learner's own lines of each rank, instead of the kit's (IPython calls this)."""
-        lines = []
-        for group in self._stories():
-            first = group[0]
-            said = f"{first.type}: {first.message}" if first.message else first.type
-            lines.append(f"{name_ranks(f.rank for f in group)} raised {said}")
-            for frame in first.frames:
-                if frame.own:
-                    lines += _point_at(frame, self.cell_names)
-            lines.append("")
-        return [f"{type(self).__name__}:", *lines, *tell_waits(self.waits, self.cell_names)]
+        return [f"{type(self).__name__}:", *self._told(self.cell_names)]
 
 
-class RankDiedError(KitError):
+class RankDiedError(_RunError):
     """A rank's process ended in the middle of a run.
 
     rank: the lowest rank that died; exitcode: as in `multiprocessing.Process.exitcode`,
     negative for a signal, None where somebody else has fetched it; others: further ranks that
-    died; waits: where the ranks were that had not returned.
+    died; failures: the ranks that raised, by rank; waits: where the ranks were that had not
+    returned.
     """
 
     def __init__(
@@ -198,10 +223,14 @@ class RankDiedError(KitError):
         exitcode: int | None,
         others: Iterable[int] = (),
         waits: Iterable[Wait] = (),
+        failures: dict[int, RankFailure] | None = None,
+        cell_names: dict[str, str] | None = None,
     ):
         self.rank, self.exitcode, self.others = rank, exitcode, tuple(sorted(others))
         self.waits = tuple(waits)
-        super().__init__(rank, exitcode, self.others, self.waits)
+        self.failures = failures or {}
+        self.cell_names = cell_names or {}
+        super().__init__(rank, exitcode, self.others, self.waits, self.failures, cell_names)
 
     @property
     def signal(self) -> str | None:
@@ -228,32 +257,37 @@ class RankDiedError(KitError):
             )
         return "the worker called sys.exit or os._exit"
 
-    def __str__(self) -> str:
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
         how = f"left with exit code {self.exitcode}"
         if self.signal or self.exitcode is None:
             how = f"ended by {self.signal}" if self.signal else "its exit code was lost"
         also = f" ({name_ranks(self.others)} died too)" if self.others else ""
         said = f"rank {self.rank} died: {how}{also}. Likely cause: {self.cause}."
-        return "\n".join([said, *tell_waits(self.waits)])
+        failures = tell_failures(self.failures.values(), cell_names)
+        return [said, *failures, *tell_waits(self.waits, cell_names)]
 
 
-class RunTimeoutError(KitError):
+class RunTimeoutError(_RunError):
     """A run did not end within its `timeout=`.
 
     waits: where each rank was that had not returned; unfinished: the numbers of these ranks.
     """
 
-    def __init__(self, timeout: float, waits: Iterable[Wait]):
+    def __init__(
+        self, timeout: float, waits: Iterable[Wait], cell_names: dict[str, str] | None = None
+    ):
         self.timeout, self.waits = timeout, tuple(waits)
-        super().__init__(timeout, self.waits)
+        self.cell_names = cell_names or {}
+        super().__init__(timeout, self.waits, cell_names)
 
     @property
     def unfinished(self) -> tuple[int, ...]:
         """The ranks that had not returned."""
         return tuple(sorted(wait.rank for wait in self.waits))
 
-    def __str__(self) -> str:
-        told = [f"the run did not end within {self.timeout:g} s.", *tell_waits(self.waits)]
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+        advice = "Raise timeout= if the work needs longer."
         if all(wait.op for wait in self.waits):
-            return "\n".join([*told, "Look for a message that nobody sends or nobody receives."])
-        return "\n".join([*told, "Raise timeout= if the work needs longer."])
+            advice = "Look for a message that nobody sends or nobody receives."
+        said = f"the run did not end within {self.timeout:g} s."
+        return [said, *tell_waits(self.waits, cell_names), advice]

@@ -175,7 +175,7 @@ def temporary_folder() -> Finding:
     import fcntl  # not on Windows
 
     try:
-        with tempfile.TemporaryDirectory(prefix="ddp_kit-doctor-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ddp_kit_doctor-") as folder:
             private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
             with open(Path(folder, "lock"), "wb") as file:
                 file.write(b"x")

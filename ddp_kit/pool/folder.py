@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "ddp_kit-"
+from ddp_kit.errors import PoolError
+
+PREFIX = "ddp_kit-pool-"
+STORE = "group-"  # how the files in it begin: one for each process group
 
 
 class PrivateFolder:
@@ -21,16 +24,29 @@ class PrivateFolder:
 
     def __init__(self) -> None:
         while True:
-            self.path = tempfile.mkdtemp(prefix=PREFIX)
-            self._lock = os.open(self.path, os.O_RDONLY)
+            try:
+                self.path = tempfile.mkdtemp(prefix=PREFIX)
+            except OSError as error:
+                raise PoolError(
+                    f"no temporary folder can be made ({error.strerror}); set TMPDIR to a folder "
+                    "with free space"
+                ) from error
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue  # it was taken for a left-over one, before it was locked
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
                 return
-            os.close(self._lock)  # it was taken for a left-over one before it was locked
+            os.close(self._lock)  # likewise
+
+    def store(self, number: int) -> str:
+        """Return the file in which the ranks of one process group meet."""
+        return os.path.join(self.path, f"{STORE}{number}")
 
     def remove(self) -> None:
         """Remove the folder and what is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._lock)
 
 
@@ -45,8 +61,16 @@ def sweep() -> None:
             continue  # not a folder, or another pool was quicker
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         except BlockingIOError:
             pass  # its pool lives
         finally:
             os.close(lock)
+
+
+def _remove(folder: str | Path) -> None:
+    """Remove a folder with stores. Files that the kit did not put there stay, and so does it."""
+    for store in Path(folder).glob(f"{STORE}*"):
+        store.unlink(missing_ok=True)
+    with suppress(OSError):
+        os.rmdir(folder)

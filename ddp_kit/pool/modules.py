@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from importlib.machinery import SourceFileLoader
 
 from ddp_kit.trace import is_own
@@ -51,11 +50,13 @@ def read_stamp(file: str) -> Stamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-def changed(imported: Iterable[dict[str, Stamp]]) -> set[str]:
-    """Return the files that are not what some rank has imported. A file that is gone is not."""
-    versions: dict[str, set[Stamp]] = {}
-    for files in imported:
-        for file, stamp in files.items():
-            versions.setdefault(file, set()).add(stamp)
-    now = {file: read_stamp(file) for file in versions}
-    return {file for file, known in versions.items() if now[file] and known != {now[file]}}
+def changed(imported: list[dict[str, Stamp]]) -> list[set[str]]:
+    """Return, for each rank, the files that have changed since it imported them.
+
+    A file that is gone has not changed: nothing newer could be imported.
+    """
+    now = {file: read_stamp(file) for file in set().union(*imported)}
+    return [
+        {file for file, stamp in files.items() if now[file] not in (None, stamp)}
+        for files in imported
+    ]

@@ -136,18 +136,20 @@ class Outcome:
 
     def result(self, output: list[str]) -> Result:
         """Return what the ranks returned, or raise what kept them from it."""
-        if self._died:  # what the others raised is then mostly a lost connection
+        if self._died:  # what came out of a wait then is a lost connection
             rank = min(self._died)
             lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]
             others = set(self._died) - {rank}
-            raise RankDiedError(rank, self._died[rank], others, self.waits + lost)
+            failures = {n: r.failure for n, r in self._raised.items() if not r.inside}
+            exitcode, waits = self._died[rank], self.waits + lost
+            raise RankDiedError(rank, exitcode, others, waits, failures, cells.cell_names())
         if self._raised:
             failures = {number: reply.failure for number, reply in self._raised.items()}
             raise RankError(failures, self.waits, cells.cell_names())
         if self._timed_out and self._starting:
             raise PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
         if self._timed_out:
-            raise RunTimeoutError(self._timeout, self.waits)
+            raise RunTimeoutError(self._timeout, self.waits, cells.cell_names())
         sends = [send for _, reply in sorted(self._returned.items()) for send in reply.sends]
         values = (unpack(rank, self._returned[rank].parcel) for rank in range(len(self.ranks)))
         return Result(tuple(values), tuple(output), Trace(len(self.ranks), tuple(sends)))

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -57,14 +57,22 @@ class WorkerPool:
         self._running = False
         self._closed = False
         self._told_of_gpu = False
+        self._in_job = False  # a worker was sent; a rank that still owes a reply may be in it
+        self._folder: PrivateFolder | None = None
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
-        with holding_interrupt():
-            sweep()
-            self._folder = PrivateFolder()
-            _pools.add(self)
-            atexit.register(self._at_exit)
-            self._form(world_size, self._backend)
+        try:
+            with holding_interrupt():
+                sweep()
+                self._folder = PrivateFolder()
+                _pools.add(self)
+                atexit.register(self._at_exit)
+                self._form(world_size, self._backend)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, KeyboardInterrupt):
+                _show_interrupt(error, [])
+            raise
 
     def run(
         self,
@@ -94,6 +102,7 @@ class WorkerPool:
         self._running = True
         waits: list[Wait] = []  # what ranks waited in that were ended
         try:
+            around = _look_around()
             self._end_old_code(world_size)
             with holding_interrupt():
                 self._form(world_size, backend)
@@ -102,36 +111,34 @@ class WorkerPool:
             try:
                 if outcome.collect(START_TIMEOUT):  # the replies to Form, of whoever owes one
                     outcome = Outcome(self._ranks[:world_size], shown)
-                    self._send_job(outcome.ranks, parcel)
+                    self._send_job(outcome.ranks, parcel, around)
                     outcome.collect(timeout)
             finally:
                 with holding_interrupt():
                     output = outcome.close()
-                    waits = outcome.waits
+                    waits, self._in_job = outcome.waits, False
                     if not outcome.group_intact or outcome.threads:
                         self._formed = None
-                        self._form(world_size, backend)  # ready again while the learner reads
+                        with suppress(PoolError):  # the next run tries again, and tells it
+                            self._form(world_size, backend)  # ready while the learner reads
                 print_output(output)
             self._tell(outcome)
             return outcome.result(output)
         except KeyboardInterrupt as interrupt:
-            # IPython shows this instead of where in the pool the wait was.
-            said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
-            told = [said, *tell_waits(waits, cells.cell_names())]
-            interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
+            _show_interrupt(interrupt, waits)
             raise
         finally:
             self._running = False
 
     def _end_old_code(self, world_size: int) -> None:
         """End the ranks that have imported a file which was changed since."""
-        files = modules.changed(rank.modules for rank in self._ranks[:world_size])
-        old = [n for n, rank in enumerate(self._ranks[:world_size]) if files & rank.modules.keys()]
+        files = modules.changed([rank.modules for rank in self._ranks[:world_size]])
+        old = [number for number, changed in enumerate(files) if changed]
         if old:
             with holding_interrupt():
                 for number in old:
                     self._ranks[number].stop()
-            names = " and ".join(sorted({os.path.basename(file) for file in files}))
+            names = " and ".join(sorted({os.path.basename(file) for file in set().union(*files)}))
             print(f"{names} changed on disk: starting {name_ranks(old)} afresh")
 
     def _tell(self, outcome: Outcome) -> None:
@@ -157,18 +164,22 @@ class WorkerPool:
         in_main_thread = threading.current_thread() is threading.main_thread()
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
-            self._end_ranks()
-            self._folder.remove()
-            atexit.unregister(self._at_exit)
+            try:
+                self._end_ranks()
+            finally:
+                if self._folder is not None:
+                    self._folder.remove()
+                atexit.unregister(self._at_exit)
 
     def _form(self, world_size: int, backend: str) -> None:
         """Have `world_size` living processes in one group, at the price of what is missing."""
         if _leaving:
             return
-        if not all(rank.alive for rank in self._ranks):
-            self._formed = None
+        if self._in_job or not all(rank.alive for rank in self._ranks):
+            self._formed, self._in_job = None, False
             for index, rank in enumerate(self._ranks):
-                # One that owes a reply may wait for the dead one in the group they were to form.
+                # One that owes a reply may wait for the dead one in the group they were to form,
+                # or be in a worker that a second interrupt has left behind.
                 if rank.owed or not rank.alive:
                     rank.stop()
                     self._ranks[index] = RankProcess()
@@ -178,14 +189,15 @@ class WorkerPool:
         if self._formed == (world_size, backend):
             return
         self._groups += 1
-        store = os.path.join(self._folder.path, f"group-{self._groups}")
+        assert self._folder is not None, "the folder is made before the ranks are"
+        store = self._folder.store(self._groups)
         for number, rank in enumerate(self._ranks[:world_size]):
             rank.send(Form(number, world_size, backend, store))
         self._formed = (world_size, backend)
 
-    def _send_job(self, ranks: list[RankProcess], parcel: Parcel) -> None:
+    def _send_job(self, ranks: list[RankProcess], parcel: Parcel, around: Surroundings) -> None:
         sources = cells.cell_sources()
-        around = Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self._in_job = True
         for rank in ranks:
             rank.drain_output()
             rank.take_output()  # what came between two runs belongs to none
@@ -211,7 +223,7 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_folder", None):
+        if getattr(self, "_folder", None) is not None:
             self.close()
 
     def __repr__(self) -> str:
@@ -234,9 +246,27 @@ def leave(leaving: bool) -> None:
     _leaving = leaving
     ranks = [rank for pool in list(_pools) for rank in list(pool._ranks)] if leaving else []
     for rank in ranks:
-        rank.process.kill()
+        rank.kill()
     for rank in ranks:
         rank.join(1)
+
+
+def _look_around() -> Surroundings:
+    """Return what a rank should have around it. Raises PoolError if the folder is gone."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise PoolError(
+            "the notebook's working directory no longer exists; os.chdir to one that does"
+        ) from None
+    return Surroundings(tuple(map(str, sys.path)), folder, dict(os.environ))
+
+
+def _show_interrupt(interrupt: KeyboardInterrupt, waits: list[Wait]) -> None:
+    """Have IPython show what the ranks waited in, instead of where in the pool the wait was."""
+    said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
+    told = [said, *tell_waits(waits, cells.cell_names())]
+    interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, resource_tracker
@@ -22,6 +23,7 @@ from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
 from ddp_kit.trace import Board
 
+MARK = "DDP_KIT_RANK"  # in the environment of a rank and of all that it starts
 OUTPUT_LIMIT = 1_000_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
 
@@ -34,7 +36,13 @@ class RankProcess:
             self.control, control_end = Pipe()
             self.printed, print_end = Pipe(duplex=False)
             self.board = Board()
-            with holding_interrupt(), _empty_main_module(), _no_resource_tracker():
+            self._mark = uuid.uuid4().hex
+            with (
+                holding_interrupt(),
+                _empty_main_module(),
+                _no_resource_tracker(),
+                _environment(MARK, self._mark),
+            ):
                 started = mp.spawn(
                     worker.main,
                     (control_end, print_end, self.board, os.getpid()),
@@ -50,6 +58,7 @@ class RankProcess:
         control_end.close()
         print_end.close()
         self.process = started.processes[0]
+        self._handle = psutil_process(self.process.pid)
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
@@ -127,7 +136,7 @@ class RankProcess:
         """End the process and its children: let it leave for `patience` seconds, then kill it."""
         self.dismiss()
         self.join(patience)
-        self.process.kill()
+        self.kill()
         for child in self._children:
             _kill(child)
         self.join(5)
@@ -137,10 +146,13 @@ class RankProcess:
 
     def dismiss(self) -> None:
         """Tell the process to leave; remember its children, who would be lost without it."""
-        # Once it was reaped, its pid may belong to somebody else.
-        if not self.control.closed and self.process.exitcode is None:
-            self._children = _descendants(self.process.pid)
+        if not self.control.closed:
+            self._children = _descendants(self._handle) if self.alive else _marked(self._mark)
         self.control.close()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        _kill(self._handle)
 
     def join(self, seconds: float) -> int | None:
         """Wait for the process to end; return its exit code.
@@ -156,20 +168,51 @@ class RankProcess:
         return self.process.exitcode
 
 
-def _descendants(pid: int | None) -> list:
-    import psutil
-
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _kill(process) -> None:
+def psutil_process(pid: int | None) -> Any:
+    """Return a handle that will not take a later process with the same pid for this one."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
-        process.kill()  # psutil makes sure that the pid still means the same process
+        return psutil.Process(pid)
+    return None
+
+
+def _descendants(process: Any) -> list:
+    import psutil
+
+    try:
+        return process.children(recursive=True)
+    except (psutil.Error, OSError, AttributeError):
+        return []
+
+
+def _marked(mark: str) -> list:
+    """Find what a rank has left running that ended by itself: its children are nobody's now."""
+    import psutil
+
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                left.append(process)
+    return left
+
+
+def _kill(process: Any) -> None:
+    import psutil
+
+    with suppress(psutil.Error, AttributeError):
+        process.kill()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Have a process that is started here find a variable in its environment."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextmanager
@@ -186,14 +229,15 @@ def holding_interrupt() -> Iterator[None]:
             f"not from the thread {threading.current_thread().name!r}"
         )
     came: list[bool] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    # The mask is this thread's alone; another thread may still take the signal.
+    # First the handler: from here on nothing is raised. The mask alone would not do, because it is
+    # this thread's, and another thread may take the signal.
     before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)  # last, so that nothing is raised before it is done
         if came:
             signal.raise_signal(signal.SIGINT)
 

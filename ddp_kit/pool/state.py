@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 import threading
 
@@ -19,6 +21,9 @@ class State:
     def __init__(self) -> None:
         self._streams = sys.stdout, sys.stderr
         self._output = os.dup(1)
+        # The pool finds what a rank has started by a variable that came with the process.
+        mark = {name: text for name, text in os.environ.items() if name.startswith("DDP_KIT_")}
+        self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()
 
@@ -28,7 +33,8 @@ class State:
             if not _same_file(descriptor, self._output):
                 os.dup2(self._output, descriptor)
         sys.stdout, sys.stderr = self._streams
-        _set_environment(around.environment | backends.LOOPBACK_ENVIRONMENT)
+        _set_environment(around.environment | self._own_environment)
+        socket.setdefaulttimeout(None)
         sys.path[:] = around.path
         os.chdir(around.folder)
         backends.take_device(place.backend, place.rank)
@@ -42,7 +48,10 @@ class State:
         self._seed_generators()
 
     def _seed_generators(self) -> None:
-        """Have the same cell draw the same numbers again."""
+        """Have the same cell draw the same numbers from torch again, as fresh processes do."""
+        random.seed()  # in a fresh process these two come from the system
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
@@ -51,8 +60,12 @@ class State:
 def thread_left_running() -> str | None:
     """Return the name of a thread that still runs the learner's code; None if there is none.
 
-    Threads of libraries, which wait for work or watch something, stay out of it.
+    Threads of libraries, which wait for work or watch something, stay out of it. A timer does not:
+    it will call the learner's code.
     """
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            return thread.name
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident == threading.main_thread().ident:

@@ -10,10 +10,14 @@ from __future__ import annotations
 import functools
 import io
 import mmap
+import os
 import pickle
 import reprlib
+import socket
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -25,6 +29,7 @@ import torch
 from ddp_kit.trace import unnamed_file
 
 LARGE = 1 << 16  # bytes from which memory goes by descriptor
+MAPPED = 1 << 22  # bytes from which a received file is mapped
 _ALIGNMENT = 64  # bytes; what torch gives its own tensors
 
 
@@ -49,7 +54,7 @@ class Parcel:
         if self.file is None:
             return pickle.loads(self.pickled)
         with self.file:
-            memory = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_COPY))
+            memory = memoryview(_map_or_read(self.file))
         buffers = [memory[offset : offset + length] for offset, length in self.spans]
         return pickle.loads(self.pickled, buffers=buffers)
 
@@ -57,6 +62,17 @@ class Parcel:
         """Let go of the file, once it was sent."""
         if self.file is not None:
             self.file.close()
+
+
+def _map_or_read(file: BinaryIO) -> Any:
+    """Map a file, privately; read it if it is small, because a mapping keeps a descriptor."""
+    size = os.fstat(file.fileno()).st_size
+    if size >= MAPPED:
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    content = bytearray(size)
+    file.seek(0)
+    file.readinto(content)  # type: ignore[attr-defined]
+    return content
 
 
 def pack(value: Any) -> Parcel:
@@ -89,19 +105,19 @@ def _remember_submodules() -> None:
     """Have cloudpickle look through all loaded modules once a worker, not once a run.
 
     It looks for submodules that the worker names, such as `torch.nn`. With torch loaded that
-    takes a millisecond, half of a warm run. Without this function it is slower, and the same.
+    takes a millisecond, half of a warm run.
     """
     find = getattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
     if find is None:
         return
 
     @functools.lru_cache(maxsize=256)
-    def found(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
+    def found(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: tuple) -> list:
         return find(code, used)
 
     def find_again(code: types.CodeType, used: Any) -> list:
         modules = tuple(value for value in used if isinstance(value, types.ModuleType))
-        return found(code, modules, len(sys.modules))
+        return found(code, modules, tuple(sys.modules))
 
     cloudpickle.cloudpickle._find_imported_submodules = find_again
 
@@ -120,20 +136,26 @@ class _Pickler(cloudpickle.Pickler):
             return _storage, (_buffer_of(obj.cpu()),)
         if isinstance(obj, torch.storage.TypedStorage) and not obj.is_sparse:
             return _typed_storage, (obj._untyped_storage, obj.dtype)
-        if isinstance(obj, io.IOBase) and not isinstance(obj, (io.StringIO, io.BytesIO)):
+        if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
         return super().reducer_override(obj)
 
 
+def _can_travel(file: io.IOBase) -> bool:
+    standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(file, (io.StringIO, io.BytesIO)) or file in standard
+
+
 def _buffer_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return pickle.PickleBuffer(flat.numpy())
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
     if not len(buffer):
         return torch.UntypedStorage(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return storage if len(buffer) >= LARGE else storage.clone()  # a clone can be resized
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
@@ -146,7 +168,8 @@ def send(control: Connection, message: Any) -> None:
     file = _parcel(message).file
     if file is not None:
         # Behind the message: a descriptor travels with a byte of its own.
-        reduction.send_handle(control, file.fileno(), None)
+        with _sockets_that_wait():
+            reduction.send_handle(control, file.fileno(), None)
 
 
 def receive(control: Connection) -> Any:
@@ -154,8 +177,20 @@ def receive(control: Connection) -> Any:
     message = control.recv()
     parcel = _parcel(message)
     if parcel.spans:
-        parcel.file = open(reduction.recv_handle(control), "r+b", buffering=0)  # noqa: SIM115
+        with _sockets_that_wait():
+            parcel.file = open(reduction.recv_handle(control), "r+b", buffering=0)  # noqa: SIM115
     return message
+
+
+@contextmanager
+def _sockets_that_wait() -> Iterator[None]:
+    """Keep a default timeout that the learner has set away from the control pipe."""
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(timeout)
 
 
 _NOTHING = Parcel(b"")
@@ -165,12 +200,17 @@ def _parcel(message: Any) -> Parcel:
     return getattr(message, "parcel", _NOTHING)
 
 
-def find_culprit(value: Any, path: str = "") -> tuple[str, Any, Exception] | None:
-    """Find what in a value cannot be packed: where it stands, what it is, and why not."""
-    if isinstance(value, types.ModuleType):  # cloudpickle would send its name only
+def find_culprit(
+    value: Any, path: str = "", modules: bool = True, _above: tuple[int, ...] = ()
+) -> tuple[str, Any, Exception] | None:
+    """Find what in a value cannot be packed: where it stands, what it is, and why not.
+
+    modules: whether a module can.
+    """
+    if isinstance(value, types.ModuleType) and not modules:
         return path, value, TypeError("a module can only be imported")
-    for step, inner in _parts(value):
-        found = find_culprit(inner, path + step)
+    for step, inner in _parts(value) if id(value) not in _above else ():
+        found = find_culprit(inner, path + step, modules, (*_above, id(value)))
         if found:
             return found
     try:
@@ -181,7 +221,7 @@ def find_culprit(value: Any, path: str = "") -> tuple[str, Any, Exception] | Non
 
 
 def holds_module(value: Any) -> bool:
-    """Tell whether a value is a module, or a list or dict with one."""
+    """Tell whether a value is a module, or a list or dict with one. It would arrive as a name."""
     return any(isinstance(v, types.ModuleType) for _, v in [("", value), *_parts(value)])
 
 

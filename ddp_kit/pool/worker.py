@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ from ddp_kit.pool.modules import Imports
 from ddp_kit.pool.state import State, thread_left_running
 from ddp_kit.trace import Board, describe_line, recording
 
+LONGEST_MESSAGE = 10_000  # characters of an exception's text
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
 
@@ -61,6 +63,9 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
         reply = member.form(message) if isinstance(message, Form) else member.run(message)
         _flush()
         values.send(control, reply)
+        if isinstance(reply, Returned):
+            reply.parcel.close()
+        del message, reply  # an idle rank holds nothing of the last run
 
 
 class _Member:
@@ -106,9 +111,8 @@ class _Member:
                 worker, args = job.parcel.unpack()
                 value = worker(rank, world_size, *args)
                 parcel = pack(value)
-            except SystemExit:
-                _flush()
-                raise  # the process ends, as the worker asked; the pool tells the learner
+            except SystemExit as leaving:
+                _leave(leaving.code)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
@@ -132,7 +136,7 @@ def pack(value: object) -> values.Parcel:
             return values.pack(value)
     except Exception as error:
         failed = error
-    path, culprit, reason = values.find_culprit(value) or ("", value, failed)
+    path, culprit, reason = values.find_culprit(value, modules=False) or ("", value, failed)
     what = f"a {type(culprit).__name__}"
     if path:
         what = f"a {type(value).__name__} whose {path} is {what}"
@@ -149,7 +153,7 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         for line in traceback.extract_tb(error.__traceback__)
     )
     try:
-        message = str(error)
+        message = str.__str__(str(error))[:LONGEST_MESSAGE]  # a plain str, whatever it was
     except Exception:  # the learner's own __str__ may fail
         message = "(its message could not be read)"
     return RankFailure(rank, type(error).__name__, message, frames)
@@ -212,6 +216,14 @@ def _send_prints_to(output: Connection) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _leave(code: object) -> NoReturn:
+    """End the process as `sys.exit(code)` asks, but wait for no thread; the pool tells it."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    _flush()
+    os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
 
 
 def _flush() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import site
 import sysconfig
 from types import FrameType
 
@@ -13,6 +14,7 @@ from ddp_kit.errors import Frame
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
+    | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
     | {os.path.join(_PACKAGE, name) + os.sep for name in ("pool", "trace")}
     | {"<frozen "}
 )

@@ -69,8 +69,14 @@ class Recorder:
 
     def wait(self, work: Work, *args, **kwargs):
         """Wait for `work`, and say so on the board."""
-        _, op = self._started.pop(id(work), (None, "wait"))
-        return self.block(op, sys._getframe(2), _wait, work, *args, **kwargs)
+        _, op = self._started.get(id(work), (None, "wait"))
+        done = self.block(op, sys._getframe(2), _wait, work, *args, **kwargs)
+        self._started.pop(id(work), None)  # not before: a thread may be left in the wait
+        return done
+
+    def stop(self) -> None:
+        """Leave the board to the next run; a thread of this one may still be in a wait."""
+        self._board = None
 
     def block(self, op: str, frame: FrameType | None, blocking, *args, **kwargs):
         """Call what may block, and say so on the board meanwhile."""
@@ -133,6 +139,7 @@ def recording(board: Board | None = None) -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
+        recorder.stop()
         for name, method in group_methods.items():
             setattr(ProcessGroup, name, method)
         Work.wait = work_wait

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from typing import BinaryIO
 
 
 def unnamed_file(purpose: str) -> BinaryIO:
     """Return an open file that no folder lists and that ends with its last descriptor."""
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
+        with suppress(OSError):  # some sandboxes refuse it
+            return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 import threading
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +127,51 @@ def test_everything_else_that_a_worker_changes_is_put_back():
     assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
 
 
+def test_a_seed_does_not_reach_the_next_run():
+    def seed(rank, world_size):
+        random.seed(0)
+        numpy.random.seed(0)
+        return draw(rank, world_size)
+
+    def draw(rank, world_size):
+        return random.random(), numpy.random.random()
+
+    seeded = kit.run(seed, world_size=1)[0]
+    again = kit.run(draw, world_size=1)[0]
+    random.seed(0)
+    numpy.random.seed(0)
+    assert seeded == draw(0, 1)
+    assert not set(again) & set(draw(0, 1))
+
+
+def test_a_timeout_of_sockets_does_not_break_the_pipe():
+    def set_timeout(rank, world_size):
+        socket.setdefaulttimeout(5)
+        return torch.ones(100_000)
+
+    warm = list(kit.run(pid, world_size=2))
+    assert kit.run(set_timeout, world_size=2)[1].sum() == 100_000
+    assert list(kit.run(lambda rank, world_size: socket.getdefaulttimeout(), world_size=2)) == [
+        None,
+        None,
+    ]
+    socket.setdefaulttimeout(5)
+    try:
+        assert kit.run(lambda r, w, t: t.sum().item(), torch.ones(100_000), world_size=2)[0] == 1e5
+    finally:
+        socket.setdefaulttimeout(None)
+    assert list(kit.run(pid, world_size=2)) == warm
+
+
+def test_a_removed_working_directory_is_told(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(kit.PoolError, match="working directory no longer exists"):
+        kit.run(pid, world_size=2)
+
+
 def test_ranks_follow_the_notebooks_environment(monkeypatch):
     read = lambda rank, world_size: os.environ.get("LEARNER")  # noqa: E731
     monkeypatch.setenv("LEARNER", "set")
@@ -155,6 +203,34 @@ def test_a_thread_left_running_ends_with_a_fresh_rank_and_a_line_says_so(tmp_pat
     after = list(kit.run(pid, world_size=2))
     assert (after[0], after[1] == before[1]) == (before[0], False)
     assert (os.path.getsize(path) if os.path.exists(path) else 0) == size
+
+
+def test_a_timer_left_running_does_not_print_into_the_next_run(capsys):
+    def leave_timer(rank, world_size):
+        if rank == 1:
+            threading.Timer(30, print, ("late",)).start()
+
+    before = list(kit.run(pid, world_size=2))
+    kit.run(leave_timer, world_size=2)
+    assert "rank 1 starts afresh: the worker left its thread" in capsys.readouterr().out
+    assert kit.run(pid, world_size=2)[1] != before[1]
+
+
+def test_a_thread_left_in_a_collective_does_not_meet_the_next_run():
+    def leave_collective(rank, world_size):
+        if rank == 0:
+            threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
+            while not any("wait" in line for line in stacks()):
+                pass
+
+    def stacks():
+        for frame in sys._current_frames().values():
+            while frame:
+                yield frame.f_code.co_name
+                frame = frame.f_back
+
+    kit.run(leave_collective, world_size=2)
+    assert list(kit.run(total, world_size=2, timeout=60)) == [3.0, 3.0]
 
 
 def test_a_librarys_idle_thread_costs_no_fresh_rank():

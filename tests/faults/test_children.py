@@ -97,10 +97,14 @@ def test_close_ends_what_a_worker_left_running(pool):
     assert ended(left)
 
 
-def test_a_grandchild_does_not_hide_the_death_of_its_rank(pool):
+def test_children_of_a_rank_that_died_end_and_do_not_hide_its_death(pool, tmp_path):
+    file = tmp_path / "children"
+
     def die(rank, world_size):
-        os.system("sleep 60 &")
         if rank == 1:
+            plain = subprocess.Popen(["sleep", "60"])
+            apart = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            file.write_text(f"{plain.pid} {apart.pid}")
             os._exit(3)
         dist.barrier()
 
@@ -108,4 +112,7 @@ def test_a_grandchild_does_not_hide_the_death_of_its_rank(pool):
     with pytest.raises(kit.RankDiedError):
         pool.run(die)
     assert time.monotonic() - start < 20
+    numbers = [int(number) for number in file.read_text().split()]
+    assert len(numbers) == 2
+    assert ended(psutil.Process(number) for number in numbers if psutil.pid_exists(number))
     wait_until(lambda: pool._ranks[1].alive, 10, "the replacement runs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -53,7 +54,7 @@ def test_one_rank_raises_while_others_wait():
         f'    {line_of(one_raises, 2)}: raise ValueError("boom")',
         "ranks 0 and 2 were waiting in barrier",
         f"    {line_of(one_raises, 5)}: dist.barrier()",
-        "rank 3 was busy in its own code",
+        "rank 3 had not returned",
     ]
     assert kit.run(total)[0] == 6
 
@@ -150,6 +151,68 @@ def test_a_rank_that_dies_is_named(leave, exitcode, words):
     assert kit.run(total, world_size=3)[0] == 3
 
 
+def test_a_failure_is_told_also_when_another_rank_dies():
+    def worker(rank, world_size):
+        if rank == 0:
+            raise ValueError("the real cause")
+        if rank == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(kit.RankDiedError) as caught:
+        kit.run(worker, world_size=3)
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith("rank 1 died: left with exit code 3.")
+    assert others[0] == "rank 0 raised ValueError: the real cause"
+    assert others[2] == "rank 2 was waiting in barrier"
+    assert list(caught.value.failures) == [0]
+
+
+def test_sys_exit_waits_for_no_thread():
+    def worker(rank, world_size):
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        sys.exit("enough")
+
+    with pytest.raises(kit.RankDiedError, match="exit code 1"):
+        kit.run(worker, world_size=1, timeout=60)
+
+
+def test_a_failed_replacement_hides_neither_output_nor_error(monkeypatch, capsys):
+    def worker(rank, world_size):
+        print("last words")
+        if rank == 1:
+            raise ValueError("boom")
+        dist.recv(torch.zeros(1), src=1)
+
+    def refuse(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    kit.run(pid, world_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(process.mp, "spawn", refuse)
+        with pytest.raises(kit.RankError, match="rank 1 raised ValueError: boom"):
+            kit.run(worker, world_size=2)
+    assert capsys.readouterr().out == "[rank 0] last words\n[rank 1] last words\n"
+    assert kit.run(total, world_size=2)[0] == 1
+
+
+def test_an_exception_of_an_odd_class_and_of_great_length_is_still_told():
+    class Odd(str):
+        def __reduce__(self):
+            raise RuntimeError("not me")
+
+    class Fault(Exception):
+        def __str__(self):
+            return Odd("x" * 100_000)
+
+    def fail(rank, world_size):
+        raise Fault
+
+    with pytest.raises(kit.RankError, match="rank 0 raised Fault: xxx") as caught:
+        kit.run(fail, world_size=1)
+    assert len(str(caught.value)) < 20_000
+
+
 def test_a_lost_exit_code_is_not_told_as_success():
     def reaped_by_other_code():
         os.waitpid(victim, 0)
@@ -218,6 +281,22 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
         kit.WorkerPool(1)
 
 
+def test_a_pool_that_cannot_be_had_in_full_leaves_nothing(monkeypatch):
+    spawn, started = process.mp.spawn, []
+
+    def refuse_the_second(*args, **kwargs):
+        if started:
+            raise OSError(12, "Cannot allocate memory")
+        started.append(spawn(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(process.mp, "spawn", refuse_the_second)
+    with pytest.raises(kit.PoolError, match="Cannot allocate memory") as caught:
+        kit.WorkerPool(2)
+    assert caught.value is not None, "it is held, and its traceback holds the pool"
+    assert started[0].processes[0].exitcode is not None
+
+
 def test_a_run_ends_at_its_timeout():
     def one_is_late(rank, world_size):
         if rank == 0:
@@ -234,7 +313,7 @@ def test_a_run_ends_at_its_timeout():
         "the run did not end within 1 s.",
         "rank 0 was waiting in recv(src=1)",
         f"    {line_of(one_is_late, 2)}: dist.recv(torch.zeros(1), src=1)",
-        "rank 1 was busy in its own code",
+        "rank 1 had not returned",
         "Raise timeout= if the work needs longer.",
     ]
     assert kit.run(total, world_size=2)[0] == 1

@@ -63,6 +63,15 @@ def test_only_the_rank_that_has_imported_the_module_starts_afresh(module, capsys
     assert "starting rank 1 afresh" in capsys.readouterr().out
 
 
+def test_a_rank_that_has_the_new_code_already_stays_warm(module):
+    kit.run(module(1), world_size=2)
+    worker = module(2)
+    fresh = kit.run(worker, world_size=1)[0]
+    both = kit.run(worker, world_size=2)
+    assert both[0] == fresh
+    assert both[1][0] == 2
+
+
 def test_a_module_that_was_removed_still_runs_in_warm_ranks(module, capsys):
     worker = module(1)
     before = kit.run(worker, world_size=2)

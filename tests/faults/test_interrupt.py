@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
+import pytest
 from kernels import ENVIRONMENT, STUCK, interrupt, start_stuck
 from processes import BOUND, assert_gone, wait_until
+
+from ddp_kit.pool.outcome import Outcome
 
 
 def test_the_interrupt_button_ends_a_run_whatever_the_ranks_do(kernel, tmp_path):
@@ -55,8 +59,61 @@ def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(kernel):
         "kit.run(pid, world_size=2)"
     )
     assert cell.error["ename"] == "KeyboardInterrupt"
+    assert cell.rendered.startswith("KeyboardInterrupt: the run was stopped")
     assert cell.stderr == ""
+    assert kernel.process.children() == [], "what was started is ended"
     assert len(kernel.ranks(2)) == 2
+
+
+def test_an_interrupt_at_any_moment_leaves_interrupts_as_they_were():
+    """SIGINT comes while the kit begins and ends to hold interrupts back, thousands of times."""
+    code = (
+        "import os, signal, threading, time\n"
+        "from ddp_kit.pool.process import holding_interrupt\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def shoot():\n"
+        "    while not done:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.0005)\n"
+        "done, came, blocked = False, 0, 0\n"
+        "shooter = threading.Thread(target=shoot)\n"
+        "while came < 1000:\n"
+        "    try:\n"
+        "        if not shooter.is_alive():\n"
+        "            shooter.start()\n"
+        "        while True:\n"
+        "            with holding_interrupt():\n"
+        "                pass\n"
+        "    except KeyboardInterrupt:\n"
+        "        came += 1\n"
+        "        blocked += signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
+        "        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:\n"
+        "            blocked += 1\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "done = True\n"
+        "print(came, blocked)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("1000 0\n", "")
+
+
+def test_a_second_interrupt_before_the_first_is_dealt_with_leaves_a_pool_that_works(pool):
+    def late(rank, world_size):
+        time.sleep(600)
+
+    def interrupt_twice(outcome):
+        monkeypatch.undo()
+        raise KeyboardInterrupt  # as if it came on the way to the clean-up
+
+    list(pool.run(lambda rank, world_size: rank))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Outcome, "close", interrupt_twice)
+        monkeypatch.setattr(Outcome, "collect", lambda outcome, timeout: outcome._starting)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(late)
+    assert list(pool.run(lambda rank, world_size: rank, timeout=60)) == [0, 1]
 
 
 def test_ctrl_c_ends_a_lesson_in_a_terminal():

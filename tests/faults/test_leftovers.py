@@ -161,15 +161,17 @@ def assert_next_pool_sweeps() -> None:
 
 
 def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
-    left, notes = tmp_path / "ddp_kit-left", tmp_path / "ddp_kit-notes.txt"
-    left.mkdir()
-    (left / "group-1").touch()
-    notes.touch()
+    left, checkout = tmp_path / "ddp_kit-pool-left", tmp_path / "ddp_kit-main"
+    homework = tmp_path / "ddp_kit-pool-mine" / "homework.py"
+    for file in (left / "group-1", checkout / "README.md", homework):
+        file.parent.mkdir()
+        file.touch()
     with kit.WorkerPool(1), kit.WorkerPool(1):
         assert not left.exists()
-        assert len(folders()) == 3, "two living pools keep theirs, and a file is not touched"
-    notes.unlink()
-    assert not folders()
+        assert len(folders()) == 3, "two living pools keep theirs"
+    assert homework.exists()
+    assert (checkout / "README.md").exists()
+    assert folders() == {homework.parent}
 
 
 def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
@@ -178,7 +180,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
     def sweep_first(lock, how):
         if not swept:
             swept.append(True)
-            pool_folder.shutil.rmtree(next(iter(folders())))
+            os.rmdir(next(iter(folders())))
         flock(lock, how)
 
     monkeypatch.setattr(pool_folder.fcntl, "flock", sweep_first)

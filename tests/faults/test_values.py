@@ -12,6 +12,7 @@ import numpy
 import psutil
 import pytest
 import torch
+from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.pool import process, values
@@ -81,13 +82,14 @@ def test_every_kind_of_value_keeps_what_it_is():
     for value in kit.run(make, world_size=2):
         base, part, transposed = value["views"]
         assert part.tolist() == list(range(10, 20))
+        assert value["bool"].resize_(3).shape == (3,)
         assert value["strided"][5] == 10
         part.zero_()
         assert base[10:20].sum() == 0, "a view is still a view"
         assert transposed.shape == (1000, 100)
         assert value["half"].dtype == torch.bfloat16
         assert value["empty"].shape == (0, 3)
-        assert value["bool"].tolist() == [True, False]
+        assert value["bool"][:2].tolist() == [True, False]
         assert value["sparse"].to_dense().equal(torch.eye(3))
         assert value["grad"].requires_grad
         value["grad"].sum().backward()
@@ -95,6 +97,39 @@ def test_every_kind_of_value_keeps_what_it_is():
         value["array"][0] = 1
         assert value["model"](torch.ones(300)).shape == (300,)
         assert value["bytes"].getvalue() == b"abc"
+
+
+def test_a_default_device_does_not_keep_values_from_travelling():
+    def worker(rank, world_size):
+        ones = torch.ones(100_000)
+        torch.set_default_device("meta")
+        return ones, torch.tensor([rank], device="cpu")
+
+    assert [value.item() for _, value in kit.run(worker, world_size=2)] == [0, 1]
+
+
+def test_an_idle_rank_holds_nothing_of_its_last_value():
+    result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
+    rank = psutil.Process(kit.pool.pool._shared._ranks[0].process.pid)
+    del result
+    wait_until(lambda: not held(rank), 5, "the rank lets go of it")
+
+
+def held(process):
+    """The unnamed files with values that a process has mapped or open."""
+    return [m.path for m in process.memory_maps() if "ddp_kit values" in m.path] + [
+        link
+        for number in os.listdir(f"/proc/{process.pid}/fd")
+        if "ddp_kit values" in (link := os.readlink(f"/proc/{process.pid}/fd/{number}"))
+    ]
+
+
+def test_many_values_can_be_kept():
+    """A mapping keeps a descriptor; values that are not huge must do without."""
+    before = psutil.Process().num_fds()
+    kept = [kit.run(lambda r, w: torch.ones(100_000), world_size=2) for _ in range(20)]
+    assert psutil.Process().num_fds() <= before + 4
+    assert all(value.sum() == 100_000 for result in kept for value in result)
 
 
 def test_tensors_on_a_gpu_come_back_on_the_cpu_and_it_is_said_once(capsys):
