@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | _LAZY)
+    return [*__all__, "__version__"]
 
 
 if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:

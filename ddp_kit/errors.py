@@ -20,10 +20,13 @@ Cell numbers do change, so they stand in the rendered traceback only.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 class KitError(Exception):
@@ -130,6 +133,12 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     return lines
 
 
+def tell_returned(ranks: Iterable[int]) -> list[str]:
+    """Say in a line which ranks had returned, if any had: nobody can wait for them."""
+    ranks = list(ranks)
+    return [f"{name_ranks(ranks)} had returned"] if ranks else []
+
+
 def _point_at(frame: Frame, cell_names: dict[str, str]) -> list[str]:
     place = cell_names.get(frame.file, frame.file)
     said = f"  {place}, line {frame.line}, in {frame.function}"
@@ -151,9 +160,12 @@ def tell_failures(
             continue
         said = f"{first.type}: {first.message}" if first.message else first.type
         lines.append(f"{who} raised {said}")
-        for frame in first.frames:
-            if frame.own:
-                lines += _point_at(frame, cell_names)
+        own = (frame for frame in first.frames if frame.own)
+        for frame, same in itertools.groupby(own):
+            lines += _point_at(frame, cell_names)
+            again = len(list(same)) - 1
+            if again:
+                lines.append(f"    ... and {again:,} more times from there")
         lines.append("")
     return lines
 
@@ -248,7 +260,7 @@ class RankDiedError(_RunError):
         if self.signal == "SIGKILL":
             return "it was killed from outside, most often because memory ran out"
         if self.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
-            return "native code crashed"
+            return "native code crashed; what it printed last may say why"
         if self.signal:
             return "it was stopped from outside"
         if self.exitcode is None:
@@ -270,15 +282,20 @@ class RankDiedError(_RunError):
 class RunTimeoutError(_RunError):
     """A run did not end within its `timeout=`.
 
-    waits: where each rank was that had not returned; unfinished: the numbers of these ranks.
+    waits: where each rank was that had not returned; unfinished: the numbers of these ranks;
+    returned: the numbers of the others.
     """
 
     def __init__(
-        self, timeout: float, waits: Iterable[Wait], cell_names: dict[str, str] | None = None
+        self,
+        timeout: float,
+        waits: Iterable[Wait],
+        returned: Iterable[int] = (),
+        cell_names: dict[str, str] | None = None,
     ):
-        self.timeout, self.waits = timeout, tuple(waits)
+        self.timeout, self.waits, self.returned = timeout, tuple(waits), tuple(sorted(returned))
         self.cell_names = cell_names or {}
-        super().__init__(timeout, self.waits, cell_names)
+        super().__init__(timeout, self.waits, self.returned, cell_names)
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -286,8 +303,13 @@ class RunTimeoutError(_RunError):
         return tuple(sorted(wait.rank for wait in self.waits))
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        advice = "Raise timeout= if the work needs longer."
-        if all(wait.op for wait in self.waits):
+        ops = [wait.op for wait in self.waits]
+        if not all(ops):
+            advice = "Raise timeout= if the work needs longer."
+        elif all(op and op.startswith(_POINT_TO_POINT) for op in ops):
             advice = "Look for a message that nobody sends or nobody receives."
+        else:
+            advice = "All ranks must call the same collectives, in one order and with equal shapes."
         said = f"the run did not end within {self.timeout:g} s."
-        return [said, *tell_waits(self.waits, cell_names), advice]
+        waits = tell_waits(self.waits, cell_names)
+        return [said, *waits, *tell_returned(self.returned), advice]

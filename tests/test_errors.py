@@ -43,6 +43,18 @@ def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
     ]
 
 
+def test_a_deep_recursion_is_told_in_a_few_lines():
+    frame = Frame("cell-file", 2, "deeper", "return deeper(n)", True)
+    error = kit.RankError({0: kit.RankFailure(0, "RecursionError", "too deep", (frame,) * 1000)})
+    assert error._render_traceback_()[1:] == [
+        "rank 0 raised RecursionError: too deep",
+        "  cell-file, line 2, in deeper",
+        "    return deeper(n)",
+        "    ... and 999 more times from there",
+        "",
+    ]
+
+
 def test_a_failure_outside_the_learners_code_shows_no_line():
     error = kit.RankError({0: failure(0, own=False)})
     assert str(error) == "rank 0 raised ValueError: boom"
@@ -99,14 +111,19 @@ def test_ranks_that_wait_at_one_line_share_it():
 
 
 def test_a_timeout_names_who_had_not_returned_and_what_to_do():
-    waiting = kit.RunTimeoutError(2.5, [Wait(3, "recv(src=1)", RECV), Wait(1, "barrier")])
+    waiting = kit.RunTimeoutError(2.5, [Wait(3, "recv(src=1)", RECV), Wait(1, "send(dst=0)")])
     assert waiting.unfinished == (1, 3)
     assert str(waiting).splitlines() == [
         "the run did not end within 2.5 s.",
-        "rank 1 was waiting in barrier",
+        "rank 1 was waiting in send(dst=0)",
         "rank 3 was waiting in recv(src=1)",
         "    line 5 of worker: dist.recv(t, src=1)",
         "Look for a message that nobody sends or nobody receives.",
+    ]
+    uneven = str(kit.RunTimeoutError(1, [Wait(2, "all_reduce"), Wait(1, "barrier")], {0, 3}))
+    assert uneven.splitlines()[3:] == [
+        "ranks 0 and 3 had returned",
+        "All ranks must call the same collectives, in one order and with equal shapes.",
     ]
     slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
     assert slow.endswith("rank 0 had not returned\nRaise timeout= if the work needs longer.")

@@ -182,7 +182,9 @@ def test_an_argument_that_cannot_be_pickled_is_named():
 
 def test_a_closure_that_cannot_be_pickled_is_named():
     lock = threading.Lock()
-    with pytest.raises(kit.PoolError, match="the worker, or something that it uses"):
+    with pytest.raises(
+        kit.PoolError, match="lock, which the worker uses, cannot be sent to the ranks: lock"
+    ):
         kit.run(lambda rank, world_size: lock)
 
 

@@ -8,7 +8,15 @@ from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
-from ddp_kit.errors import PoolError, RankDiedError, RankError, RunTimeoutError, Wait
+from ddp_kit.errors import (
+    PoolError,
+    RankDiedError,
+    RankError,
+    RunTimeoutError,
+    Wait,
+    tell_returned,
+    tell_waits,
+)
 from ddp_kit.pool import cells, view
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess
@@ -44,6 +52,12 @@ class Outcome:
         return len(self._returned) == len(self.ranks) and all(
             reply.left.group_intact for reply in self._returned.values()
         )
+
+    def told(self) -> list[str]:
+        """Say where the ranks were when the run was stopped."""
+        if self._starting:
+            return ["the ranks were still starting: no worker had begun"]
+        return tell_waits(self.waits, cells.cell_names()) + tell_returned(self._returned)
 
     @property
     def threads(self) -> dict[int, str]:
@@ -125,7 +139,7 @@ class Outcome:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
         stuck = {number for number, rank in enumerate(self.ranks) if rank.owed}
         # All are asked before one is stopped: its end would free others from their wait.
-        asked = sorted(stuck - self._died.keys())
+        asked = [] if self._starting else sorted(stuck - self._died.keys())
         self.waits = [self.ranks[number].board.read(number) for number in asked]
         for number, rank in enumerate(self.ranks):
             rank.drain_output()
@@ -149,7 +163,8 @@ class Outcome:
         if self._timed_out and self._starting:
             raise PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
         if self._timed_out:
-            raise RunTimeoutError(self._timeout, self.waits, cells.cell_names())
+            names = cells.cell_names()
+            raise RunTimeoutError(self._timeout, self.waits, self._returned, names)
         sends = [send for _, reply in sorted(self._returned.items()) for send in reply.sends]
         values = (unpack(rank, self._returned[rank].parcel) for rank in range(len(self.ranks)))
         return Result(tuple(values), tuple(output), Trace(len(self.ranks), tuple(sends)))

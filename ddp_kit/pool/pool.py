@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import PoolError, Wait, name_ranks, tell_waits
+from ddp_kit.errors import PoolError, name_ranks
 from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
 from ddp_kit.pool.messages import Form, Run, Surroundings
@@ -100,7 +100,7 @@ class WorkerPool:
         if self._running:
             raise PoolError("this pool is in the middle of a run; wait for it, or interrupt it")
         self._running = True
-        waits: list[Wait] = []  # what ranks waited in that were ended
+        told: list[str] = []  # where the ranks were
         try:
             around = _look_around()
             self._end_old_code(world_size)
@@ -116,7 +116,7 @@ class WorkerPool:
             finally:
                 with holding_interrupt():
                     output = outcome.close()
-                    waits, self._in_job = outcome.waits, False
+                    told, self._in_job = outcome.told(), False
                     if not outcome.group_intact or outcome.threads:
                         self._formed = None
                         with suppress(PoolError):  # the next run tries again, and tells it
@@ -125,7 +125,7 @@ class WorkerPool:
             self._tell(outcome)
             return outcome.result(output)
         except KeyboardInterrupt as interrupt:
-            _show_interrupt(interrupt, waits)
+            _show_interrupt(interrupt, told)
             raise
         finally:
             self._running = False
@@ -262,11 +262,10 @@ def _look_around() -> Surroundings:
     return Surroundings(tuple(map(str, sys.path)), folder, dict(os.environ))
 
 
-def _show_interrupt(interrupt: KeyboardInterrupt, waits: list[Wait]) -> None:
-    """Have IPython show what the ranks waited in, instead of where in the pool the wait was."""
+def _show_interrupt(interrupt: KeyboardInterrupt, told: list[str]) -> None:
+    """Have IPython show where the ranks were, instead of where in the pool the wait was."""
     said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
-    told = [said, *tell_waits(waits, cells.cell_names())]
-    interrupt._render_traceback_ = lambda: told  # type: ignore[attr-defined]
+    interrupt._render_traceback_ = lambda: [said, *told]  # type: ignore[attr-defined]
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

@@ -24,7 +24,7 @@ from ddp_kit.pool.modules import Stamp
 from ddp_kit.trace import Board
 
 MARK = "DDP_KIT_RANK"  # in the environment of a rank and of all that it starts
-OUTPUT_LIMIT = 1_000_000  # bytes that one rank may print in one run; the rest is dropped
+OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
 
 
@@ -137,8 +137,6 @@ class RankProcess:
         self.dismiss()
         self.join(patience)
         self.kill()
-        for child in self._children:
-            _kill(child)
         self.join(5)
         self.printed.close()
         self.board.close()
@@ -151,8 +149,10 @@ class RankProcess:
         self.control.close()
 
     def kill(self) -> None:
-        """End the process at once."""
-        _kill(self._handle)
+        """End the process and its children at once."""
+        self._children += _descendants(self._handle)
+        for process in [self._handle, *self._children]:
+            _kill(process)
 
     def join(self, seconds: float) -> int | None:
         """Wait for the process to end; return its exit code.

@@ -90,16 +90,30 @@ def pack(worker: Callable[..., Any], args: tuple) -> values.Parcel:
             return values.pack((worker, args))
     except Exception as error:
         reason = error
-    path, culprit, reason = values.find_culprit(args) or ("", worker, reason)
-    what = (
-        f"argument {path[1:].replace(']', '', 1)}"
-        if path
-        else "the worker, or something that it uses,"
-    )
+    found = values.find_culprit(args)
+    if found:  # "[0]['a']" is argument 0['a']
+        path, culprit, reason = found
+        what = f"argument {path[1:].replace(']', '', 1)}"
+    else:
+        what, culprit, reason = _used_by(worker) or ("the worker", worker, reason)
     raise PoolError(
         f"{what} cannot be sent to the ranks: {type(culprit).__name__} ({reason}); "
         "make it inside the worker, or pass numbers, tensors, lists or dicts"
     ) from None
+
+
+def _used_by(worker: Callable[..., Any]) -> tuple[str, Any, Exception] | None:
+    """Find which of the notebook's variables keeps a worker from being sent."""
+    try:
+        used = inspect.getclosurevars(worker)
+    except TypeError:
+        return None  # not a plain function
+    for name, value in {**used.nonlocals, **used.globals}.items():
+        found = values.find_culprit(value)
+        if found:
+            path, culprit, reason = found
+            return f"{name}{path}, which the worker uses,", culprit, reason
+    return None
 
 
 @contextmanager
@@ -125,5 +139,6 @@ def unpack(rank: int, parcel: values.Parcel) -> Any:
     except Exception as error:
         raise PoolError(
             f"what rank {rank} returned cannot be rebuilt in the notebook: "
-            f"{type(error).__name__}: {error}; return tensors, numbers, lists or dicts"
+            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
+            "dicts, and of a model its state_dict()"
         ) from None

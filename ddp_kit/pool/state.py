@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
 import sys
 import threading
+import weakref
 
 import torch
 
 from ddp_kit import backends
 from ddp_kit.pool.messages import Form, Surroundings
-from ddp_kit.trace import is_own
+from ddp_kit.trace import is_own, own_frame
 
 
 class State:
     """The process as the first run finds it."""
 
     def __init__(self) -> None:
+        watch_threads()
         self._streams = sys.stdout, sys.stderr
         self._output = os.dup(1)
+        self._argv = list(sys.argv)
+        self._log_handlers, self._log_level = list(logging.root.handlers), logging.root.level
         # The pool finds what a rank has started by a variable that came with the process.
         mark = {name: text for name, text in os.environ.items() if name.startswith("DDP_KIT_")}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
@@ -33,6 +38,9 @@ class State:
             if not _same_file(descriptor, self._output):
                 os.dup2(self._output, descriptor)
         sys.stdout, sys.stderr = self._streams
+        sys.argv[:] = self._argv
+        logging.root.handlers[:] = self._log_handlers
+        logging.root.setLevel(self._log_level)
         _set_environment(around.environment | self._own_environment)
         socket.setdefaulttimeout(None)
         sys.path[:] = around.path
@@ -57,23 +65,34 @@ class State:
             torch.cuda.manual_seed_all(self._seed)
 
 
-def thread_left_running() -> str | None:
-    """Return the name of a thread that still runs the learner's code; None if there is none.
+_learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that own code started
 
-    Threads of libraries, which wait for work or watch something, stay out of it. A timer does not:
-    it will call the learner's code.
+
+def watch_threads() -> None:
+    """Note from now on which threads the learner's code starts, whatever they call."""
+    start = threading.Thread.start
+
+    def start_and_note(thread: threading.Thread) -> None:
+        if is_own(sys._getframe(1).f_code.co_filename):
+            _learners.add(thread)
+        start(thread)
+
+    threading.Thread.start = start_and_note  # type: ignore[method-assign]
+
+
+def thread_left_running() -> str | None:
+    """Return the name of a thread that the learner's code started, or that runs it.
+
+    Other threads of libraries, which wait for work or watch something, may stay. None: no other
+    is there.
     """
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
+    for thread in _learners:
+        if thread.is_alive():
             return thread.name
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        if ident == threading.main_thread().ident:
-            continue
-        while frame is not None:
-            if is_own(frame.f_code.co_filename):
-                return names.get(ident, "without a name")
-            frame = frame.f_back
+        if ident != threading.main_thread().ident and own_frame(frame):
+            return names.get(ident, "without a name")
     return None
 
 

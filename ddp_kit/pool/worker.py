@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, parent_process, resource_tracker
@@ -105,7 +106,7 @@ class _Member:
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        with recording(self.board) as recorder:
+        with recording(self.board) as recorder, warnings.catch_warnings():
             try:
                 self.state.restore(self.place, self.around)
                 worker, args = job.parcel.unpack()

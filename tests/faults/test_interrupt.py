@@ -42,6 +42,7 @@ def test_the_interrupt_button_ends_a_run_whose_ranks_are_still_starting(kernel):
     wait_until(importing, 30, "two ranks are importing torch")
     started = ranks()
     interrupt(kernel, cell, "start")
+    assert cell.rendered.splitlines()[1:] == ["the ranks were still starting: no worker had begun"]
     assert_gone(started, "the interrupt of their start")
     assert len(kernel.ranks(2)) == 2
 
