@@ -26,9 +26,10 @@ from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError, name_ranks
 from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
+from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Form, Run, Surroundings
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
-from ddp_kit.pool.process import RankProcess, holding_interrupt
+from ddp_kit.pool.process import RankProcess
 from ddp_kit.pool.request import check_signature, check_timeout, check_world_size, pack
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.pool.values import Parcel

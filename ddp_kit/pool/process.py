@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import time
 import types
 import uuid
@@ -19,11 +17,12 @@ import torch.multiprocessing as mp
 
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import values, worker
+from ddp_kit.pool.children import MARK, descendants, handle_of, kill, marked
+from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
 from ddp_kit.trace import Board
 
-MARK = "DDP_KIT_RANK"  # in the environment of a rank and of all that it starts
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
 
@@ -58,7 +57,7 @@ class RankProcess:
         control_end.close()
         print_end.close()
         self.process = started.processes[0]
-        self._handle = psutil_process(self.process.pid)
+        self._handle = handle_of(self.process.pid)
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
@@ -145,14 +144,14 @@ class RankProcess:
     def dismiss(self) -> None:
         """Tell the process to leave; remember its children, who would be lost without it."""
         if not self.control.closed:
-            self._children = _descendants(self._handle) if self.alive else _marked(self._mark)
+            self._children = descendants(self._handle) if self.alive else marked(self._mark)
         self.control.close()
 
     def kill(self) -> None:
         """End the process and its children at once."""
-        self._children += _descendants(self._handle)
+        self._children += descendants(self._handle)
         for process in [self._handle, *self._children]:
-            _kill(process)
+            kill(process)
 
     def join(self, seconds: float) -> int | None:
         """Wait for the process to end; return its exit code.
@@ -168,43 +167,6 @@ class RankProcess:
         return self.process.exitcode
 
 
-def psutil_process(pid: int | None) -> Any:
-    """Return a handle that will not take a later process with the same pid for this one."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid)
-    return None
-
-
-def _descendants(process: Any) -> list:
-    import psutil
-
-    try:
-        return process.children(recursive=True)
-    except (psutil.Error, OSError, AttributeError):
-        return []
-
-
-def _marked(mark: str) -> list:
-    """Find what a rank has left running that ended by itself: its children are nobody's now."""
-    import psutil
-
-    left = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark:
-                left.append(process)
-    return left
-
-
-def _kill(process: Any) -> None:
-    import psutil
-
-    with suppress(psutil.Error, AttributeError):
-        process.kill()
-
-
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """Have a process that is started here find a variable in its environment."""
@@ -213,33 +175,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
-
-
-@contextmanager
-def holding_interrupt() -> Iterator[None]:
-    """Hold a KeyboardInterrupt back until the end of this block.
-
-    Processes that are started here inherit SIGINT blocked: the notebook's ■ sends it to the whole
-    process group, and only the pool may act on it. Raises PoolError outside the main thread: a
-    rank would die with the thread that started it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        raise PoolError(
-            "ranks can be started and run from the main thread only; call this from a cell, "
-            f"not from the thread {threading.current_thread().name!r}"
-        )
-    came: list[bool] = []
-    # First the handler: from here on nothing is raised. The mask alone would not do, because it is
-    # this thread's, and another thread may take the signal.
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)  # last, so that nothing is raised before it is done
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from ddp_kit import backends
+from ddp_kit.pool.children import MARK
 from ddp_kit.pool.messages import Form, Surroundings
 from ddp_kit.trace import is_own, own_frame
 
@@ -27,7 +28,7 @@ class State:
         self._argv = list(sys.argv)
         self._log_handlers, self._log_level = list(logging.root.handlers), logging.root.level
         # The pool finds what a rank has started by a variable that came with the process.
-        mark = {name: text for name, text in os.environ.items() if name.startswith("DDP_KIT_")}
+        mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()

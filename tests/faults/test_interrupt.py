@@ -70,7 +70,7 @@ def test_an_interrupt_at_any_moment_leaves_interrupts_as_they_were():
     """SIGINT comes while the kit begins and ends to hold interrupts back, thousands of times."""
     code = (
         "import os, signal, threading, time\n"
-        "from ddp_kit.pool.process import holding_interrupt\n"
+        "from ddp_kit.pool.interrupts import holding_interrupt\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def shoot():\n"
         "    while not done:\n"

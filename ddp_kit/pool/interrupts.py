@@ -1,0 +1,37 @@
+"""Holding a KeyboardInterrupt back while something must not be left half done."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddp_kit.errors import PoolError
+
+
+@contextmanager
+def holding_interrupt() -> Iterator[None]:
+    """Hold a KeyboardInterrupt back until the end of this block.
+
+    Processes that are started here inherit SIGINT blocked: the notebook's ■ sends it to the whole
+    process group, and only the pool may act on it. Raises PoolError outside the main thread: a
+    rank would die with the thread that started it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise PoolError(
+            "ranks can be started and run from the main thread only; call this from a cell, "
+            f"not from the thread {threading.current_thread().name!r}"
+        )
+    came: list[bool] = []
+    # First the handler: from here on nothing is raised. The mask alone would not do, because it is
+    # this thread's, and another thread may take the signal.
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)  # last, so that nothing is raised before it is done
+        if came:
+            signal.raise_signal(signal.SIGINT)
