@@ -41,7 +41,8 @@ class State:
         sys.stdout, sys.stderr = self._streams
         sys.argv[:] = self._argv
         logging.root.handlers[:] = self._log_handlers
-        logging.root.setLevel(self._log_level)
+        if logging.root.level != self._log_level:  # the setter empties a cache
+            logging.root.setLevel(self._log_level)
         _set_environment(around.environment | self._own_environment)
         socket.setdefaulttimeout(None)
         sys.path[:] = around.path
@@ -54,16 +55,19 @@ class State:
         torch.set_printoptions(profile="default")
         if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
             torch.use_deterministic_algorithms(False)
-        self._seed_generators()
-
-    def _seed_generators(self) -> None:
-        """Have the same cell draw the same numbers from torch again, as fresh processes do."""
-        random.seed()  # in a fresh process these two come from the system
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()
+        # Fresh processes all draw the same numbers from torch.
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
+
+    def forget_seeds(self) -> None:
+        """Seed Python's and NumPy's generators from the system, as in a fresh process.
+
+        It takes a tenth of a millisecond, and is done when the reply is on its way.
+        """
+        random.seed()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
 
 
 _learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that own code started

@@ -112,12 +112,12 @@ def _remember_submodules() -> None:
         return
 
     @functools.lru_cache(maxsize=256)
-    def found(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: tuple) -> list:
+    def found(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
         return find(code, used)
 
     def find_again(code: types.CodeType, used: Any) -> list:
         modules = tuple(value for value in used if isinstance(value, types.ModuleType))
-        return found(code, modules, tuple(sys.modules))
+        return found(code, modules, len(sys.modules))
 
     cloudpickle.cloudpickle._find_imported_submodules = find_again
 

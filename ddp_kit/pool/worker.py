@@ -67,6 +67,7 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
         if isinstance(reply, Returned):
             reply.parcel.close()
         del message, reply  # an idle rank holds nothing of the last run
+        member.state.forget_seeds()
 
 
 class _Member:
