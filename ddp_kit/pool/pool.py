@@ -101,7 +101,7 @@ class WorkerPool:
         if self._running:
             raise PoolError("this pool is in the middle of a run; wait for it, or interrupt it")
         self._running = True
-        told: list[str] = []  # where the ranks were
+        where_ranks_were: Callable[[], list[str]] = list
         try:
             around = _look_around()
             self._end_old_code(world_size)
@@ -117,7 +117,7 @@ class WorkerPool:
             finally:
                 with holding_interrupt():
                     output = outcome.close()
-                    told, self._in_job = outcome.told(), False
+                    where_ranks_were, self._in_job = outcome.told, False
                     if not outcome.group_intact or outcome.threads:
                         self._formed = None
                         with suppress(PoolError):  # the next run tries again, and tells it
@@ -126,7 +126,7 @@ class WorkerPool:
             self._tell(outcome)
             return outcome.result(output)
         except KeyboardInterrupt as interrupt:
-            _show_interrupt(interrupt, told)
+            _show_interrupt(interrupt, where_ranks_were())
             raise
         finally:
             self._running = False
