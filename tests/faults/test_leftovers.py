@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -128,6 +129,8 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
     try:
         wait_until(lambda: list(port_file.glob("jpserver-*.json")), 60, "JupyterLab runs")
         url = json.loads(next(port_file.glob("jpserver-*.json")).read_text())["url"]
+        # The file is written a moment before the server listens.
+        wait_until(lambda: answers(f"{url}api/status"), 60, "JupyterLab answers")
         request = urllib.request.Request(f"{url}api/kernels", data=b"{}", method="POST")
         number = json.load(urllib.request.urlopen(request, timeout=60))["id"]
         client = BlockingKernelClient(connection_file=str(port_file / f"kernel-{number}.json"))
@@ -151,6 +154,14 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
         server.wait()
     assert_gone([kernel, *ranks], "JupyterLab was killed")
     assert_next_pool_sweeps()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=60):
+            return True
+    except urllib.error.URLError:
+        return False
 
 
 def assert_next_pool_sweeps() -> None:
