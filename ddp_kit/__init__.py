@@ -23,9 +23,9 @@ from ddp_kit.errors import (
     ProofError,
     RankDiedError,
     RankError,
-    RankFailure,
     RunTimeoutError,
 )
+from ddp_kit.failures import RankFailure
 from ddp_kit.pool import Result, WorkerPool, run
 
 if TYPE_CHECKING:

@@ -299,9 +299,9 @@ def test_a_loopback_that_swallows_messages_holds_the_doctor_up(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "ok", "words"),
     [
-        (256, True, "Enough for 39 ranks."),
+        (295, True, "Enough for 39 ranks."),
         (resource.RLIM_INFINITY, True, "no limit"),
-        (108, False, "Enough for 2 ranks, and the lessons use 4."),
+        (110, False, "Enough for 2 ranks, and the lessons use 4."),
         (64, False, "Enough for 1 rank, and"),
     ],
 )

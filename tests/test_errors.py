@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.errors import Frame, Wait, name_ranks, tell_waits
+from ddp_kit.failures import Frame, Wait, name_ranks, tell_waits
 
 
 def failure(rank, message="boom", line=3, own=True):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import send as send_by_name
 
 import ddp_kit as kit
-from ddp_kit.errors import Frame, Wait
+from ddp_kit.failures import Frame, Wait
 from ddp_kit.trace import Board, Send, Trace, recording
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
 from ddp_kit.doctor.finding import Finding
-from ddp_kit.pool.request import RANK_MEMORY, most_ranks
+from ddp_kit.pool.request import RANK_MEMORY, most_ranks, ranks_by_files
 
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB unless told otherwise
@@ -157,7 +157,7 @@ def open_files() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return Finding("open files", "no limit", "Any number of ranks can be had.", ok=True)
-    ranks = max(1, (limit - 100) // 4)  # what pool.request reckons with
+    ranks = ranks_by_files(limit)
     found = f"{limit} at a time"
     if ranks < RANKS:
         return Finding(

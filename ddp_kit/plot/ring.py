@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from ddp_kit.errors import name_ranks
+from ddp_kit.failures import name_ranks
 from ddp_kit.plot.numbers import table
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.style import (

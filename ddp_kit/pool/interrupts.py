@@ -35,3 +35,9 @@ def holding_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)  # last, so that nothing is raised before it is done
         if came:
             signal.raise_signal(signal.SIGINT)
+
+
+def show_interrupt(interrupt: KeyboardInterrupt, told: list[str]) -> None:
+    """Have IPython show where the ranks were, instead of where in the pool the wait was."""
+    said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
+    interrupt._render_traceback_ = lambda: [said, *told]  # type: ignore[attr-defined]

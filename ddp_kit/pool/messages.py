@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_kit.errors import RankFailure, Wait
+from ddp_kit.failures import RankFailure, Wait
 from ddp_kit.pool.modules import Stamp
 from ddp_kit.pool.values import Parcel
 from ddp_kit.trace import Send

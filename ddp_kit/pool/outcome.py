@@ -8,15 +8,8 @@ from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
-from ddp_kit.errors import (
-    PoolError,
-    RankDiedError,
-    RankError,
-    RunTimeoutError,
-    Wait,
-    tell_returned,
-    tell_waits,
-)
+from ddp_kit.errors import PoolError, RankDiedError, RankError, RunTimeoutError
+from ddp_kit.failures import Wait, tell_returned, tell_waits
 from ddp_kit.pool import cells, view
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 import weakref
@@ -23,14 +22,15 @@ from functools import partial
 from typing import Any
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import PoolError, name_ranks
+from ddp_kit.errors import PoolError
+from ddp_kit.failures import name_ranks
 from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
-from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.messages import Form, Run, Surroundings
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess
-from ddp_kit.pool.request import check_signature, check_timeout, check_world_size, pack
+from ddp_kit.pool.request import check_world_size, look_around, prepare
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.pool.values import Parcel
 
@@ -72,7 +72,7 @@ class WorkerPool:
         except BaseException as error:
             self.close()
             if isinstance(error, KeyboardInterrupt):
-                _show_interrupt(error, [])
+                show_interrupt(error, [])
             raise
 
     def run(
@@ -94,7 +94,7 @@ class WorkerPool:
         size = self._world_size if world_size is None else world_size
         if self._closed:
             raise PoolError("this pool is closed; make a new WorkerPool")
-        backend, parcel = _prepare(worker, args, size, self._asked_backend, timeout)
+        backend, parcel = prepare(worker, args, size, self._asked_backend, timeout)
         return self._run(parcel, size, backend, timeout)
 
     def _run(self, parcel: Parcel, world_size: int, backend: str, timeout: float | None) -> Result:
@@ -103,7 +103,7 @@ class WorkerPool:
         self._running = True
         where_ranks_were: Callable[[], list[str]] = list
         try:
-            around = _look_around()
+            around = look_around()
             self._end_old_code(world_size)
             with holding_interrupt():
                 self._form(world_size, backend)
@@ -126,7 +126,7 @@ class WorkerPool:
             self._tell(outcome)
             return outcome.result(output)
         except KeyboardInterrupt as interrupt:
-            _show_interrupt(interrupt, where_ranks_were())
+            show_interrupt(interrupt, where_ranks_were())
             raise
         finally:
             self._running = False
@@ -252,38 +252,10 @@ def leave(leaving: bool) -> None:
         rank.join(1)
 
 
-def _look_around() -> Surroundings:
-    """Return what a rank should have around it. Raises PoolError if the folder is gone."""
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:
-        raise PoolError(
-            "the notebook's working directory no longer exists; os.chdir to one that does"
-        ) from None
-    return Surroundings(tuple(map(str, sys.path)), folder, dict(os.environ))
-
-
-def _show_interrupt(interrupt: KeyboardInterrupt, told: list[str]) -> None:
-    """Have IPython show where the ranks were, instead of where in the pool the wait was."""
-    said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
-    interrupt._render_traceback_ = lambda: [said, *told]  # type: ignore[attr-defined]
-
-
 def _close_if_alive(reference: weakref.ref) -> None:
     pool = reference()
     if pool is not None:
         pool.close()
-
-
-def _prepare(
-    worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
-) -> tuple[str, Parcel]:
-    """Refuse what cannot be run, before anything starts; return the backend and the parcel."""
-    check_world_size(world_size)
-    chosen = choose_backend(backend, world_size)
-    check_timeout(timeout)
-    check_signature(worker, args)
-    return chosen, pack(worker, args)
 
 
 _shared: WorkerPool | None = None
@@ -304,7 +276,7 @@ def run(
     `WorkerPool.run` does.
     """
     global _shared
-    chosen, parcel = _prepare(worker, args, world_size, backend, timeout)
+    chosen, parcel = prepare(worker, args, world_size, backend, timeout)
     if _shared is None or _shared._closed:
         _shared = WorkerPool(world_size, backend)
     return _shared._run(parcel, world_size, chosen, timeout)

@@ -56,6 +56,7 @@ class RankProcess:
         os.set_blocking(self.printed.fileno(), False)
         control_end.close()
         print_end.close()
+        self.board.close_file()
         self.process = started.processes[0]
         self._handle = handle_of(self.process.pid)
         self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails

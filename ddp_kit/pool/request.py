@@ -13,11 +13,37 @@ from typing import Any
 
 import cloudpickle
 
+from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import values
 from ddp_kit.pool import worker as worker_side
+from ddp_kit.pool.messages import Surroundings
 
+FILES_A_RANK = 5  # control and print pipe, status page, and two that multiprocessing holds
+FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 RANK_MEMORY = 250e6  # bytes that a process needs which has imported torch
+
+
+def prepare(
+    worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
+) -> tuple[str, values.Parcel]:
+    """Refuse what cannot be run, before anything starts; return the backend and the parcel."""
+    check_world_size(world_size)
+    chosen = choose_backend(backend, world_size)
+    check_timeout(timeout)
+    check_signature(worker, args)
+    return chosen, pack(worker, args)
+
+
+def look_around() -> Surroundings:
+    """Return what a rank should have around it. Raises PoolError if the folder is gone."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise PoolError(
+            "the notebook's working directory no longer exists; os.chdir to one that does"
+        ) from None
+    return Surroundings(tuple(map(str, sys.path)), folder, dict(os.environ))
 
 
 def check_world_size(world_size: int) -> None:
@@ -42,8 +68,13 @@ def most_ranks() -> int:
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    by_files = (files - 100) // 4 if files != resource.RLIM_INFINITY else 1024
+    by_files = ranks_by_files(files) if files != resource.RLIM_INFINITY else 1024
     return max(1, min(int(memory / RANK_MEMORY), by_files, 1024))
+
+
+def ranks_by_files(limit: int) -> int:
+    """Return how many ranks a process can hold that may have `limit` files open."""
+    return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
 
 
 def check_timeout(timeout: float | None) -> None:

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddp_kit import backends
-from ddp_kit.errors import RankFailure
+from ddp_kit.failures import RankFailure
 from ddp_kit.pool import values
 from ddp_kit.pool.messages import Form, Formed, Left, Raised, Returned, Run, Surroundings
 from ddp_kit.pool.modules import Imports

@@ -13,7 +13,7 @@ import struct
 from multiprocessing import reduction
 from typing import Any
 
-from ddp_kit.errors import Frame, Wait
+from ddp_kit.failures import Frame, Wait
 from ddp_kit.trace.unnamed import unnamed_file
 
 _SIZE = 4096  # bytes: one page
@@ -28,10 +28,9 @@ class Board:
         if descriptor is None:
             self._file = unnamed_file("board")
             self._file.truncate(_SIZE)
-            self._page = mmap.mmap(self._file.fileno(), _SIZE)
         else:
-            self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115 - the rank keeps it
-            self._page = mmap.mmap(self._file.fileno(), _SIZE)
+            self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
+        self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._writes = 0
 
     def __reduce__(self) -> tuple:
@@ -67,6 +66,10 @@ class Board:
             return Wait(rank, None)
         op, place = json.loads(text)
         return Wait(rank, op, place and Frame(*place, own=True))
+
+    def close_file(self) -> None:
+        """Let go of the file, once the rank has it; the page stays mapped."""
+        self._file.close()
 
     def close(self) -> None:
         """Unmap the page."""

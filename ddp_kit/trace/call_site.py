@@ -9,7 +9,7 @@ import site
 import sysconfig
 from types import FrameType
 
-from ddp_kit.errors import Frame
+from ddp_kit.failures import Frame
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(

@@ -11,7 +11,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from ddp_kit.errors import Wait
+from ddp_kit.failures import Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.call_site import describe_line, is_own, own_frame
 from ddp_kit.trace.events import Send

@@ -9,6 +9,7 @@ from kernels import Kernel
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit.pool import request
 
 
 def pid(rank, world_size):
@@ -27,6 +28,15 @@ def test_growing_starts_only_the_missing_ranks():
         one, three = list(pool.run(pid)), list(pool.run(pid, world_size=3))
     assert three[:1] == one
     assert len(set(three)) == 3
+
+
+def test_a_rank_costs_as_many_open_files_as_the_pool_reckons_with():
+    """Else a world size is allowed for which the files do not suffice."""
+    with kit.WorkerPool(1) as pool:
+        pool.run(pid)
+        before = psutil.Process().num_fds()
+        pool.run(pid, world_size=3)
+        assert psutil.Process().num_fds() - before == 2 * request.FILES_A_RANK
 
 
 def test_restart_gives_fresh_processes():
