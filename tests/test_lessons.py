@@ -188,16 +188,6 @@ def test_replicas_drift_without_averaging():
     assert not torch.equal(result[0]["parameters"], result[1]["parameters"])
 
 
-def test_one_two_and_four_ranks_learn_equally_well():
-    reached = {}
-    for world_size in (1, 2, 4):
-        flat = partitioned_sgd.average_gradients_flat
-        result = kit.run(partitioned_sgd.train, 10, flat, world_size=world_size)
-        reached[world_size] = result[0]["accuracy"]
-    assert min(reached.values()) > 0.88, reached
-    assert max(reached.values()) - min(reached.values()) <= 0.02, reached
-
-
 def test_a_larger_step_learns_as_much_in_three_epochs():
     assert partitioned_sgd.train_alone(3, lr=0.02, momentum=0.9)["accuracy"] > 0.91
 
