@@ -217,6 +217,11 @@ def test_a_lost_exit_code_is_not_told_as_success():
     def reaped_by_other_code():
         os.waitpid(victim, 0)
 
+    def never_returns(rank, world_size):
+        if rank == 1:
+            threading.Event().wait(60)
+        dist.barrier()
+
     victim = kit.run(pid, world_size=2)[1]
     collect = pool_outcome.Outcome.collect
 
@@ -229,7 +234,7 @@ def test_a_lost_exit_code_is_not_told_as_success():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_outcome.Outcome, "collect", kill_and_reap)
         with pytest.raises(kit.RankDiedError, match="rank 1 died: its exit code was lost"):
-            kit.run(lambda rank, world_size: dist.barrier(), world_size=2)
+            kit.run(never_returns, world_size=2)
     assert kit.run(total, world_size=2)[0] == 1
 
 
