@@ -127,8 +127,9 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: list(port_file.glob("jpserver-*.json")), 60, "JupyterLab runs")
-        url = json.loads(next(port_file.glob("jpserver-*.json")).read_text())["url"]
+        # The file is there before its text is.
+        wait_until(lambda: written(port_file), 60, "JupyterLab runs")
+        url = json.loads(written(port_file))["url"]
         # The file is written a moment before the server listens.
         wait_until(lambda: answers(f"{url}api/status"), 60, "JupyterLab answers")
         request = urllib.request.Request(f"{url}api/kernels", data=b"{}", method="POST")
@@ -154,6 +155,11 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
         server.wait()
     assert_gone([kernel, *ranks], "JupyterLab was killed")
     assert_next_pool_sweeps()
+
+
+def written(folder):
+    """Return what a JupyterLab has written of itself so far."""
+    return "".join(file.read_text() for file in folder.glob("jpserver-*.json"))
 
 
 def answers(url: str) -> bool:
