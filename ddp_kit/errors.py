@@ -4,15 +4,20 @@
     ├── PoolError             a run or a pool that cannot be, as it was asked for
     ├── BackendError          a backend that cannot be had here
     ├── DataError             digits that cannot be had here
+    ├── TraceError            a trace that cannot be loaded from files
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
     ├── RankDiedError         a process ended         .rank, .exitcode, .failures
     ├── RunTimeoutError       timeout= went by        .unfinished
+    ├── DeadlockError         ranks wait for ever     .fact, .waits, .returned, .mend
+    ├── MismatchError         ranks do not agree      .fact, .calls, .mend, .failures, .result
     └── ProofError            a lesson's claim did not hold
 
     try:
         kit.run(worker)
     except kit.RankError as error:
         print(error.failures[1].type)
+
+An error of a run also has .trace: what the ranks had communicated until then, or None.
 
 The kit adds nothing to `str()` that changes from run to run: no pid, no temporary file, no clock.
 Cell numbers do change, so they stand in the rendered traceback only.
@@ -21,16 +26,22 @@ Cell numbers do change, so they stand in the rendered traceback only.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ddp_kit.failures import (
+    Call,
     RankFailure,
     Wait,
     name_ranks,
+    tell_calls,
     tell_failures,
     tell_returned,
     tell_waits,
 )
+
+# `ddp_kit.notebook` puts a picture here, which is shown with the error.
+draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
@@ -55,6 +66,10 @@ class DataError(KitError):
     """The data that was asked for is not here and cannot be fetched."""
 
 
+class TraceError(KitError, ValueError):
+    """A trace cannot be loaded: a rank's part is missing, or a file is no part of a trace."""
+
+
 class ProofError(KitError, AssertionError):
     """What a lesson claims did not hold on this machine."""
 
@@ -63,8 +78,11 @@ class _RunError(KitError):
     """A run that did not come to its end, told rank by rank.
 
     waits: where the ranks were that had not returned.
-    cell_names: what the notebook calls the files in which cells were compiled.
+    cell_names: what the notebook calls the files in which cells were compiled; settable.
+    trace: the Trace of what was communicated until then, None where there is none; settable.
     """
+
+    trace: Any = None  # a Trace; its module lies above this one
 
     def __init__(self, waits: Iterable[Wait], cell_names: dict[str, str] | None, *args: object):
         self.waits, self.cell_names = tuple(waits), cell_names or {}
@@ -199,3 +217,64 @@ class RunTimeoutError(_RunError):
         said = f"the run did not end within {self.timeout:g} s."
         waits = tell_waits(self.waits, cell_names)
         return [said, *waits, *tell_returned(self.returned), advice]
+
+
+class DeadlockError(_RunError):
+    """Ranks wait for each other, or for ranks that have returned: the run can never end.
+
+    fact: who waits for whom, in a sentence; waits: one for each stuck rank; mend: what usually
+    helps, in a sentence; returned: the ranks that had returned.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        waits: Iterable[Wait],
+        mend: str,
+        returned: Iterable[int] = (),
+        cell_names: dict[str, str] | None = None,
+    ):
+        self.fact, self.mend, self.returned = fact, mend, tuple(sorted(returned))
+        self._drawn = False
+        waits = tuple(sorted(waits, key=lambda wait: wait.rank))
+        super().__init__(waits, cell_names, fact, waits, mend, self.returned, cell_names)
+
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+        waits = tell_waits(self.waits, cell_names)
+        return [f"{self.fact}.", *waits, *tell_returned(self.returned), self.mend]
+
+    def _render_traceback_(self) -> list[str]:
+        if not self._drawn:  # a kernel asks twice
+            self._drawn = True
+            draw_waits(self)
+        return super()._render_traceback_()
+
+
+class MismatchError(_RunError):
+    """Ranks called different collectives, or the two ends of a message differ.
+
+    What one collective must have in common: the operation, shapes, dtype, op, root and split
+    sizes; a send and its receive: bytes and dtype.
+
+    fact: what differs, in a sentence; calls: what each of these ranks called, and where;
+    mend: what usually helps, in a sentence; failures: what ranks raised because of it, by rank,
+    settable; result: what came back if the run ended well all the same, else None, settable.
+    """
+
+    def __init__(
+        self,
+        fact: str,
+        calls: Iterable[Call],
+        mend: str,
+        failures: dict[int, RankFailure] | None = None,
+        cell_names: dict[str, str] | None = None,
+    ):
+        self.fact, self.mend, self.failures = fact, mend, dict(sorted((failures or {}).items()))
+        self.calls = tuple(sorted(calls, key=lambda call: call.rank))
+        self.result: Any = None
+        super().__init__((), cell_names, fact, self.calls, mend, failures, cell_names)
+
+    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+        calls = tell_calls(self.calls, cell_names)
+        failures = tell_failures(self.failures.values(), cell_names)
+        return [f"{self.fact}.", *calls, *failures, self.mend]

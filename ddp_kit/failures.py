@@ -57,6 +57,33 @@ class Wait:
     rank: int
     op: str | None  # as it was called: "recv(src=1)"; None: it was in no call that the kit knows
     where: Frame | None = None  # the line of the learner's own code
+    peers: tuple[int, ...] = ()  # whom it waited for, where that is known
+    tag: int = 0
+    nbytes: int | None = None  # of its tensors; None: it gave none, or that is not known
+    stack: tuple[Frame, ...] = ()  # what it ran if it was in no call that the kit knows
+
+    @property
+    def doing(self) -> str:
+        """Its wait in words, as in "waiting for rank 1 in recv(src=1), 400 bytes"."""
+        whom = f" for {name_ranks(self.peers)}" if self.peers else ""
+        if len(self.peers) > 1 and "recv" in (self.op or ""):
+            whom = f" for any of {name_ranks(self.peers)}"  # a receive takes from one of them
+        many = "" if not self.peers or self.nbytes is None else f", {count(self.nbytes, 'byte')}"
+        return f"waiting{whom} in {self.op}{many}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank called, and where; the ranks need not have waited in it."""
+
+    rank: int
+    op: str  # with what matters of its tensors: "all_reduce with float32 of shape (4,)"
+    where: Frame | None = None  # the line of the learner's own code
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number with its noun: "1 byte", "1,200 bytes"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -73,16 +100,41 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     cell_names: what the notebook calls the files of its cells, to name the cell of each line;
         None leaves files out, for a text that is the same on every run.
     """
-    groups: dict[tuple, list[Wait]] = {}
-    for wait in sorted(waits, key=lambda wait: wait.rank):
-        groups.setdefault((wait.where, wait.op), []).append(wait)
-    lines, told = [], list(groups.values())
-    for group, following in zip(told, [*told[1:], None], strict=False):
-        was = "was" if len(group) == 1 else "were"
-        did = f"{was} waiting in {group[0].op}" if group[0].op else "had not returned"
-        lines.append(f"{name_ranks(wait.rank for wait in group)} {did}")
-        where = group[0].where
-        if where is None or (following and following[0].where == where):
+    told = []
+    for wait in waits:
+        were = ("was ", "were ") if wait.op else ("", "")
+        told.append((wait, were, wait.doing if wait.op else "had not returned"))
+    return _tell_places(told, cell_names)
+
+
+def tell_unawaited(waits: Iterable[Wait]) -> list[str]:
+    """Say in lines which operations ranks never waited for. waits: what they should have."""
+    words = "never waited for {}: it may not have happened; keep what it returns and call wait()"
+    told = [(wait, ("", ""), words.format(wait.op)) for wait in waits]
+    return _tell_places(told, None)
+
+
+def tell_calls(calls: Iterable[Call], cell_names: dict[str, str] | None = None) -> list[str]:
+    """Say in lines what each rank called; equal calls once. cell_names: as above."""
+    return _tell_places([(call, ("", ""), f"called {call.op}") for call in calls], cell_names)
+
+
+def _tell_places(
+    told: list[tuple[Wait | Call, tuple[str, str], str]], cell_names: dict[str, str] | None
+) -> list[str]:
+    groups: dict[tuple, list[int]] = {}
+    for one, verbs, words in sorted(told, key=lambda item: item[0].rank):
+        # Where a rank computed is told in a notebook only: the line is another one every time.
+        stack = getattr(one, "stack", ()) if cell_names is not None else ()
+        groups.setdefault((one.where, stack, verbs, words), []).append(one.rank)
+    lines: list[str] = []
+    following = [where for where, *_ in groups][1:]
+    for (where, stack, verbs, words), ranks in groups.items():
+        after = following.pop(0) if following else None
+        lines.append(f"{name_ranks(ranks)} {verbs[len(ranks) > 1]}{words}")
+        if cell_names is not None:
+            lines += [line for frame in stack for line in _point_at(frame, cell_names)]
+        if where is None or after == where:
             continue  # one line of code, told below the last rank that stands there
         lines += [f"    {where}"] if cell_names is None else _point_at(where, cell_names)
     return lines

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.failures import Frame, Wait, name_ranks, tell_waits
+from ddp_kit.failures import Call, Frame, Wait, name_ranks, tell_calls, tell_waits
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -141,3 +144,103 @@ def test_bad_input_is_also_a_value_error():
 
 def test_a_notebook_shows_the_sentence_only():
     assert kit.PoolError("one sentence")._render_traceback_() == ["PoolError: one sentence"]
+
+
+def test_whom_a_rank_waits_for_is_told_where_that_is_known():
+    waits = [
+        Wait(0, "barrier", peers=(2, 3)),
+        Wait(1, "barrier", peers=(2, 3)),
+        Wait(2, "recv", RECV, (0, 1), nbytes=1200),
+        Wait(3, "send(dst=0, tag=5)", RECV, (0,), 5, 1),
+    ]
+    assert tell_waits(waits) == [
+        "ranks 0 and 1 were waiting for ranks 2 and 3 in barrier",
+        "rank 2 was waiting for any of ranks 0 and 1 in recv, 1,200 bytes",
+        "rank 3 was waiting for rank 0 in send(dst=0, tag=5), 1 byte",
+        "    line 5 of worker: dist.recv(t, src=1)",
+    ]
+
+
+def test_equal_calls_are_told_once_and_in_rank_order():
+    calls = [Call(2, "barrier", RECV), Call(1, "all_reduce"), Call(0, "barrier", RECV)]
+    assert tell_calls(calls) == [
+        "ranks 0 and 2 called barrier",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "rank 1 called all_reduce",
+    ]
+
+
+DEADLOCK = kit.DeadlockError(
+    "rank 0 waits for a message from rank 1, which has returned",
+    [Wait(2, "barrier", peers=(0,)), Wait(0, "recv(src=1)", RECV, (1,), nbytes=400)],
+    "Count the messages.",
+    [3, 1],
+    {"cell-file": "Cell In[7]"},
+)
+MISMATCH = kit.MismatchError(
+    "rank 0 calls barrier, rank 1 calls all_reduce",
+    [Call(1, "all_reduce"), Call(0, "barrier", RECV)],
+    "Call the same.",
+    {1: failure(1)},
+    {"cell-file": "Cell In[7]"},
+)
+
+
+def test_a_deadlock_is_a_fact_the_waits_and_a_mend():
+    assert DEADLOCK.returned == (1, 3)
+    assert [wait.rank for wait in DEADLOCK.waits] == [0, 2]
+    assert str(DEADLOCK).splitlines() == [
+        "rank 0 waits for a message from rank 1, which has returned.",
+        "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "rank 2 was waiting for rank 0 in barrier",
+        "ranks 1 and 3 had returned",
+        "Count the messages.",
+    ]
+    assert DEADLOCK._render_traceback_()[:4] == [
+        "DeadlockError: rank 0 waits for a message from rank 1, which has returned.",
+        "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+        "  Cell In[7], line 5, in worker",
+        "    dist.recv(t, src=1)",
+    ]
+
+
+def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_mend():
+    assert str(MISMATCH).splitlines() == [
+        "rank 0 calls barrier, rank 1 calls all_reduce.",
+        "rank 0 called barrier",
+        "    line 5 of worker: dist.recv(t, src=1)",
+        "rank 1 called all_reduce",
+        "rank 1 raised ValueError: boom",
+        "    line 3 of worker: raise ValueError('boom')",
+        "Call the same.",
+    ]
+    assert MISMATCH._render_traceback_()[2:4] == [
+        "  Cell In[7], line 5, in worker",
+        "    dist.recv(t, src=1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DEADLOCK,
+        MISMATCH,
+        kit.RankError({0: failure(0)}, [Wait(1, "barrier")], {"cell-file": "Cell In[7]"}),
+        kit.RankDiedError(1, -9, [2], [Wait(0, "barrier")], {3: failure(3)}),
+        kit.RunTimeoutError(2.5, [Wait(0, "barrier")], [1]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_loses_something_on_its_way(error, again):
+    assert error.trace is None
+    error = copy.copy(error)
+    error.trace = ["what was communicated"]
+    if isinstance(error, kit.MismatchError):
+        error.result, error.failures = "what came back", {0: failure(0)}
+    other = again(error)
+    assert type(other) is type(error)
+    assert vars(other) == vars(error)
+    assert other._render_traceback_() == error._render_traceback_()
+    assert str(other) == str(error)

@@ -1,0 +1,88 @@
+"""Who waits for whom, and which ranks can therefore never go on.
+
+A wait-for graph with two kinds of nodes, as in MUST: most waits need all the ranks that they
+name (AND), a receive from any source needs one of them (OR). A rank is live if it runs, if what
+it waits for is there already, or if live ranks could still bring it. The others are stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddp_kit.trace.events import Event
+from ddp_kit.verdict.state import RankState
+
+
+def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
+    """Return the waiting ranks that can never go on, each with the ranks that it waits for.
+
+    A slow rank is not stuck: whatever could still happen counts as if it did.
+    """
+    at = {state.rank: state for state in states}
+    needs = {rank: _needs(at[rank], at) for rank in sorted(at)}
+    waiting = {rank: peers for rank, peers in needs.items() if peers is not None}
+    # A rank that nobody has told us about may do anything.
+    dead = {rank for rank in at if rank in waiting or at[rank].status == "returned"}
+    freed = True
+    while freed:
+        freed = {r for r, peers in waiting.items() if r in dead and _can_go(at[r], peers, dead)}
+        dead -= freed
+    # Nor will a rooted collective end that somebody can never join.
+    dead |= {r for r, peers in waiting.items() if peers and dead.issuperset(peers)}
+    return {rank: peers for rank, peers in waiting.items() if rank in dead}
+
+
+def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
+    """Tell whether the ranks that are not dead could bring what this one waits for."""
+    event = state.waits_for
+    assert event is not None
+    if event.root not in (None, state.rank, *peers):
+        return True  # the root is there: a rank may leave before the others have come
+    # Which ranks the root needs depends on the backend's tree: one that can still come will do.
+    enough = any if from_any_source(event) or event.root is not None else all
+    return enough(peer not in dead for peer in peers)
+
+
+def from_any_source(event: Event) -> bool:
+    """Tell a receive that takes from whoever sends."""
+    return event.kind == "recv" and event.peer is None
+
+
+def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | None:
+    """Return the ranks that must act before this one can go on; None: it can already."""
+    event = state.waits_for
+    if state.status != "waiting" or event is None:
+        return None
+    if event.kind == "collective":
+        return tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event)) or None
+    if event.kind == "send":
+        return None if _has_receive(at.get(event.peer), event) else (event.peer,)
+    if event.kind != "recv":
+        return None
+    sources = _others(state, event) if event.peer is None else (event.peer,)
+    return None if any(_has_sent(at.get(rank), state, event) for rank in sources) else sources
+
+
+def _others(state: RankState, event: Event) -> tuple[int, ...]:
+    return tuple(rank for rank in event.group.ranks if rank != state.rank)
+
+
+def _has_joined(state: RankState | None, event: Event) -> bool:
+    return state is not None and state.collectives.get(event.group, 0) > event.sequence
+
+
+def _has_receive(state: RankState | None, event: Event) -> bool:
+    if state is None:
+        return False
+    if state.recvs.get(event.channel, 0) > event.sequence:
+        return True
+    return state.any_source.get((event.tag, event.group), 0) > 0
+
+
+def _has_sent(sender: RankState | None, receiver: RankState, event: Event) -> bool:
+    if sender is None:
+        return False
+    channel = sender.rank, receiver.rank, event.tag, event.group
+    # A receive from any source has no place on a channel before it is complete.
+    taken = receiver.recvs.get(channel, 0) if event.peer is None else event.sequence
+    return sender.sends.get(channel, 0) > taken

@@ -1,0 +1,823 @@
+"""The verdict on ranks that cannot go on or do not agree: from plain data, without processes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import configuration, given, note, settings
+from hypothesis import strategies as st
+from reference_executor import Machine, Tape, random_program, run
+
+import ddp_kit as kit
+from ddp_kit.failures import Frame
+from ddp_kit.trace.events import Event, Group
+from ddp_kit.verdict import RankState, deadlock, mismatch, stuck
+from ddp_kit.verdict.words import ordinal
+
+TWO, THREE, EIGHT = (Group("0", tuple(range(size))) for size in (2, 3, 8))
+PAIR, OTHER_PAIR = Group("1", (0, 1)), Group("2", (0, 1))
+LINE = Frame("cell-file", 3, "worker", "exchange(tensor)", True)
+
+COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
+RECV_FIRST = (
+    "Let one rank send before it receives, or start the receives with irecv and wait for them "
+    "after the sends."
+)
+SEND_FIRST = (
+    "A send may last until its receive is posted: let one rank receive before it sends, or start "
+    "both with isend and irecv and wait afterwards."
+)
+ADDRESS = "A send and its receive must have the same tag and the same group."
+COLLECTIVE = (
+    "Every rank of a group must call the same collectives in the same order: look for an if, a "
+    "loop or a return that leaves one out."
+)
+
+
+def send(dst, tag=0, group=THREE):
+    return ("send", dst, tag, group)
+
+
+def recv(src=None, tag=0, group=THREE):
+    return ("recv", src, tag, group)
+
+
+def all_reduce(group=THREE):
+    return ("collective", None, group)
+
+
+def states_of(*program):
+    """Where the ranks are at the end; each operation is of 400 bytes and at one line of code."""
+    states = run(program).states()
+    return [
+        replace(state, waits_for=replace(state.waits_for, nbytes=400, where=LINE))
+        if state.waits_for
+        else state
+        for state in states
+    ]
+
+
+CASES = {
+    "two_receive": (
+        [[recv(1), send(1)], [recv(0), send(0)], []],
+        "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        RECV_FIRST,
+    ),
+    "a_ring_receives": (
+        [[recv(2), send(1)], [recv(0), send(2)], [recv(1), send(0)]],
+        "rank 0 waits for rank 2, rank 2 waits for rank 1, rank 1 waits for rank 0: "
+        "none of them can ever send.",
+        [
+            "rank 0 was waiting for rank 2 in recv(src=2), 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "rank 2 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        RECV_FIRST,
+    ),
+    "two_send": (
+        [[send(1), recv(1)], [send(0), recv(0)], []],
+        "rank 0 waits until rank 1 receives, rank 1 waits until rank 0 receives: "
+        "neither can ever receive.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
+            "rank 1 was waiting for rank 0 in send(dst=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        SEND_FIRST,
+    ),
+    "a_ring_sends_and_receives": (
+        [[send(1)], [recv(2)], [recv(0)]],
+        "rank 0 waits until rank 1 receives, rank 1 waits for a message from rank 2, "
+        "rank 2 waits for a message from rank 0: none of them can ever go on.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
+            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
+            "rank 2 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        SEND_FIRST,
+    ),
+    "the_sender_has_returned": (
+        [[recv(1)], [recv(2)], []],
+        "rank 1 waits for a message from rank 2, which has returned without sending it.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        COUNT,
+    ),
+    "one_receive_too_many": (
+        [[recv(1), recv(1), recv(1)], [send(0), send(0)], []],
+        "rank 0 waits for a 3rd message from rank 1, which sent 2 and has returned.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COUNT,
+    ),
+    "one_send_too_many": (
+        [[send(1, 5), ("isend", 1, 5, THREE), ("wait", 0)], [recv(0, 5)], []],
+        "rank 0 sends a 2nd message with tag 5 to rank 1, which received 1 of these and has "
+        "returned.",
+        [
+            "rank 0 was waiting for rank 1 in isend(dst=1, tag=5), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COUNT,
+    ),
+    "the_receiver_has_returned": (
+        [[send(1)], [], []],
+        "rank 0 sends a message to rank 1, which has returned without receiving it.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COUNT,
+    ),
+    "only_another_tag_was_sent": (
+        [[recv(1, 5), recv(1)], [send(0, 5)], []],
+        "rank 0 waits for a message with tag 0 from rank 1, which has returned without sending it.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COUNT,
+    ),
+    "a_wrong_tag": (
+        [[send(1, 1)], [recv(0, 2)], []],
+        "rank 0 sends to rank 1 with tag 1, but rank 1 receives from rank 0 with tag 2.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1, tag=1), 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0, tag=2), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        ADDRESS,
+    ),
+    "a_wrong_tag_of_a_rank_that_went_on": (
+        [[("isend", 1, 1, THREE), recv(1)], [recv(0), send(0)], []],
+        "rank 0 sends to rank 1 with tag 1, but rank 1 receives from rank 0 with tag 0.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        ADDRESS,
+    ),
+    "a_wrong_tag_to_any_source": (
+        [[send(1, 1)], [recv(None, 2)], [recv(1)]],
+        "rank 0 sends to rank 1 with tag 1, but rank 1 receives from any rank with tag 2.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1, tag=1), 400 bytes",
+            "rank 1 was waiting for any of ranks 0 and 2 in recv(tag=2), 400 bytes",
+            "rank 2 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        ADDRESS,
+    ),
+    "a_wrong_group": (
+        [[send(1, 0, PAIR)], [recv(0)], []],
+        "rank 0 sends to rank 1 in the group of ranks 0 and 1, but rank 1 receives from rank 0 "
+        "in the group of ranks 0, 1 and 2.",
+        [
+            "rank 0 was waiting for rank 1 in send(dst=1, group=[0, 1]), 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        ADDRESS,
+    ),
+    "a_rank_skipped_a_collective_and_returned": (
+        [[all_reduce()], [all_reduce()], []],
+        "ranks 0 and 1 wait in all_reduce for rank 2, which has returned without calling it.",
+        [
+            "ranks 0 and 1 were waiting for rank 2 in all_reduce, 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        COLLECTIVE,
+    ),
+    "ranks_left_the_root_of_a_broadcast": (
+        [[("collective", 0, THREE)], [], []],
+        "rank 0 waits in broadcast(src=0) for ranks 1 and 2, which have returned without "
+        "calling it.",
+        [
+            "rank 0 was waiting for ranks 1 and 2 in broadcast(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COLLECTIVE,
+    ),
+    "a_rank_receives_before_a_collective": (
+        [[all_reduce()], [all_reduce()], [recv(0), all_reduce()]],
+        "ranks 0 and 1 wait in all_reduce for rank 2, rank 2 waits for a message from rank 0: "
+        "none of them can ever go on.",
+        [
+            "ranks 0 and 1 were waiting for rank 2 in all_reduce, 400 bytes",
+            "rank 2 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        COLLECTIVE,
+    ),
+    "a_rank_sends_before_a_collective": (
+        [[all_reduce(PAIR)], [send(0), all_reduce(PAIR)], []],
+        "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits until rank 0 "
+        "receives: neither can ever go on.",
+        [
+            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
+            "rank 1 was waiting for rank 0 in send(dst=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        COLLECTIVE,
+    ),
+    "half_a_sub_group": (
+        [[all_reduce(PAIR), all_reduce()], [all_reduce()], [all_reduce()]],
+        "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, ranks 1 and 2 wait in all_reduce "
+        "for rank 0: none of them can ever go on.",
+        [
+            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
+            "ranks 1 and 2 were waiting for rank 0 in all_reduce, 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        COLLECTIVE,
+    ),
+    "two_groups_in_another_order": (
+        [[all_reduce(PAIR)], [all_reduce(OTHER_PAIR)], []],
+        "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits in "
+        "all_reduce(group=[0, 1]) of another group for rank 0: neither can ever go on.",
+        [
+            "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
+            "rank 1 was waiting for rank 0 in all_reduce(group=[0, 1]), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        COLLECTIVE,
+    ),
+    "any_source_of_two_ranks": (
+        [[recv(None, 0, TWO)], [recv(0, 0, TWO)]],
+        "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send.",
+        [
+            "rank 0 was waiting for rank 1 in recv, 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        RECV_FIRST,
+    ),
+    "any_source_of_two_ranks_once_too_often": (
+        [[recv(None, 0, TWO), recv(None, 0, TWO)], [send(0, 0, TWO)]],
+        "rank 0 waits for a 2nd message from rank 1, which sent 1 and has returned.",
+        [
+            "rank 0 was waiting for rank 1 in recv, 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 1 had returned",
+        ],
+        COUNT,
+    ),
+    "the_shortest_cycle_is_not_the_first": (
+        [[recv(1)], [recv(2)], [all_reduce()]],
+        "rank 1 waits for a message from rank 2, rank 2 waits in all_reduce for rank 1: "
+        "neither can ever go on.",
+        [
+            "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
+            "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
+            "rank 2 was waiting for ranks 0 and 1 in all_reduce, 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+        ],
+        COLLECTIVE,
+    ),
+    "any_source_and_all_have_returned": (
+        [[recv()], [], []],
+        "rank 0 waits for a message from any rank, but ranks 1 and 2 have returned.",
+        [
+            "rank 0 was waiting for any of ranks 1 and 2 in recv, 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "ranks 1 and 2 had returned",
+        ],
+        COUNT,
+    ),
+    "any_source_and_nobody_is_left": (
+        [[recv()], [recv(0)], []],
+        "rank 0 waits for a message from any rank, but rank 2 has returned and rank 1 waits too.",
+        [
+            "rank 0 was waiting for any of ranks 1 and 2 in recv, 400 bytes",
+            "rank 1 was waiting for rank 0 in recv(src=0), 400 bytes",
+            "    line 3 of worker: exchange(tensor)",
+            "rank 2 had returned",
+        ],
+        COUNT,
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "fact", "lines", "mend"), CASES.values(), ids=CASES)
+def test_a_deadlock_is_told_otherwise(program, fact, lines, mend):
+    error = deadlock(states_of(*program))
+    assert isinstance(error, kit.DeadlockError)
+    assert str(error).splitlines() == [fact, *lines, mend]
+
+
+def test_a_long_ring_is_told_at_length():
+    error = deadlock(states_of(*[[recv((rank - 1) % 8, 0, EIGHT)] for rank in range(8)]))
+    assert error.fact == (
+        "rank 0 waits for rank 7, rank 7 waits for rank 6, and so on, rank 1 waits for rank 0: "
+        "none of them can ever send"
+    )
+    assert len(error.waits) == 8
+
+
+def test_a_wait_lacks_its_parts():
+    error = deadlock(states_of([send(1, 5)], [recv(0, 6)], []))
+    wait = error.waits[0]
+    assert (wait.rank, wait.op, wait.peers) == (0, "send(dst=1, tag=5)", (1,))
+    assert (wait.tag, wait.nbytes, wait.where) == (5, 400, LINE)
+    assert error.returned == (2,)
+
+
+def test_a_barrier_is_told_with_bytes():
+    barrier = Event(0, 0, "barrier", "collective", "barrier", TWO, 0)
+    new_group = replace(barrier, op="new_group", method="new_group", inputs=((0, 1),))
+    for event in (barrier, new_group):
+        states = [RankState(0, "waiting", event, collectives={TWO: 1}), RankState(1, "returned")]
+        (wait,) = deadlock(states).waits
+        assert wait.nbytes is None
+
+
+def test_a_rank_alone_waits_for_itself_unseen():
+    alone = Group("0", (0,))
+    error = deadlock(states_of([recv(None, 0, alone)]))
+    assert error.fact == (
+        "rank 0 waits for a message from any rank, but it has the group for itself"
+    )
+
+
+def test_a_run_is_called_dead_while_a_rank_could_still_help():
+    waiting, returned = states_of([recv(1)], [], [])[:2]
+    assert stuck([waiting, returned]) == {0: (1,)}
+    assert stuck([waiting, RankState(1, "running")]) == {}
+    assert stuck([waiting, RankState(1, "waiting")]) == {}  # in what, the kit does not know
+    assert stuck([waiting]) == {}
+    assert stuck([replace(waiting, status="running"), returned]) == {}
+    assert deadlock([waiting]) is None
+
+
+def test_a_kind_of_wait_that_the_kit_does_not_know_is_called_dead():
+    unknown = replace(states_of([recv(1)], [], [])[0].waits_for, kind="other")
+    assert stuck([RankState(0, "waiting", unknown), RankState(1, "returned")]) == {}
+
+
+def test_a_slow_collective_is_called_dead():
+    event = Event(0, 0, "all_reduce", "collective", "allreduce", TWO, 0)
+    both = [RankState(r, "waiting", replace(event, rank=r), collectives={TWO: 1}) for r in (0, 1)]
+    assert stuck(both) == {}
+    assert deadlock(both) is None
+
+
+def test_a_rank_that_is_about_to_leave_a_broadcast_is_called_dead():
+    # The data of a slow broadcast is on its way to rank 1; rank 2 waits for what comes after.
+    event = Event(0, 0, "broadcast", "collective", "broadcast", THREE, 0, root=0)
+    after = Event(2, 0, "recv", "recv", "recv", THREE, 0, peer=1)
+    states = [
+        RankState(0, "running", collectives={THREE: 1}),
+        RankState(1, "waiting", replace(event, rank=1), collectives={THREE: 1}),
+        RankState(2, "waiting", after),
+    ]
+    assert stuck(states) == {}
+    assert stuck([*states[:2], RankState(2, "returned")]) == {1: (2,)}  # nobody will take its data
+
+
+def test_stuck_ranks_in_different_collectives_are_a_deadlock():
+    line = {"kind": "collective", "group": THREE, "sequence": 0, "index": 0, "where": LINE}
+    reduce = Event(0, op="all_reduce", method="allreduce", inputs=((4,),), **line)
+    barrier = Event(1, op="barrier", method="barrier", **line)
+    states = [RankState(e.rank, "waiting", e, collectives={THREE: 1}) for e in (reduce, barrier)]
+    error = deadlock([*states, RankState(2, "returned")])
+    assert isinstance(error, kit.MismatchError)
+    assert str(error).splitlines() == [
+        "rank 0 calls all_reduce, rank 1 calls barrier.",
+        "rank 0 called all_reduce with shape (4,)",
+        "rank 1 called barrier",
+        "    line 3 of worker: exchange(tensor)",
+        "All ranks of a group must call the same collectives, in one order.",
+    ]
+
+
+def test_a_send_that_any_source_is_open_for_is_called_dead():
+    (waiting, returned) = states_of([send(1)], [])
+    assert stuck([waiting, returned]) == {0: (1,)}
+    assert stuck([waiting, replace(returned, any_source={(0, THREE): 1})]) == {}
+    assert stuck([waiting, replace(returned, any_source={(1, THREE): 1})]) == {0: (1,)}
+
+
+# Collectives and messages that do not agree
+
+
+def call(rank, op="all_reduce", method="allreduce", group=TWO, sequence=0, **given):
+    given = {"dtype": "float32", "inputs": ((4,),), **given}
+    return Event(rank, sequence, op, "collective", method, group, sequence, where=LINE, **given)
+
+
+def message(kind, rank, peer, nbytes=400, dtype="float32", tag=0):
+    return Event(
+        rank, 0, kind, kind, kind, TWO, 0, peer, tag, nbytes=nbytes, dtype=dtype, where=LINE
+    )
+
+
+def vectors(*sizes):
+    return tuple((size,) for size in sizes)
+
+
+SAME_TENSORS = "All ranks must give a collective tensors of the same shape and dtype."
+SAME_PIECES = "What one rank gives to another must have the shape that the other takes."
+SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype as the one sent."
+
+MISMATCHES = {
+    "op": (
+        [call(0), call(1, "broadcast", "broadcast", root=0)],
+        "rank 0 calls all_reduce, rank 1 calls broadcast.",
+        [
+            "rank 0 called all_reduce with float32 of shape (4,)",
+            "rank 1 called broadcast(src=0) with float32 of shape (4,)",
+        ],
+        "All ranks of a group must call the same collectives, in one order.",
+    ),
+    "op_of_one_name": (
+        [call(0, "all_gather", "allgather"), call(1, "all_gather", "_allgather_base")],
+        "rank 0 calls all_gather with allgather, rank 1 with _allgather_base.",
+        ["ranks 0 and 1 called all_gather with float32 of shape (4,)"],
+        "All ranks of a group must call the same collectives, in one order.",
+    ),
+    "reduce_op": (
+        [call(0, reduce_op="SUM"), call(1, reduce_op="MAX")],
+        "rank 0 calls all_reduce with op=SUM, rank 1 with op=MAX.",
+        [
+            "rank 0 called all_reduce with float32 of shape (4,)",
+            "rank 1 called all_reduce(op=MAX) with float32 of shape (4,)",
+        ],
+        "All ranks must give the same op.",
+    ),
+    "root": (
+        [call(0, "reduce", "reduce", root=0), call(1, "reduce", "reduce", root=1)],
+        "rank 0 calls reduce with dst=0, rank 1 with dst=1.",
+        [
+            "rank 0 called reduce(dst=0) with float32 of shape (4,)",
+            "rank 1 called reduce(dst=1) with float32 of shape (4,)",
+        ],
+        "All ranks must name the same root.",
+    ),
+    "dtype": (
+        [call(0), call(1, dtype="float64")],
+        "rank 0 calls all_reduce with float32, rank 1 with float64.",
+        [
+            "rank 0 called all_reduce with float32 of shape (4,)",
+            "rank 1 called all_reduce with float64 of shape (4,)",
+        ],
+        SAME_TENSORS,
+    ),
+    "shape": (
+        [call(0, group=THREE), call(1, group=THREE, inputs=vectors(5)), call(2, group=THREE)],
+        "ranks 0 and 2 call all_reduce with shape (4,), rank 1 with shape (5,).",
+        [
+            "ranks 0 and 2 called all_reduce with float32 of shape (4,)",
+            "rank 1 called all_reduce with float32 of shape (5,)",
+        ],
+        SAME_TENSORS,
+    ),
+    "gather": (
+        [
+            call(0, "gather", "gather", root=0, outputs=vectors(4, 4)),
+            call(1, "gather", "gather", root=0, inputs=vectors(5)),
+        ],
+        "in gather rank 1 gives rank 0 shape (5,), but rank 0 takes shape (4,).",
+        [
+            "rank 0 called gather(dst=0) with float32 of shape (4,) into 2 times shape (4,)",
+            "rank 1 called gather(dst=0) with float32 of shape (5,)",
+        ],
+        SAME_PIECES,
+    ),
+    "scatter": (
+        [
+            call(0, "scatter", "scatter", root=0, inputs=vectors(4, 4), outputs=vectors(4)),
+            call(1, "scatter", "scatter", root=0, inputs=(), outputs=vectors(5)),
+        ],
+        "in scatter rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        [
+            "rank 0 called scatter(src=0) with float32 of 2 times shape (4,) into shape (4,)",
+            "rank 1 called scatter(src=0) with float32 of shape (5,)",
+        ],
+        SAME_PIECES,
+    ),
+    "all_gather": (
+        [
+            call(0, "all_gather", "allgather", outputs=vectors(4, 4)),
+            call(1, "all_gather", "allgather", inputs=vectors(5), outputs=vectors(5, 5)),
+        ],
+        "in all_gather rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        [
+            "rank 0 called all_gather with float32 of shape (4,) into 2 times shape (4,)",
+            "rank 1 called all_gather with float32 of shape (5,) into 2 times shape (5,)",
+        ],
+        SAME_PIECES,
+    ),
+    "reduce_scatter": (
+        [
+            call(r, "reduce_scatter", "reduce_scatter", inputs=vectors(4, n), outputs=vectors(n))
+            for r, n in [(0, 4), (1, 5)]
+        ],
+        "in reduce_scatter rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        [
+            "rank 0 called reduce_scatter with float32 of 2 times shape (4,) into shape (4,)",
+            "rank 1 called reduce_scatter with float32 of shapes (4,), (5,) into shape (5,)",
+        ],
+        SAME_PIECES,
+    ),
+    "all_to_all": (
+        [
+            call(r, "all_to_all", "alltoall", inputs=vectors(1, 2), outputs=vectors(1, 2))
+            for r in (0, 1)
+        ],
+        "in all_to_all rank 0 gives rank 1 shape (2,), but rank 1 takes shape (1,).",
+        [
+            "ranks 0 and 1 called all_to_all with float32 of shapes (1,), (2,) into shapes "
+            "(1,), (2,)"
+        ],
+        SAME_PIECES,
+    ),
+    "split_sizes": (
+        [
+            call(
+                0,
+                "all_to_all_single",
+                "alltoall_base",
+                inputs=((4, 2),),
+                outputs=((4, 2),),
+                splits=((1, 3), (1, 3)),
+            ),
+            call(1, "all_to_all_single", "alltoall_base", inputs=((4, 2),), outputs=((4, 2),)),
+        ],
+        "in all_to_all_single rank 0 gives rank 1 shape (3, 2), but rank 1 takes shape (2, 2).",
+        [
+            "rank 0 called all_to_all_single(input_split_sizes=[1, 3], output_split_sizes=[1, 3]) "
+            "with float32 of shape (4, 2) into shape (4, 2)",
+            "rank 1 called all_to_all_single with float32 of shape (4, 2) into shape (4, 2)",
+        ],
+        SAME_PIECES,
+    ),
+    "new_group": (
+        [
+            call(r, "new_group", "new_group", inputs=(ranks,), dtype="")
+            for r, ranks in enumerate([(0, 1), (0,)])
+        ],
+        "rank 0 calls new_group with [0, 1], rank 1 with [0].",
+        ["rank 0 called new_group([0, 1])", "rank 1 called new_group([0])"],
+        "All ranks must make the same groups in one order, also those they are not in.",
+    ),
+    "bytes_of_a_message": (
+        [message("send", 0, 1, 1), message("recv", 1, 0, 1200)],
+        "rank 0 sends 1 byte, rank 1 receives into a tensor of 1,200.",
+        [
+            "rank 0 called send(dst=1) with 1 byte of float32",
+            "rank 1 called recv(src=0) with 1,200 bytes of float32",
+        ],
+        SAME_BUFFER,
+    ),
+    "dtype_of_a_message": (
+        [message("recv", 0, 1, 800, "float64"), message("send", 1, 0)],
+        "rank 1 sends float32, rank 0 receives into a tensor of float64.",
+        [
+            "rank 0 called recv(src=1) with 800 bytes of float64",
+            "rank 1 called send(dst=0) with 400 bytes of float32",
+        ],
+        SAME_BUFFER,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "fact", "lines", "mend"), MISMATCHES.values(), ids=list(MISMATCHES)
+)
+def test_a_mismatch_is_told_otherwise(events, fact, lines, mend):
+    error = mismatch(iter(events))
+    where = "    line 3 of worker: exchange(tensor)"
+    assert str(error).splitlines() == [fact, *lines, where, mend]
+    assert [call.rank for call in error.calls] == [event.rank for event in events]
+
+
+ALIKE = {
+    "a_member_is_missing": [call(0, group=THREE), call(2, group=THREE)],
+    "different_places": [call(0, sequence=0), call(1, sequence=1, inputs=vectors(5))],
+    "different_groups": [call(0), call(1, group=PAIR, dtype="int8")],
+    "broadcast_into": [
+        call(0, "broadcast", "broadcast", root=0),
+        call(1, "broadcast", "broadcast", root=0, inputs=(), outputs=vectors(4)),
+    ],
+    "gather_of_different_sizes": [
+        call(0, "gather", "gather", root=0, outputs=vectors(4, 5)),
+        call(1, "gather", "gather", root=0, inputs=vectors(5)),
+    ],
+    "scatter": [
+        call(0, "scatter", "scatter", root=0, inputs=vectors(4, 5), outputs=vectors(4)),
+        call(1, "scatter", "scatter", root=0, inputs=(), outputs=vectors(5)),
+    ],
+    "all_gather_of_different_sizes": [
+        call(0, "all_gather", "allgather", outputs=vectors(4, 5)),
+        call(1, "all_gather", "allgather", inputs=vectors(5), outputs=vectors(4, 5)),
+    ],
+    "all_to_all_of_different_sizes": [
+        call(0, "all_to_all", "alltoall", inputs=vectors(1, 2), outputs=vectors(1, 3)),
+        call(1, "all_to_all", "alltoall", inputs=vectors(3, 4), outputs=vectors(2, 4)),
+    ],
+    "splits": [
+        call(r, "", "alltoall_base", inputs=((4, 2),), outputs=((n, 2),), splits=(given, taken))
+        for r, n, given, taken in [(0, 2, (1, 3), (1, 1)), (1, 6, (1, 3), (3, 3))]
+    ],
+    "splits_left_to_torch": [
+        call(0, "", "alltoall_base", inputs=((4,),), outputs=((4,),), splits=((2, 2), ())),
+        call(1, "", "alltoall_base", inputs=((4,),), outputs=((4,),)),
+    ],
+    "tensors_that_the_method_cannot_take": [
+        call(0, "all_to_all", "alltoall_base", inputs=(), outputs=()),
+        call(1, "all_to_all", "alltoall_base"),
+    ],
+    "messages_of_one_shape": [message("send", 0, 1), message("recv", 1, 0)],
+    "messages_with_other_tags": [message("send", 0, 1), message("recv", 1, 0, 8, tag=1)],
+    "nobody_sent_to_any_source": [message("send", 0, 1, 8), message("recv", 1, None)],
+    "both_ways": [message("send", 0, 1, 8), message("send", 1, 0, 4)],
+}
+
+
+@pytest.mark.parametrize("events", ALIKE.values(), ids=list(ALIKE))
+def test_calls_that_agree_are_a_mismatch(events):
+    assert mismatch(events) is None
+
+
+def test_what_one_rank_takes_into_is_not_looked_at():
+    outputs = [vectors(4, 5), vectors(4, 4)]
+    events = [call(r, "all_gather", "allgather", outputs=outputs[r]) for r in (0, 1)]
+    assert mismatch(events).fact == (
+        "in all_gather rank 1 gives rank 0 shape (4,), but rank 0 takes shape (5,)"
+    )
+
+
+def test_a_rank_without_a_dtype_has_another_one():
+    events = [call(0), call(1, dtype="")]
+    assert mismatch(events) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(1, "1st"), (3, "3rd"), (11, "11th"), (22, "22nd"), (1112, "1,112th")]
+)
+def test_a_place_is_written_as_nobody_says_it(number, words):
+    assert ordinal(number) == words
+
+
+def test_two_receives_with_one_place_are_a_message():
+    assert mismatch([message("recv", 0, 1), message("recv", 0, 1, 8)]) is None
+
+
+def test_the_first_mismatch_is_another_one():
+    first = [call(r, sequence=0, inputs=vectors(4)) for r in (0, 1)]
+    second = [call(r, sequence=1, inputs=vectors(r)) for r in (0, 1)]
+    third = [message("send", 0, 1), message("recv", 1, 0, 8)]
+    by_rank = [list(calls) for calls in zip(first, third, second, strict=True)]
+    assert mismatch(by_rank[0] + by_rank[1]).fact.startswith("rank 0 sends")
+    by_rank = [list(calls) for calls in zip(first, second, third, strict=True)]
+    assert mismatch(by_rank[0] + by_rank[1]).fact.startswith("rank 0 calls all_reduce")
+
+
+def test_the_first_mismatch_is_the_one_that_was_met_first():
+    far, near = Group("far", (0, 2)), Group("near", (0, 1))
+    events = [
+        call(0, group=far),
+        call(0, group=near),
+        call(1, group=near, dtype="int8"),
+        call(2, group=far, dtype="int8"),
+    ]
+    assert mismatch(events).fact == "rank 0 calls all_reduce with float32, rank 2 with int8"
+
+
+def test_matching_events_take_more_than_one_look(monkeypatch):
+    looks = Counter()
+    monkeypatch.setattr(Group, "__hash__", lambda self: looks.update(["group"]) or hash(self.name))
+    events = [call(rank, sequence=n) for rank in (0, 1) for n in range(1000)]
+    assert mismatch(events) is None
+    assert looks["group"] <= 2  # a hash of a group takes longer than all the rest
+
+
+# Random programs, and a machine that knows whether they end
+
+
+@pytest.fixture
+def no_folder_is_left(tmp_path):
+    configuration.set_hypothesis_home_dir(tmp_path)  # else it writes .hypothesis here
+
+
+PROGRAMS = 4  # in one example: Hypothesis takes as long for one as the machine for four
+TAPE = 110  # bytes: choices of one program, with the order in which its ranks run
+
+
+def judge(machine: Machine, tape: Tape, seen: Counter) -> None:
+    """Run a program in a random order and compare the verdict with what happens at every step."""
+    named = {}
+    while runnable := machine.runnable():
+        machine.step(tape.one_of(runnable))
+        late = machine.late() if tape.chance(50) else ()
+        found = stuck(machine.states(late))
+        assert set(found) == machine.hopeless(late), "a rank is missed, or called dead too soon"
+        named |= {rank: machine.waits[rank] for rank in found}
+        seen["stuck while others run"] += bool(found and machine.runnable())
+    for rank, operation in named.items():
+        if machine.away(operation.event):
+            continue  # it may have left, but the collective never came to its end
+        assert machine.waits[rank] is operation, "a false alarm: it went on"
+        assert not operation.done, "a false alarm: what it waited for came"
+    waiting = {rank for rank in range(len(machine.program)) if machine.is_waiting(rank)}
+    states = machine.states()
+    found = stuck(states)
+    assert set(found) == waiting, "the run has come to a halt: who waits is stuck"
+    error = deadlock(states)
+    assert (error is None) == (not waiting)
+    if isinstance(error, kit.DeadlockError):
+        assert {wait.rank: wait.peers for wait in error.waits} == found
+        assert_true(error.fact, {state.rank: state for state in states})
+    seen["programs"] += 1
+    seen[type(error).__name__] += 1
+
+
+def assert_true(fact: str, at: dict[int, RankState]) -> None:
+    """Hold every clause of a fact against the states that it is about."""
+    doing = {r: s.waits_for for r, s in at.items() if s.waits_for}
+    kinds = set()
+    for who, peer in re.findall(r"rank (\d+) waits until rank (\d+) receives", fact):
+        assert (doing[int(who)].kind, doing[int(who)].peer) == ("send", int(peer))
+        kinds.add("send")
+    message = r"a (?:\d+\w\w )?message (?:with tag \d+ )?from "
+    for who, peer in re.findall(rf"rank (\d+) waits for (?:{message})?rank (\d+)", fact):
+        event = doing[int(who)]
+        assert event.kind == "recv"
+        assert event.peer == int(peer) or set(event.group.ranks) == {int(who), int(peer)}
+        kinds.add("recv")
+    kinds |= {"collective"} if " in all_reduce" in fact or " in broadcast" in fact else set()
+    ending = re.search(r"can ever (.*)$", fact)
+    if ending:
+        assert kinds == {"send": {"recv"}, "receive": {"send"}}.get(ending[1], kinds)
+    gone = re.findall(r"(ranks? [\d, and]*\d), which (?:\w+ \d+ (?:of these )?and )?ha", fact)
+    gone += re.findall(r"but (ranks? [\d, and]*\d) ha", fact)
+    assert {at[int(r)].status for r in re.findall(r"\d+", " ".join(gone))} <= {"returned"}
+    assert bool(gone) == ("returned" in fact)
+    counted = re.search(r" a (\d+)\w\w message .*which (received|sent) (\d+)", fact)
+    if counted:
+        src, dst = map(int, re.findall(r"rank (\d+)", fact)[:: -1 if "from" in fact else 1])
+        event = doing[src if counted[2] == "received" else dst]
+        channel = src, dst, event.tag, event.group
+        posted = at[dst].recvs if counted[2] == "received" else at[src].sends
+        assert posted[channel] == int(counted[3]) < int(counted[1])
+        nth = event.sequence if event.peer is not None else at[dst].recvs[channel]
+        assert int(counted[1]) == nth + 1
+    for src, dst, tag in re.findall(r"rank (\d+) sends to rank (\d+) with tag (\d+), but", fact):
+        event = doing[int(dst)]
+        assert event.kind == "recv"
+        assert event.tag != int(tag)
+        sent = [c for c in at[int(src)].sends if c[:3] == (int(src), int(dst), int(tag))]
+        assert any(at[int(src)].sends[c] > at[int(dst)].recvs.get(c, 0) for c in sent)
+
+
+@pytest.mark.usefixtures("no_folder_is_left")
+def test_a_random_program_is_judged_wrongly():
+    seen = Counter()
+
+    @settings(max_examples=2600, deadline=None, derandomize=True, database=None)
+    @given(st.binary(min_size=PROGRAMS * TAPE, max_size=PROGRAMS * TAPE))
+    def check(data):
+        for start in range(0, len(data), TAPE):
+            tape = Tape(data[start : start + TAPE])
+            machine = Machine(random_program(tape))
+            try:
+                judge(machine, tape, seen)
+            except BaseException:
+                note(f"{machine.program} in the order {machine.order}")
+                raise
+
+    check()
+    assert seen["programs"] >= 10_000
+    assert seen["NoneType"] >= 3_000  # they ended
+    assert seen["DeadlockError"] >= 3_000
+    assert seen["stuck while others run"] >= 2_000
