@@ -18,15 +18,19 @@ from ddp_kit.doctor import doctor
 from ddp_kit.errors import (
     BackendError,
     DataError,
+    DeadlockError,
     KitError,
+    MismatchError,
     PoolError,
     ProofError,
     RankDiedError,
     RankError,
     RunTimeoutError,
+    TraceError,
 )
 from ddp_kit.failures import RankFailure
 from ddp_kit.pool import Result, WorkerPool, run
+from ddp_kit.trace import load_trace
 
 if TYPE_CHECKING:
     from ddp_kit import lessons, plot
@@ -36,7 +40,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendError",
     "DataError",
+    "DeadlockError",
     "KitError",
+    "MismatchError",
     "PoolError",
     "ProofError",
     "RankDiedError",
@@ -44,10 +50,12 @@ __all__ = [
     "RankFailure",
     "Result",
     "RunTimeoutError",
+    "TraceError",
     "WorkerPool",
     "device",
     "doctor",
     "lessons",
+    "load_trace",
     "mnist",
     "plot",
     "run",

@@ -29,10 +29,13 @@ def ranks(count: int) -> str:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda module: module.__name__.split(".")[-1])
-def test_main_prints_its_one_line(lesson, world_size, capsys):
-    lesson.main(["--world-size", str(world_size)])
+def test_main_prints_its_one_line_and_writes_its_traces(lesson, world_size, capsys, tmp_path):
+    lesson.main(["--world-size", str(world_size), "--trace", str(tmp_path)])
     name = lesson.__name__.split(".")[-1]
     assert capsys.readouterr().out == PROOFS[name].format(ranks(world_size))
+    trace = kit.load_trace(tmp_path)
+    assert trace.world_size == world_size
+    assert trace.events or world_size == 1
 
 
 @pytest.mark.parametrize("name", PROOFS)
@@ -60,6 +63,7 @@ def test_help_names_the_options(name):
     assert out.returncode == 0
     assert "--world-size" in out.stdout
     assert "--backend" in out.stdout
+    assert "--trace DIR" in out.stdout
 
 
 @pytest.mark.parametrize("name", PROOFS)

@@ -1,17 +1,34 @@
-"""The recorder of sends, against what the tensors' sizes say."""
+"""The recorder, against what the calls and the tensors' sizes say."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import send as send_by_name
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.failures import Frame, Wait
-from ddp_kit.trace import Board, Send, Trace, recording
+from ddp_kit.failures import Wait
+from ddp_kit.trace import Board, Event, Group, Reading, Trace, board, join, recording
+
+WORLD = Group("0", (0, 1))
 
 
-def test_every_form_of_send_is_recorded():
+def told(trace, rank=0):
+    return [event.call for event in trace if event.rank == rank]
+
+
+def message(src, dst, tag=0, nbytes=4, sequence=0):
+    return Event(
+        src, sequence, "send", "send", "send", WORLD, sequence, dst, tag=tag, nbytes=nbytes
+    )
+
+
+# --- point to point ------------------------------------------------------------------------
+
+
+def test_every_form_of_send_is_recorded_and_matched():
     def worker(rank, world_size):
         tensor = torch.zeros(5, dtype=torch.float64)
         if rank == 0:
@@ -27,15 +44,27 @@ def test_every_form_of_send_is_recorded():
             work.wait()
 
     trace = kit.run(worker, world_size=2).trace
-    assert trace.messages(src=0) == [
-        Send(0, 1, 3, 40, 0),
-        Send(0, 1, 0, 16, 1),
-        Send(0, 1, 0, 8, 2),
-        Send(0, 1, 0, 40, 3),
+    sent = [(m.src, m.dst, m.tag, m.nbytes) for m in trace.messages()]
+    assert sent == [(0, 1, 3, 40), (0, 1, 0, 16), (0, 1, 0, 8), (0, 1, 0, 40), (1, 0, 0, 40)]
+    assert [m.recv.op for m in trace.messages()] == [
+        *("recv", "recv", "irecv", "batch_isend_irecv", "batch_isend_irecv")
     ]
-    assert trace.messages(src=1) == [Send(1, 0, 0, 40, 0)]
     assert (trace.bytes_sent(0), trace.bytes_sent(1)) == (104, 40)
-    assert repr(trace) == "Trace(5 messages between 2 ranks, 144 bytes)"
+    assert repr(trace) == "Trace(2 ranks: 5 messages of 144 bytes)"
+
+
+def test_a_message_from_any_source_is_matched_with_its_sender():
+    def worker(rank, world_size):
+        for number in range(2):
+            if rank == 0:
+                for _ in range(2):
+                    dist.recv(torch.zeros(1), tag=number)
+            else:
+                dist.send(torch.zeros(1), 0, tag=number)
+
+    trace = kit.run(worker, world_size=3).trace
+    assert all(m.recv.peer == m.src and m.recv.tag == m.tag for m in trace.messages())
+    assert [(m.src, m.tag) for m in trace.messages()] == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_ranks_of_a_sub_group_are_told_as_ranks_of_the_world():
@@ -45,11 +74,133 @@ def test_ranks_of_a_sub_group_are_told_as_ranks_of_the_world():
             dist.send(torch.zeros(1), 2, group=pair)
         if rank == 2:
             dist.recv(torch.zeros(1), 1, group=pair)
+        if rank:
+            dist.broadcast(torch.zeros(1), 2, group=pair)
 
-    assert kit.run(worker, world_size=3).trace.sends == (Send(1, 2, 0, 4, 0),)
+    trace = kit.run(worker, world_size=3).trace
+    (sent,) = trace.messages()
+    assert (sent.src, sent.dst, sent.recv.rank, sent.send.group.ranks) == (1, 2, 2, (1, 2))
+    assert told(trace, 2) == ["new_group", "recv(src=1)", "broadcast(src=2)"]
 
 
-def test_one_run_does_not_count_the_sends_of_another():
+def test_messages_can_be_asked_for_by_receiver():
+    trace = Trace(3, (message(0, 1), message(0, 2, nbytes=8), message(1, 2, nbytes=8)))
+    assert [sent.src for sent in trace.messages(dst=2)] == [0, 1]
+    assert [sent.nbytes for sent in trace.messages(src=0, dst=2)] == [8]
+    assert repr(trace) == "Trace(3 ranks: 3 messages of 20 bytes, 3 of them never received)"
+
+
+# --- collectives ---------------------------------------------------------------------------
+
+
+def all_collectives(rank, world_size):
+    one, two = torch.ones(1), torch.arange(2.0)
+    dist.broadcast(one, src=1)
+    dist.all_reduce(one, op=dist.ReduceOp.MAX)
+    dist.reduce(one, dst=1)
+    dist.all_gather([torch.zeros(1), torch.zeros(1)], one)
+    dist.all_gather_into_tensor(torch.zeros(2), one)
+    dist.gather(one, [torch.zeros(1), torch.zeros(1)] if rank == 0 else None, dst=0)
+    dist.scatter(one, [torch.zeros(1), torch.zeros(1)] if rank == 1 else None, src=1)
+    dist.reduce_scatter(torch.zeros(1), [one, one])
+    dist.reduce_scatter_tensor(torch.zeros(1), two)
+    dist.all_to_all_single(torch.zeros(2), two)
+    dist.all_gather_object([None, None], "object")
+    dist.broadcast_object_list([None], src=0)
+    dist.barrier()
+    dist.monitored_barrier()
+    dist.all_reduce(one, async_op=True).wait()
+    dist.all_reduce_coalesced([one, two])
+
+
+def test_every_collective_is_recorded_with_its_partners():
+    trace = kit.run(all_collectives, world_size=2).trace
+    assert told(trace) == [
+        *("broadcast(src=1)", "all_reduce", "reduce(dst=1)", "all_gather"),
+        *("all_gather_into_tensor", "gather(dst=0)", "scatter(src=1)", "reduce_scatter"),
+        *("reduce_scatter_tensor", "all_to_all_single"),
+        *("all_gather_object", "all_gather_object"),  # first its size, then the object
+        *("broadcast_object_list(src=0)", "broadcast_object_list(src=0)"),
+        *("barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced"),
+    ]
+    assert told(trace) == told(trace, 1)
+    assert [sorted(partners) for partners in trace.collectives] == [[0, 1]] * 18
+    assert all(e.waited and e.end and e.start <= e.waited <= e.end for e in trace)
+    first, second = trace.collectives[:2]
+    assert (first[0].root, first[0].shape, first[0].dtype, first[0].nbytes) == (
+        1,
+        (1,),
+        "float32",
+        4,
+    )
+    assert (second[1].reduce_op, second[1].method) == ("MAX", "allreduce")
+    assert {event.where.function for event in trace} == {"all_collectives"}
+    assert repr(trace) == "Trace(2 ranks: 18 collectives)"
+
+
+def test_splits_are_recorded_as_rows_to_and_from_each_rank():
+    def worker(rank, world_size):
+        rows_to, rows_from = ([1, 2], [1, 0]) if rank == 0 else ([0, 1], [2, 1])
+        dist.all_to_all_single(
+            torch.zeros(sum(rows_from)), torch.ones(sum(rows_to)), rows_from, rows_to
+        )
+
+    assert [event.splits for event in kit.run(worker, world_size=2).trace] == [
+        *(((1, 2), (1, 0)), ((0, 1), (2, 1)))
+    ]
+
+
+def test_what_ddp_sends_is_recorded_and_its_gradients_stay_the_same_to_the_last_bit():
+    def worker(rank, world_size, recorded):
+        if not recorded:
+            make_reducer = DistributedDataParallel._ddp_init_helper.__wrapped__
+            DistributedDataParallel._ddp_init_helper = make_reducer
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        for _ in range(2):
+            ddp(torch.randn(8, 7)).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    result, bare = (kit.run(worker, recorded, world_size=3) for recorded in (True, False))
+    for ours, theirs in zip(result, bare, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert told(result.trace)[:2] == ["DistributedDataParallel", "DDP broadcast(src=0)"]
+    reduced = [e for e in result.trace if e.rank == 0 and e.op == "DDP all_reduce"]
+    assert len(reduced) > 2
+    assert sum(e.nbytes for e in reduced) == 2 * 4 * (7 * 5 + 5 + 5 + 5)
+    assert all(event.end for event in reduced)
+    assert [bool(event.waited) for event in reduced[-2:]] == [False, True]
+    assert reduced[0].where.source == "ddp(torch.randn(8, 7)).square().sum().backward()"
+    assert "DDP all_reduce" not in told(bare.trace)
+
+
+def test_a_hook_of_the_learner_does_what_ddp_would_have_done():
+    def worker(rank, world_size):
+        seen = []
+
+        def hook(state, bucket):
+            seen.append((state, bucket.index()))
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer() * 0 + 7)
+            return future
+
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        model.register_comm_hook("state", hook)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="only be called once"):
+            model.register_comm_hook("state", hook)
+        return seen, model.module.weight.grad.tolist()
+
+    result = kit.run(worker, world_size=2)
+    assert list(result) == [([("state", 0)], [[7.0, 7.0]])] * 2
+    assert "DDP all_reduce" not in told(result.trace)
+
+
+# --- what a rank waits in, and what it never waited for ------------------------------------
+
+
+def test_one_run_does_not_count_the_events_of_another():
     def worker(rank, world_size):
         if rank == 0:
             dist.send(torch.zeros(1), 1)
@@ -57,69 +208,15 @@ def test_one_run_does_not_count_the_sends_of_another():
             dist.recv(torch.zeros(1), 0)
 
     for _ in range(2):
-        assert len(kit.run(worker, world_size=2).trace) == 1
-
-
-def test_messages_can_be_asked_for_by_receiver():
-    trace = Trace(3, (Send(0, 1, 0, 4, 0), Send(0, 2, 0, 8, 1), Send(1, 2, 0, 8, 0)))
-    assert [send.src for send in trace.messages(dst=2)] == [0, 1]
-    assert trace.messages(src=0, dst=2) == [Send(0, 2, 0, 8, 1)]
-
-
-def test_what_a_rank_waits_in_is_written_as_it_was_called():
-    class Notes:
-        """A board that keeps everything."""
-
-        def __init__(self):
-            self.entries = []
-
-        def enter(self, op, where):
-            self.entries.append((op, where.function))
-
-        def leave(self):
-            self.entries.append("left")
-
-    def worker(rank, world_size):
-        tensor, other, notes = torch.ones(1), 1 - rank, Notes()
-        send, recv = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-        with recording(notes):
-            send(tensor, other, tag=7)
-            recv(tensor, other)
-            if rank == 0:
-                dist.recv(tensor)
-            else:
-                dist.send(tensor, 0)
-            works = [dist.isend(tensor, other), dist.irecv(tensor, src=other)]
-            for work in works:
-                work.wait()
-            dist.all_reduce(tensor, async_op=True).wait()
-            dist.broadcast_object_list([None], src=0)
-            dist.reduce(tensor, dst=1)
-            dist.monitored_barrier()
-        return notes.entries
-
-    entries = kit.run(worker, world_size=2)[0]
-    assert entries[1::2] == ["left"] * (len(entries) // 2)
-    # An object's size is broadcast before the object; gloo's monitored barrier is many messages.
-    assert list(dict.fromkeys(op for op, _ in entries[::2])) == [
-        "send(dst=1, tag=7)",
-        "recv(src=1)",
-        "recv",
-        "isend(dst=1)",
-        "irecv(src=1)",
-        "all_reduce",
-        "broadcast_object_list(src=0)",
-        "reduce(dst=1)",
-        "monitored_barrier",
-    ]
-    assert {function for _, function in entries[::2]} == {"worker"}
+        assert len(kit.run(worker, world_size=2).trace) == 2
 
 
 def test_torch_is_as_it_was_when_nothing_is_recorded():
-    before = dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))
+    owners = (dist.ProcessGroup, dist.Work, dist, dist.distributed_c10d, DistributedDataParallel)
+    before = [dict(vars(owner)) for owner in owners]
     with recording():
         assert vars(dist.ProcessGroup)["send"] is not before[0]["send"]
-    assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
 def test_work_that_nobody_waited_for_is_noticed():
@@ -135,19 +232,112 @@ def test_work_that_nobody_waited_for_is_noticed():
             dist.barrier()
             del work
             seen.append(recorder.all_awaited)
+        with recording() as recorder:
+            future = dist.all_reduce(tensor, async_op=True).get_future()
+            future.wait()
+            dist.barrier()
+            seen.append(recorder.all_awaited)
         return seen
 
-    assert list(kit.run(worker, world_size=2)) == [[False, True, False]] * 2
+    assert list(kit.run(worker, world_size=2)) == [[False, True, False, True]] * 2
 
 
-def test_a_page_of_the_board_is_read_as_it_was_written_and_survives_a_long_path():
-    board = Board()
-    assert board.read(3) == Wait(3, None)
-    where = Frame("cell", 4, "worker", "dist.recv(t, src=1)", True)
-    board.enter("recv(src=1)", where)
-    assert board.read(3) == Wait(3, "recv(src=1)", where)
-    board.enter("barrier", Frame("x" * 5000, 4, "worker", "", True))
-    assert board.read(0) == Wait(0, "barrier")
-    board.leave()
-    assert board.read(3) == Wait(3, None)
-    board.close()
+def test_a_line_tells_what_was_never_waited_for(capsys):
+    def worker(rank, world_size, how):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if how == "wait":
+            work.wait()
+        elif how == "ask":
+            while not work.is_completed():
+                pass
+        elif how == "future":
+            work.get_future().wait()
+        dist.barrier()
+
+    for how in ("wait", "future", "ask"):
+        kit.run(worker, how, world_size=2)
+        assert capsys.readouterr().out == ""
+    kit.run(worker, "", world_size=2)
+    said, line = capsys.readouterr().out.splitlines()
+    assert said == (
+        "ranks 0 and 1 never waited for all_reduce: it may not have happened; keep what it "
+        "returns and call wait()"
+    )
+    assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
+
+
+# --- the board -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page():
+    page = Board()
+    page.begin(1, 100)
+    group = page.add_text(["group", "0", [0, 1]])
+    page.call = page.add_text(
+        ["call", "send", "send", "send", group, None, "float32", [[1]], [], [], None, 4]
+    )
+    yield page
+    page.close()
+
+
+def add(page, index):
+    page.add_row(page.call, 0, 1, 0, 0, index, 1000 + index, 0, 0)
+
+
+def test_a_wait_is_read_as_it_was_written(page):
+    add(page, 0)
+    assert Reading(3, page.read()).as_wait() == Wait(3, None)
+    page.begin_wait(0, 2000, limited=False, shown=True)
+    assert Reading(3, page.read()).as_wait() == Wait(3, "send(dst=1)")
+    assert Reading(3, page.read()).waits_for_ever
+    page.end_wait(0, 3000, shown=True)
+    reading = Reading(3, page.read())
+    assert (reading.waiting, reading.waits_for_ever) == (None, False)
+    assert (reading.events[0].waited, reading.events[0].end) == (2000, 3000)
+    page.begin_wait(0, 2000, limited=True, shown=True)
+    assert not Reading(3, page.read()).waits_for_ever
+
+
+def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
+    monkeypatch.setattr(board, "EVENTS", 8)
+    monkeypatch.setattr("ddp_kit.trace.reading.EVENTS", 8)
+    for index in range(11):
+        add(page, index)
+    trace = join([Reading(0, page.read())])
+    assert [event.index for event in trace] == list(range(3, 11))
+    assert [event.sequence for event in trace] == list(range(3, 11))
+    assert repr(trace).endswith("3 older events dropped)")
+
+
+def test_a_board_without_room_says_so_and_breaks_nothing(page, monkeypatch):
+    monkeypatch.setattr(board, "COUNTED", 1)
+    assert page.add_count(["count", "send", 1, 0, 1]) == 0
+    add(page, 0)
+    assert not Reading(0, page.read()).is_crowded
+    assert page.add_count(["count", "send", 2, 0, 1]) == -1
+    add(page, 1)
+    assert Reading(0, page.read()).is_crowded
+    monkeypatch.setattr(board, "TEXTS", 10)
+    assert page.add_text(["a text"]) == 0
+    page.add_row(0, 0, 1, 0, 0, 0, 1, 0, 0)
+    page.begin_wait(2, 1, limited=False, shown=True)
+    assert len(Reading(0, page.read()).events) == 2
+    assert Reading(0, page.read()).waiting is None
+
+
+def test_a_count_is_there_as_soon_as_it_is_made(page):
+    slot = page.add_count(["count", "send", 1, 0, 1])
+    page.write_count(slot, 5, 2)
+    key = ("send", 1, 0, Group("0", (0, 1)))
+    assert Reading(0, page.read()).counts() == {key: (5, 2)}
+
+
+def test_a_new_run_finds_an_empty_board(page):
+    add(page, 0)
+    page.begin_wait(0, 1, limited=False, shown=True)
+    page.begin(2, 500)
+    reading = Reading(0, page.read())
+    assert (reading.log.head.run, reading.events, reading.waiting, reading.counts()) == (
+        *(2, [], None, {}),
+    )

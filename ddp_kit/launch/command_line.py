@@ -10,7 +10,7 @@ from ddp_kit.errors import KitError, ProofError
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every lesson: --world-size and --backend."""
+    """Return a parser with the options of every lesson: --world-size, --backend, --trace."""
     parser = argparse.ArgumentParser(
         prog=f"python -m ddp_kit.lessons.{name}",
         description=description.split("\n\n")[0],
@@ -26,6 +26,12 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
         "--backend",
         default="auto",
         help='"gloo", "nccl", or "auto": nccl where every rank can have a GPU (default auto)',
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="write what the ranks communicate into this folder, for kit.load_trace; "
+        "replaces the traces of an earlier start",
     )
     return parser
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import Any
@@ -17,21 +17,32 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_kit import backends, pool
-from ddp_kit.errors import PoolError
+from ddp_kit.errors import KitError, PoolError
+from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.result import Result, print_output
-from ddp_kit.trace import Trace, recording
+from ddp_kit.trace import EMPTY, Board, Log, Reading, Trace, TraceFolder, join, recording
 
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)
 
 
 class Ranks:
-    """The ranks of a lesson; call it with a worker to run that worker on all of them."""
+    """The ranks of a lesson; call it with a worker to run that worker on all of them.
 
-    def __init__(self, world_size: int, backend: str, rank: int | None = None) -> None:
+    rank: of this process; None: the ranks are spawned, and this process is none of them.
+    folder: where to write the trace of each run, if anywhere.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        backend: str,
+        rank: int | None = None,
+        folder: TraceFolder | None = None,
+    ) -> None:
         self.world_size = world_size
         self.backend = backend
-        self._rank = rank  # None: the ranks are spawned, and this process is none of them
+        self._rank, self._folder = rank, folder
 
     def __str__(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -39,17 +50,41 @@ class Ranks:
     def __call__(self, worker: Callable[..., Any], *args: Any) -> Result:
         """Run `worker(rank, world_size, *args)` on every rank; return the result."""
         if self._rank is None:
-            return pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
-        printed = io.StringIO()
-        with recording() as recorder, redirect_stdout(printed):
-            value = worker(self._rank, self.world_size, *args)
+            return self._run_spawned(worker, *args)
+        printed, board = io.StringIO(), Board()
+        try:
+            with recording(board), redirect_stdout(printed):
+                value = worker(self._rank, self.world_size, *args)
+        finally:
+            if self._folder is not None:
+                logs = [board.read() if r == self._rank else EMPTY for r in range(self.world_size)]
+                self._keep(worker, self._join(logs), [self._rank])
         parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, (value, printed.getvalue(), tuple(recorder.sends)))
-        values, output, sent = zip(*parts, strict=True)
+        dist.all_gather_object(parts, (value, printed.getvalue(), board.read()))
+        values, output, logs = zip(*parts, strict=True)
         if self._rank == 0:
             print_output(output)
-        trace = Trace(self.world_size, tuple(send for part in sent for send in part))
-        return Result(values, output, trace)
+        return Result(values, output, self._join(logs))
+
+    def _run_spawned(self, worker: Callable[..., Any], *args: Any) -> Result:
+        everyone = range(self.world_size)
+        try:
+            result = pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
+        except KitError as error:
+            self._keep(worker, getattr(error, "trace", None), everyone)
+            raise
+        self._keep(worker, result.trace, everyone)
+        return result
+
+    def _join(self, logs: Iterable[Log]) -> Trace:
+        return join(list(map(Reading, range(self.world_size), logs)))
+
+    def _keep(self, worker: Callable[..., Any], trace: Trace | None, ranks: Iterable[int]) -> None:
+        """Write what `ranks` communicated into the folder of --trace, if there is one."""
+        if self._folder is None or trace is None:
+            return
+        with _telling(self._folder.path):
+            self._folder.write(getattr(worker, "__name__", "worker"), trace, ranks)
 
     def say(self, line: str) -> None:
         """Print a line once, however many processes there are."""
@@ -58,26 +93,59 @@ class Ranks:
 
 
 @contextmanager
-def open_ranks(world_size: int | None = None, backend: str = "auto") -> Iterator[Ranks]:
+def open_ranks(
+    world_size: int | None = None, backend: str = "auto", trace: str | None = None
+) -> Iterator[Ranks]:
     """Give the ranks that torchrun started, or ranks of the shared pool.
 
-    Raises PoolError for a world size that cannot be, and if torchrun's environment is
-    incomplete or has another one; BackendError for a backend that cannot be had.
+    trace: the folder into which the trace of each run is written, for `kit.load_trace`.
+
+    Raises PoolError for a world size that cannot be, if torchrun's environment is incomplete
+    or has another one, and for a folder that cannot be written to; BackendError for a backend
+    that cannot be had.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         size = 4 if world_size is None else world_size
         pool.check_world_size(size)
         backends.choose_backend(backend, size)
-        yield Ranks(size, backend)
+        yield Ranks(size, backend, folder=_open_folder(trace))
         return
-    rank, started = _join_torchrun(world_size, backend)
+    rank, started, folder = _join_torchrun(world_size, backend, trace)
     try:
-        yield Ranks(started, backend, rank)
+        if folder is not None:
+            launch = [folder.launch]
+            dist.broadcast_object_list(launch, src=0)
+            folder.launch, folder.clock = launch[0], compare_clocks()
+        yield Ranks(started, backend, rank, folder)
     finally:
         dist.destroy_process_group()
 
 
-def _join_torchrun(world_size: int | None, backend: str) -> tuple[int, int]:
+def _open_folder(trace: str | None, clear: bool = True) -> TraceFolder | None:
+    """Make the folder of --trace, without what an earlier start wrote there."""
+    if trace is None:
+        return None
+    with _telling(trace):
+        folder = TraceFolder(trace)
+        if clear:
+            folder.clear()
+        return folder
+
+
+@contextmanager
+def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell in a sentence why the folder of --trace cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(
+            f"--trace cannot write to {os.fspath(path)!r}: {error.strerror or error}"
+        ) from error
+
+
+def _join_torchrun(
+    world_size: int | None, backend: str, trace: str | None
+) -> tuple[int, int, TraceFolder | None]:
     missing = [name for name in TORCHRUN_NAMES if name not in os.environ]
     if missing:
         raise PoolError(f"torchrun's environment lacks {', '.join(missing)}; start with torchrun")
@@ -90,6 +158,8 @@ def _join_torchrun(world_size: int | None, backend: str) -> tuple[int, int]:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     chosen = backends.choose_backend(backend, local_size)
     backends.share_cores(local_size)
-    backends.take_device(chosen, int(os.environ["LOCAL_RANK"]))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    backends.take_device(chosen, local_rank)
+    folder = _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
     dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
-    return rank, started
+    return rank, started, folder

@@ -172,7 +172,7 @@ def _flat(value: torch.Tensor | list[torch.Tensor]) -> list[float]:
 def main(argv: list[str] | None = None) -> None:
     """Run every collective with every op, compare with one process, print one line."""
     options = lesson_parser("collectives", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend) as ranks:
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         held = [own_tensor(rank, ranks.world_size).cpu() for rank in range(ranks.world_size)]
         for worker in COLLECTIVES:
             for op in OPS if worker in WITH_OP else ("SUM",):

@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = lesson_parser("partitioned_sgd", __doc__)
     parser.add_argument("--epochs", type=int, default=1, help="passes over the digits (default 1)")
     options = parser.parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend) as ranks:
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
         reference = whole_batch_gradient(32 * n)
         for gradient in ranks(mean_gradient):

@@ -103,7 +103,7 @@ def read_too_early(rank: int, world_size: int) -> dict[str, int] | None:
 def main(argv: list[str] | None = None) -> None:
     """Run the workers, compare with what a plain list would hold, print one line."""
     options = lesson_parser("point_to_point", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend) as ranks:
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
         held = [10 * rank for rank in range(n)]
         paired = [held[rank - 1] if rank % 2 else held[rank] for rank in range(n)]

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = lesson_parser("ring_allreduce", __doc__)
     parser.add_argument("--measure", action="store_true", help="also time 4 kB to 100 MB")
     options = parser.parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend) as ranks:
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
         for ring in RINGS:
             for shape in ((), (1,), (7,), (3, 5), (1000,)):

@@ -7,6 +7,7 @@ import warnings
 from IPython import get_ipython
 from IPython.display import display
 
+from ddp_kit import errors
 from ddp_kit.pool import leave, view
 
 
@@ -43,10 +44,18 @@ class NotebookView:
             self._handle.update({}, raw=True)
 
 
+def _draw_waits(error: errors.DeadlockError) -> None:
+    """Show who waits for whom, above the error."""
+    from ddp_kit import plot  # matplotlib takes its time
+
+    display(plot.waits(error))
+
+
 def take_over() -> None:
     """Make runs of this process show themselves in the notebook."""
     # `%run -m` of a lesson that a cell has imported is meant; runpy warns of it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
+        errors.draw_waits = _draw_waits
         get_ipython().observe(lambda change: leave(change["new"]), "exit_now")

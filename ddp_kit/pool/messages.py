@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ddp_kit.failures import RankFailure, Wait
 from ddp_kit.pool.modules import Stamp
 from ddp_kit.pool.values import Parcel
-from ddp_kit.trace import Send
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Run:
     parcel: Parcel  # (worker, args)
     cells: dict[str, str]  # cells this rank has not seen: file name → source
     surroundings: Surroundings | None  # None: as in the run before
+    number: int  # which run of the pool this is
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class Returned:
     """From a rank: the worker returned."""
 
     parcel: Parcel  # what it returned
-    sends: tuple[Send, ...]
     left: Left
 
 

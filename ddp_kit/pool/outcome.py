@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import takewhile
 from multiprocessing import connection
 from typing import Any
 
-from ddp_kit.errors import PoolError, RankDiedError, RankError, RunTimeoutError
-from ddp_kit.failures import Wait, tell_returned, tell_waits
-from ddp_kit.pool import cells, view
+from ddp_kit.errors import (
+    DeadlockError,
+    MismatchError,
+    PoolError,
+    RankDiedError,
+    RankError,
+    RunTimeoutError,
+)
+from ddp_kit.failures import RankFailure, Wait, tell_returned, tell_unawaited, tell_waits
+from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess
 from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
-from ddp_kit.trace import Trace
+from ddp_kit.pool.watch import Watch
+from ddp_kit.trace import EMPTY, Reading, join
+from ddp_kit.verdict import mismatch, plainly_agree
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
 GRACE = 0.3  # seconds after each failure in which ranks that wait may yet report
@@ -26,9 +36,9 @@ REFRESH = 0.1  # seconds between two looks at the live view
 class Outcome:
     """What the ranks of one run have said so far, and the wait for the rest."""
 
-    def __init__(self, ranks: list[RankProcess], shown: view.View, starting: bool = False) -> None:
+    def __init__(self, ranks: list[RankProcess], shown: view.View, run: int | None = None) -> None:
         self.ranks = ranks
-        self._starting = starting  # the replies are to Form; no worker was called yet
+        self._run = run  # None: the replies are to Form; no worker was called yet
         self._view = shown
         self._timeout = math.inf
         self._looked = time.monotonic()
@@ -37,6 +47,8 @@ class Outcome:
         self._raised: dict[int, Raised] = {}
         self._died: dict[int, int | None] = {}
         self._timed_out = False
+        self._watch = Watch(ranks, run) if run is not None else None
+        self._verdict: DeadlockError | MismatchError | None = None
         self.waits: list[Wait] = []  # where the ranks were that close() has stopped
 
     @property
@@ -48,7 +60,7 @@ class Outcome:
 
     def told(self) -> list[str]:
         """Say where the ranks were when the run was stopped."""
-        if self._starting:
+        if self._run is None:
             return ["the ranks were still starting: no worker had begun"]
         return tell_waits(self.waits, cells.cell_names()) + tell_returned(self._returned)
 
@@ -57,6 +69,13 @@ class Outcome:
         """The threads that workers have left running, by rank."""
         replies = self._returned | self._raised
         return {n: reply.left.thread for n, reply in sorted(replies.items()) if reply.left.thread}
+
+    def tell_unawaited(self) -> list[str]:
+        """Say what workers that returned have started and never waited for."""
+        if len(self._returned) < len(self.ranks):
+            return []
+        events = (event for reading in self._readings for event in reading.unawaited)
+        return tell_unawaited({Wait(e.rank, e.call, e.where) for e in events})
 
     @property
     def from_gpu(self) -> bool:
@@ -76,6 +95,8 @@ class Outcome:
             if now - self._looked >= REFRESH:
                 self._looked = now
                 self._view.update([rank.newest_line() for rank in self.ranks])
+                if not bad and self._cannot_end(now):
+                    return False
             if len(self._raised) + len(self._died) > bad:  # each report may bring others
                 bad = len(self._raised) + len(self._died)
                 first_bad, newest_bad = min(first_bad, now), now
@@ -86,9 +107,20 @@ class Outcome:
                 break
         return not bad
 
+    def _cannot_end(self, now: float) -> bool:
+        """Ask the watch, which looks only where nothing moves."""
+        if self._watch is not None:
+            self._verdict = self._watch.look(now, self._returned, self.threads)
+        return self._verdict is not None
+
     def _all_wait(self) -> bool:
         """Whether no rank is left that might yet report, or come to where it will wait."""
-        return all(self.ranks[number].board.read(number).op for number in self._waiting)
+        return all(self._reading(number).waiting for number in self._waiting)
+
+    def _reading(self, number: int) -> Reading:
+        """Return what stands on a rank's board; nothing if that is about another run."""
+        log = self.ranks[number].board.read()
+        return Reading(number, log if log.head.run == self._run else EMPTY)
 
     def _wait(self, seconds: float) -> None:
         handles: dict[Any, tuple[int, str]] = {}
@@ -128,12 +160,22 @@ class Outcome:
         self._died[number] = self.ranks[number].join(1)
         self._waiting.discard(number)
 
+    def _where(self, number: int) -> Wait:
+        """Say where a rank is; if it is in no call that the kit knows, ask for its lines."""
+        wait = self._readings[number].as_wait()
+        if wait.op is not None or self._readings[number].log is EMPTY:
+            return wait
+        mine, *_ = self.ranks[number].stacks() or [[]]
+        inner = takewhile(lambda frame: frame.file != worker.__file__, mine)
+        return replace(wait, stack=tuple(frame for frame in inner if frame.own)[::-1])
+
     def close(self) -> list[str]:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
         stuck = {number for number, rank in enumerate(self.ranks) if rank.owed}
         # All are asked before one is stopped: its end would free others from their wait.
-        asked = [] if self._starting else sorted(stuck - self._died.keys())
-        self.waits = [self.ranks[number].board.read(number) for number in asked]
+        self._readings = [self._reading(number) for number in range(len(self.ranks))]
+        if self._run is not None:
+            self.waits = [self._where(n) for n in sorted(stuck - self._died.keys())]
         for number, rank in enumerate(self.ranks):
             rank.drain_output()
             if number in stuck or number in self.threads:
@@ -143,21 +185,45 @@ class Outcome:
 
     def result(self, output: list[str]) -> Result:
         """Return what the ranks returned, or raise what kept them from it."""
-        if self._died:  # what came out of a wait then is a lost connection
+        failure = self._failure()
+        if self._run is None:
+            assert failure is not None, "asked only after a failure to start"
+            raise failure
+        trace = join(self._readings)
+        wrong = None if plainly_agree(self._readings) else mismatch(trace.events)
+        error = self._verdict or wrong or failure
+        if isinstance(error, MismatchError):  # what ranks raised comes of it
+            error.failures = self._own_failures()
+        result = None
+        if failure is None and self._verdict is None:
+            values = (unpack(rank, self._returned[rank].parcel) for rank in range(len(self.ranks)))
+            result = Result(tuple(values), tuple(output), trace)
+        if error is None:
+            assert result is not None, "no rank has failed"
+            return result
+        error.trace, error.cell_names = trace, cells.cell_names()
+        if isinstance(error, MismatchError):
+            error.result = result
+        raise error
+
+    def _own_failures(self) -> dict[int, RankFailure]:
+        """Return what ranks raised, but not that they lost the connection to one that died."""
+        raised = self._raised.items()
+        return {n: reply.failure for n, reply in raised if not (self._died and reply.inside)}
+
+    def _failure(self) -> Any:
+        """Return the error that tells which ranks died or raised, or were too slow."""
+        names = cells.cell_names() if self._died or self._raised or self._timed_out else {}
+        if self._died:
             rank = min(self._died)
             lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]
             others = set(self._died) - {rank}
-            failures = {n: r.failure for n, r in self._raised.items() if not r.inside}
-            exitcode, waits = self._died[rank], self.waits + lost
-            raise RankDiedError(rank, exitcode, others, waits, failures, cells.cell_names())
+            died = rank, self._died[rank], others
+            return RankDiedError(*died, self.waits + lost, self._own_failures(), names)
         if self._raised:
-            failures = {number: reply.failure for number, reply in self._raised.items()}
-            raise RankError(failures, self.waits, cells.cell_names())
-        if self._timed_out and self._starting:
-            raise PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
+            return RankError(self._own_failures(), self.waits, names)
+        if self._timed_out and self._run is None:
+            return PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
         if self._timed_out:
-            names = cells.cell_names()
-            raise RunTimeoutError(self._timeout, self.waits, self._returned, names)
-        sends = [send for _, reply in sorted(self._returned.items()) for send in reply.sends]
-        values = (unpack(rank, self._returned[rank].parcel) for rank in range(len(self.ranks)))
-        return Result(tuple(values), tuple(output), Trace(len(self.ranks), tuple(sends)))
+            return RunTimeoutError(self._timeout, self.waits, self._returned, names)
+        return None

@@ -54,7 +54,7 @@ class WorkerPool:
         self._world_size = world_size
         self._ranks: list[RankProcess] = []
         self._formed: tuple[int, str] | None = None  # the group that the ranks were told to form
-        self._groups = 0
+        self._groups = self._runs = 0
         self._running = False
         self._closed = False
         self._told_of_gpu = False
@@ -108,10 +108,11 @@ class WorkerPool:
             with holding_interrupt():
                 self._form(world_size, backend)
             shown = view.open_view(world_size)
-            outcome = Outcome(self._ranks, shown, starting=True)
+            outcome = Outcome(self._ranks, shown)
             try:
                 if outcome.collect(START_TIMEOUT):  # the replies to Form, of whoever owes one
-                    outcome = Outcome(self._ranks[:world_size], shown)
+                    self._runs += 1
+                    outcome = Outcome(self._ranks[:world_size], shown, self._runs)
                     self._send_job(outcome.ranks, parcel, around)
                     outcome.collect(timeout)
             finally:
@@ -146,6 +147,8 @@ class WorkerPool:
         """Say what happened on the side, and would surprise a learner who was not told."""
         for rank, thread in outcome.threads.items():
             print(f"rank {rank} starts afresh: the worker left its thread {thread!r} running")
+        for line in outcome.tell_unawaited():
+            print(line)
         if outcome.from_gpu and not self._told_of_gpu:
             self._told_of_gpu = True
             print("tensors that ranks returned from a GPU are on the CPU here")
@@ -203,7 +206,8 @@ class WorkerPool:
             rank.drain_output()
             rank.take_output()  # what came between two runs belongs to none
             new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
-            rank.send(Run(parcel, new, None if around == rank.surroundings else around))
+            surroundings = None if around == rank.surroundings else around
+            rank.send(Run(parcel, new, surroundings, self._runs))
             rank.cells_seen |= new.keys()
             rank.surroundings = around
         parcel.close()

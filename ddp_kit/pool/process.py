@@ -16,12 +16,13 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from ddp_kit.errors import PoolError
+from ddp_kit.failures import Frame
 from ddp_kit.pool import values, worker
 from ddp_kit.pool.children import MARK, descendants, handle_of, kill, marked
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
-from ddp_kit.trace import Board
+from ddp_kit.trace import Board, stacks
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
@@ -120,6 +121,10 @@ class RankProcess:
         """Return the last line printed so far."""
         lines = bytes(self._output[-400:]).decode("utf-8", errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "")
+
+    def stacks(self) -> list[list[Frame]]:
+        """Ask the rank which lines it runs: those of each thread, the main thread's first."""
+        return stacks.parse(stacks.ask(self.process.pid, self.board.read_stacks))
 
     @property
     def alive(self) -> bool:

@@ -55,6 +55,7 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
     _keep_descriptors_from_children()
     _die_with(parent)
     _send_prints_to(output)
+    board.answer_with_stacks()
     member = _Member(board)
     while True:
         try:
@@ -107,7 +108,7 @@ class _Member:
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        with recording(self.board) as recorder, warnings.catch_warnings():
+        with recording(self.board, job.number) as recorder, warnings.catch_warnings():
             try:
                 self.state.restore(self.place, self.around)
                 worker, args = job.parcel.unpack()
@@ -118,8 +119,8 @@ class _Member:
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
-                return Raised(failure, self._left(False), inside if broken is error else None)
-        return Returned(parcel, tuple(recorder.sends), self._left(recorder.all_awaited))
+                return Raised(failure, self._left(False), inside if broken == id(error) else None)
+        return Returned(parcel, self._left(recorder.all_awaited))
 
     def _left(self, all_awaited: bool) -> Left:
         intact = all_awaited and self._group_is_intact()

@@ -1,17 +1,29 @@
 """What was communicated in one run: events, and the recorder that makes them in a rank."""
 
-from ddp_kit.trace.board import Board
+from ddp_kit.trace.board import EMPTY, Board, Log
 from ddp_kit.trace.call_site import describe_line, is_own, own_frame
-from ddp_kit.trace.events import Send, Trace
-from ddp_kit.trace.recorder import recording
+from ddp_kit.trace.events import Event, Group, Message, Trace
+from ddp_kit.trace.folder import TraceFolder, load_trace
+from ddp_kit.trace.parts import Clock
+from ddp_kit.trace.reading import Reading, join
+from ddp_kit.trace.recording import recording
 from ddp_kit.trace.unnamed import unnamed_file
 
 __all__ = [
+    "EMPTY",
     "Board",
-    "Send",
+    "Clock",
+    "Event",
+    "Group",
+    "Log",
+    "Message",
+    "Reading",
     "Trace",
+    "TraceFolder",
     "describe_line",
     "is_own",
+    "join",
+    "load_trace",
     "own_frame",
     "recording",
     "unnamed_file",

@@ -1,23 +1,104 @@
-"""The status board: what a rank is waiting in, readable while the rank is stuck.
+"""The status board: what a rank has called and what it waits in, readable while it is stuck.
 
 A rank that waits in native code answers no question. So it says where it goes before it goes
-there: it writes into a page of memory that the pool's process maps too. The page is a file
-without a name; it is gone when both processes are.
+there: it writes into memory that the pool's process maps too. The memory is a file without a
+name; it is gone when both processes are.
+
+    head      which run, how many events, which one is waited for
+    counts    of each channel and each group: how many operations were posted, how many given up
+    texts     what events have in common, one JSON line each: channels, calls, lines of code
+    events    the newest `EVENTS`, in a ring
+    stacks    which lines its threads run, written when the pool asks
+
+The head is written last: who finds the same head before and after has read what belongs to it.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
+from collections.abc import Iterator
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_kit.failures import Frame, Wait
+from ddp_kit.trace import stacks
 from ddp_kit.trace.unnamed import unnamed_file
 
-_SIZE = 4096  # bytes: one page
-_HEAD = struct.Struct("QI")  # how often it was written, odd while being written; length of text
+EVENTS = 1 << 16  # events of a rank that are kept; older ones make room
+COUNTED = 1 << 13  # channels and groups of a rank that can be counted
+TEXTS = 1 << 22  # bytes
+
+# Bits of a head: why a wait may end by itself, or why nothing can be concluded from the counts.
+LIMITED, CROWDED = 1, 2
+# Bits of a row: somebody asked whether it is complete, or for its future; the call has raised.
+LOOKED_AFTER, VOID = 1, 2
+
+_HEAD = struct.Struct("=QQqQQQQqq")
+_HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its beginnings
+_COUNT = struct.Struct("=II")
+_ROW = struct.Struct("=IIiIqqQQQ")
+_PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
+_WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
+_PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
+_COUNTS_AT = 4096
+_TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
+_ROWS_AT = _TEXTS_AT + TEXTS
+_STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
+_SIZE = _STACKS_AT + (1 << 16)
+
+
+class Head(NamedTuple):
+    """What there is to read on a board."""
+
+    moves: int = 0  # how often anything was written
+    bits: int = 0
+    waiting: int = -1  # the event that the worker waits for; -1: none
+    run: int = 0  # the pool's number of the run that this is about
+    events: int = 0  # how many there were
+    texts: int = 0  # bytes
+    counted: int = 0
+    began: int = 0  # nanoseconds of the monotonic clock, when the worker was called
+    ended: int = 0  # and when it was over; 0: it is not
+
+
+class Row(NamedTuple):
+    """One event, in numbers. A text is named by its number, from 1; 0: there was no room."""
+
+    what: int
+    where: int
+    peer: int  # rank in the world; -1: none, or any
+    bits: int
+    tag: int
+    sequence: int
+    start: int
+    waited: int
+    end: int
+
+
+class Log(NamedTuple):
+    """A copy of what stood on a board. `trace.reading` makes events of it."""
+
+    head: Head
+    counts: bytes
+    texts: bytes
+    rows: bytes
+
+    def row(self, index: int) -> Row:
+        """Return an event that is still kept."""
+        return Row(*_ROW.unpack_from(self.rows, index % EVENTS * _ROW.size))
+
+    def kept(self) -> Iterator[tuple]:
+        """Go through the values of all rows that are kept, quickly and in no certain order."""
+        return _ROW.iter_unpack(self.rows)
+
+    def count(self, slot: int) -> tuple[int, int]:
+        """Return how many operations were posted, and how many of them given up."""
+        return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
+
+
+EMPTY = Log(Head(), b"", b"", b"")
 
 
 class Board:
@@ -31,41 +112,135 @@ class Board:
         else:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
-        self._writes = 0
+        self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
+        self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
 
     def __reduce__(self) -> tuple:
         return Board, (reduction.DupFd(self._file.fileno()),)  # while a process is being spawned
 
-    def enter(self, op: str, where: Frame | None) -> None:
-        """Write that this rank waits in `op`, called at `where`."""
-        place = where and [where.file, where.line, where.function, where.source[:300]]
-        self._write(json.dumps([op, place]).encode())
+    def answer_with_stacks(self) -> None:
+        """Have this process write its stacks behind the events whenever the pool asks."""
+        os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
+        stacks.answer_on(self._file)
 
-    def leave(self) -> None:
-        """Write that this rank waits in nothing any more."""
-        self._write(b"")
+    def begin(self, run: int, now: int) -> None:
+        """Forget the run before."""
+        self._run, self._events, self._texts, self._counted, self._bits = run, 0, 0, 0, 0
+        self._waiting, self._began, self._ended, self._lines = -1, now, 0, 0
+        if self._page[_STACKS_AT]:  # the pool has asked
+            self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
+            os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
+        self._write_head()
 
-    def _write(self, text: bytes) -> None:
-        if len(text) > _SIZE - _HEAD.size:
-            text = json.dumps([json.loads(text)[0], None]).encode()  # a very long path
-        self._writes += 2
-        _HEAD.pack_into(self._page, 0, self._writes - 1, len(text))
-        self._page[_HEAD.size : _HEAD.size + len(text)] = text
-        _HEAD.pack_into(self._page, 0, self._writes, len(text))
+    def end(self, now: int) -> None:
+        """Note that the worker is over."""
+        self._ended = now
+        self._write_head()
 
-    def read(self, rank: int) -> Wait:
-        """Return what the rank, which goes by this number now, waits in."""
+    def add_text(self, text: Any) -> int:
+        """Write down what events have in common; return its number, or 0 for lack of room."""
+        line = json.dumps(text).encode() + b"\n"
+        if self._texts + len(line) > TEXTS:
+            return 0
+        at = _TEXTS_AT + self._texts
+        self._page[at : at + len(line)] = line
+        self._texts += len(line)
+        self._lines += 1
+        self._write_head()
+        return self._lines
+
+    def add_count(self, text: Any) -> int:
+        """Return the place for the count of a channel or group; -1 if there is no room left."""
+        if self._counted == COUNTED or not self.add_text(text):
+            self._bits |= CROWDED
+            return -1
+        self._counted += 1
+        self.write_count(self._counted - 1, 0, 0)
+        self._write_head()
+        return self._counted - 1
+
+    def write_count(self, slot: int, posted: int, given_up: int) -> None:
+        """Write how many operations of a channel or group were posted, and given up."""
+        if slot >= 0:
+            _COUNT.pack_into(self._page, _COUNTS_AT + slot * _COUNT.size, posted, given_up)
+
+    def add_row(self, *row: int) -> int:
+        """Write down an event and return its number. row: the values of a Row."""
+        index = self._events
+        _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
+        self._events = index + 1
+        self._moves += 1
+        _HEAD_OF_ROW.pack_into(
+            self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events
+        )
+        return index
+
+    def begin_wait(self, index: int, now: int, limited: bool, shown: bool) -> None:
+        """Write that somebody waits for an event.
+
+        limited: the wait ends by itself after a time. shown: it is the worker who waits.
+        """
+        if self._is_kept(index):
+            _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
+        if shown:
+            self._waiting = index
+            self._bits = self._bits & ~LIMITED | (LIMITED if limited else 0)
+        self._moves += 1
+        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def end_wait(self, index: int, now: int, shown: bool) -> None:
+        """Write that the wait is over; now: 0 if the event did not complete."""
+        self.write_end(index, now)
+        if shown:
+            self._waiting = -1
+        self._moves += 1
+        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def write_end(self, index: int, now: int) -> None:
+        """Write when an event was complete."""
+        if self._is_kept(index):
+            _END.pack_into(self._page, _row_at(index) + _END_AT, now)
+
+    def write_bits(self, index: int, bits: int) -> None:
+        """Write the bits of an event."""
+        if self._is_kept(index):
+            _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits)
+
+    def write_source(self, index: int, source: int, sequence: int) -> None:
+        """Write where a message from any source has come from."""
+        if self._is_kept(index):
+            _PEER.pack_into(self._page, _row_at(index) + _PEER_AT, source)
+            _SEQUENCE.pack_into(self._page, _row_at(index) + _SEQUENCE_AT, sequence)
+
+    def _is_kept(self, index: int) -> bool:
+        return index >= self._events - EVENTS
+
+    def _write_head(self) -> None:
+        self._moves += 1
+        _HEAD.pack_into(
+            *(self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events),
+            *(self._texts, self._counted, self._began, self._ended),
+        )
+
+    def head(self) -> Head:
+        """Read what there is to read."""
+        return Head(*_HEAD.unpack_from(self._page))
+
+    def read(self) -> Log:
+        """Copy the board. A rank that writes meanwhile leaves a copy in which it does not wait."""
         for _ in range(100):
-            writes, length = _HEAD.unpack_from(self._page)
-            text = self._page[_HEAD.size : _HEAD.size + length]
-            if writes % 2 == 0 and _HEAD.unpack_from(self._page)[0] == writes:
-                break
-        else:
-            text = b""  # it writes without pause: it is busy
-        if not text:
-            return Wait(rank, None)
-        op, place = json.loads(text)
-        return Wait(rank, op, place and Frame(*place, own=True))
+            head = self.head()
+            counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
+            texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
+            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * _ROW.size]
+            if self.head() == head:
+                return Log(head, counts, texts, rows)
+        return Log(head._replace(waiting=-1), counts, texts, rows)
+
+    def read_stacks(self) -> str:
+        """Return what the rank has answered so far in this run."""
+        text = self._page[_STACKS_AT:]
+        return text[: text.find(b"\0")].decode(errors="replace")
 
     def close_file(self) -> None:
         """Let go of the file, once the rank has it; the page stays mapped."""
@@ -75,3 +250,7 @@ class Board:
         """Unmap the page."""
         self._page.close()
         self._file.close()
+
+
+def _row_at(index: int) -> int:
+    return _ROWS_AT + index % EVENTS * _ROW.size

@@ -1,52 +1,196 @@
-"""The events of one run, as plain data."""
+"""The events of one run, as plain data, and what belongs together among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from ddp_kit.failures import Frame
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Send:
-    """One point-to-point message, as its sender saw it."""
+class Group:
+    """A process group: PyTorch's name for it, and its ranks as the world counts them."""
 
-    src: int  # rank in the world
-    dst: int  # rank in the world
-    tag: int
-    nbytes: int
-    sequence: int  # the how-manieth message of this sender, from 0
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation of one rank, as that rank saw it.
+
+    Ranks are those of the world, also in a sub-group. Times are nanoseconds of the monotonic
+    clock, which all processes of one machine share.
+    """
+
+    rank: int
+    index: int  # the how-manieth operation of this rank in the run, from 0
+    op: str  # as it was called: "send", "all_reduce", "all_gather_object"
+    kind: str  # "send", "recv" or "collective"
+    method: str  # of ProcessGroup; what the ranks of a collective must have in common
+    group: Group
+    sequence: int  # a message on its channel (src, dst, tag, group), a collective in its group
+    peer: int | None = None  # dst of a send, src of a recv; None: any, and it is not known yet
+    tag: int = 0
+    root: int | None = None  # of a collective that has one
+    dtype: str = ""  # "float32"; "" where no tensor is given
+    inputs: tuple[Shape, ...] = ()  # shapes of the tensors that this rank gives
+    outputs: tuple[Shape, ...] = ()  # shapes of the tensors that it takes into
+    splits: tuple[Shape, ...] = ()  # all_to_all_single: how many rows to and from each rank
+    reduce_op: str | None = None  # "SUM"
+    nbytes: int = 0  # of inputs; of a recv, of the tensor it takes into
+    start: int = 0  # when it was called
+    waited: int | None = None  # when the rank began to wait for it
+    end: int | None = None  # when the wait was over; None: it never was, or nobody waited
+    where: Frame | None = None  # the learner's own line
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of its first tensor; () where there is none."""
+        return next(iter(self.inputs + self.outputs), ())
+
+    @property
+    def call(self) -> str:
+        """The call as the learner wrote it, as in "recv(src=1, tag=7)"."""
+        return say_call(self.op, self.method, self.peer, self.tag, self.root)
+
+    @property
+    def meeting(self) -> tuple:
+        """What the two ends of a message share, and the ranks of a collective."""
+        return self.channel or self.group, self.sequence
+
+    @property
+    def channel(self) -> tuple | None:
+        """What a message and its receive share: (src, dst, tag, group); None for others."""
+        if self.kind == "send":
+            return self.rank, self.peer, self.tag, self.group
+        return (self.peer, self.rank, self.tag, self.group) if self.kind == "recv" else None
+
+
+def say_call(op: str, method: str, peer: int | None, tag: int, root: int | None) -> str:
+    """Write a call as the learner did, as in "recv(src=1, tag=7)"."""
+    shown = []
+    if peer is not None:
+        shown.append(f"dst={peer}" if method == "send" else f"src={peer}")
+    if root is not None:
+        shown.append(f"dst={root}" if method in ("reduce", "gather") else f"src={root}")
+    if tag:  # tag 0 is what everybody uses
+        shown.append(f"tag={tag}")
+    return f"{op}({', '.join(shown)})" if shown else op
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send, and the receive that took it; None: nobody did."""
+
+    send: Event
+    recv: Event | None
+
+    @property
+    def src(self) -> int:
+        """The sender, as the world counts ranks."""
+        return self.send.rank
+
+    @property
+    def dst(self) -> int:
+        """The receiver, as the world counts ranks."""
+        assert self.send.peer is not None, "a send has a receiver"
+        return self.send.peer
+
+    @property
+    def tag(self) -> int:
+        """The tag of both."""
+        return self.send.tag
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of tensor were sent."""
+        return self.send.nbytes
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Every point-to-point message of one run. Collectives are not recorded.
+    """What the ranks of one run communicated.
 
     world_size: number of ranks in the run.
-    sends: messages, by sender and then in the order in which it sent them.
+    events: by rank, and then in the order in which the rank called them.
+    dropped: for each rank, how many of its oldest events were not kept.
+    spans: for each rank, when its worker began and ended, in nanoseconds of the monotonic clock.
+    clock_error: for each rank, by how many nanoseconds its times may be off those of rank 0,
+        where hosts' clocks had to be compared; () where all ranks share one clock.
     """
 
     world_size: int
-    sends: tuple[Send, ...] = ()
+    events: Sequence[Event] = ()
+    dropped: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    clock_error: tuple[int, ...] = ()
 
-    def messages(self, src: int | None = None, dst: int | None = None) -> list[Send]:
-        """Return the messages, or those from `src` and to `dst` only."""
+    @cached_property
+    def _messages(self) -> list[Message]:
+        receives = {(e.channel, e.sequence): e for e in self.events if e.kind == "recv"}
+        sends = (e for e in self.events if e.kind == "send")
+        return [Message(e, receives.get((e.channel, e.sequence))) for e in sends]
+
+    @cached_property
+    def collectives(self) -> list[dict[int, Event]]:
+        """The collectives, each as {rank: its event}, in the order of the lowest rank's calls."""
+        found: dict[tuple, dict[int, Event]] = {}
+        for event in self.events:
+            if event.kind == "collective":
+                found.setdefault((event.group, event.sequence), {})[event.rank] = event
+        return list(found.values())
+
+    def messages(self, src: int | None = None, dst: int | None = None) -> list[Message]:
+        """Return the point-to-point messages, or those from `src` and to `dst` only.
+
+        They come by sender and then in the order in which it sent them.
+        """
         return [
-            send
-            for send in self.sends
-            if (src is None or send.src == src) and (dst is None or send.dst == dst)
+            message
+            for message in self._messages
+            if (src is None or message.src == src) and (dst is None or message.dst == dst)
         ]
 
     def bytes_sent(self, rank: int) -> int:
         """Return how many bytes of tensors `rank` sent, point to point."""
-        return sum(send.nbytes for send in self.messages(src=rank))
+        return sum(message.nbytes for message in self.messages(src=rank))
+
+    def blocked(self, rank: int) -> float:
+        """Return how many seconds `rank` waited for communication that came to its end."""
+        ends = ((e.waited, e.end) for e in self.events if e.rank == rank)
+        return sum(end - waited for waited, end in ends if waited and end) / 1e9
+
+    def to_chrome(self, path: str | os.PathLike) -> None:
+        """Write the trace as a file that ui.perfetto.dev opens. Raises OSError."""
+        from ddp_kit.trace.chrome import write_chrome  # it needs what stands here
+
+        write_chrome(self, path)
 
     def __len__(self) -> int:
-        return len(self.sends)
+        return len(self.events)
 
-    def __iter__(self) -> Iterator[Send]:
-        return iter(self.sends)
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
 
     def __repr__(self) -> str:
-        total = sum(send.nbytes for send in self.sends)
-        messages = "1 message" if len(self) == 1 else f"{len(self):,} messages"
-        return f"Trace({messages} between {self.world_size} ranks, {total:,} bytes)"
+        sends = self.messages()
+        total = sum(message.nbytes for message in sends)
+        parts = [_count(len(sends), "message") + f" of {total:,} bytes"] if sends else []
+        lost = sum(message.recv is None for message in sends)
+        if lost:
+            parts.append(f"{lost:,} of them never received")
+        if self.collectives:
+            parts.append(_count(len(self.collectives), "collective"))
+        if any(self.dropped):
+            parts.append(f"{sum(self.dropped):,} older events dropped")
+        return f"Trace({_count(self.world_size, 'rank')}: {', '.join(parts) or 'nothing sent'})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 import os
 import random
@@ -53,6 +55,12 @@ def leave_all_reduce(rank, world_size):
         sys.left = dist.all_reduce(torch.ones(1), async_op=True)
 
 
+def catch_a_timeout(rank, world_size):
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=0.2))
+
+
 def send_one(rank, world_size):
     tensor = torch.tensor([7.0])
     if rank == 0:
@@ -71,12 +79,13 @@ def send_one(rank, world_size):
         leave_isend_in_a_global,
         leave_irecv,
         leave_all_reduce,
+        catch_a_timeout,
     ],
-    ids=["destroyed", "sub_group", "dropped_isend", "isend", "irecv", "all_reduce"],
+    ids=["destroyed", "sub_group", "dropped_isend", "isend", "irecv", "all_reduce", "timeout"],
 )
 def test_communication_left_under_way_does_not_reach_the_next_run(leave):
     warm = list(kit.run(pid, world_size=2))
-    kit.run(leave, world_size=2)
+    kit.run(leave, world_size=2, timeout=15)
     assert list(kit.run(send_one, world_size=2)) == [7.0, 7.0]
     assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
     assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"

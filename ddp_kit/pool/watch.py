@@ -1,0 +1,84 @@
+"""The watch over a run: is it one that cannot end?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.pool.process import RankProcess
+from ddp_kit.trace import Reading, join
+from ddp_kit.verdict import RankState, deadlock, mismatch, plainly_agree
+
+QUIET = 0.5  # seconds in which nothing moves before a run is looked at
+
+
+class Watch:
+    """Looks at the boards of a run's ranks, and judges when nothing moves on them."""
+
+    def __init__(self, ranks: Sequence[RankProcess], run: int) -> None:
+        self._ranks = ranks
+        self._run = run
+        self._seen: object = None
+        self._since = math.inf
+
+    def look(
+        self, now: float, returned: Collection[int], left_threads: Collection[int]
+    ) -> DeadlockError | MismatchError | None:
+        """Return why the run cannot end, if that is so. now: seconds.
+
+        returned: the ranks that have; left_threads: those of them where a thread of the worker
+        still runs, and may send.
+        """
+        heads = [rank.board.head() for rank in self._ranks]
+        seen = [head.moves for head in heads], len(returned)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+            return None
+        if now - self._since < QUIET:
+            return None
+        self._since = math.inf  # one look at each standstill is enough
+        if all(head.waiting < 0 for head in heads):
+            return None
+        readings = [Reading(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
+        if any(reading.log.head.run != self._run for reading in readings):
+            return None  # a rank has not begun
+        return self._judge(readings, set(returned) - set(left_threads))
+
+    def _judge(
+        self, readings: list[Reading], silent: set[int]
+    ) -> DeadlockError | MismatchError | None:
+        if any(reading.is_crowded for reading in readings):
+            return None  # not everything was counted
+        error = deadlock([_state(reading, reading.rank in silent) for reading in readings])
+        if not plainly_agree(readings):
+            events = join(readings).events
+            # If it is stuck, that may come of something earlier; else what it waits for counts.
+            waited = {event.meeting for r in readings if (event := r.waiting)}
+            wrong = mismatch(e for e in events if error is not None or e.meeting in waited)
+            error = wrong or error
+        waiting = [reading.rank for reading in readings if reading.waiting]
+        return None if any(map(self._may_go_on, waiting)) else error
+
+    def _may_go_on(self, number: int) -> bool:
+        """Whether another thread of a rank that waits runs the worker's code."""
+        _, *others = self._ranks[number].stacks() or [[]]
+        return any(frame.own for stack in others for frame in stack)
+
+
+def _state(reading: Reading, returned: bool) -> RankState:
+    """Return what the verdict looks at."""
+    waits_for = reading.waiting if reading.waits_for_ever else None
+    status = "returned" if returned else "waiting" if waits_for else "running"
+    state = RankState(reading.rank, status, waits_for, {}, {}, {}, {}, {})
+    for (kind, peer, tag, group), (posted, given_up) in reading.counts().items():
+        if kind == "send":
+            state.sends[reading.rank, peer, tag, group] = posted - given_up
+            state.given_up[reading.rank, peer, tag, group] = given_up
+        elif kind == "recv":
+            state.recvs[peer, reading.rank, tag, group] = posted - given_up
+        elif kind == "any":
+            state.any_source[tag, group] = posted - given_up
+        else:
+            state.collectives[group] = posted - given_up
+    return state

@@ -1,0 +1,162 @@
+"""Makes events of what stands on a board."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from ddp_kit.failures import Frame, Wait
+from ddp_kit.trace.board import CROWDED, EVENTS, LIMITED, LOOKED_AFTER, VOID, Log, Row
+from ddp_kit.trace.events import Event, Group, Trace
+
+_NOBODY = Group("", ())
+
+
+class Reading:
+    """One rank's board, made readable.
+
+    rank: the number that the rank goes by. log: the copy of its board.
+    """
+
+    def __init__(self, rank: int, log: Log) -> None:
+        self.rank, self.log = rank, log
+        self._texts: list[Any] = [None]
+        self._counted: list[tuple] = []  # (kind, peer, tag, group) of each count
+        for line in log.texts.splitlines():
+            self._read_text(*json.loads(line))
+
+    def _read_text(self, what: str, *text: Any) -> None:
+        if what == "group":
+            self._texts.append(Group(text[0], tuple(text[1])))
+        elif what == "line":
+            self._texts.append(Frame(*text, own=True))
+        elif what == "count":
+            kind, peer, tag, group = text
+            self._counted.append((kind, peer, tag, self._texts[group] or _NOBODY))
+            self._texts.append(None)
+        else:
+            op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes = text
+            inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
+            self._texts.append(
+                {
+                    "op": op,
+                    "kind": "recv" if kind == "any" else kind,
+                    "method": method,
+                    "group": self._texts[group] or _NOBODY,
+                    "root": root,
+                    "dtype": dtype,
+                    "inputs": inputs,
+                    "outputs": outputs,
+                    "splits": splits,
+                    "reduce_op": reduce_op,
+                    "nbytes": nbytes,
+                }
+            )
+
+    def call(self, what: int) -> dict[str, Any]:
+        """Return what the events have in common whose row says `what`, by the names of Event."""
+        return self._texts[what] or {}
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """The events that were kept, in the order in which the rank called them."""
+        oldest = max(0, self.log.head.events - EVENTS)
+        rows = ((index, self.log.row(index)) for index in range(oldest, self.log.head.events))
+        return [self._event(index, row) for index, row in rows if row.what and not row.bits & VOID]
+
+    @property
+    def dropped(self) -> int:
+        """How many older events were not kept."""
+        return max(0, self.log.head.events - EVENTS)
+
+    @property
+    def waiting(self) -> Event | None:
+        """What the rank's worker waits for."""
+        index = self.log.head.waiting
+        if index < 0 or index < self.dropped or not self.log.row(index).what:
+            return None
+        return self._event(index, self.log.row(index))
+
+    def as_wait(self) -> Wait:
+        """Say where the rank is."""
+        event = self.waiting
+        return Wait(self.rank, event and event.call, event and event.where)
+
+    @property
+    def waits_for_ever(self) -> bool:
+        """Its wait has no limit after which it would go on."""
+        return self.waiting is not None and not self.log.head.bits & LIMITED
+
+    @property
+    def is_crowded(self) -> bool:
+        """It has used more channels than can be counted."""
+        return bool(self.log.head.bits & CROWDED)
+
+    @property
+    def unawaited(self) -> list[Event]:
+        """Operations that nobody has waited for."""
+        return [
+            event
+            for event in self.events
+            if event.waited is None and not self.log.row(event.index).bits & LOOKED_AFTER
+        ]
+
+    def counts(self) -> dict[tuple, tuple[int, int]]:
+        """Return how many operations were posted, and how many of them were given up.
+
+        By (kind, peer, tag, group): kind is "send", "recv", "any" or "collective".
+        """
+        keys = self._counted[: self.log.head.counted]
+        return {key: self.log.count(slot) for slot, key in enumerate(keys)}
+
+    def _event(self, index: int, row: Row) -> Event:
+        return Event(
+            rank=self.rank,
+            index=index,
+            peer=None if row.peer < 0 else row.peer,
+            tag=row.tag,
+            sequence=row.sequence,
+            start=row.start,
+            waited=row.waited or None,
+            end=row.end or None,
+            where=self._texts[row.where],
+            **self._texts[row.what],
+        )
+
+
+class _Events(Sequence):
+    """The events of several ranks, made when somebody asks for one."""
+
+    def __init__(self, readings: list[Reading]) -> None:
+        self._readings = readings
+
+    @cached_property
+    def _made(self) -> tuple[Event, ...]:
+        return tuple(event for reading in self._readings for event in reading.events)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._made)
+
+    def __reduce__(self) -> tuple:
+        return tuple, (self._made,)
+
+
+def join(readings: list[Reading]) -> Trace:
+    """Return what all ranks of a run communicated."""
+    return Trace(
+        len(readings),
+        _Events(readings),
+        tuple(reading.dropped for reading in readings),
+        tuple((reading.log.head.began, reading.log.head.ended) for reading in readings),
+    )

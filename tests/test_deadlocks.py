@@ -1,0 +1,378 @@
+"""Runs that cannot end are ended, and the error says why; runs that can end are left alone."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_kit as kit
+
+
+def name_of(parameter):
+    return getattr(parameter, "__name__", "")
+
+
+def mutual_recv(rank, world_size):
+    dist.recv(torch.zeros(1), 1 - rank)
+
+
+def cycle(rank, world_size):
+    dist.recv(torch.zeros(1), (rank + 1) % world_size)
+
+
+def mutual_large_sends(rank, world_size):
+    dist.send(torch.zeros(1_000_000), 1 - rank)
+    dist.recv(torch.zeros(1_000_000), 1 - rank)
+
+
+def peer_returned(rank, world_size):
+    if rank == 0:
+        dist.recv(torch.zeros(1), 1)
+
+
+def wrong_tag(rank, world_size):
+    if rank == 0:
+        dist.send(torch.zeros(1), 1, tag=1)
+    else:
+        dist.recv(torch.zeros(1), 0, tag=2)
+
+
+def skipped_barrier(rank, world_size):
+    if rank != 1:
+        dist.barrier()
+
+
+def skipped_collective(rank, world_size):
+    for _ in range(3 - (rank == 2)):
+        dist.all_reduce(torch.ones(1))
+
+
+def collective_against_recv(rank, world_size):
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+def irecv_never_matched(rank, world_size):
+    if rank == 0:
+        dist.irecv(torch.zeros(1), 1).wait()
+
+
+def isend_never_matched(rank, world_size):
+    if rank == 0:
+        dist.isend(torch.zeros(1), 1).wait()
+
+
+def isend_thrown_away(rank, world_size):
+    if rank == 0:
+        dist.isend(torch.zeros(1), 1)
+    dist.barrier()
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+
+
+def half_a_sub_group(rank, world_size):
+    pair = dist.new_group([0, 1])
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), group=pair)
+
+
+def recv_from_any_source(rank, world_size):
+    if rank == 0:
+        dist.recv(torch.zeros(1))
+
+
+def one_more_backward(rank, world_size):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for _ in range(1 + rank):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def ddp_on_one_rank(rank, world_size):
+    if rank == 1:
+        DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+DEADLOCKS = [
+    (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
+    (cycle, 3, "rank 2 waits for rank 0: none of them can ever send"),
+    (mutual_large_sends, 2, "rank 1 waits until rank 0 receives: neither can ever receive"),
+    (peer_returned, 2, "from rank 1, which has returned without sending it"),
+    (wrong_tag, 2, "rank 0 sends to rank 1 with tag 1, but rank 1 receives from rank 0 with tag 2"),
+    (skipped_barrier, 3, "ranks 0 and 2 wait in barrier for rank 1, which has returned"),
+    (skipped_collective, 3, "ranks 0 and 1 wait in all_reduce for rank 2, which has returned"),
+    (collective_against_recv, 2, "rank 0 waits in all_reduce for rank 1"),
+    (irecv_never_matched, 2, "rank 0 waits for a message from rank 1, which has returned"),
+    (
+        isend_never_matched,
+        2,
+        "rank 0 sends a message to rank 1, which has returned without receiving it",
+    ),
+    (isend_thrown_away, 2, "rank 0, which started an isend and threw its work away"),
+    (half_a_sub_group, 3, "rank 0 waits in all_reduce(group=[0, 1]) for rank 1"),
+    (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
+    (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
+    (ddp_on_one_rank, 2, "rank 1 waits in DistributedDataParallel for rank 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("worker", "world_size", "fact"), DEADLOCKS, ids=lambda p: getattr(p, "__name__", "")
+)
+def test_a_deadlock_is_ended_and_explained(worker, world_size, fact):
+    kit.run(lambda rank, world_size: None, world_size=world_size)  # warm
+    began = time.monotonic()
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(worker, world_size=world_size, timeout=30)
+    assert time.monotonic() - began < 10
+    assert fact in str(caught.value).splitlines()[0]
+    assert caught.value.trace.events
+    for wait in caught.value.waits:
+        assert wait.where.function == worker.__name__
+        assert wait.where.source in str(caught.value)
+
+
+# --- ranks that do not agree ---------------------------------------------------------------
+
+
+def different_collectives(rank, world_size):
+    if rank == 0:
+        dist.broadcast(torch.ones(1), 0)
+    else:
+        dist.all_reduce(torch.ones(1))
+
+
+def different_order(rank, world_size):
+    if rank == 0:
+        dist.barrier()
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+
+
+def different_shapes(rank, world_size):
+    dist.all_reduce(torch.ones(1 + rank))
+
+
+def different_dtypes(rank, world_size):
+    dist.all_reduce(torch.ones(1, dtype=torch.float64 if rank else torch.float32))
+
+
+def different_roots(rank, world_size):
+    dist.broadcast(torch.ones(1), src=rank)
+
+
+def different_splits(rank, world_size):
+    rows_to = [1, 2] if rank == 0 else [2, 1]
+    dist.all_to_all_single(torch.zeros(3), torch.ones(3), [1, 2], rows_to)
+
+
+def too_small_a_tensor(rank, world_size):
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+    else:
+        dist.recv(torch.ones(2), 0)
+
+
+MISMATCHES = [
+    (different_collectives, "rank 0 calls broadcast, rank 1 calls all_reduce"),
+    (different_order, "rank 0 calls barrier, rank 1 calls all_reduce"),
+    (different_shapes, "rank 0 calls all_reduce with shape (1,), rank 1 with shape (2,)"),
+    (different_dtypes, "rank 0 calls all_reduce with float32, rank 1 with float64"),
+    (different_roots, "rank 0 calls broadcast with src=0, rank 1 with src=1"),
+    (different_splits, "in all_to_all_single rank 0 gives rank 1 shape (2,), but rank 1 takes"),
+    (too_small_a_tensor, "rank 0 sends 16 bytes, rank 1 receives into a tensor of 8"),
+]
+
+
+@pytest.mark.parametrize(("worker", "fact"), MISMATCHES, ids=name_of)
+def test_ranks_that_do_not_agree_are_ended_and_told(worker, fact):
+    kit.run(lambda rank, world_size: None, world_size=2)  # warm
+    began = time.monotonic()
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2, timeout=30)
+    assert time.monotonic() - began < 10
+    assert str(caught.value).startswith(fact)
+    assert caught.value.result is None
+
+
+def small_broadcast(rank, world_size):
+    dist.broadcast(torch.ones(1 + rank), 0)
+    return rank
+
+
+def different_ops(rank, world_size):
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.SUM if rank else dist.ReduceOp.PRODUCT)
+    return rank
+
+
+def too_large_a_tensor(rank, world_size):
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(2), 0)
+    return rank
+
+
+SILENT = [
+    (small_broadcast, "rank 0 calls broadcast with shape (1,), rank 1 with shape (2,)"),
+    (different_ops, "rank 0 calls all_reduce with op=PRODUCT, rank 1 with op=SUM"),
+    (too_large_a_tensor, "rank 0 sends 4 bytes, rank 1 receives into a tensor of 8"),
+]
+
+
+@pytest.mark.parametrize(("worker", "fact"), SILENT, ids=name_of)
+def test_a_wrong_answer_without_an_error_is_told_and_nothing_is_lost(worker, fact):
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2)
+    assert str(caught.value).startswith(fact)
+    assert list(caught.value.result) == [0, 1]
+
+
+def test_a_rank_that_raises_while_others_wait_is_no_deadlock():
+    def worker(rank, world_size):
+        if rank == 1:
+            raise ValueError("boom")
+        dist.recv(torch.zeros(1), 1)
+
+    with pytest.raises(kit.RankError, match=r"rank 0 was waiting in recv\(src=1\)"):
+        kit.run(worker, world_size=2)
+
+
+# --- no false alarm ------------------------------------------------------------------------
+
+
+def sleeps(rank, world_size):
+    if rank:
+        time.sleep(1.5)
+    dist.barrier()
+
+
+def computes(rank, world_size):
+    until = time.monotonic() + 1.5 * rank
+    while time.monotonic() < until:
+        pass
+    dist.barrier()
+
+
+def computes_in_native_code(rank, world_size):
+    until = time.monotonic() + 1.5 * rank
+    matrix = torch.ones(1000, 1000)
+    while time.monotonic() < until:
+        matrix @ matrix
+    dist.barrier()
+
+
+def waits_for_a_program(rank, world_size):
+    if rank:
+        os.system("sleep 1.5")
+    dist.barrier()
+
+
+def slow_data_loader(rank, world_size):
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            time.sleep(0.8)
+            return index
+
+    for _ in torch.utils.data.DataLoader(Slow(), num_workers=1) if rank else []:
+        pass
+    dist.barrier()
+
+
+def large_collective(rank, world_size):
+    dist.all_reduce(torch.ones(50_000_000))
+
+
+def another_thread_sends(rank, world_size):
+    def later():
+        time.sleep(1.5)
+        dist.send(torch.zeros(1), 0)
+
+    if rank == 0:
+        dist.recv(torch.zeros(1), 1)
+        dist.send(torch.zeros(1), 1, tag=1)
+    else:
+        thread = threading.Thread(target=later)
+        thread.start()
+        dist.recv(torch.zeros(1), 0, tag=1)
+        thread.join()
+
+
+def waits_for_a_future(rank, world_size):
+    if rank:
+        time.sleep(1.5)
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+
+
+def a_limit_goes_by(rank, world_size):
+    if rank == 0:
+        work = dist.irecv(torch.zeros(1), 1)
+        with pytest.raises(RuntimeError):
+            work.wait(datetime.timedelta(seconds=1.5))
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
+        *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
+    ],
+)
+def test_a_slow_run_is_left_alone(worker):
+    kit.run(worker, world_size=2)
+
+
+def test_a_stopped_rank_is_left_alone():
+    def worker(rank, world_size):
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+        else:
+            time.sleep(1)
+            dist.send(torch.zeros(1), 1)
+
+    victim = psutil.Process(kit.run(lambda rank, world_size: os.getpid(), world_size=2)[0])
+
+    def stop_and_go_on():
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(2)  # what is tested: a long standstill
+        victim.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go_on)
+    thread.start()
+    kit.run(worker, world_size=2)
+    thread.join()
+
+
+# --- what is left to the timeout -----------------------------------------------------------
+
+
+def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
+    def spins(rank, world_size):
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)
+        while True:
+            pass
+
+    with pytest.raises(kit.RunTimeoutError) as caught:
+        kit.run(spins, world_size=2, timeout=2)
+    first, second = caught.value.waits
+    assert (first.op, second.op) == ("recv(src=1)", None)
+    assert [frame.function for frame in second.stack] == ["spins"]
+    assert "while True" not in str(caught.value)  # another line every time: not in the text
+    assert any("spins" in line for line in caught.value._render_traceback_())
+    assert kit.run(lambda rank, world_size: rank, world_size=2)[1] == 1

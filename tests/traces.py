@@ -1,0 +1,126 @@
+"""Traces made by hand: programs of ranks, played on a clock of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddp_kit.failures import Frame
+from ddp_kit.trace import Trace
+from ddp_kit.trace.events import Event, Group
+
+METHODS = {"all_reduce": "allreduce", "barrier": "barrier", "broadcast": "broadcast"}
+MS = 1_000_000
+
+
+class Script:
+    """Ranks that communicate as they are told, a millisecond an operation."""
+
+    def __init__(self, n: int):
+        self.n, self.now, self.counts = n, [5 * MS] * n, {}
+        self.world = Group("0", tuple(range(n)))
+        self.events: list[list[Event]] = [[] for _ in range(n)]
+
+    def compute(self, rank: int, ms: float) -> None:
+        self.now[rank] += int(ms * MS)
+
+    def add(self, rank: int, op: str, kind: str, took: float | None = 0, **given) -> Event:
+        """Add an event that was called now and waited for `took` ms; None: for ever."""
+        group = given.setdefault("group", self.world)
+        peer = given.get("peer")
+        channel = (rank, peer) if kind == "send" else (peer, rank)
+        key = (channel, kind, given.get("tag", 0)) if kind != "collective" else (rank, group)
+        number = self.counts.get(key, 0)
+        self.counts[key] = number + 1
+        start = self.now[rank]
+        end = None if took is None else start + int(took * MS)
+        given = {"nbytes": 4096, "dtype": "float32", "waited": start, "end": end, **given}
+        method = METHODS.get(op, op)
+        where = Frame("Cell In[1]", 3, "worker", f"dist.{op}(x)", True)
+        index = len(self.events[rank])
+        event = Event(
+            rank, index, op, kind, method, sequence=number, start=start, where=where, **given
+        )
+        self.events[rank].append(event)
+        if end is not None:
+            self.now[rank] = end + MS // 10
+        return event
+
+    def send(self, src: int, dst: int, took: float | None = 0.2, **given) -> None:
+        self.add(src, "send", "send", took, peer=dst, inputs=((32, 32),), **given)
+
+    def recv(self, src: int | None, dst: int, took: float | None = None, **given) -> None:
+        if took is not None:
+            took = max(took, (self.now[src] - self.now[dst]) / MS)
+        self.add(dst, "recv", "recv", took, peer=src, outputs=((32, 32),), **given)
+
+    def message(self, src: int, dst: int, **given) -> None:
+        self.send(src, dst, **given)
+        self.recv(src, dst, 0.3, **given)
+
+    def collective(self, op: str, ranks=None, **given) -> None:
+        ranks = range(self.n) if ranks is None else ranks
+        over = max(self.now[rank] for rank in ranks) + MS
+        for rank in ranks:
+            self.add(rank, op, "collective", (over - self.now[rank]) / MS, **given)
+
+    def trace(self, **given) -> Trace:
+        over = max(self.now) + MS
+        spans = tuple((4 * MS, max(over, now)) for now in self.now)
+        events = tuple(event for events in self.events for event in events)
+        return Trace(self.n, events, **{"spans": spans, **given})
+
+
+def pipeline(n: int, batches: int = 2) -> Trace:
+    """Each rank computes and hands on; then all meet."""
+    script = Script(n)
+    for _ in range(batches):
+        script.compute(0, 1)
+        for rank in range(n - 1):
+            script.message(rank, rank + 1)
+            script.compute(rank + 1, 1)
+    script.collective("all_reduce")
+    script.collective("barrier")
+    return script.trace()
+
+
+def ring(n: int, rounds: int) -> Trace:
+    """Every rank posts its receive and its send, and only then waits: nothing is blocked."""
+    script = Script(n)
+    for _ in range(rounds):
+        posted = []
+        for rank in range(n):
+            script.compute(rank, 0.5 + 0.1 * rank)
+            give = {"waited": None, "end": None}
+            posted.append(script.add(rank, "irecv", "recv", peer=(rank - 1) % n, **give))
+            script.add(rank, "isend", "send", peer=(rank + 1) % n, **give)
+        over = max(script.now) + MS // 2
+        for rank, event in enumerate(posted):
+            waited = script.now[rank] + 1000
+            script.events[rank][event.index] = replace(event, waited=waited, end=over)
+            script.now[rank] = over + 1000
+    return script.trace()
+
+
+def mixed(n: int, rounds: int) -> Trace:
+    """A ring of messages and an all_reduce in every round, with one slow rank."""
+    script = Script(n)
+    for _ in range(rounds):
+        for rank in range(n):
+            script.compute(rank, 2 if rank == 1 else 0.7)
+        for rank in range(n):
+            script.send(rank, (rank + 1) % n)
+        for rank in range(n):
+            script.recv((rank - 1) % n, rank, 0.3)
+        script.collective("all_reduce")
+    return script.trace()
+
+
+def broken(n: int) -> Trace:
+    """A message that nobody takes, a receive to which nobody sends, a barrier without rank 0."""
+    script = Script(n)
+    script.message(0, n - 1)
+    script.send(1, 0)
+    script.recv(n - 1, 0)
+    for rank in range(1, n):
+        script.add(rank, "barrier", "collective", None)
+    return script.trace()
