@@ -169,7 +169,8 @@ def test_plot_imports_no_pyplot_and_no_process():
 def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
-        *("Picture", "bandwidth", "losses", "rank_color", "ring", "step_times", "tensors")
+        *("Picture", "bandwidth", "buckets", "losses", "messages", "rank_color", "ring"),
+        *("step_times", "tensors", "timeline", "waits"),
     ]
 
 
@@ -586,7 +587,8 @@ def test_three_significant_digits_without_an_exponent(value, text):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(8, "8 B"), (4096, "4.1 kB"), (999_999, "1 MB"), (10**8, "100 MB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (8, "8 B"), (4096, "4.1 kB"), (999_999, "1 MB"), (10**8, "100 MB")],
 )
 def test_size_has_a_unit(nbytes, text):
     assert size(nbytes) == text

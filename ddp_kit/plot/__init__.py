@@ -1,15 +1,31 @@
-"""Pictures of what ranks hold, lose and cost: plain data in, a matplotlib Figure out.
+"""Pictures of what ranks hold, send, lose and cost: plain data in, a matplotlib Figure out.
 
 Every function returns a Picture. As the last line of a cell it shows itself; its repr is
 the same numbers as a table of text. No function touches pyplot or rcParams.
 """
 
 from ddp_kit.plot.bandwidth import bandwidth
+from ddp_kit.plot.buckets import buckets
 from ddp_kit.plot.losses import losses
+from ddp_kit.plot.messages import messages
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring
 from ddp_kit.plot.step_times import step_times
 from ddp_kit.plot.style import rank_color
 from ddp_kit.plot.tensors import tensors
+from ddp_kit.plot.timeline import timeline
+from ddp_kit.plot.waits import waits
 
-__all__ = ["Picture", "bandwidth", "losses", "rank_color", "ring", "step_times", "tensors"]
+__all__ = [
+    "Picture",
+    "bandwidth",
+    "buckets",
+    "losses",
+    "messages",
+    "rank_color",
+    "ring",
+    "step_times",
+    "tensors",
+    "timeline",
+    "waits",
+]

@@ -12,10 +12,9 @@ from ddp_kit.plot.numbers import table
 from ddp_kit.plot.picture import Picture, label_axes
 from ddp_kit.plot.style import (
     PAPER,
-    luminance,
+    edge_color,
     marker,
     rank_color,
-    shade,
     write,
 )
 
@@ -59,7 +58,7 @@ def losses(
     ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.ticklabel_format(axis="y", useOffset=False)
     names = [f"rank {rank}" for rank in range(len(lines))]
-    name_lines(ax, names, [_end(ax, y) for y in lines], [_edge(r) for r in range(len(lines))])
+    name_lines(ax, names, [_end(ax, y) for y in lines], [edge_color(r) for r in range(len(lines))])
     return picture
 
 
@@ -81,7 +80,7 @@ def _line(ax, rank: int, y: list[float], ranks: int) -> None:
     higher rank covers a part less of the ones below, and every colour shows in equal shares.
     """
     color = rank_color(rank)
-    edge = _edge(rank)
+    edge = edge_color(rank)
     x = range(1, len(y) + 1)
     ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
@@ -102,12 +101,6 @@ def _line(ax, rank: int, y: list[float], ranks: int) -> None:
         label=f"rank {rank}",
         zorder=3 + rank / 100,
     )
-
-
-def _edge(rank: int) -> str:
-    """Return the rank's colour, darkened where a thin line of it would fade into the paper."""
-    color = rank_color(rank)
-    return shade(color, 0.75) if luminance(color) > 0.6 else color
 
 
 def _end(ax, y: list[float]) -> tuple[float, float]:

@@ -45,6 +45,12 @@ def rank_color(rank: int) -> str:
     return "#8c8c8c" if color == "#000000" else shade(color, 0.52)
 
 
+def edge_color(rank: int) -> str:
+    """Return the rank's colour, darkened where a thin line of it would fade into the paper."""
+    color = rank_color(rank)
+    return shade(color, 0.75) if luminance(color) > 0.6 else color
+
+
 # Things that are not ranks (an implementation, a setting) must not wear a rank's colour.
 _SERIES = ("#333333", "#882255", "#44aa99", "#6a5acd", "#999933", "#cc6677")
 

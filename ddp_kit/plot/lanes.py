@@ -1,0 +1,160 @@
+"""What every rank did, as bars, arrows and links along one axis: by steps or in time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ddp_kit.failures import name_ranks
+from ddp_kit.plot.source import Key, absent, unmatched
+from ddp_kit.trace import Trace
+from ddp_kit.trace.events import Event
+from ddp_kit.trace.logical import steps
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A rank in one operation; kind: as of Event; never: what did not come about, if anything."""
+
+    rank: int
+    kind: str
+    begin: float
+    end: float
+    op: str
+    never: str = ""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A message, from the place of its send to that of its receive.
+
+    never: "never received" and `end` is None, or "never sent" and `begin` is None. src is None
+    for a receive from any source.
+    """
+
+    src: int | None
+    dst: int
+    begin: float | None
+    end: float | None
+    never: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A collective: (place, rank) of every rank that called it; whole: every rank did."""
+
+    name: str
+    points: tuple[tuple[float, int], ...]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """All that a timeline shows. spans: where each rank's lane begins and ends."""
+
+    spans: Sequence[tuple[float, float]]
+    bars: Sequence[Bar]
+    arrows: Sequence[Arrow]
+    links: Sequence[Link]
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Where the picture begins and ends."""
+        return min(begin for begin, _ in self.spans), max(end for _, end in self.spans)
+
+
+def by_steps(trace: Trace) -> Lanes:
+    """Lay out the order of a run: step s, from 0, is the place from s + 0.5 to s + 1.5.
+
+    What waits is as long as all steps since its rank's last operation, or, if the wait never
+    ended, to the end of the run.
+    """
+    at, never = steps(trace), unmatched(trace)
+    places = {key: (step + 1.0, step + 1.0) for key, step in at.items()}
+    bars, last, over = [], dict.fromkeys(range(trace.world_size), 0), max(at.values()) + 1
+    for event in sorted(trace, key=lambda event: at[event.rank, event.index]):
+        key = event.rank, event.index
+        waits = event.kind != "send" and event.waited is not None
+        begin, end = last[event.rank] if waits else at[key], at[key] + 1
+        last[event.rank] = end
+        if event.waited is not None and event.end is None:
+            end = over
+        bars.append(_bar(event, begin + 0.5, end + 0.5, never))
+    spans = [(0.5, over + 0.5)] * trace.world_size
+    links = [_link(trace, m, [places[r, m[r].index][0] for r in m]) for m in trace.collectives]
+    return Lanes(spans, bars, _arrows(trace, places, never), links)
+
+
+def by_time(trace: Trace) -> Lanes:
+    """Lay out the times of a run, in milliseconds since the first rank began."""
+    never = unmatched(trace)
+    spans = list(trace.spans) or _spans(trace)
+    zero = min(begin for begin, _ in spans)
+
+    def ms(moment: int) -> float:
+        return (moment - zero) / 1e6
+
+    bars, places = [], {}
+    for event in trace:
+        _, last = spans[event.rank]
+        over = event.end if event.end is not None else last
+        if event.waited is not None:
+            bars.append(_bar(event, ms(event.waited), ms(over), never))
+        elif event.kind == "send":
+            bars.append(_bar(event, ms(event.start), ms(event.start), never))
+        taken = next(t for t in (event.end, event.waited, event.start) if t is not None)
+        places[event.rank, event.index] = ms(event.start), ms(taken)
+    links = []
+    for members in trace.collectives:
+        came = ms(max(event.start for event in members.values()))
+        links.append(_link(trace, members, [came] * len(members)))
+    spans = [(ms(begin), ms(end)) for begin, end in spans]
+    return Lanes(spans, bars, _arrows(trace, places, never), links)
+
+
+def _bar(event: Event, begin: float, end: float, never: dict[Key, str]) -> Bar:
+    mark = never.get((event.rank, event.index), "")
+    return Bar(event.rank, event.kind, begin, end, event.op, mark)
+
+
+def _arrows(trace: Trace, places: dict[Key, tuple[float, float]], never: dict[Key, str]):
+    arrows = []
+    for message in trace.messages():
+        send, recv = message.send, message.recv
+        begin = places[send.rank, send.index][0]
+        if recv is not None:
+            end = max(begin, places[recv.rank, recv.index][1])
+            arrows.append(Arrow(send.rank, recv.rank, begin, end))
+        elif (send.rank, send.index) in never:
+            arrows.append(Arrow(send.rank, message.dst, begin, None, "never received"))
+    for event in trace:
+        key = event.rank, event.index
+        if event.kind == "recv" and key in never:
+            arrows.append(Arrow(event.peer, event.rank, None, places[key][0], never[key]))
+    return arrows
+
+
+def _link(trace: Trace, members: dict[int, Event], at: Sequence[float]) -> Link:
+    missing = absent(trace, members)
+    events = sorted(members.values(), key=attrgetter("rank"))
+    same = len({event.method for event in events}) == 1
+    name = events[0].op if same else " ≠ ".join(dict.fromkeys(event.op for event in events))
+    if missing:
+        who = name_ranks(missing) if len(missing) <= 3 else f"{len(missing)} ranks"
+        name += f", without {who}"
+    return Link(name, tuple(zip(at, members, strict=True)), same and not missing)
+
+
+def _spans(trace: Trace) -> list[tuple[int, int]]:
+    """Take each rank's first and last moment for its span, where the trace has none."""
+    moments: dict[int, list[int]] = defaultdict(list)
+    for event in trace:
+        times = (event.start, event.waited, event.end)
+        moments[event.rank] += [moment for moment in times if moment is not None]
+    whole = [moment for times in moments.values() for moment in times]
+    return [
+        (min(moments.get(rank, whole)), max(moments.get(rank, whole)))
+        for rank in range(trace.world_size)
+    ]

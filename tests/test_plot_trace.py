@@ -1,0 +1,502 @@
+"""Pictures of traces: order and time, bytes, wait-for graphs, buckets; and the logical order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+import pytest
+import traces
+from matplotlib.colors import to_hex
+from matplotlib.patches import Circle, FancyArrowPatch
+
+from ddp_kit.failures import Frame
+from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
+from ddp_kit.plot.bins import _arrows, _shares
+from ddp_kit.plot.lanes import by_steps, by_time
+from ddp_kit.plot.marks import LOST
+from ddp_kit.plot.style import edge_color
+from ddp_kit.plot.waits import find_cycle
+from ddp_kit.trace import Trace
+from ddp_kit.trace.events import Group
+from ddp_kit.trace.logical import steps
+
+MS, NONE = traces.MS, "\N{EN DASH}"
+
+
+def wait(rank, op, *peers, line=4):
+    where = Frame("Cell In[1]", line, "worker", "x", True)
+    return SimpleNamespace(rank=rank, op=op, where=where, peers=peers)
+
+
+def deadlock(*stuck, returned=()):
+    return SimpleNamespace(waits=stuck, returned=returned)
+
+
+def ring_deadlock(n):
+    return deadlock(*(wait(r, f"recv(src={(r - 1) % n})", (r - 1) % n) for r in range(n)))
+
+
+def ddp(*backwards):
+    """A rank whose backwards have buckets of (ready, reduced) ms, and ms of computing."""
+    script = traces.Script(1)
+    for spans, computed in backwards:
+        zero = script.now[0]
+        for ready, reduced in spans:
+            script.now[0] = zero + ready * MS
+            last = (ready, reduced) == spans[-1]
+            times = {"waited": zero + computed * MS if last else None}
+            times["end"] = None if reduced is None else zero + reduced * MS
+            event = script.add(0, "DDP all_reduce", "collective", None, nbytes=1_000_000)
+            script.events[0][event.index] = replace(event, **times)
+        script.now[0] = zero + 100 * MS
+    return script.trace()
+
+
+def one_of_each(n):
+    return [
+        timeline(traces.mixed(n, 3)),
+        timeline(traces.mixed(n, 3), timed=True),
+        timeline(traces.broken(n)),
+        timeline(traces.mixed(n, 60)),
+        messages(traces.mixed(n, 3)),
+        waits(ring_deadlock(n)),
+        buckets(ddp(([(0, 3), (2, 6)], 4))),
+    ]
+
+
+def texts(picture):
+    return [text.get_text() for ax in picture.axes for text in ax.texts]
+
+
+def arrows(picture):
+    """(begin, end, colour) of every arrow of a timeline or a graph."""
+    return [
+        (*patch._posA_posB, to_hex(patch.get_edgecolor()))
+        for ax in picture.axes
+        for patch in ax.patches
+        if isinstance(patch, FancyArrowPatch)
+    ]
+
+
+# ---- the logical order
+
+
+def test_receive_comes_after_its_send_and_a_collective_at_one_step():
+    trace = traces.pipeline(3, batches=1)
+    at = steps(trace)
+    # rank 0: send, all_reduce, barrier; rank 1: recv, send, ...; rank 2: recv, ...
+    assert at == {
+        **{(0, 0): 0, (0, 1): 4, (0, 2): 5},
+        **{(1, 0): 1, (1, 1): 2, (1, 2): 4, (1, 3): 5},
+        **{(2, 0): 3, (2, 1): 4, (2, 2): 5},
+    }
+
+
+def test_receive_stands_where_it_is_waited_for():
+    at = steps(traces.ring(3, rounds=2))
+    for rank in range(3):
+        assert [at[rank, index] for index in range(4)] == [1, 0, 3, 2]
+
+
+def test_logical_order_does_not_know_how_long_things_took():
+    script, slow = traces.Script(2), traces.Script(2)
+    slow.compute(0, 500)
+    for each in (script, slow):
+        each.message(0, 1)
+        each.message(1, 0)
+        each.collective("barrier")
+    assert steps(script.trace()) == steps(slow.trace())
+
+
+def test_collectives_in_opposite_orders_end_and_keep_each_ranks_order():
+    script = traces.Script(2)
+    one, two = Group("1", (0, 1)), Group("2", (0, 1))
+    for rank, groups in ((0, (one, two)), (1, (two, one))):
+        for group in groups:
+            script.add(rank, "all_reduce", "collective", group=group)
+    script.message(0, 1)
+    at = steps(script.trace())
+    assert at[0, 0] < at[0, 1] < at[0, 2] < at[1, 2]
+    assert at[1, 0] < at[1, 1] < at[1, 2]
+    assert at == steps(script.trace())
+
+
+def test_receives_that_wait_for_later_sends_of_each_other_end():
+    script = traces.Script(2)
+    for rank in (0, 1):
+        script.recv(1 - rank, rank)  # stuck, and yet a send follows: no real run does this
+        script.send(rank, 1 - rank)
+    at = steps(script.trace())
+    assert sorted(at.values()) == [0, 1, 2, 3]
+    assert at[0, 0] == 0  # the lowest rank goes ahead
+
+
+def test_message_to_oneself_ends():
+    script = traces.Script(1)
+    script.recv(0, 0)
+    script.send(0, 0)
+    assert steps(script.trace()) == {(0, 0): 0, (0, 1): 1}
+
+
+# ---- the figure
+
+
+def test_same_trace_gives_the_same_bytes_and_text():
+    for one, two in zip(one_of_each(2), one_of_each(2), strict=True):
+        assert one._repr_png_() == two._repr_png_()
+        assert repr(one) == repr(two)
+
+
+def test_a_dark_style_changes_no_byte_and_rcparams_stay():
+    light = [picture._repr_png_() for picture in one_of_each(2)]
+    before = dict(matplotlib.rcParams)
+    with matplotlib.rc_context():
+        matplotlib.style.use(["ggplot", "dark_background"])
+        matplotlib.rcParams["hatch.color"] = "red"
+        dark = [picture._repr_png_() for picture in one_of_each(2)]
+    assert dark == light
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_pictures_of_sixteen_ranks_fit_a_notebook():
+    for picture in one_of_each(16):
+        assert picture.get_size_inches()[0] <= 9.03
+        assert len(picture._repr_png_()) < 90_000
+
+
+def test_title_replaces_the_own_one():
+    trace = traces.pipeline(2)
+    for picture in (timeline(trace, title="Mine"), messages(trace, title="Mine")):
+        assert repr(picture).startswith("Mine\n")
+        assert "Mine" in texts(picture)
+
+
+@pytest.mark.parametrize("draw", [timeline, messages, buckets])
+def test_what_has_no_trace_is_a_type_error(draw):
+    with pytest.raises(TypeError, match=r"needs a trace, a result or an error .* got 7"):
+        draw(7)
+
+
+def test_results_and_errors_are_drawn_by_their_trace():
+    trace = traces.pipeline(2)
+    carrier = SimpleNamespace(trace=trace)
+    for draw in (timeline, messages):
+        assert repr(draw(carrier)) == repr(draw(trace))
+
+
+# ---- timeline
+
+
+def test_logical_twin_is_a_row_a_step():
+    assert repr(timeline(traces.pipeline(2, batches=1))) == (
+        "1 message and 2 collectives on 2 ranks, step by step\n"
+        "step  rank 0      rank 1\n"
+        "1     send → 1\n"
+        "2                 recv ← 0\n"
+        "3     all_reduce  all_reduce\n"
+        "4     barrier     barrier"
+    )
+
+
+def test_twin_names_what_never_came():
+    said = repr(timeline(traces.broken(4)))
+    assert "recv ← 3 (never sent)" in said
+    assert "send → 0 (never received)" in said
+    assert said.count("barrier (without 0)") == 3
+
+
+def test_arrow_leads_from_send_to_receive_in_the_senders_colour():
+    drawn = arrows(timeline(traces.pipeline(2, batches=1)))
+    assert [(begin[0], end[0]) for begin, end, _ in drawn] == [(1, 2)]
+    (begin, end, color) = drawn[0]
+    assert 0 < begin[1] < end[1] < 1
+    assert color == edge_color(0)
+
+
+def test_unmatched_ends_are_dashed_and_say_so():
+    picture = timeline(traces.broken(4))
+    assert [color for *_, color in arrows(picture)].count(LOST) == 2
+    said = " ".join(texts(picture))
+    assert "never received" in said
+    assert "never sent" in said
+    dashed = [line for line in picture.axes[1].lines if line.get_linestyle() == "--"]
+    assert len(dashed) == 1  # the barrier
+    assert "barrier, without rank 0" in texts(picture)
+
+
+def test_narrow_bar_says_never_received_beside_itself():
+    script = traces.Script(2)
+    script.send(0, 1)
+    script.compute(0, 50)
+    assert "never received" in texts(timeline(script.trace(), timed=True))
+
+
+def test_what_was_dropped_is_not_called_missing():
+    trace = traces.broken(4)
+    picture = timeline(replace(trace, dropped=(5, 0, 0, 5)))
+    assert "never" not in repr(picture)
+    assert "without" not in repr(picture)
+    assert LOST not in [color for *_, color in arrows(picture)]
+    assert "The 10 oldest events were not kept" in " ".join(texts(picture))
+
+
+def test_wait_is_as_long_as_the_steps_before_it():
+    lanes = by_steps(traces.pipeline(3, batches=1))
+    spans = {(bar.rank, bar.op): (bar.begin, bar.end) for bar in lanes.bars}
+    assert spans[0, "send"] == (0.5, 1.5)
+    assert spans[2, "recv"] == (0.5, 4.5)
+    assert spans[0, "all_reduce"] == (1.5, 5.5)
+
+
+def test_wait_that_never_ended_lasts_to_the_end():
+    lanes = by_steps(traces.broken(4))
+    ends = {(bar.rank, bar.op): bar.end for bar in lanes.bars}
+    assert ends[0, "recv"] == ends[3, "barrier"] == lanes.limits[1]
+
+
+def test_collective_is_a_line_through_its_ranks_alone():
+    script = traces.Script(4)
+    script.collective("all_reduce", ranks=(1, 3), group=Group("1", (1, 3)))
+    line = timeline(script.trace()).axes[1].lines[0]
+    assert list(line.get_ydata()) == [1, 3]
+    assert list(line.get_xdata()) == [1, 1]
+    assert line.get_linestyle() == "-"
+
+
+def test_collectives_that_differ_are_named_both():
+    script = traces.Script(2)
+    script.add(0, "all_reduce", "collective", None)
+    script.add(1, "broadcast", "collective", None)
+    assert "all_reduce ≠ broadcast" in texts(timeline(script.trace()))
+
+
+def test_names_of_close_collectives_are_slanted():
+    script = traces.Script(2)
+    for _ in range(20):
+        script.collective("all_gather_object")
+    ax = timeline(script.trace()).axes[1]
+    names = [text for text in ax.texts if text.get_text() == "all_gather_object"]
+    assert len(names) == 20
+    assert {text.get_rotation() for text in names} == {35}
+
+
+def test_timed_bars_are_milliseconds_since_the_first_rank_began():
+    picture = timeline(traces.pipeline(2, batches=1), timed=True)
+    assert picture.axes[1].get_xlabel() == "time since the first rank began (ms)"
+    lanes = by_time(traces.pipeline(2, batches=1))
+    send = next(bar for bar in lanes.bars if bar.op == "send")
+    assert (send.begin, send.end) == pytest.approx((2.0, 2.2))
+    assert lanes.spans[0][0] == 0
+    assert repr(picture) == (
+        "1 message and 2 collectives on 2 ranks, in time (ms)\n"
+        "        computing  in sends  waiting to receive  in collectives   all\n"
+        "rank 0       3.30     0.200                   0            3.10  6.60\n"
+        "rank 1       3.30         0                1.30            2.00  6.60"
+    )
+
+
+def test_trace_without_spans_is_timed_by_its_events():
+    lanes = by_time(replace(traces.pipeline(2), spans=()))
+    assert lanes.limits[0] == 0
+    assert lanes.spans[1][0] == 0  # rank 1 waited from the start; rank 0 computed first
+    assert lanes.spans[0][0] == 1
+
+
+def test_timed_picture_of_silent_ranks_is_their_spans():
+    picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
+    assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")
+
+
+def test_thousands_of_events_are_shares_and_counts():
+    trace = traces.mixed(4, 100)
+    picture = timeline(trace)
+    said = " ".join(texts(picture))
+    assert "Too many events to draw one by one" in said
+    assert "Collectives have no line" in said
+    assert len(arrows(picture)) == 40  # 4 pairs, 10 parts
+    assert texts(picture).count(" 10") == 30  # and 10 of the arrows lead up
+    assert texts(picture).count("10 ") == 10
+    assert repr(picture).split("\n")[:3] == [
+        "400 messages and 100 collectives on 4 ranks, step by step",
+        "        sends  bytes sent  receives  collectives  steps waited",
+        "rank 0    100     409,600       100          100             0",
+    ]
+
+
+@pytest.mark.parametrize(("rounds", "many"), [(80, False), (81, True)])
+def test_more_than_240_events_are_many(rounds, many):
+    script = traces.Script(3)
+    for _ in range(rounds):
+        script.collective("barrier")
+    said = " ".join(texts(timeline(script.trace(), timed=True)))
+    assert ("Too many events" in said) == many
+
+
+def test_shares_of_a_bin_add_up_to_the_time_spent():
+    lanes = by_time(traces.mixed(2, 100))
+    edges = np.linspace(*lanes.limits, 61)
+    shares = _shares(lanes, edges)
+    spent = sum(bar.end - bar.begin for bar in lanes.bars if bar.rank == 0)
+    assert shares[0].sum() * (edges[1] - edges[0]) == pytest.approx(spent)
+    assert shares.min() >= 0
+    assert shares.sum(axis=1).max() <= 1 + 1e-9
+
+
+def test_every_message_is_counted_in_an_arrow():
+    lanes = by_steps(traces.mixed(16, 20))
+    assert sum(count for *_, count, _ in _arrows(lanes)) == 16 * 20
+
+
+def test_too_many_pairs_have_no_arrows_and_the_caption_says_where_they_are():
+    script = traces.Script(16)
+    for src in range(16):
+        for dst in range(16):
+            if src != dst:
+                script.send(src, dst)
+                script.send(src, dst)
+    picture = timeline(script.trace())
+    assert arrows(picture) == []
+    assert "240 pairs of ranks. kit.plot.messages shows them." in " ".join(texts(picture))
+    assert "never received" in repr(picture)
+
+
+def test_empty_trace_has_no_timeline():
+    with pytest.raises(ValueError, match="the trace is empty: the ranks sent nothing"):
+        timeline(Trace(2))
+
+
+# ---- messages
+
+
+def test_messages_twin_has_exact_bytes_and_sums():
+    script = traces.Script(2)
+    script.message(0, 1, nbytes=1_000_000)
+    script.message(0, 1, nbytes=24)
+    script.collective("barrier")
+    picture = messages(script.trace())
+    assert repr(picture) == (
+        "Who sent how many bytes to whom, in 2 messages\n"
+        "from \\ to  rank 0     rank 1        all\n"
+        f"rank 0          {NONE}  1,000,024  1,000,024\n"
+        f"rank 1          {NONE}          {NONE}          0\n"
+        "all             0  1,000,024  1,000,024\n"
+        "Rows: senders; columns: receivers; bytes of the tensors that were sent. "
+        "1 collective is not in it."
+    )
+    assert texts(picture).count("1 MB") == 4
+    assert texts(picture).count("0 B") == 2
+
+
+def test_message_of_no_bytes_is_not_no_message():
+    script = traces.Script(2)
+    script.message(0, 1, nbytes=0)
+    assert texts(messages(script.trace())).count("0 B") == 1 + 5
+
+
+def test_messages_that_nobody_took_are_counted():
+    script = traces.Script(2)
+    script.send(0, 1)
+    assert "1 message was never received." in repr(messages(script.trace()))
+
+
+def test_collectives_alone_are_no_messages():
+    script = traces.Script(2)
+    script.collective("barrier")
+    with pytest.raises(ValueError, match="no rank sent a message point to point"):
+        messages(script.trace())
+
+
+# ---- waits
+
+
+def test_waits_twin_names_the_cycle():
+    picture = waits(deadlock(wait(0, "recv(src=1)", 1), wait(1, "recv(src=0)", 0, line=7)))
+    assert repr(picture) == (
+        "Ranks 0 and 1 wait for each other\n"
+        "        is in        waits for  line\n"
+        "rank 0  recv(src=1)  1          4\n"
+        "rank 1  recv(src=0)  0          7\n"
+        "cycle: 0 → 1 → 0"
+    )
+    assert {color for *_, color in arrows(picture)} == {LOST}
+    assert {"recv(src=1)", "recv(src=0)", "line 4", "line 7"} <= set(texts(picture))
+
+
+def test_rank_that_returned_is_grey_and_to_blame():
+    picture = waits(deadlock(wait(0, "recv(src=1)", 1), wait(1, "all_reduce()", 2), returned=(2,)))
+    fills = [to_hex(p.get_facecolor()) for p in picture.axes[0].patches if isinstance(p, Circle)]
+    assert fills == [rank_color(0), rank_color(1), "#dcdcdc"]
+    assert repr(picture).startswith("Rank 1 waits for rank 2, which had returned\n")
+    assert "cycle" not in repr(picture)
+    assert [color == LOST for *_, color in arrows(picture)] == [False, True]
+
+
+def test_only_the_cycle_is_thick():
+    stuck = [wait(0, "recv(src=1)", 1), wait(1, "recv(src=0)", 0), wait(2, "recv(src=0)", 0)]
+    drawn = waits(deadlock(*stuck)).axes[0].patches
+    widths = [p.get_linewidth() for p in drawn if isinstance(p, FancyArrowPatch)]
+    assert widths == [2.6, 2.6, 1]
+
+
+def test_receive_from_any_source_is_dashed():
+    stuck = [wait(0, "recv()", 1, 2), wait(1, "barrier()", 0, 2), wait(2, "barrier()", 0, 1)]
+    picture = waits(deadlock(*stuck))
+    drawn = [p.get_linestyle() for p in picture.axes[0].patches if isinstance(p, FancyArrowPatch)]
+    assert [style not in ("-", "solid") for style in drawn] == [True, True] + [False] * 4
+    assert "Dashed: any one of these would do." in " ".join(texts(picture))
+
+
+def test_shortest_cycle_is_found_from_its_lowest_rank():
+    assert find_cycle({0: [1], 1: [2], 2: [3, 1], 3: [0]}) == [1, 2]
+    assert find_cycle({0: [3], 3: [2], 2: [1], 1: [0]}) == [0, 3, 2, 1]
+    assert find_cycle({0: [1], 1: [2]}) == []
+
+
+def test_waits_without_peers_are_still_drawn():
+    bare = SimpleNamespace(rank=0, op=None, where=None)
+    assert repr(waits(deadlock(bare))).startswith("Who waits for whom\n")
+
+
+def test_waits_says_what_it_cannot_draw():
+    with pytest.raises(ValueError, match="no rank waits"):
+        waits(deadlock())
+    with pytest.raises(TypeError, match=r"needs an error with \.waits, got 7"):
+        waits(7)
+
+
+# ---- buckets
+
+
+def test_buckets_twin_tells_what_is_hidden():
+    assert repr(buckets(ddp(([(0, 3), (2, 6)], 4)))) == (
+        "DDP backward on rank 0: 71% of all_reduce hidden behind computing\n"
+        "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"
+        "bucket 0  1,000,000           0          3.00         3.00                0\n"
+        "bucket 1  1,000,000        2.00          6.00         2.00             2.00\n"
+        "Backward 1 of 1. Computing ended at 4.00 ms; rank 0 then waited 2.00 ms."
+    )
+
+
+def test_last_backward_is_shown_and_step_picks_another():
+    trace = ddp(([(0, 1)], 1), ([(0, 2), (1, 3)], 2), ([(0, 5)], 1))
+    assert "Backward 3 of 3" in repr(buckets(trace))
+    assert "20% of all_reduce hidden" in repr(buckets(trace))
+    assert repr(buckets(trace, step=1)).count("bucket") == 2
+    assert repr(buckets(trace, step=-2)) == repr(buckets(trace, step=1))
+
+
+def test_bucket_that_was_never_reduced_says_so():
+    assert "never" in repr(buckets(ddp(([(0, 2), (1, None)], 3))))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"rank": 1}, "rank 1 has no event 'DDP all_reduce'"), ({"step": 1}, "step must be below 1")],
+)
+def test_buckets_says_what_it_cannot_draw(given, message):
+    with pytest.raises(ValueError, match=message):
+        buckets(ddp(([(0, 1)], 1)), **given)
