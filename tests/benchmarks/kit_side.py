@@ -33,6 +33,19 @@ def hundred_megabytes(rank, world_size):
     return torch.zeros(25_000_000)
 
 
+def many_all_reduces(rank, world_size, traced):
+    if not traced:  # as PyTorch has them; the kit puts its own back before the next run
+        allreduce, wait = dist.ProcessGroup.allreduce.__wrapped__, dist.Work.wait.__wrapped__
+        dist.ProcessGroup.allreduce = lambda group, *args: allreduce(group, *args)
+        dist.Work.wait = lambda work: wait(work)
+    number = torch.ones(1)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(3000):
+        dist.all_reduce(number)
+    return time.perf_counter() - began
+
+
 def heavy_modules(rank, world_size):
     return [name for name in HEAVY if name in sys.modules]
 
@@ -66,6 +79,14 @@ def resize(before: int, after: int):
         while True:
             pool.run(all_reduce, world_size=before)
             yield [seconds(pool.run, all_reduce, world_size=after)]
+
+
+def traced(yes: bool):
+    """3,000 all_reduces of one number on 2 ranks; rank 0's clock."""
+    with kit.WorkerPool(2) as pool:
+        yield "ready"
+        while True:
+            yield [pool.run(many_all_reduces, yes)[0]]
 
 
 def values():
@@ -103,6 +124,8 @@ if __name__ == "__main__":
             "warm": warm,
             "smaller": lambda: resize(4, 2),
             "larger": lambda: resize(2, 4),
+            "traced": lambda: traced(True),
+            "untraced": lambda: traced(False),
             "values": values,
             "torch_import": torch_import,
             "kit_import": kit_import,
