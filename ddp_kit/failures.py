@@ -86,6 +86,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+_MOST_TOLD = 8  # calls that were never waited for
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Write ranks as words: "rank 2", "ranks 0 and 1", "ranks 0, 1 and 3"."""
     names = [str(rank) for rank in sorted(ranks)]
@@ -110,8 +113,10 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
 def tell_unawaited(waits: Iterable[Wait]) -> list[str]:
     """Say in lines which operations ranks never waited for. waits: what they should have."""
     words = "never waited for {}: it may not have happened; keep what it returns and call wait()"
-    told = [(wait, ("", ""), words.format(wait.op)) for wait in waits]
-    return _tell_places(told, None)
+    told = sorted(waits, key=lambda wait: (wait.rank, str(wait.where), wait.op))
+    places = [(wait, ("", ""), words.format(wait.op)) for wait in told[:_MOST_TOLD]]
+    more = len(told) - _MOST_TOLD
+    return _tell_places(places, None) + [f"... and {more:,} more such calls"] * (more > 0)
 
 
 def tell_calls(calls: Iterable[Call], cell_names: dict[str, str] | None = None) -> list[str]:

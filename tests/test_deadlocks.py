@@ -358,6 +358,19 @@ def test_a_stopped_rank_is_left_alone():
     thread.join()
 
 
+def test_a_deadlock_is_found_when_the_last_thread_that_might_have_helped_has_ended():
+    def worker(rank, world_size):
+        def think():
+            time.sleep(1.5)
+
+        if rank == 1:
+            threading.Thread(target=think).start()
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError):
+        kit.run(worker, world_size=2, timeout=30)
+
+
 # --- what is left to the timeout -----------------------------------------------------------
 
 

@@ -200,6 +200,19 @@ def test_a_hook_of_the_learner_does_what_ddp_would_have_done():
 # --- what a rank waits in, and what it never waited for ------------------------------------
 
 
+def test_a_hundred_lines_tell_what_was_never_waited_for(capsys):
+    def worker(rank, world_size):
+        works = [dist.isend(torch.zeros(1), 1 - rank, tag=tag) for tag in range(100)]
+        works += [dist.irecv(torch.zeros(1), 1 - rank, tag=tag) for tag in range(100)]
+        dist.barrier()
+
+    kit.run(worker, world_size=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rank 0 never waited for i")
+    assert lines[-1] == "... and 392 more such calls"
+    assert len(lines) < 20
+
+
 def test_one_run_does_not_count_the_events_of_another():
     def worker(rank, world_size):
         if rank == 0:
@@ -304,7 +317,10 @@ def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
     monkeypatch.setattr("ddp_kit.trace.reading.EVENTS", 8)
     for index in range(11):
         add(page, index)
-    trace = join([Reading(0, page.read())])
+    page.begin_wait(9, 2000, limited=False, shown=True)
+    reading = Reading(0, page.read())
+    assert [event.index for event in reading.unawaited] == [3, 4, 5, 6, 7, 8, 10]
+    trace = join([reading])
     assert [event.index for event in trace] == list(range(3, 11))
     assert [event.sequence for event in trace] == list(range(3, 11))
     assert repr(trace).endswith("3 older events dropped)")

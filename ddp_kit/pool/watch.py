@@ -11,6 +11,7 @@ from ddp_kit.trace import Reading, join
 from ddp_kit.verdict import RankState, deadlock, mismatch, plainly_agree
 
 QUIET = 0.5  # seconds in which nothing moves before a run is looked at
+AGAIN = 5.0  # seconds until it is looked at again: a thread may have ended meanwhile
 
 
 class Watch:
@@ -37,7 +38,7 @@ class Watch:
             return None
         if now - self._since < QUIET:
             return None
-        self._since = math.inf  # one look at each standstill is enough
+        self._since = now + AGAIN - QUIET
         if all(head.waiting < 0 for head in heads):
             return None
         readings = [Reading(n, rank.board.read()) for n, rank in enumerate(self._ranks)]

@@ -97,11 +97,13 @@ class Reading:
     @property
     def unawaited(self) -> list[Event]:
         """Operations that nobody has waited for."""
-        return [
-            event
-            for event in self.events
-            if event.waited is None and not self.log.row(event.index).bits & LOOKED_AFTER
-        ]
+        found = []
+        for place, values in enumerate(self.log.kept()):
+            row = Row(*values)
+            if row.what and not row.waited and not row.bits & (LOOKED_AFTER | VOID):
+                rounds = (self.log.head.events - 1 - place) // EVENTS
+                found.append(self._event(place + rounds * EVENTS, row))
+        return sorted(found, key=lambda event: event.index)
 
     def counts(self) -> dict[tuple, tuple[int, int]]:
         """Return how many operations were posted, and how many of them were given up.
