@@ -53,6 +53,21 @@ def test_every_form_of_send_is_recorded_and_matched():
     assert repr(trace) == "Trace(2 ranks: 5 messages of 144 bytes)"
 
 
+def test_the_methods_of_a_process_group_are_recorded_however_they_are_called():
+    def worker(rank, world_size):
+        tensor = torch.zeros(2)
+        if rank == 0:
+            dist.group.WORLD.send([tensor], dstRank=1, tag=5).wait()
+        else:
+            dist.group.WORLD.recv([tensor], 0, 5).wait()
+        dist.group.WORLD.allreduce(tensor, op=dist.ReduceOp.MAX).wait()
+        dist.group.WORLD.barrier().wait()
+
+    trace = kit.run(worker, world_size=2).trace
+    assert told(trace) == ["send(dst=1, tag=5)", "allreduce", "barrier"]
+    assert trace.messages()[0].recv.rank == 1
+
+
 def test_a_message_from_any_source_is_matched_with_its_sender():
     def worker(rank, world_size):
         for number in range(2):

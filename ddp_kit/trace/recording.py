@@ -62,11 +62,12 @@ def _collective(recorder: Recorder, method: str, original: Callable) -> Callable
 
 
 def _point_to_point(recorder: Recorder, method: str, original: Callable) -> Callable:
-    def operation(group: ProcessGroup, *args: Any) -> Work | None:
-        *peer, tag = args[1:] if len(args) > 2 or method == "recv_anysource" else (args[1], 0)
-        posted = recorder.post(group, calls.describe(method, args), *peer, tag=tag)
+    def operation(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
+        given = (*args, *kwargs.values())
+        *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
+        posted = recorder.post(group, calls.describe(method, given), *peer, tag=tag)
         try:
-            work = original(group, *args)
+            work = original(group, *args, **kwargs)
         except BaseException:
             recorder.take_back(posted)
             raise
