@@ -65,7 +65,8 @@ def caption(lanes: Lanes, names: Sequence[Name], timed: bool) -> str:
     """Say what cannot be read off the picture."""
     said = ["A bar a rank; an arrow a message, in its sender's colour."]
     if not timed:
-        said = ["An operation takes a step; computing takes none.", "An arrow is a message."]
+        said = ["An operation takes a step; computing takes none."]
+        said += ["An arrow is a message."] if lanes.arrows else []
     if lanes.links:
         when = ", when the last of its ranks came" if timed else ""
         said.append(f"A vertical line is a collective{when}.")
