@@ -59,12 +59,7 @@ class State:
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
-
-    def forget_seeds(self) -> None:
-        """Seed Python's and NumPy's generators from the system, as in a fresh process.
-
-        It takes a tenth of a millisecond, and is done when the reply is on its way.
-        """
+        # Python's and NumPy's are seeded from the system.
         random.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()

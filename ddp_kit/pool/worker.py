@@ -68,7 +68,7 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
         if isinstance(reply, Returned):
             reply.parcel.close()
         del message, reply  # an idle rank holds nothing of the last run
-        member.state.forget_seeds()
+        member.tidy()
 
 
 class _Member:
@@ -79,7 +79,8 @@ class _Member:
         self.place: Form | None = None
         self.group: dist.ProcessGroup | None = None
         self.state = State()
-        self.around = Surroundings((), os.getcwd(), {})
+        self.around: Surroundings | None = None  # told with the first run
+        self.tidied = False  # True: nothing is left of the last run
         self.imports = Imports()
 
     def form(self, place: Form) -> Formed | Raised:
@@ -104,13 +105,16 @@ class _Member:
     def run(self, job: Run) -> Returned | Raised:
         assert self.place is not None, "the pool sends Form before Run"
         rank, world_size = self.place.rank, self.place.world_size
-        self.around = job.surroundings or self.around
+        if job.surroundings:
+            self.around, self.tidied = job.surroundings, False
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         with recording(self.board, job.number) as recorder, warnings.catch_warnings():
             try:
-                self.state.restore(self.place, self.around)
+                if not self.tidied:
+                    self._restore()
+                self.tidied = False
                 worker, args = job.parcel.unpack()
                 value = worker(rank, world_size, *args)
                 parcel = pack(value)
@@ -121,6 +125,18 @@ class _Member:
                 failure = describe(rank, error)
                 return Raised(failure, self._left(False), inside if broken == id(error) else None)
         return Returned(parcel, self._left(recorder.all_awaited))
+
+    def tidy(self) -> None:
+        """Get ready for the next run, now that the pool has the reply and nobody waits."""
+        if self.around:
+            with suppress(Exception):  # the next run tries again, and tells it
+                self._restore()
+                self.tidied = True
+
+    def _restore(self) -> None:
+        assert self.place, "the pool sends Form before Run"
+        assert self.around, "and its surroundings with the first Run"
+        self.state.restore(self.place, self.around)
 
     def _left(self, all_awaited: bool) -> Left:
         intact = all_awaited and self._group_is_intact()

@@ -7,10 +7,9 @@ that inside.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,49 +56,68 @@ def _average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def record(put_back: ExitStack, replace: Callable, recorder: Recorder) -> None:
-    """Record what DDP sends until `put_back` closes."""
-    hooks: weakref.WeakKeyDictionary[Any, _Hook] = weakref.WeakKeyDictionary()
-    make_reducer = DistributedDataParallel._ddp_init_helper
-    register, verify = dist._register_comm_hook, dist._verify_params_across_processes
-    broadcast, rebuild = dist._broadcast_coalesced, dist.Reducer._rebuild_buckets
+_hooks: weakref.WeakKeyDictionary[Any, _Hook] = weakref.WeakKeyDictionary()  # by their Reducer
+_register = dist._register_comm_hook
 
-    @functools.wraps(make_reducer)
-    def make_recorded_reducer(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        make_reducer(model, *args, **kwargs)
-        hook = hooks[model.reducer] = _Hook(recorder, model.process_group)
-        register(model.reducer, None, hook)
 
-    def register_inside(reducer: Any, state: Any, inside: Callable) -> None:
-        hook = hooks.get(reducer)
-        if hook is None or hook.registered:
-            register(reducer, state, inside)  # which raises if there is one
-        else:
-            hook.state, hook.inside, hook.registered = state, inside, True
+def _make_reducer(
+    recorder: Recorder,
+    original: Callable,
+    model: DistributedDataParallel,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    original(model, *args, **kwargs)
+    hook = _hooks[model.reducer] = _Hook(recorder, model.process_group)
+    _register(model.reducer, None, hook)
 
-    def verify_params(group: dist.ProcessGroup, *args: Any) -> Any:
-        posted = recorder.post(group, Call("_verify_params"), op="DistributedDataParallel")
-        return recorder.block(posted, False, verify, group, *args)
 
-    def broadcast_coalesced(
-        group: dist.ProcessGroup, tensors: list, buffer_size: int, src: int = 0
-    ) -> None:
-        call = describe("broadcast", (tensors,))._replace(root=src)
-        posted = recorder.post(group, call, op="DDP broadcast")
-        recorder.block(posted, False, broadcast, group, tensors, buffer_size, src)
+def _register_inside(
+    _: Recorder, original: Callable, reducer: Any, state: Any, inside: Callable
+) -> None:
+    hook = _hooks.get(reducer)
+    if hook is None or hook.registered:
+        original(reducer, state, inside)  # which raises if there is one
+    else:
+        hook.state, hook.inside, hook.registered = state, inside, True
 
-    def rebuild_buckets(reducer: Any) -> bool:
-        hook = hooks.get(reducer)
-        if hook is None or hook.rebuilt:
-            return rebuild(reducer)
-        posted = recorder.post(("DDP", hook.ranks), Call("_rebuild_buckets"), op="DDP forward")
-        hook.rebuilt = recorder.block(posted, False, rebuild, reducer)
-        if not hook.rebuilt:  # it did nothing; it is asked before every forward
-            recorder.take_back(posted)
-        return hook.rebuilt
 
-    replace(put_back, dist.Reducer, "_rebuild_buckets", rebuild_buckets)
-    replace(put_back, DistributedDataParallel, "_ddp_init_helper", make_recorded_reducer)
-    replace(put_back, dist, "_register_comm_hook", register_inside)
-    replace(put_back, dist, "_verify_params_across_processes", verify_params)
-    replace(put_back, dist, "_broadcast_coalesced", broadcast_coalesced)
+def _verify_params(
+    recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
+) -> Any:
+    posted = recorder.post(group, Call("_verify_params"), op="DistributedDataParallel")
+    return recorder.block(posted, False, original, group, *args)
+
+
+def _broadcast_coalesced(
+    recorder: Recorder,
+    original: Callable,
+    group: dist.ProcessGroup,
+    tensors: list,
+    buffer_size: int,
+    src: int = 0,
+) -> None:
+    call = describe("broadcast", (tensors,))._replace(root=src)
+    posted = recorder.post(group, call, op="DDP broadcast")
+    recorder.block(posted, False, original, group, tensors, buffer_size, src)
+
+
+def _rebuild_buckets(recorder: Recorder, original: Callable, reducer: Any) -> bool:
+    hook = _hooks.get(reducer)
+    if hook is None or hook.rebuilt:
+        return original(reducer)
+    posted = recorder.post(("DDP", hook.ranks), Call("_rebuild_buckets"), op="DDP forward")
+    hook.rebuilt = recorder.block(posted, False, original, reducer)
+    if not hook.rebuilt:  # it did nothing; it is asked before every forward
+        recorder.take_back(posted)
+    return hook.rebuilt
+
+
+# What is called instead of a function of PyTorch: whose it is, its name, the replacement.
+RECORDED = (
+    (dist.Reducer, "_rebuild_buckets", _rebuild_buckets),
+    (DistributedDataParallel, "_ddp_init_helper", _make_reducer),
+    (dist, "_register_comm_hook", _register_inside),
+    (dist, "_verify_params_across_processes", _verify_params),
+    (dist, "_broadcast_coalesced", _broadcast_coalesced),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,37 +15,33 @@ from ddp_kit.trace.events import Event, Group, Trace
 _NOBODY = Group("", ())
 
 
-class Reading:
-    """One rank's board, made readable.
+@functools.lru_cache(maxsize=32)
+def _read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
+    """Return what the texts of a board say, by number, and (kind, peer, tag, group) of each count.
 
-    rank: the number that the rank goes by. log: the copy of its board.
+    The ranks of a run have the same texts as a rule, and so has the next run of a worker.
     """
-
-    def __init__(self, rank: int, log: Log) -> None:
-        self.rank, self.log = rank, log
-        self._texts: list[Any] = [None]
-        self._counted: list[tuple] = []  # (kind, peer, tag, group) of each count
-        for line in log.texts.splitlines():
-            self._read_text(*json.loads(line))
-
-    def _read_text(self, what: str, *text: Any) -> None:
+    read: list[Any] = [None]
+    counted: list[tuple] = []
+    for line in texts.splitlines():
+        what, *text = json.loads(line)
         if what == "group":
-            self._texts.append(Group(text[0], tuple(text[1])))
+            read.append(Group(text[0], tuple(text[1])))
         elif what == "line":
-            self._texts.append(Frame(*text, own=True))
+            read.append(Frame(*text, own=True))
         elif what == "count":
             kind, peer, tag, group = text
-            self._counted.append((kind, peer, tag, self._texts[group] or _NOBODY))
-            self._texts.append(None)
+            counted.append((kind, peer, tag, read[group] or _NOBODY))
+            read.append(None)
         else:
             op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes = text
             inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
-            self._texts.append(
+            read.append(
                 {
                     "op": op,
                     "kind": "recv" if kind == "any" else kind,
                     "method": method,
-                    "group": self._texts[group] or _NOBODY,
+                    "group": read[group] or _NOBODY,
                     "root": root,
                     "dtype": dtype,
                     "inputs": inputs,
@@ -54,6 +51,18 @@ class Reading:
                     "nbytes": nbytes,
                 }
             )
+    return read, counted
+
+
+class Reading:
+    """One rank's board, made readable.
+
+    rank: the number that the rank goes by. log: the copy of its board.
+    """
+
+    def __init__(self, rank: int, log: Log) -> None:
+        self.rank, self.log = rank, log
+        self._texts, self._counted = _read_texts(log.texts)
 
     def call(self, what: int) -> dict[str, Any]:
         """Return what the events have in common whose row says `what`, by the names of Event."""

@@ -1,10 +1,14 @@
-"""Puts the recorder between a worker and PyTorch, without a change of the worker's code."""
+"""Puts the recorder between a worker and PyTorch, without a change of the worker's code.
+
+The functions of PyTorch are replaced once in a process, for good: replacing them takes longer
+than a short run. Outside of a run the replacements only call what they stand for.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +18,9 @@ from ddp_kit.trace import calls, data_parallel
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.ledger import is_limit
-from ddp_kit.trace.recorder import Recorder
+from ddp_kit.trace.recorder import Posted, Recorder
+
+_recorder: Recorder | None = None  # of the run that is on; None: none is
 
 
 @contextmanager
@@ -23,114 +29,120 @@ def recording(board: Board | None = None, run: int = 0) -> Iterator[Recorder]:
 
     board: where to write it. run: the pool's number of the run, which the board shows.
     """
+    global _recorder
+    _replace_all()
     recorder = Recorder(board or Board(), run)
-    with ExitStack() as put_back:
-        for method in calls.METHODS:
-            original = getattr(ProcessGroup, method)
-            operation = _point_to_point if method in calls.POINT_TO_POINT else _collective
-            replace(put_back, ProcessGroup, method, operation(recorder, method, original))
-        replace(put_back, ProcessGroup, "monitored_barrier", _monitored_barrier(recorder))
-        replace(put_back, distributed_c10d, "_new_group_with_tag", _new_group(recorder))
-        replace(put_back, Work, "wait", _wait(recorder))
-        replace(put_back, Work, "is_completed", _is_completed(recorder))
-        replace(put_back, Work, "get_future", _get_future(recorder))
-        data_parallel.record(put_back, replace, recorder)
-        put_back.callback(recorder.stop)
+    before, _recorder = _recorder, recorder
+    try:
         yield recorder
+    finally:
+        _recorder = before
+        recorder.stop()
 
 
-def replace(put_back: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute until `put_back` closes."""
-    # What getattr gives is no method any more when it is put back; what stands in __dict__ is.
-    put_back.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, new)
+@functools.cache
+def _replace_all() -> None:
+    for method in calls.METHODS:
+        recorded = _point_to_point if method in calls.POINT_TO_POINT else _collective
+        _replace(ProcessGroup, method, functools.partial(recorded, method))
+    _replace(ProcessGroup, "monitored_barrier", _monitored_barrier)
+    _replace(distributed_c10d, "_new_group_with_tag", _new_group)
+    _replace(Work, "wait", _wait)
+    _replace(Work, "is_completed", _is_completed)
+    _replace(Work, "get_future", _get_future)
+    for owner, name, recorded in data_parallel.RECORDED:
+        _replace(owner, name, recorded)
 
 
-def _collective(recorder: Recorder, method: str, original: Callable) -> Callable:
+def _replace(owner: Any, name: str, recorded: Callable) -> None:
+    """Have a function called as `recorded(recorder, original, ...)` while a run is on."""
+    original = getattr(owner, name)
+
     @functools.wraps(original)
-    def operation(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
-        call = calls.describe(method, (*args, *kwargs.values()))
-        posted = recorder.post(group, call)
-        try:
-            work = original(group, *args, **kwargs)
-        except BaseException:
-            recorder.take_back(posted)
-            raise
-        recorder.track(work, posted)
-        return work
+    def either(*args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder  # another thread may end the run
+        if recorder is None:
+            return original(*args, **kwargs)
+        return recorded(recorder, original, *args, **kwargs)
 
-    return operation
+    setattr(owner, name, either)
 
 
-def _point_to_point(recorder: Recorder, method: str, original: Callable) -> Callable:
-    def operation(group: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
-        given = (*args, *kwargs.values())
-        *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
-        posted = recorder.post(group, calls.describe(method, given), *peer, tag=tag)
-        try:
-            work = original(group, *args, **kwargs)
-        except BaseException:
-            recorder.take_back(posted)
-            raise
-        recorder.track(work, posted)
-        return work
-
-    return operation
+def _collective(
+    method: str,
+    recorder: Recorder,
+    original: Callable,
+    group: ProcessGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Work | None:
+    posted = recorder.post(group, calls.describe(method, (*args, *kwargs.values())))
+    return _start(recorder, posted, original, group, *args, **kwargs)
 
 
-def _monitored_barrier(recorder: Recorder) -> Callable:
-    original = ProcessGroup.monitored_barrier
-
-    def monitored_barrier(group: ProcessGroup, *args: Any, **kwargs: Any) -> None:
-        posted = recorder.post(group, Call("monitored_barrier"))
-        limited = is_limit(*args, *kwargs.values())
-        recorder.block(posted, limited, original, group, *args, **kwargs)
-
-    return monitored_barrier
-
-
-def _new_group(recorder: Recorder) -> Callable:
-    original = distributed_c10d._new_group_with_tag
-
-    def new_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-        world = dist.group.WORLD
-        members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
-        alone = kwargs.get("use_local_synchronization")
-        if world is None or (alone and dist.get_rank() not in members):
-            return original(ranks, *args, **kwargs)
-        call = Call("new_group", inputs=((members, None),))
-        posted = recorder.post(("new_group", members) if alone else world, call)
-        return recorder.block(posted, False, original, ranks, *args, **kwargs)
-
-    return new_group
+def _point_to_point(
+    method: str,
+    recorder: Recorder,
+    original: Callable,
+    group: ProcessGroup,
+    *args: Any,
+    **kwargs: Any,
+) -> Work | None:
+    given = (*args, *kwargs.values())
+    *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
+    posted = recorder.post(group, calls.describe(method, given), *peer, tag=tag)
+    return _start(recorder, posted, original, group, *args, **kwargs)
 
 
-def _wait(recorder: Recorder) -> Callable:
-    @functools.wraps(Work.wait)
-    def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
-        return recorder.wait(work, *args, **kwargs)
-
-    return wait
-
-
-def _is_completed(recorder: Recorder) -> Callable:
-    original = Work.is_completed
-
-    def is_completed(work: Work) -> bool:
-        done = original(work)
-        if done:
-            recorder.look_after(work)
-        return done
-
-    return is_completed
+def _start(
+    recorder: Recorder, posted: Posted | None, original: Callable, *args: Any, **kwargs: Any
+) -> Work | None:
+    try:
+        work = original(*args, **kwargs)
+    except BaseException:
+        recorder.take_back(posted)
+        raise
+    recorder.track(work, posted)
+    return work
 
 
-def _get_future(recorder: Recorder) -> Callable:
-    original = Work.get_future
+def _monitored_barrier(
+    recorder: Recorder, original: Callable, group: ProcessGroup, *args: Any, **kwargs: Any
+) -> None:
+    posted = recorder.post(group, Call("monitored_barrier"))
+    limited = is_limit(*args, *kwargs.values())
+    recorder.block(posted, limited, original, group, *args, **kwargs)
 
-    def get_future(work: Work) -> Any:
-        future = original(work)
-        recorder.follow(work, future)
-        return future
 
-    return get_future
+def _new_group(
+    recorder: Recorder,
+    original: Callable,
+    ranks: list[int] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    world = dist.group.WORLD
+    members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
+    alone = kwargs.get("use_local_synchronization")
+    if world is None or (alone and dist.get_rank() not in members):
+        return original(ranks, *args, **kwargs)
+    call = Call("new_group", inputs=((members, None),))
+    posted = recorder.post(("new_group", members) if alone else world, call)
+    return recorder.block(posted, False, original, ranks, *args, **kwargs)
+
+
+def _wait(recorder: Recorder, _: Callable, work: Work, *args: Any, **kwargs: Any) -> bool:
+    return recorder.wait(work, *args, **kwargs)
+
+
+def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:
+    done = original(work)
+    if done:
+        recorder.look_after(work)
+    return done
+
+
+def _get_future(recorder: Recorder, original: Callable, work: Work) -> Any:
+    future = original(work)
+    recorder.follow(work, future)
+    return future
