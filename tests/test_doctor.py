@@ -12,7 +12,6 @@ import threading
 import time
 from collections import namedtuple
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 import pytest
@@ -317,10 +316,10 @@ def test_the_doctor_and_the_pool_reckon_open_files_differently(monkeypatch):
     assert f"Enough for {most_ranks()} ranks." in machine.open_files().consequence
 
 
-def test_the_temporary_folder_is_doubted_or_left_full():
-    before = set(Path(tempfile.gettempdir()).glob("ddp_kit-doctor-*"))
+def test_the_temporary_folder_is_doubted_or_left_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert machine.temporary_folder().ok
-    assert set(Path(tempfile.gettempdir()).glob("ddp_kit-doctor-*")) <= before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_temporary_folder_that_cannot_be_written_goes_unseen(monkeypatch, tmp_path):
