@@ -112,7 +112,7 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
 
 def tell_unawaited(waits: Iterable[Wait]) -> list[str]:
     """Say in lines which operations ranks never waited for. waits: what they should have."""
-    words = "never waited for {}: it may not have happened; keep what it returns and call wait()"
+    words = "never waited for {}, which may not be done; keep what it returns and call wait()"
     told = sorted(waits, key=lambda wait: (wait.rank, str(wait.where), wait.op))
     places = [(wait, ("", ""), words.format(wait.op)) for wait in told[:_MOST_TOLD]]
     more = len(told) - _MOST_TOLD

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
+from ddp_kit.pool.process import RankProcess
 
 
 def name_of(parameter):
@@ -103,6 +104,10 @@ def ddp_on_one_rank(rank, world_size):
         DistributedDataParallel(torch.nn.Linear(2, 2))
 
 
+def loads_ddp(rank, world_size):
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
 DEADLOCKS = [
     (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
     (cycle, 3, "rank 2 waits for rank 0: none of them can ever send"),
@@ -130,7 +135,7 @@ DEADLOCKS = [
     ("worker", "world_size", "fact"), DEADLOCKS, ids=lambda p: getattr(p, "__name__", "")
 )
 def test_a_deadlock_is_ended_and_explained(worker, world_size, fact):
-    kit.run(lambda rank, world_size: None, world_size=world_size)  # warm
+    kit.run(loads_ddp, world_size=world_size)  # that takes seconds, once
     began = time.monotonic()
     with pytest.raises(kit.DeadlockError) as caught:
         kit.run(worker, world_size=world_size, timeout=30)
@@ -319,6 +324,21 @@ def waits_for_a_future(rank, world_size):
     dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
 
 
+def drops_a_collective(rank, world_size):
+    dist.all_reduce(torch.ones(1), async_op=True)
+    if rank:
+        time.sleep(1.5)
+    dist.barrier()
+
+
+def joins_with_uneven_inputs(rank, world_size):
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with model.join():
+        for _ in range(1 + rank):
+            time.sleep(rank)
+            model(torch.ones(1, 1)).sum().backward()
+
+
 def a_limit_goes_by(rank, world_size):
     if rank == 0:
         work = dist.irecv(torch.zeros(1), 1)
@@ -331,10 +351,35 @@ def a_limit_goes_by(rank, world_size):
     [
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
+        *(drops_a_collective, joins_with_uneven_inputs),
     ],
 )
 def test_a_slow_run_is_left_alone(worker):
     kit.run(worker, world_size=2)
+
+
+def test_a_rank_that_returned_has_taken_part_in_what_it_called():
+    def worker(rank, world_size):
+        if rank == 1:
+            time.sleep(1.5)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        if rank != 0:
+            work.wait()
+
+    kit.run(worker, world_size=3)
+
+
+def test_a_rank_that_does_not_tell_its_threads_is_left_alone(monkeypatch):
+    monkeypatch.setattr(RankProcess, "stacks", lambda rank: [])
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(mutual_recv, world_size=2, timeout=2)
+
+
+def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_go_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(RankProcess, "stacks", lambda rank: asked.append(rank) or [])
+    kit.run(sleeps, world_size=2)
+    assert not asked
 
 
 def test_a_stopped_rank_is_left_alone():
@@ -368,6 +413,16 @@ def test_a_deadlock_is_found_when_the_last_thread_that_might_have_helped_has_end
         dist.recv(torch.zeros(1), 1 - rank)
 
     with pytest.raises(kit.DeadlockError):
+        kit.run(worker, world_size=2, timeout=30)
+
+
+def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
+    def worker(rank, world_size):
+        threading.Thread(target=lambda: time.sleep(1.5)).start()
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)
+
+    with pytest.raises(kit.DeadlockError, match="from rank 1, which has returned"):
         kit.run(worker, world_size=2, timeout=30)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import send as send_by_name
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp_kit as kit
 from ddp_kit.failures import Wait
-from ddp_kit.trace import Board, Event, Group, Reading, Trace, board, join, recording
+from ddp_kit.trace import EMPTY, Board, Event, Group, Reading, Trace, board, join, recording
 
 WORLD = Group("0", (0, 1))
 
@@ -215,6 +219,49 @@ def test_a_hook_of_the_learner_does_what_ddp_would_have_done():
 # --- what a rank waits in, and what it never waited for ------------------------------------
 
 
+def test_gradients_in_join_are_divided_by_the_ranks_that_still_have_data():
+    def worker(rank, world_size, divide_by_all):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        gradients = []
+        with model.join(divide_by_initial_world_size=divide_by_all):
+            for step in range(1 + rank):
+                model.zero_grad()
+                model(torch.tensor([[1.0 + step]])).sum().backward()
+                gradients.append(model.module.weight.grad.item())
+        return gradients
+
+    assert list(kit.run(worker, False, world_size=2)) == [[1.0], [1.0, 2.0]]
+    assert list(kit.run(worker, True, world_size=2)) == [[1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("kind", dist.BuiltinCommHookType.__members__.values())
+def test_a_hook_that_torch_has_built_in_can_be_registered(kind):
+    def worker(rank, world_size):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        model._register_builtin_comm_hook(kind)
+        model(torch.tensor([[1.0 + rank]])).sum().backward()
+        return model.module.weight.grad.item()
+
+    result = kit.run(worker, world_size=2)
+    assert list(result) == [1.5, 1.5]
+    assert "DDP all_reduce" in told(result.trace)
+
+
+def test_a_model_that_outlives_its_run_is_recorded_in_the_next():
+    def make(rank, world_size):
+        torch.kept = DistributedDataParallel(torch.nn.Linear(1, 1))
+
+    def use(rank, world_size):
+        torch.kept(torch.ones(1, 1)).sum().backward()
+        del torch.kept
+
+    kit.run(make, world_size=2)
+    trace = kit.run(use, world_size=2).trace
+    reduced = [event for event in trace if event.op == "DDP all_reduce"]
+    assert len(reduced) == 2
+    assert all(event.end for event in reduced)
+
+
 def test_a_hundred_lines_tell_what_was_never_waited_for(capsys):
     def worker(rank, world_size):
         works = [dist.isend(torch.zeros(1), 1 - rank, tag=tag) for tag in range(100)]
@@ -293,10 +340,98 @@ def test_a_line_tells_what_was_never_waited_for(capsys):
     kit.run(worker, "", world_size=2)
     said, line = capsys.readouterr().out.splitlines()
     assert said == (
-        "ranks 0 and 1 never waited for all_reduce: it may not have happened; keep what it "
-        "returns and call wait()"
+        "ranks 0 and 1 never waited for all_reduce, which may not be done; keep what it returns "
+        "and call wait()"
     )
     assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
+
+
+# --- figures of a run ----------------------------------------------------------------------
+
+
+def test_the_time_that_a_rank_was_blocked_is_its_waits():
+    def worker(rank, world_size):
+        if rank == 0:
+            time.sleep(0.3)
+            dist.send(torch.zeros(1), 1)
+        else:
+            dist.recv(torch.zeros(1), 0)
+
+    trace = kit.run(worker, world_size=2).trace
+    began, ended = trace.spans[1]
+    assert 0.2 < trace.blocked(1) <= (ended - began) / 1e9
+    assert 0 <= trace.blocked(0) < trace.blocked(1)
+
+
+def test_a_run_that_was_ended_has_spans_and_can_be_drawn_and_written(tmp_path):
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(lambda rank, world_size: dist.recv(torch.zeros(1), 1 - rank), world_size=2)
+    trace = caught.value.trace
+    for began, ended in trace.spans:
+        assert 0 < began < ended
+    trace.to_chrome(tmp_path / "ended.json")
+    written = json.loads((tmp_path / "ended.json").read_text())["traceEvents"]
+    assert all(event["dur"] >= 0 for event in written if "dur" in event)
+    low, high = kit.plot.timeline(trace, timed=True).axes[0].get_xlim()
+    assert low < high < 60_000  # milliseconds
+
+
+def test_messages_on_more_channels_than_the_board_counts_are_matched():
+    def worker(rank, world_size):
+        counted, board.COUNTED = board.COUNTED, 4
+        for tag in (0, 1, 2, 3, 4, 5, 5, 5):
+            if rank == 0:
+                dist.send(torch.zeros(1), 1, tag=tag)
+            else:
+                dist.recv(torch.zeros(1), 0, tag=tag)
+        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
+        board.COUNTED = counted
+
+    trace = kit.run(worker, world_size=2).trace
+    assert len(trace.messages()) == 8
+    assert not trace.lost
+    assert [members[0].op for members in trace.collectives] == ["barrier", "all_reduce"]
+
+
+def test_a_message_that_was_thrown_away_is_lost():
+    def worker(rank, world_size):
+        if rank == 0:
+            dist.isend(torch.zeros(1), 1)
+        dist.barrier()
+        if rank == 1:
+            dist.recv(torch.zeros(1), 0)
+
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(worker, world_size=2)
+    (message,) = caught.value.trace.messages()
+    assert message.recv is None
+    assert caught.value.trace.lost == [message]
+
+
+def test_a_message_whose_receive_was_dropped_is_not_lost():
+    send = Event(0, 0, "send", "send", "send", Group("0", (0, 1)), 0, peer=1)
+    assert Trace(2, (send,), (0, 0)).lost
+    assert not Trace(2, (send,), (0, 3)).lost
+    assert "never received" not in repr(Trace(2, (send,), (0, 3)))
+
+
+def test_what_nccl_starts_as_one_is_neither_a_collective_nor_unawaited():
+    def worker(rank, world_size):
+        dist.destroy_process_group()
+        # The fake backend coalesces as nccl does, and sends nothing.
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        page, tensor = Board(), torch.ones(1)
+        with recording(page) as recorder:
+            with dist._coalescing_manager(None, tensor.device, async_ops=True) as batch:
+                dist.isend(tensor, 1 - rank)
+                dist.irecv(tensor, 1 - rank)
+            batch.wait()
+            all_awaited = recorder.all_awaited
+        reading = Reading(rank, page.read())
+        return [event.kind for event in reading.events], reading.unawaited, all_awaited
+
+    assert list(kit.run(worker, world_size=2)) == [(["send", "recv"], [], True)] * 2
 
 
 # --- the board -----------------------------------------------------------------------------
@@ -340,7 +475,7 @@ def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
     page.begin_wait(9, 2000, limited=False, shown=True)
     reading = Reading(0, page.read())
     assert [event.index for event in reading.unawaited] == [3, 4, 5, 6, 7, 8, 10]
-    trace = join([reading])
+    trace = join([reading, Reading(1, EMPTY)])
     assert [event.index for event in trace] == list(range(3, 11))
     assert [event.sequence for event in trace] == list(range(3, 11))
     assert repr(trace).endswith("3 older events dropped)")
@@ -358,8 +493,9 @@ def test_a_board_without_room_says_so_and_breaks_nothing(page, monkeypatch):
     assert page.add_text(["a text"]) == 0
     page.add_row(0, 0, 1, 0, 0, 0, 1, 0, 0)
     page.begin_wait(2, 1, limited=False, shown=True)
-    assert len(Reading(0, page.read()).events) == 2
-    assert Reading(0, page.read()).waiting is None
+    reading = Reading(0, page.read())
+    assert (len(reading.events), reading.dropped) == (2, 1)
+    assert reading.waiting is None
 
 
 def test_a_count_is_there_as_soon_as_it_is_made(page):

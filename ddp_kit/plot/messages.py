@@ -98,8 +98,8 @@ def _shade(share: float) -> str:
 
 def _caption(trace) -> str:
     said = ["Rows: senders; columns: receivers; bytes of the tensors that were sent."]
-    lost = sum(message.recv is None for message in trace.messages())
-    if lost and not any(trace.dropped):
+    lost = len(trace.lost)
+    if lost:
         was = "message was" if lost == 1 else "messages were"
         said.append(f"{lost:,} {was} never received.")
     collectives = len(trace.collectives)

@@ -27,12 +27,8 @@ def unmatched(trace: Trace) -> dict[Key, str]:
     Nothing is said where the other side may be among the events that were dropped.
     """
     dropped = trace.dropped or (0,) * trace.world_size
-    never, taken = {}, set()
-    for message in trace.messages():
-        if message.recv is not None:
-            taken.add((message.recv.rank, message.recv.index))
-        elif not dropped[message.dst]:
-            never[message.send.rank, message.send.index] = "never received"
+    taken = {(m.recv.rank, m.recv.index) for m in trace.messages() if m.recv is not None}
+    never = {(m.send.rank, m.send.index): "never received" for m in trace.lost}
     for event in trace:
         key = event.rank, event.index
         if event.kind == "recv" and event.end is None and key not in taken:

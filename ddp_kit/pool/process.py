@@ -123,7 +123,10 @@ class RankProcess:
         return next((line for line in reversed(lines) if line.strip()), "")
 
     def stacks(self) -> list[list[Frame]]:
-        """Ask the rank which lines it runs: those of each thread, the main thread's first."""
+        """Ask the rank which lines it runs: those of each thread, the main thread's first.
+
+        An empty list: it gave no answer.
+        """
         return stacks.parse(stacks.ask(self.process.pid, self.board.read_stacks))
 
     @property

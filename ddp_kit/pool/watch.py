@@ -11,7 +11,7 @@ from ddp_kit.trace import Reading, join
 from ddp_kit.verdict import RankState, deadlock, mismatch, plainly_agree
 
 QUIET = 0.5  # seconds in which nothing moves before a run is looked at
-AGAIN = 5.0  # seconds until it is looked at again: a thread may have ended meanwhile
+AGAIN = 5.0  # seconds until it is looked at again, then twice as many, and so on
 
 
 class Watch:
@@ -22,49 +22,54 @@ class Watch:
         self._run = run
         self._seen: object = None
         self._since = math.inf
+        self._again = AGAIN
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
     ) -> DeadlockError | MismatchError | None:
         """Return why the run cannot end, if that is so. now: seconds.
 
-        returned: the ranks that have; left_threads: those of them where a thread of the worker
-        still runs, and may send.
+        returned: the ranks that have; left_threads: those of them that had left a thread of the
+        worker running, which may send.
         """
         heads = [rank.board.head() for rank in self._ranks]
         seen = [head.moves for head in heads], len(returned)
         if seen != self._seen:
-            self._seen, self._since = seen, now
+            self._seen, self._since, self._again = seen, now, AGAIN
             return None
         if now - self._since < QUIET:
             return None
-        self._since = now + AGAIN - QUIET
+        # A thread that keeps the run from being judged may end; asking costs room on the board.
+        self._since, self._again = now + self._again - QUIET, 2 * self._again
         if all(head.waiting < 0 for head in heads):
             return None
         readings = [Reading(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
         if any(reading.log.head.run != self._run for reading in readings):
             return None  # a rank has not begun
-        return self._judge(readings, set(returned) - set(left_threads))
+        error = self._judge(readings, returned)
+        if error is None:
+            return None
+        waiting = {reading.rank for reading in readings if reading.waiting}
+        return None if any(map(self._may_go_on, sorted(waiting | set(left_threads)))) else error
 
     def _judge(
-        self, readings: list[Reading], silent: set[int]
+        self, readings: list[Reading], returned: Collection[int]
     ) -> DeadlockError | MismatchError | None:
         if any(reading.is_crowded for reading in readings):
             return None  # not everything was counted
-        error = deadlock([_state(reading, reading.rank in silent) for reading in readings])
+        error = deadlock([_state(reading, reading.rank in returned) for reading in readings])
         if not plainly_agree(readings):
             events = join(readings).events
             # If it is stuck, that may come of something earlier; else what it waits for counts.
             waited = {event.meeting for r in readings if (event := r.waiting)}
             wrong = mismatch(e for e in events if error is not None or e.meeting in waited)
             error = wrong or error
-        waiting = [reading.rank for reading in readings if reading.waiting]
-        return None if any(map(self._may_go_on, waiting)) else error
+        return error
 
     def _may_go_on(self, number: int) -> bool:
-        """Whether another thread of a rank that waits runs the worker's code."""
-        _, *others = self._ranks[number].stacks() or [[]]
-        return any(frame.own for stack in others for frame in stack)
+        """Whether another thread of a rank runs the worker's code, as far as one can know."""
+        stacks = self._ranks[number].stacks()
+        return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)
 
 
 def _state(reading: Reading, returned: bool) -> RankState:

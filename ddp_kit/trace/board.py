@@ -32,8 +32,9 @@ TEXTS = 1 << 22  # bytes
 
 # Bits of a head: why a wait may end by itself, or why nothing can be concluded from the counts.
 LIMITED, CROWDED = 1, 2
-# Bits of a row: somebody asked whether it is complete, or for its future; the call has raised.
-LOOKED_AFTER, VOID = 1, 2
+# Bits of a row: somebody asked whether it is complete, or for its future; the call has raised;
+# a message whose work ended before anybody had waited for it.
+LOOKED_AFTER, VOID, GIVEN_UP = 1, 2, 4
 
 _HEAD = struct.Struct("=QQqQQQQqq")
 _HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its beginnings
@@ -127,10 +128,14 @@ class Board:
         """Forget the run before."""
         self._run, self._events, self._texts, self._counted, self._bits = run, 0, 0, 0, 0
         self._waiting, self._began, self._ended, self._lines = -1, now, 0, 0
-        if self._page[_STACKS_AT]:  # the pool has asked
+        self._forget_stacks()
+        self._write_head()
+
+    def _forget_stacks(self) -> None:
+        """Make room for new answers, if there are any: the pool asks again in another wait."""
+        if self._page[_STACKS_AT]:
             self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
             os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
-        self._write_head()
 
     def end(self, now: int) -> None:
         """Note that the worker is over."""
@@ -183,6 +188,7 @@ class Board:
         if self._is_kept(index):
             _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
         if shown:
+            self._forget_stacks()
             self._waiting = index
             self._bits = self._bits & ~LIMITED | (LIMITED if limited else 0)
         self._moves += 1

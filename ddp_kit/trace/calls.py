@@ -19,7 +19,7 @@ _COLLECTIVES = (
     *("allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "_end_coalescing"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
 )
 METHODS = tuple(n for n in (*POINT_TO_POINT, *_COLLECTIVES) if hasattr(ProcessGroup, n))
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any"}

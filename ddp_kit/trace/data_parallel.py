@@ -14,45 +14,59 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_kit.trace import recorder
 from ddp_kit.trace.calls import Call, describe
-from ddp_kit.trace.recorder import Recorder
+from ddp_kit.trace.recorder import Posted, Recorder
 
 
 class _Hook:
     """The communication hook of one model; `inside` is what it does with a bucket."""
 
-    def __init__(self, recorder: Recorder, group: dist.ProcessGroup) -> None:
-        self._recorder = recorder
-        self._open: list[torch.futures.Future] = []
-        self.registered = self.rebuilt = False
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.registered = self.rebuilt = False
         self.inside: Callable[[Any, Any], torch.futures.Future] = _average
-        self.state: Any = group
+        self.state: Any = self
+        self.live: dist.Work | None = None  # in DDP.join: counts the ranks that still have data
+        self._open: list[torch.futures.Future] = []
+        self._posted: Posted | None = None  # what the hook called last
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future:
-        before, self._recorder.prefix = self._recorder.prefix, "DDP "
+        now = recorder.current
+        if now is None:
+            return self.inside(self.state, bucket)
+        if bucket.index() == 0:
+            self._open, self._posted = [], None
+        before, newest, now.prefix = now.prefix, now.newest, "DDP "
         try:
             future = self.inside(self.state, bucket)
         finally:
-            self._recorder.prefix = before
+            now.prefix = before
         self._open.append(future)
-        if bucket.is_last():
-            self._wait()
+        if now.newest is not newest:
+            self._posted = now.newest
+        if bucket.is_last() and self._posted is not None:
+            # Wait where DDP would, in its C++ code, in a moment; here the board can tell.
+            with suppress(Exception):  # DDP itself waits again, and raises
+                now.block(self._posted, False, torch.futures.wait_all, self._open)
         return future
 
-    def _wait(self) -> None:
-        """Wait where DDP would, in its C++ code, in a moment; here the board can tell."""
-        futures, self._open = self._open, []
-        with suppress(Exception):  # DDP itself waits again, and raises
-            self._recorder.block(self._recorder.newest, False, torch.futures.wait_all, futures)
+    def divisor(self) -> int:
+        """Return over how many ranks DDP takes the mean."""
+        if self.live is None:
+            return self.group.size()
+        self.live.wait()
+        return int(self.live.result()[0].item())
 
 
-def _average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future:
+def _average(hook: _Hook, bucket: dist.GradBucket) -> torch.futures.Future:
     """Do what DDP does without a hook, to the last bit: it multiplies and then sums."""
-    gradients = bucket.buffer().mul_(1.0 / group.size())
-    work = dist.all_reduce(gradients, group=group, async_op=True)
+    gradients = bucket.buffer().mul_(1.0 / hook.divisor())
+    work = dist.all_reduce(gradients, group=hook.group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
@@ -68,7 +82,7 @@ def _make_reducer(
     **kwargs: Any,
 ) -> None:
     original(model, *args, **kwargs)
-    hook = _hooks[model.reducer] = _Hook(recorder, model.process_group)
+    hook = _hooks[model.reducer] = _Hook(model.process_group)
     _register(model.reducer, None, hook)
 
 
@@ -80,6 +94,26 @@ def _register_inside(
         original(reducer, state, inside)  # which raises if there is one
     else:
         hook.state, hook.inside, hook.registered = state, inside, True
+
+
+def _register_builtin(_: Recorder, original: Callable, reducer: Any, kind: Any) -> None:
+    hook = _hooks.get(reducer)
+    if hook is None or hook.registered:
+        original(reducer, kind)  # which raises if there is one
+    else:
+        half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
+        hook.inside = default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook
+        hook.state, hook.registered = hook.group, True
+
+
+def _count_live(
+    now: Recorder, original: Callable, reducer: Any, work: dist.Work, divide_by_all: bool
+) -> None:
+    original(reducer, work, divide_by_all)
+    now.look_after(work)  # PyTorch's C++ code waits for it, if anybody has to
+    hook = _hooks.get(reducer)
+    if hook is not None:
+        hook.live = None if divide_by_all else work
 
 
 def _verify_params(
@@ -117,7 +151,9 @@ def _rebuild_buckets(recorder: Recorder, original: Callable, reducer: Any) -> bo
 RECORDED = (
     (dist.Reducer, "_rebuild_buckets", _rebuild_buckets),
     (DistributedDataParallel, "_ddp_init_helper", _make_reducer),
+    (dist.Reducer, "_set_forward_pass_work_handle", _count_live),
     (dist, "_register_comm_hook", _register_inside),
+    (dist, "_register_builtin_comm_hook", _register_builtin),
     (dist, "_verify_params_across_processes", _verify_params),
     (dist, "_broadcast_coalesced", _broadcast_coalesced),
 )

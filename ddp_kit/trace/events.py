@@ -48,6 +48,7 @@ class Event:
     waited: int | None = None  # when the rank began to wait for it
     end: int | None = None  # when the wait was over; None: it never was, or nobody waited
     where: Frame | None = None  # the learner's own line
+    given_up: bool = False  # a message whose work ended before anybody had waited for it
 
     @property
     def shape(self) -> Shape:
@@ -134,8 +135,19 @@ class Trace:
     @cached_property
     def _messages(self) -> list[Message]:
         receives = {(e.channel, e.sequence): e for e in self.events if e.kind == "recv"}
-        sends = (e for e in self.events if e.kind == "send")
-        return [Message(e, receives.get((e.channel, e.sequence))) for e in sends]
+        messages = []
+        for send in (event for event in self.events if event.kind == "send"):
+            recv = receives.get((send.channel, send.sequence))
+            if send.given_up and recv is not None and recv.end is None:
+                recv = None  # it waited for a message that went with its work
+            messages.append(Message(send, recv))
+        return messages
+
+    @property
+    def lost(self) -> list[Message]:
+        """The messages that nobody received, as far as one can know."""
+        dropped = self.dropped or (0,) * self.world_size
+        return [m for m in self._messages if m.recv is None and not dropped[m.dst]]
 
     @cached_property
     def collectives(self) -> list[dict[int, Event]]:
@@ -182,9 +194,8 @@ class Trace:
         sends = self.messages()
         total = sum(message.nbytes for message in sends)
         parts = [_count(len(sends), "message") + f" of {total:,} bytes"] if sends else []
-        lost = sum(message.recv is None for message in sends)
-        if lost:
-            parts.append(f"{lost:,} of them never received")
+        if self.lost:
+            parts.append(f"{len(self.lost):,} of them never received")
         if self.collectives:
             parts.append(_count(len(self.collectives), "collective"))
         if any(self.dropped):

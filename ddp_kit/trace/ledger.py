@@ -91,9 +91,8 @@ class Ledger:
         key = kind, peer, tag, members.number
         count = self._counts.get(key)
         if count is None:
-            count = Count(self._board.add_count(["count", *key]))
-            if count.slot >= 0:
-                self._counts[key] = count
+            # Where the board has no room, the pool cannot read it; events still need the place.
+            count = self._counts[key] = Count(self._board.add_count(["count", *key]))
         return count
 
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:

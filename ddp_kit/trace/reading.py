@@ -9,7 +9,16 @@ from functools import cached_property
 from typing import Any
 
 from ddp_kit.failures import Frame, Wait
-from ddp_kit.trace.board import CROWDED, EVENTS, LIMITED, LOOKED_AFTER, VOID, Log, Row
+from ddp_kit.trace.board import (
+    CROWDED,
+    EVENTS,
+    GIVEN_UP,
+    LIMITED,
+    LOOKED_AFTER,
+    VOID,
+    Log,
+    Row,
+)
 from ddp_kit.trace.events import Event, Group, Trace
 
 _NOBODY = Group("", ())
@@ -71,20 +80,23 @@ class Reading:
     @cached_property
     def events(self) -> list[Event]:
         """The events that were kept, in the order in which the rank called them."""
-        oldest = max(0, self.log.head.events - EVENTS)
-        rows = ((index, self.log.row(index)) for index in range(oldest, self.log.head.events))
+        rows = ((i, self.log.row(i)) for i in range(self._older, self.log.head.events))
         return [self._event(index, row) for index, row in rows if row.what and not row.bits & VOID]
 
     @property
     def dropped(self) -> int:
-        """How many older events were not kept."""
+        """How many events were not kept: older ones, and those without room for their texts."""
+        return self._older + sum(not what for what, *_ in self.log.kept())
+
+    @property
+    def _older(self) -> int:
         return max(0, self.log.head.events - EVENTS)
 
     @property
     def waiting(self) -> Event | None:
         """What the rank's worker waits for."""
         index = self.log.head.waiting
-        if index < 0 or index < self.dropped or not self.log.row(index).what:
+        if index < 0 or index < self._older or not self.log.row(index).what:
             return None
         return self._event(index, self.log.row(index))
 
@@ -114,6 +126,12 @@ class Reading:
                 found.append(self._event(place + rounds * EVENTS, row))
         return sorted(found, key=lambda event: event.index)
 
+    @property
+    def latest(self) -> int:
+        """The newest moment on the board, in nanoseconds; 0: there is none."""
+        newest = max((max(row[-3:]) for row in self.log.kept()), default=0)
+        return max(self.log.head.began, self.log.head.ended, newest)
+
     def counts(self) -> dict[tuple, tuple[int, int]]:
         """Return how many operations were posted, and how many of them were given up.
 
@@ -133,6 +151,7 @@ class Reading:
             waited=row.waited or None,
             end=row.end or None,
             where=self._texts[row.where],
+            given_up=bool(row.bits & GIVEN_UP),
             **self._texts[row.what],
         )
 
@@ -169,5 +188,15 @@ def join(readings: list[Reading]) -> Trace:
         len(readings),
         _Events(readings),
         tuple(reading.dropped for reading in readings),
-        tuple((reading.log.head.began, reading.log.head.ended) for reading in readings),
+        _spans(readings),
     )
+
+
+def _spans(readings: list[Reading]) -> tuple[tuple[int, int], ...]:
+    """Return when each worker began and ended; one that was stopped, at the latest moment seen."""
+    spans = [(reading.log.head.began, reading.log.head.ended) for reading in readings]
+    if all(map(all, spans)):
+        return tuple(spans)
+    first = min((began for began, _ in spans if began), default=0)
+    last = max((reading.latest for reading in readings), default=0)
+    return tuple((began or first, ended or last) for began, ended in spans)

@@ -14,13 +14,15 @@ import torch
 from torch.distributed import Work, distributed_c10d
 
 from ddp_kit.failures import Wait
-from ddp_kit.trace.board import LOOKED_AFTER, VOID, Board
+from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.call_site import describe_line, is_own
 from ddp_kit.trace.calls import Call, kind_of
 from ddp_kit.trace.events import say_call
 from ddp_kit.trace.ledger import Count, Ledger, Members, is_limit
 
 _C10D = distributed_c10d.__file__
+
+current: Recorder | None = None  # of the run that is on; None: none is
 
 
 class Posted(NamedTuple):
@@ -55,6 +57,7 @@ class Recorder:
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
         self.prefix = ""  # what to put before the names of operations: who calls them
+        self.batching = False  # nccl starts what is called now as one, with one Work for all
         self._board: Board | None = board
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
@@ -116,15 +119,21 @@ class Recorder:
         """Note what stands for an operation until it is complete."""
         if work is None or posted is None:
             return
+        if self.batching:
+            if self._board is not None:
+                self._board.write_bits(posted.index, LOOKED_AFTER)
+            return
         key = id(work)
 
         def drop(_: weakref.ref) -> None:
-            # Work that ends unawaited takes its operation along, done or not.
+            # Work that ends unawaited takes its message along, sent or not. A collective goes on:
+            # the backend has it in a queue of its own.
             with self._lock:
                 if self._started.pop(key, None):
                     self._dropped += 1
-                    if self._board is not None:
+                    if self._board is not None and kind_of(posted.call.method) != "collective":
                         self._ledger.change(posted.count, given_up=1)
+                        self._board.write_bits(posted.index, GIVEN_UP)
 
         # A strong reference would keep such work alive: the recorder must not mend a run.
         self._started[key] = weakref.ref(work, drop), posted

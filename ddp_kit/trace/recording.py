@@ -14,13 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
-from ddp_kit.trace import calls, data_parallel
+from ddp_kit.trace import calls, data_parallel, recorder
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.ledger import is_limit
 from ddp_kit.trace.recorder import Posted, Recorder
-
-_recorder: Recorder | None = None  # of the run that is on; None: none is
 
 
 @contextmanager
@@ -29,15 +27,14 @@ def recording(board: Board | None = None, run: int = 0) -> Iterator[Recorder]:
 
     board: where to write it. run: the pool's number of the run, which the board shows.
     """
-    global _recorder
     _replace_all()
-    recorder = Recorder(board or Board(), run)
-    before, _recorder = _recorder, recorder
+    own = Recorder(board or Board(), run)
+    before, recorder.current = recorder.current, own
     try:
-        yield recorder
+        yield own
     finally:
-        _recorder = before
-        recorder.stop()
+        recorder.current = before
+        own.stop()
 
 
 @functools.cache
@@ -46,6 +43,8 @@ def _replace_all() -> None:
         recorded = _point_to_point if method in calls.POINT_TO_POINT else _collective
         _replace(ProcessGroup, method, functools.partial(recorded, method))
     _replace(ProcessGroup, "monitored_barrier", _monitored_barrier)
+    _replace(ProcessGroup, "_start_coalescing", _start_batch)
+    _replace(ProcessGroup, "_end_coalescing", _end_batch)
     _replace(distributed_c10d, "_new_group_with_tag", _new_group)
     _replace(Work, "wait", _wait)
     _replace(Work, "is_completed", _is_completed)
@@ -60,10 +59,10 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
 
     @functools.wraps(original)
     def either(*args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder  # another thread may end the run
-        if recorder is None:
+        current = recorder.current  # read once: another thread may end the run
+        if current is None:
             return original(*args, **kwargs)
-        return recorded(recorder, original, *args, **kwargs)
+        return recorded(current, original, *args, **kwargs)
 
     setattr(owner, name, either)
 
@@ -104,6 +103,17 @@ def _start(
         raise
     recorder.track(work, posted)
     return work
+
+
+def _start_batch(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    started = original(*args, **kwargs)
+    recorder.batching = True
+    return started
+
+
+def _end_batch(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Work:
+    recorder.batching = False
+    return original(*args, **kwargs)
 
 
 def _monitored_barrier(

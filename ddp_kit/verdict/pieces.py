@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from ddp_kit.trace.events import Event, Shape
 
@@ -69,7 +70,9 @@ def unequal_piece(calls: list[Event]) -> tuple[Event, Shape, Event, Shape] | Non
         for taker in calls:
             gives = _at(pieces[giver.rank][0], place[taker.rank])
             takes = _at(pieces[taker.rank][1], place[giver.rank])
-            if gives is not None and takes is not None and gives != takes:
+            if gives is None or takes is None or gives == takes:
+                continue
+            if prod(gives) or prod(takes):  # pieces without elements are alike
                 return giver, gives, taker, takes
     return None
 
