@@ -326,7 +326,7 @@ def waits_for_a_future(rank, world_size):
 
 def drops_a_collective(rank, world_size):
     dist.all_reduce(torch.ones(1), async_op=True)
-    if rank:
+    if rank == 2:
         time.sleep(1.5)
     dist.barrier()
 
@@ -335,7 +335,7 @@ def joins_with_uneven_inputs(rank, world_size):
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     with model.join():
         for _ in range(1 + rank):
-            time.sleep(rank)
+            time.sleep(1.5 * (rank == 2))
             model(torch.ones(1, 1)).sum().backward()
 
 
@@ -351,21 +351,24 @@ def a_limit_goes_by(rank, world_size):
     [
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
-        *(drops_a_collective, joins_with_uneven_inputs),
     ],
 )
 def test_a_slow_run_is_left_alone(worker):
     kit.run(worker, world_size=2)
 
 
-def test_a_rank_that_returned_has_taken_part_in_what_it_called():
-    def worker(rank, world_size):
-        if rank == 1:
-            time.sleep(1.5)
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        if rank != 0:
-            work.wait()
+def returns_before_the_others_call(rank, world_size):
+    if rank == 1:
+        time.sleep(1.5)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if rank != 0:
+        work.wait()
 
+
+@pytest.mark.parametrize(
+    "worker", [drops_a_collective, joins_with_uneven_inputs, returns_before_the_others_call]
+)
+def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
     kit.run(worker, world_size=3)
 
 
