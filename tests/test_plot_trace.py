@@ -19,7 +19,6 @@ from ddp_kit.plot.bins import _arrows, _shares
 from ddp_kit.plot.lanes import by_steps, by_time
 from ddp_kit.plot.marks import LOST
 from ddp_kit.plot.style import edge_color
-from ddp_kit.plot.waits import find_cycle
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 from ddp_kit.trace.logical import steps
@@ -448,12 +447,6 @@ def test_receive_from_any_source_is_dashed():
     drawn = [p.get_linestyle() for p in picture.axes[0].patches if isinstance(p, FancyArrowPatch)]
     assert [style not in ("-", "solid") for style in drawn] == [True, True] + [False] * 4
     assert "Dashed: any one of these would do." in " ".join(texts(picture))
-
-
-def test_shortest_cycle_is_found_from_its_lowest_rank():
-    assert find_cycle({0: [1], 1: [2], 2: [3, 1], 3: [0]}) == [1, 2]
-    assert find_cycle({0: [3], 3: [2], 2: [1], 1: [0]}) == [0, 3, 2, 1]
-    assert find_cycle({0: [1], 1: [2]}) == []
 
 
 def test_waits_without_peers_are_still_drawn():

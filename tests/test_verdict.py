@@ -14,7 +14,7 @@ from reference_executor import Machine, Tape, random_program, run
 import ddp_kit as kit
 from ddp_kit.failures import Frame
 from ddp_kit.trace.events import Event, Group
-from ddp_kit.verdict import RankState, deadlock, mismatch, stuck
+from ddp_kit.verdict import RankState, deadlock, mismatch, shortest_cycle, stuck
 from ddp_kit.verdict.words import ordinal
 
 TWO, THREE, EIGHT = (Group("0", tuple(range(size))) for size in (2, 3, 8))
@@ -335,6 +335,12 @@ def test_a_deadlock_is_told_otherwise(program, fact, lines, mend):
     assert str(error).splitlines() == [fact, *lines, mend]
 
 
+def test_shortest_cycle_is_found_from_its_lowest_rank():
+    assert shortest_cycle({0: [1], 1: [2], 2: [3, 1], 3: [0]}) == [1, 2]
+    assert shortest_cycle({0: [3], 3: [2], 2: [1], 1: [0]}) == [0, 3, 2, 1]
+    assert shortest_cycle({0: [1], 1: [2]}) == []
+
+
 def test_a_long_ring_is_told_at_length():
     error = deadlock(states_of(*[[recv((rank - 1) % 8, 0, EIGHT)] for rank in range(8)]))
     assert error.fact == (
@@ -648,6 +654,10 @@ ALIKE = {
     "splits": [
         call(r, "", "alltoall_base", inputs=((4, 2),), outputs=((n, 2),), splits=(given, taken))
         for r, n, given, taken in [(0, 2, (1, 3), (1, 1)), (1, 6, (1, 3), (3, 3))]
+    ],
+    "no_rows_of_another_shape": [
+        call(0, "", "alltoall_base", inputs=((0,),), outputs=((3, 2),), splits=((0, 0), (0, 3))),
+        call(1, "", "alltoall_base", inputs=((3, 2),), outputs=((0,),), splits=((3, 0), (0, 0))),
     ],
     "splits_left_to_torch": [
         call(0, "", "alltoall_base", inputs=((4,),), outputs=((4,),), splits=((2, 2), ())),

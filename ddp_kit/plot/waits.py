@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ddp_kit.plot.marks import DASHES, LOST, point
 from ddp_kit.plot.numbers import table
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.style import INK, PAPER, QUIET, fold, rank_color, text_color, write
+from ddp_kit.verdict import shortest_cycle
 
 NODE, SIDE = 0.2, 1.75  # inches: a rank's radius; room for the words beside the circle
 GONE, PALE = "#dcdcdc", "#9a9a9a"
@@ -40,7 +40,7 @@ def waits(error: Any, title: str | None = None) -> Picture:
     returned = set(getattr(error, "returned", ()))
     peers = {rank: sorted(set(getattr(w, "peers", ())) - {rank}) for rank, w in stuck.items()}
     ranks = sorted(returned.union(stuck, *peers.values()))
-    cycle = find_cycle(peers)
+    cycle = shortest_cycle(peers)
     if title is None:
         title = _title(cycle, peers, returned)
     said = _caption(cycle, stuck, peers, returned)
@@ -84,27 +84,6 @@ def waits(error: Any, title: str | None = None) -> Picture:
     for i, line in enumerate(lines):
         write(ax, 0.02, below + 0.1 + 0.17 * i, line, 8.5, color=QUIET)
     return picture
-
-
-def find_cycle(peers: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the ranks of the shortest cycle, from its lowest rank; [] if there is none."""
-    best: list[int] = []
-    for start in sorted(peers):
-        before: dict[int, int] = {}
-        queue = deque([start])
-        while queue and start not in before:
-            rank = queue.popleft()
-            for peer in peers.get(rank, ()):
-                if peer not in before and peer >= start:
-                    before[peer] = rank
-                    queue.append(peer)
-        if start in before:
-            path = [before[start]]
-            while path[-1] != start:
-                path.append(before[path[-1]])
-            if not best or len(path) < len(best):
-                best = path[::-1]
-    return best
 
 
 def _title(cycle: Sequence[int], peers: Mapping[int, Sequence[int]], returned: set[int]) -> str:

@@ -75,14 +75,20 @@ class Event:
 
 def say_call(op: str, method: str, peer: int | None, tag: int, root: int | None) -> str:
     """Write a call as the learner did, as in "recv(src=1, tag=7)"."""
-    shown = []
-    if peer is not None:
-        shown.append(f"dst={peer}" if method == "send" else f"src={peer}")
-    if root is not None:
-        shown.append(f"dst={root}" if method in ("reduce", "gather") else f"src={root}")
-    if tag:  # tag 0 is what everybody uses
-        shown.append(f"tag={tag}")
+    shown = say_ends(method, peer, tag, root)
     return f"{op}({', '.join(shown)})" if shown else op
+
+
+def say_ends(method: str, peer: int | None, tag: int, root: int | None) -> list[str]:
+    """Write who is at the other end, as in ["src=1", "tag=7"]; tag 0 is what everybody uses."""
+    said = [f"{'dst' if method == 'send' else 'src'}={peer}"] if peer is not None else []
+    said += [say_root(method, root)] if root is not None else []
+    return said + ([f"tag={tag}"] if tag else [])
+
+
+def say_root(method: str, root: int) -> str:
+    """Write the root of a collective: PyTorch calls it "dst" where it takes, else "src"."""
+    return f"{'dst' if method in ('gather', 'reduce') else 'src'}={root}"
 
 
 @dataclass(frozen=True)

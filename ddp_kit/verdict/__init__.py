@@ -2,8 +2,16 @@
 
 from ddp_kit.verdict.agreement import plainly_agree
 from ddp_kit.verdict.deadlocks import deadlock
-from ddp_kit.verdict.graph import stuck
+from ddp_kit.verdict.graph import shortest_cycle, stuck
 from ddp_kit.verdict.mismatches import mismatch
 from ddp_kit.verdict.state import Channel, RankState
 
-__all__ = ["Channel", "RankState", "deadlock", "mismatch", "plainly_agree", "stuck"]
+__all__ = [
+    "Channel",
+    "RankState",
+    "deadlock",
+    "mismatch",
+    "plainly_agree",
+    "shortest_cycle",
+    "stuck",
+]

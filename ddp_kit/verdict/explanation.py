@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace.events import Event
-from ddp_kit.verdict.graph import from_any_source
+from ddp_kit.verdict.graph import from_any_source, shortest_cycle
 from ddp_kit.verdict.state import Channel, RankState
 from ddp_kit.verdict.words import called, ordinal, whose
 
@@ -40,28 +40,13 @@ def explain(states: Sequence[RankState], waits: Waits) -> tuple[str, str]:
         gone = [peer for peer in peers if peer in returned]
         if gone:
             return _left_alone(at, waits, rank, gone)
-    cycle = _shortest_cycle(edges)
+    cycle = shortest_cycle(edges)
     return _circle(at, waits, cycle) if cycle else _no_sender(at, waits, min(free), returned)
 
 
 def _event(state: RankState) -> Event:
     assert state.waits_for is not None, "a stuck rank waits for something"
     return state.waits_for
-
-
-def _shortest_cycle(edges: Waits) -> list[int]:
-    """Return the ranks of a shortest cycle, each waiting for the next; [] if there is none."""
-    best: list[int] = []
-    for start in edges:
-        paths = {start: [start]}
-        for rank in (queue := [start]):  # breadth first: it grows while it is walked
-            for peer in edges.get(rank, ()):
-                if peer == start and (not best or len(paths[rank]) < len(best)):
-                    best = paths[rank]
-                if peer not in paths:
-                    paths[peer] = [*paths[rank], peer]
-                    queue.append(peer)
-    return best
 
 
 def _together(at: Mapping[int, RankState], waits: Waits, rank: int) -> list[int]:

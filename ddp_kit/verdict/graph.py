@@ -7,6 +7,7 @@ it waits for is there already, or if live ranks could still bring it. The others
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ddp_kit.trace.events import Event
@@ -86,3 +87,24 @@ def _has_sent(sender: RankState | None, receiver: RankState, event: Event) -> bo
     # A receive from any source has no place on a channel before it is complete.
     taken = receiver.recvs.get(channel, 0) if event.peer is None else event.sequence
     return sender.sends.get(channel, 0) > taken
+
+
+def shortest_cycle(peers: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the ranks of the shortest cycle, from its lowest rank; [] if there is none."""
+    best: list[int] = []
+    for start in sorted(peers):
+        before: dict[int, int] = {}
+        queue = deque([start])
+        while queue and start not in before:
+            rank = queue.popleft()
+            for peer in peers.get(rank, ()):
+                if peer not in before and peer >= start:
+                    before[peer] = rank
+                    queue.append(peer)
+        if start in before:
+            path = [before[start]]
+            while path[-1] != start:
+                path.append(before[path[-1]])
+            if not best or len(path) < len(best):
+                best = path[::-1]
+    return best

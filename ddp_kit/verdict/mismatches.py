@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Iterable
 
 from ddp_kit.errors import MismatchError
 from ddp_kit.failures import Call, count, name_ranks
-from ddp_kit.trace.events import Event, Group, Shape
+from ddp_kit.trace.events import Event, Group, Shape, say_root
 from ddp_kit.verdict.pieces import PIECEWISE, unequal_piece
-from ddp_kit.verdict.words import called_with, root, shapes, whose
+from ddp_kit.verdict.words import called_with, shapes, whose
 
 _SAME_CALLS = "All ranks of a group must call the same collectives, in one order."
 _SAME_TENSORS = "All ranks must give a collective tensors of the same shape and dtype."
@@ -106,7 +106,7 @@ def _message(calls: list[Event]) -> _Wrong | None:
 # What the ranks of a collective have in common, how to say it, and the mend. A rank with "" or
 # None has nothing to compare, such as the dtype of a rank that gives no tensor.
 _COMMON: list[tuple[Callable[[Event], Hashable], Callable[[Event], str], str]] = [
-    (lambda e: e.root, root, "All ranks must name the same root."),
+    (lambda e: e.root, lambda e: say_root(e.method, e.root), "All ranks must name the same root."),
     (lambda e: e.reduce_op, lambda e: f"op={e.reduce_op}", "All ranks must give the same op."),
     (lambda e: e.dtype, lambda e: e.dtype, _SAME_TENSORS),
 ]

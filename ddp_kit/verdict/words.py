@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddp_kit.failures import count, name_ranks
-from ddp_kit.trace.events import Event, Shape
-
-_TO_A_ROOT = ("gather", "reduce")  # PyTorch calls their root dst, and that of others src
+from ddp_kit.trace.events import Event, Shape, say_ends
 
 
 def called(event: Event, world: Iterable[int]) -> str:
@@ -15,13 +13,7 @@ def called(event: Event, world: Iterable[int]) -> str:
 
     world: all ranks; a group is named when it has others.
     """
-    given = []
-    if event.peer is not None:
-        given.append(f"{'dst' if event.kind == 'send' else 'src'}={event.peer}")
-    if event.root is not None:
-        given.append(root(event))
-    if event.tag:
-        given.append(f"tag={event.tag}")
+    given = say_ends(event.method, event.peer, event.tag, event.root)
     if event.reduce_op not in (None, "SUM"):
         given.append(f"op={event.reduce_op}")
     if event.method == "new_group":
@@ -45,11 +37,6 @@ def called_with(event: Event, world: Iterable[int]) -> str:
     into = f" into {shapes(event.outputs)}" if event.inputs and event.outputs else ""
     of = f"{event.dtype} of " if event.dtype else ""
     return f"{called(event, world)} with {of}{shapes(given)}{into}"
-
-
-def root(event: Event) -> str:
-    """Write the root of a collective: "src=0", "dst=0"."""
-    return f"{'dst' if event.method in _TO_A_ROOT else 'src'}={event.root}"
 
 
 def shapes(many: tuple[Shape, ...]) -> str:
