@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -121,6 +122,14 @@ def test_device_is_the_cpu_under_gloo():
     assert set(kit.run(lambda r, w: str(kit.device()), backend="gloo")) == {"cpu"}
 
 
+def test_a_rank_finds_its_rank_in_the_environment_as_under_torchrun():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    read = kit.run(lambda rank, world_size: [os.environ[name] for name in names], world_size=3)
+    assert list(read) == [[str(r), str(r), "3", "3"] for r in range(3)]
+    again = kit.run(lambda rank, world_size: os.environ["WORLD_SIZE"], world_size=2)
+    assert list(again) == ["2", "2"]
+
+
 def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
     (tmp_path / "learners_own.py").write_text("def f(rank, world_size):\n    return rank + 100\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -223,3 +232,46 @@ def test_a_closed_pool_says_so(pool):
     with pytest.raises(kit.PoolError, match="this pool is closed"):
         pool.restart()
     assert "closed" in repr(pool)
+
+
+# --- ranks without a process group ---------------------------------------------------------
+
+
+def forms_a_group(rank, world_size, store, leaves_it=False):
+    before = dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    sum_of_ranks = total(rank, world_size)
+    if not leaves_it:
+        dist.destroy_process_group()
+    return before, sum_of_ranks, os.getpid()
+
+
+def test_bare_ranks_form_a_group_of_their_own_in_every_run(tmp_path):
+    with kit.WorkerPool(2, init=False) as pool:
+        first, left, next_one = (
+            list(pool.run(forms_a_group, tmp_path / name, name == "left"))
+            for name in ("first", "left", "next")
+        )
+        more = list(pool.run(forms_a_group, tmp_path / "more", world_size=3))
+    assert first == left == next_one
+    assert [value[:2] for value in more] == [(False, 3)] * 3
+    assert [value[2] for value in more[:2]] == [value[2] for value in first]
+
+
+def test_a_group_that_bare_ranks_could_not_form_is_forgotten(tmp_path):
+    def waits_alone(rank, world_size):
+        if rank == 0:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{tmp_path}/alone",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=1),
+            )
+
+    with kit.WorkerPool(2, init=False) as pool:
+        ranks = list(pool.run(pid))
+        with pytest.raises(kit.RankError, match="rank 0 raised RuntimeError: Wait timeout"):
+            pool.run(waits_alone)
+        after = list(pool.run(forms_a_group, tmp_path / "after", timeout=30))
+    assert after == [(False, 1, ranks[0]), (False, 1, ranks[1])]

@@ -31,6 +31,8 @@ class Ranks:
 
     rank: of this process; None: the ranks are spawned, and this process is none of them.
     folder: where to write the trace of each run, if anywhere.
+    bare: what runs workers without a process group, if that is asked for: the pool of the
+        spawned ranks, or the store through which torchrun's processes gather their parts.
     """
 
     def __init__(
@@ -39,10 +41,12 @@ class Ranks:
         backend: str,
         rank: int | None = None,
         folder: TraceFolder | None = None,
+        bare: pool.WorkerPool | dist.Store | None = None,
     ) -> None:
         self.world_size = world_size
         self.backend = backend
-        self._rank, self._folder = rank, folder
+        self._rank, self._folder, self._bare = rank, folder, bare
+        self._gathered = 0  # how often parts were gathered through the store
 
     def __str__(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -59,17 +63,38 @@ class Ranks:
             if self._folder is not None:
                 logs = [board.read() if r == self._rank else EMPTY for r in range(self.world_size)]
                 self._keep(worker, self._join(logs), [self._rank])
-        parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, (value, printed.getvalue(), board.read()))
+        with self._group():
+            parts: list[Any] = [None] * self.world_size
+            dist.all_gather_object(parts, (value, printed.getvalue(), board.read()))
         values, output, logs = zip(*parts, strict=True)
         if self._rank == 0:
             print_output(output)
         return Result(values, output, self._join(logs))
 
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Have a process group to gather parts in; bare ranks have one only here."""
+        if not isinstance(self._bare, dist.Store):
+            yield
+            return
+        if dist.is_initialized():  # the worker has left it
+            dist.destroy_process_group()
+        self._gathered += 1
+        store = dist.PrefixStore(f"ddp_kit gathers {self._gathered}", self._bare)
+        place = {"rank": self._rank, "world_size": self.world_size}
+        dist.init_process_group("gloo", store=store, timeout=JOIN_TIMEOUT, **place)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
     def _run_spawned(self, worker: Callable[..., Any], *args: Any) -> Result:
         everyone = range(self.world_size)
         try:
-            result = pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
+            if isinstance(self._bare, pool.WorkerPool):
+                result = self._bare.run(worker, *args)
+            else:
+                result = pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
         except KitError as error:
             self._keep(worker, getattr(error, "trace", None), everyone)
             raise
@@ -86,6 +111,14 @@ class Ranks:
         with _telling(self._folder.path):
             self._folder.write(getattr(worker, "__name__", "worker"), trace, ranks)
 
+    def agree_on_folder(self) -> None:
+        """Have the parts of torchrun's processes fit together, once all have joined."""
+        if self._folder is not None:
+            with self._group():
+                launch = [self._folder.launch]
+                dist.broadcast_object_list(launch, src=0)
+                self._folder.launch, self._folder.clock = launch[0], compare_clocks()
+
     def say(self, line: str) -> None:
         """Print a line once, however many processes there are."""
         if self._rank in (None, 0):
@@ -94,11 +127,16 @@ class Ranks:
 
 @contextmanager
 def open_ranks(
-    world_size: int | None = None, backend: str = "auto", trace: str | None = None
+    world_size: int | None = None,
+    backend: str = "auto",
+    trace: str | None = None,
+    init: bool = True,
 ) -> Iterator[Ranks]:
     """Give the ranks that torchrun started, or ranks of the shared pool.
 
     trace: the folder into which the trace of each run is written, for `kit.load_trace`.
+    init: False leaves `init_process_group` to the workers; spawned ranks then have a pool of
+        their own.
 
     Raises PoolError for a world size that cannot be, if torchrun's environment is incomplete
     or has another one, and for a folder that cannot be written to; BackendError for a backend
@@ -108,17 +146,20 @@ def open_ranks(
         size = 4 if world_size is None else world_size
         pool.check_world_size(size)
         backends.choose_backend(backend, size)
-        yield Ranks(size, backend, folder=_open_folder(trace))
+        kept = _open_folder(trace)
+        if init:
+            yield Ranks(size, backend, folder=kept)
+        else:
+            with pool.WorkerPool(size, backend, init=False) as bare:
+                yield Ranks(size, backend, folder=kept, bare=bare)
         return
-    rank, started, folder = _join_torchrun(world_size, backend, trace)
+    ranks = _join_torchrun(world_size, backend, trace, init)
     try:
-        if folder is not None:
-            launch = [folder.launch]
-            dist.broadcast_object_list(launch, src=0)
-            folder.launch, folder.clock = launch[0], compare_clocks()
-        yield Ranks(started, backend, rank, folder)
+        ranks.agree_on_folder()
+        yield ranks
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _open_folder(trace: str | None, clear: bool = True) -> TraceFolder | None:
@@ -143,9 +184,7 @@ def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def _join_torchrun(
-    world_size: int | None, backend: str, trace: str | None
-) -> tuple[int, int, TraceFolder | None]:
+def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
     missing = [name for name in TORCHRUN_NAMES if name not in os.environ]
     if missing:
         raise PoolError(f"torchrun's environment lacks {', '.join(missing)}; start with torchrun")
@@ -161,5 +200,8 @@ def _join_torchrun(
     local_rank = int(os.environ["LOCAL_RANK"])
     backends.take_device(chosen, local_rank)
     folder = _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
-    dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
-    return rank, started, folder
+    if init:
+        dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
+        return Ranks(started, backend, rank, folder)
+    store, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    return Ranks(started, backend, rank, folder, bare=store)

@@ -16,7 +16,7 @@ class Form:
     rank: int
     world_size: int
     backend: str
-    store: str  # the file that the ranks of this group meet in
+    store: str | None  # the file that the ranks of this group meet in; None: form no group
 
 
 @dataclass(frozen=True)

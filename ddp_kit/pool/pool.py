@@ -40,6 +40,8 @@ class WorkerPool:
 
     world_size: how many ranks to start; they import torch in the background.
     backend: "auto" (nccl where every rank can have a GPU, else gloo), "gloo" or "nccl".
+    init: False leaves it to the worker to call `init_process_group`. What it leaves of a group
+        is taken away after the run.
 
     Raises PoolError or BackendError, before anything starts, if that cannot be.
 
@@ -47,11 +49,12 @@ class WorkerPool:
             result = pool.run(worker)
     """
 
-    def __init__(self, world_size: int = 4, backend: str = "auto") -> None:
+    def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
         check_world_size(world_size)
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
+        self._init = init
         self._ranks: list[RankProcess] = []
         self._formed: tuple[int, str] | None = None  # the group that the ranks were told to form
         self._groups = self._runs = 0
@@ -194,7 +197,7 @@ class WorkerPool:
             return
         self._groups += 1
         assert self._folder is not None, "the folder is made before the ranks are"
-        store = self._folder.store(self._groups)
+        store = self._folder.store(self._groups) if self._init else None
         for number, rank in enumerate(self._ranks[:world_size]):
             rank.send(Form(number, world_size, backend, store))
         self._formed = (world_size, backend)

@@ -43,7 +43,8 @@ class State:
         logging.root.handlers[:] = self._log_handlers
         if logging.root.level != self._log_level:  # the setter empties a cache
             logging.root.setLevel(self._log_level)
-        _set_environment(around.environment | self._own_environment)
+        wanted = around.environment | self._own_environment
+        _set_environment(wanted | rank_environment(place.rank, place.world_size))
         socket.setdefaulttimeout(None)
         sys.path[:] = around.path
         os.chdir(around.folder)
@@ -94,6 +95,16 @@ def thread_left_running() -> str | None:
         if ident != threading.main_thread().ident and own_frame(frame):
             return names.get(ident, "without a name")
     return None
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables by which torchrun would tell a process its rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
 
 
 def _same_file(one: int, other: int) -> bool:

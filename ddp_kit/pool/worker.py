@@ -88,16 +88,19 @@ class _Member:
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Groups are named by their number, alike on all ranks; one that failed has counted.
+            dist.distributed_c10d._world.group_count = 0
             os.environ.update(backends.LOOPBACK_ENVIRONMENT)
             backends.take_device(place.backend, place.rank)
-            dist.init_process_group(
-                backends.for_group(place.backend),
-                store=dist.FileStore(place.store, place.world_size),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=GROUP_TIMEOUT,
-            )
-            self.group = dist.group.WORLD
+            if place.store is not None:
+                dist.init_process_group(
+                    backends.for_group(place.backend),
+                    store=dist.FileStore(place.store, place.world_size),
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=GROUP_TIMEOUT,
+                )
+            self.group = dist.group.WORLD  # None where there is none
         except Exception as error:
             return Raised(describe(place.rank, error), Left(self.imports.take()))
         return Formed(Left(self.imports.take()))
@@ -144,7 +147,7 @@ class _Member:
 
     def _group_is_intact(self) -> bool:
         groups = dist.distributed_c10d._world.pg_map  # no public way to list the sub-groups
-        return dist.is_initialized() and dist.group.WORLD is self.group and len(groups) == 1
+        return dist.group.WORLD is self.group and len(groups) == (self.group is not None)
 
 
 def pack(value: object) -> values.Parcel:
