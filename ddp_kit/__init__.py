@@ -30,7 +30,7 @@ from ddp_kit.errors import (
 )
 from ddp_kit.failures import RankFailure
 from ddp_kit.pool import Result, WorkerPool, run
-from ddp_kit.trace import load_trace
+from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
     from ddp_kit import lessons, plot
@@ -58,6 +58,7 @@ __all__ = [
     "load_trace",
     "mnist",
     "plot",
+    "progress",
     "run",
 ]
 

@@ -231,6 +231,33 @@ def test_lines_of_ranks_arrive_live_and_leave_no_trace_in_the_display(shared, tm
     assert cell.stderr == ""
 
 
+def test_a_bar_for_each_rank_is_there_while_its_loop_lasts_and_not_afterwards(shared, tmp_path):
+    shared.run(
+        "def counts(rank, world_size, go):\n"
+        "    for step in kit.progress(range(4)):\n"
+        "        while step == 1 + rank and not pathlib.Path(go, 'on').exists():\n"
+        "            time.sleep(0.01)\n"
+        "    print('counted')\n"
+        "    while not pathlib.Path(go, 'end').exists():\n"
+        "        time.sleep(0.01)\n"
+    )
+    cell = shared.send(f"kit.run(counts, {str(tmp_path)!r}, world_size=2)\nprint('after')")
+    quarter, half = f"{'█' * 5}{'░' * 15} 1 of 4", f"{'█' * 10}{'░' * 10} 2 of 4"
+    try:
+        bars = f"[rank 0] {quarter}\n[rank 1] {half}"
+        cell.read_until(lambda cell: bars in on_screen(cell), seconds=20)
+        (tmp_path / "on").touch()
+        ended = "[rank 0] counted\n[rank 1] counted"
+        cell.read_until(lambda cell: ended in on_screen(cell), seconds=20)
+    finally:
+        (tmp_path / "on").touch()
+        (tmp_path / "end").touch()
+        cell.finish()
+    first, *updates = cell.contents("display_data", "update_display_data")
+    assert updates[-1] == first
+    assert "of 4" not in cell.stdout
+
+
 def on_screen(cell: Cell) -> str:
     """What the cell's display shows at the moment."""
     displays = cell.contents("display_data", "update_display_data")

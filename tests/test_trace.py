@@ -14,7 +14,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp_kit as kit
 from ddp_kit.failures import Wait
-from ddp_kit.trace import EMPTY, Board, Event, Group, Reading, Trace, board, join, recording
+from ddp_kit.trace import (
+    EMPTY,
+    Board,
+    Event,
+    Group,
+    Reading,
+    Trace,
+    board,
+    draw_bar,
+    join,
+    recording,
+)
 
 WORLD = Group("0", (0, 1))
 
@@ -344,6 +355,46 @@ def test_a_line_tells_what_was_never_waited_for(capsys):
         "and call wait()"
     )
     assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
+
+
+# --- progress ------------------------------------------------------------------------------
+
+
+def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):
+    assert list(kit.progress(range(3))) == [0, 1, 2]
+    with recording(page):
+        seen = []
+        for item in kit.progress("abc"):
+            seen.append((item, page.progress()))
+        assert seen == [("a", (0, 3)), ("b", (1, 3)), ("c", (2, 3))]
+        assert page.progress() is None
+        for _ in kit.progress(iter("abc")):
+            assert page.progress() == (0, None)
+            break
+        assert page.progress() is None, "a loop that was left has no bar"
+        bar = kit.progress("abc")
+        next(bar)
+    assert page.progress() is None, "nor has a run that is over"
+
+
+@pytest.mark.parametrize("total", [-1, 2.5, True, "many"])
+def test_a_total_that_is_no_number_is_refused(total):
+    with pytest.raises(ValueError, match="total must be a whole number such as 100, or None"):
+        kit.progress([1], total=total)
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "bar"),
+    [
+        (0, 4, "░░░░ 0 of 4"),
+        (3, 4, "███░ 3 of 4"),
+        (5, 4, "████ 5 of 4"),
+        (1000, None, "1,000"),
+        (0, 0, "0"),
+    ],
+)
+def test_a_bar_is_as_full_as_the_loop_has_come(done, total, bar):
+    assert draw_bar(done, total, width=4) == bar
 
 
 # --- figures of a run ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ddp_kit.pool.children import MARK, descendants, handle_of, kill, marked
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
-from ddp_kit.trace import Board, stacks
+from ddp_kit.trace import Board, draw_bar, stacks
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
@@ -118,9 +118,11 @@ class RankProcess:
         return text
 
     def newest_line(self) -> str:
-        """Return the last line printed so far."""
+        """Return the last line printed so far, behind the bar of a loop that tells its progress."""
         lines = bytes(self._output[-400:]).decode("utf-8", errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "")
+        printed = next((line for line in reversed(lines) if line.strip()), "")
+        at = self.board.progress()
+        return printed if at is None else f"{draw_bar(*at)}  {printed}".rstrip()
 
     def stacks(self) -> list[list[Frame]]:
         """Ask the rank which lines it runs: those of each thread, the main thread's first.

@@ -5,6 +5,7 @@ from ddp_kit.trace.call_site import describe_line, is_own, own_frame
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.folder import TraceFolder, load_trace
 from ddp_kit.trace.parts import Clock
+from ddp_kit.trace.progress import draw_bar, progress
 from ddp_kit.trace.reading import Reading, join
 from ddp_kit.trace.recording import recording
 from ddp_kit.trace.unnamed import unnamed_file
@@ -21,10 +22,12 @@ __all__ = [
     "Trace",
     "TraceFolder",
     "describe_line",
+    "draw_bar",
     "is_own",
     "join",
     "load_trace",
     "own_frame",
+    "progress",
     "recording",
     "unnamed_file",
 ]

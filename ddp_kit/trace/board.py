@@ -5,6 +5,7 @@ there: it writes into memory that the pool's process maps too. The memory is a f
 name; it is gone when both processes are.
 
     head      which run, how many events, which one is waited for
+    progress  how far a loop of the worker has come, and how many steps it has
     counts    of each channel and each group: how many operations were posted, how many given up
     texts     what events have in common, one JSON line each: channels, calls, lines of code
     events    the newest `EVENTS`, in a ring
@@ -38,11 +39,13 @@ LOOKED_AFTER, VOID, GIVEN_UP = 1, 2, 4
 
 _HEAD = struct.Struct("=QQqQQQQqq")
 _HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its beginnings
+_PROGRESS = struct.Struct("=QQ")  # each one more than it is; 0: there is none
 _COUNT = struct.Struct("=II")
 _ROW = struct.Struct("=IIiIqqQQQ")
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
+_PROGRESS_AT = 1024
 _COUNTS_AT = 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
@@ -129,6 +132,7 @@ class Board:
         self._run, self._events, self._texts, self._counted, self._bits = run, 0, 0, 0, 0
         self._waiting, self._began, self._ended, self._lines = -1, now, 0, 0
         self._forget_stacks()
+        self.write_progress(None, None)
         self._write_head()
 
     def _forget_stacks(self) -> None:
@@ -139,6 +143,7 @@ class Board:
 
     def end(self, now: int) -> None:
         """Note that the worker is over."""
+        self.write_progress(None, None)
         self._ended = now
         self._write_head()
 
@@ -201,6 +206,16 @@ class Board:
             self._waiting = -1
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def write_progress(self, done: int | None, total: int | None) -> None:
+        """Write how far a loop has come; None: there is none, or its end is not known."""
+        written = (0 if number is None else number + 1 for number in (done, total))
+        _PROGRESS.pack_into(self._page, _PROGRESS_AT, *written)
+
+    def progress(self) -> tuple[int, int | None] | None:
+        """Return how far a loop has come, and how many steps it has; None: there is none."""
+        done, total = _PROGRESS.unpack_from(self._page, _PROGRESS_AT)
+        return (done - 1, total - 1 if total else None) if done else None
 
     def write_end(self, index: int, now: int) -> None:
         """Write when an event was complete."""

@@ -108,6 +108,12 @@ class Recorder:
         self.newest = Posted(index, op, call, to, tag, place, members, count)
         return self.newest
 
+    def show_progress(self, done: int | None, total: int | None) -> None:
+        """Write how far a loop has come; None: there is no loop, or nobody knows its end."""
+        board = self._board
+        if board is not None:
+            board.write_progress(done, total)
+
     def take_back(self, posted: Posted | None) -> None:
         """The call raised: nothing was posted after all."""
         with self._lock:

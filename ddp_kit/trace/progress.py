@@ -1,0 +1,49 @@
+"""How far a loop in a rank has come, for whoever shows the run while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from ddp_kit.trace import recorder
+
+T = TypeVar("T")
+
+
+def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
+    """Yield what `iterable` yields; meanwhile the live view has a bar for this rank.
+
+    total: how many there will be, by default `len(iterable)`; None where that is not known.
+
+    In a process that is no rank it only yields. Nothing of it stays in a notebook.
+
+        for images, labels in kit.progress(batches):
+            ...
+    """
+    if total is None:
+        with suppress(TypeError):
+            total = len(iterable)  # type: ignore[arg-type]
+    elif isinstance(total, bool) or not isinstance(total, int) or total < 0:
+        raise ValueError(f"total must be a whole number such as 100, or None, got {total!r}")
+    return _shown(iterable, total)
+
+
+def _shown(iterable: Iterable[T], total: int | None) -> Iterator[T]:
+    now = recorder.current
+    try:
+        for done, item in enumerate(iterable):
+            if now is not None:
+                now.show_progress(done, total)
+            yield item
+    finally:
+        if now is not None:
+            now.show_progress(None, None)
+
+
+def draw_bar(done: int, total: int | None, width: int = 20) -> str:
+    """Write a bar: "█████░░░░░ 50 of 100"; without a total, the number alone."""
+    if not total:
+        return f"{done:,}"
+    full = min(width, width * done // total)
+    return f"{'█' * full}{'░' * (width - full)} {done:,} of {total:,}"
