@@ -1,4 +1,12 @@
-"""What was communicated in one run: events, and the recorder that makes them in a rank."""
+"""What was communicated in one run: events, and the recorder that makes them in a rank.
+
+    in the rank                                              in the pool's process
+    dist.send ─▶ recording ─▶ Recorder ─▶ Ledger ─▶ Board ═══ Board ─▶ Log ─▶ Reading ─▶ Trace
+
+`recording` stands in for PyTorch's functions. The Recorder knows what is under way, the Ledger
+what was written already. The Board is memory that both processes share. A Log is a copy of it,
+a Reading makes events of that, and the Trace has those of all ranks.
+"""
 
 from ddp_kit.trace.board import EMPTY, Board, Log
 from ddp_kit.trace.call_site import describe_line, is_own, own_frame

@@ -28,7 +28,8 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
     while freed:
         freed = {r for r, peers in waiting.items() if r in dead and _can_go(at[r], peers, dead)}
         dead -= freed
-    # Nor will a rooted collective end that somebody can never join.
+    # The loop has let go of a rank in a rooted collective whose root is there, because it may leave
+    # before the others have come. If none of those can ever come, it does not leave.
     dead |= {r for r, peers in waiting.items() if peers and dead.issuperset(peers)}
     return {rank: peers for rank, peers in waiting.items() if rank in dead}
 
