@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 
 from ddp_kit.trace import unnamed_file
 
@@ -138,6 +139,8 @@ class _Pickler(cloudpickle.Pickler):
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its text
+        if obj is type(dist.Store):  # torch's own metaclass, which no module holds
+            return type, (dist.Store,)
         return super().reducer_override(obj)
 
 

@@ -108,6 +108,14 @@ def test_a_default_device_does_not_keep_values_from_travelling():
     assert [value.item() for _, value in kit.run(worker, world_size=2)] == [0, 1]
 
 
+def test_a_store_written_in_a_cell_can_travel():
+    class Loud(torch.distributed.Store):
+        def get(self, key):
+            return key.upper()
+
+    assert list(kit.run(lambda rank, world_size: Loud().get("a"), world_size=1)) == ["A"]
+
+
 def test_an_idle_rank_holds_nothing_of_its_last_value():
     result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
     rank = psutil.Process(kit.pool.pool._shared._ranks[0].process.pid)
