@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from inspect import getsource
 
 import pytest
 import torch
 
 import ddp_kit as kit
 from ddp_kit.launch import prove
-from ddp_kit.lessons import collectives, partitioned_sgd, point_to_point, ring_allreduce
+from ddp_kit.lessons import (
+    collectives,
+    environment,
+    init_methods,
+    partitioned_sgd,
+    point_to_point,
+    ring_allreduce,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
 PROOFS = {
@@ -19,8 +29,17 @@ PROOFS = {
     "collectives": "collectives: {}, 9 collectives and the barrier are right\n",
     "partitioned_sgd": "partitioned_sgd: {}, replicas bit-equal, gradients equal one process\n",
     "ring_allreduce": "ring_allreduce: {}, 3 rings agree with dist.all_reduce\n",
+    "environment": "environment: {}, each knows its rank, synchronize returns as it should\n",
+    "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
 }
-LESSONS = (point_to_point, collectives, partitioned_sgd, ring_allreduce)
+LESSONS = (
+    point_to_point,
+    collectives,
+    partitioned_sgd,
+    ring_allreduce,
+    environment,
+    init_methods,
+)
 
 
 def ranks(count: int) -> str:
@@ -254,3 +273,113 @@ def test_bandwidth_measures_every_contestant():
     for points in series.values():
         assert [nbytes for nbytes, _ in points] == [400, 4_000]
         assert all(seconds > 0 for _, seconds in points)
+
+
+# --- environment ---------------------------------------------------------------------------
+
+
+def test_synchronize_leaves_by_each_of_its_exits():
+    left = [environment.without_a_package(), environment.synchronize()]
+    left.append(environment.in_a_world_of_one())
+    left += kit.run(environment.everywhere, world_size=2)
+    assert left == [*environment.EXITS, environment.EXITS[3]]
+    assert list(kit.run(environment.everywhere, world_size=1)) == [environment.EXITS[2]]
+    assert not torch.distributed.is_initialized()
+
+
+def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
+    def leaves_at_once(rank, world_size, late):
+        now = time.monotonic()
+        return {"came": now + (rank == late), "left": now}
+
+    monkeypatch.setattr(environment, "come_and_leave", leaves_at_once)
+    with pytest.raises(kit.ProofError, match="nobody leaves before the last has come"):
+        environment.main(["--world-size", "2"])
+
+
+def test_the_same_worker_says_the_same_from_a_cell_and_under_torchrun(tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        + getsource(environment.introduce)
+        + "dist.init_process_group('gloo')\nintroduce()\ndist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(script)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    result = kit.run(lambda rank, world_size: environment.introduce(), world_size=2)
+    assert sorted(out.stdout.splitlines()) == list(result), out.stderr
+    assert result[1] == "rank 1 of 2, local rank 1, sum of all ranks 1"
+
+
+# --- init methods --------------------------------------------------------------------------
+
+
+def explained(pool, worker, *args):
+    with pytest.raises(kit.RankError) as caught:
+        pool.run(worker, *args)
+    return init_methods.explain(caught.value)
+
+
+def meaning(words):
+    return "\n    ".join(init_methods.MEANINGS[words])
+
+
+def test_each_meeting_that_fails_is_explained(tmp_path):
+    here = [f"tcp://127.0.0.1:{port}" for port in init_methods.free_ports(3)]
+    with kit.WorkerPool(2, init=False) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        told = [
+            explained(pool, init_methods.attempt, *case)
+            for case in (
+                (f"file://{tmp_path}/alone", [(0, 2, 1), None]),
+                (f"file://{tmp_path}/twice", [(0, 2, 1), (0, 2, 1)]),
+                (f"file://{tmp_path}/size", [(0, 2, 30), (1, 3, 1)]),
+                (here[0], [(0, 2, 1), None]),
+                (here[1], [None, (1, 2, 1)]),
+                (here[2], [(0, 2, 30), (0, 2, 30)], 0.5),
+                (taken, [(0, 2, 30), (1, 2, 30)]),
+            )
+        ]
+        assert told == [
+            "rank 0: " + meaning("Wait timeout"),
+            "ranks 0 and 1: " + meaning("Wait timeout"),
+            "rank 1: " + meaning("Wait timeout"),
+            "rank 0: " + meaning("clients joined"),
+            "rank 1: " + meaning("to connect to"),
+            "rank 1: " + meaning("EADDRINUSE"),
+            "rank 0: " + meaning("EADDRINUSE"),
+        ]
+        assert init_methods.owner(server.getsockname()[1]) == "this process"
+
+
+def test_the_file_of_a_killed_run_is_explained(tmp_path):
+    path = tmp_path / "met"
+    with kit.WorkerPool(2, init=False) as pool:
+        with pytest.raises(kit.RankDiedError):
+            pool.run(init_methods.killed, path)
+        assert path.exists()
+        told = explained(pool, init_methods.attempt, f"file://{path}", [(0, 2, 0.5), None])
+    assert told == "rank 0: " + meaning("onnect")
+
+
+def failure(rank, message):
+    return kit.RankFailure(rank, "RuntimeError", message)
+
+
+def test_only_the_cause_is_explained_where_one_failure_brought_another():
+    both = [failure(0, "Read error: Connection reset by peer"), failure(1, "Wait timeout")]
+    told = init_methods.explain(kit.RankError(dict(enumerate(both))))
+    assert told == "rank 1: " + meaning("Wait timeout")
+    assert "rank 0: " in init_methods.explain(kit.RankError({0: both[0]}))
+    unknown = init_methods.explain(kit.RankError({1: failure(1, "smoke at port 4711")}))
+    assert unknown.startswith("rank 1: RuntimeError, for which")
+    assert "4711" not in unknown
+
+
+def test_main_fails_when_a_rank_wrote_no_address_of_its_own(monkeypatch):
+    noted = init_methods.noted
+    monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": False})
+    with pytest.raises(kit.ProofError, match="an address at which it listens"):
+        init_methods.main(["--world-size", "2"])

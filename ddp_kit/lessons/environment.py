@@ -1,0 +1,120 @@
+"""Your machine: what PyTorch finds here, and how a process learns which rank it is.
+
+`is_available`, `is_initialized`, a `synchronize()` that is safe to call anywhere, and a worker that
+reads its rank from the environment, whoever started it. Source: a note on the first steps with
+`torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells each process
+EXITS = (
+    "torch has no distributed package",
+    "there is no process group",
+    "the world is one rank",
+    "all ranks are here",
+)
+
+
+def synchronize() -> str:
+    """Wait for the other ranks, if there are any; return why it returned, one of EXITS."""
+    if not dist.is_available():
+        return EXITS[0]
+    if not dist.is_initialized():
+        return EXITS[1]
+    if dist.get_world_size() == 1:
+        return EXITS[2]
+    dist.barrier()
+    return EXITS[3]
+
+
+def without_a_package() -> str:
+    """Call `synchronize` as on a PyTorch that was built without its distributed package.
+
+    Such a build is rare, so this exit alone is feigned: `dist.is_available` is replaced.
+    """
+    with patch.object(dist, "is_available", return_value=False):
+        return synchronize()
+
+
+def in_a_world_of_one() -> str:
+    """Call `synchronize` in a process group that this process forms with nobody else."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return synchronize()
+    finally:
+        dist.destroy_process_group()
+
+
+def everywhere(rank: int, world_size: int) -> str:
+    """Call `synchronize` on each rank."""
+    return synchronize()
+
+
+def introduce() -> str:
+    """Print and return who this process is. It asks its environment, and nobody else."""
+    rank, local_rank, world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    line = f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
+    print(line)
+    return line
+
+
+def told(rank: int, world_size: int) -> dict[str, int]:
+    """Return what the environment says, and what the process group says."""
+    environment = {name: int(os.environ[name]) for name in NAMES}
+    return environment | {
+        "get_rank()": dist.get_rank(),
+        "get_world_size()": dist.get_world_size(),
+    }
+
+
+def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) -> dict[str, float]:
+    """Let rank `late` come `seconds` late to a `synchronize` of all ranks.
+
+    Returns when this rank came and when it left, in seconds on the machine's own clock.
+    """
+    synchronize()
+    if rank == late:
+        time.sleep(seconds)
+    came = time.monotonic()
+    synchronize()
+    return {"came": came, "left": time.monotonic()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Leave `synchronize` by its exits, compare what ranks are told, print one line."""
+    options = lesson_parser("environment", __doc__).parse_args(argv or [])
+    prove("it returns without a package", without_a_package() == EXITS[0])
+    prove("it returns without a group", synchronize() == EXITS[1])
+    prove("it returns in a world of one", in_a_world_of_one() == EXITS[2])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        for rank, answers in enumerate(ranks(told)):
+            told_by_group = answers["get_rank()"], answers["get_world_size()"]
+            prove("the group counts as the kit does", told_by_group == (rank, n))
+            told_by_environment = answers["RANK"], answers["WORLD_SIZE"]
+            prove("the environment says the same", told_by_environment == (rank, n))
+        last = EXITS[2] if n == 1 else EXITS[3]
+        prove("all ranks leave together", list(ranks(everywhere)) == [last] * n)
+        times = list(ranks(come_and_leave, 0))
+        if os.environ.get("LOCAL_WORLD_SIZE", str(n)) == str(n):  # one machine, one clock
+            came, left = (max(t["came"] for t in times), min(t["left"] for t in times))
+            prove("nobody leaves before the last has come", came <= left)
+        ranks.say(f"environment: {ranks}, each knows its rank, synchronize returns as it should")
+
+
+if __name__ == "__main__":
+    run_as_script(main)
