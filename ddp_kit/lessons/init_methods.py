@@ -62,8 +62,9 @@ def by_tcp(rank: int, world_size: int, port: int) -> int:
 
 def by_store(rank: int, world_size: int, port: int) -> int:
     """Meet in a store made by hand."""
+    place = {"rank": rank, "world_size": world_size}
     store = dist.TCPStore(HERE, port, world_size, is_master=rank == 0, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=store, timeout=PATIENCE, **place)
     return sum_of_ranks()
 
 
