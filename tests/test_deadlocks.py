@@ -123,7 +123,7 @@ DEADLOCKS = [
         2,
         "rank 0 sends a message to rank 1, which has returned without receiving it",
     ),
-    (isend_thrown_away, 2, "rank 0, which started an isend and threw its work away"),
+    (isend_thrown_away, 2, "rank 0, which started an isend and never waited"),
     (half_a_sub_group, 3, "rank 0 waits in all_reduce(group=[0, 1]) for rank 1"),
     (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
@@ -427,6 +427,17 @@ def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
 
     with pytest.raises(kit.DeadlockError, match="from rank 1, which has returned"):
         kit.run(worker, world_size=2, timeout=30)
+
+
+def test_ranks_that_are_ended_write_nothing_of_each_others_end(capfd):
+    def waits_in_a_thread(rank, world_size):
+        thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
+        thread.start()
+        thread.join()
+
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(waits_in_a_thread, world_size=2, timeout=1)
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 # --- what is left to the timeout -----------------------------------------------------------

@@ -23,6 +23,10 @@ def test_every_error_is_a_kit_error():
     assert all(issubclass(error, kit.KitError) for error in errors)
 
 
+def test_completion_offers_pictures_and_no_modules():
+    assert dir(kit.plot) == sorted(kit.plot.__all__)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(kit, "no_such_name")
 

@@ -19,6 +19,7 @@ from ddp_kit.trace import (
     Board,
     Event,
     Group,
+    Message,
     Reading,
     Trace,
     board,
@@ -357,6 +358,17 @@ def test_a_line_tells_what_was_never_waited_for(capsys):
     assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
 
 
+def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
+    with recording(page):
+        pass
+    page.begin(1, 1)
+    page.add_text(["group", "0", [0, 1]])
+    for number, op in ((2, "recv"), (3, "irecv")):
+        page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4])
+        page.add_row(number, 0, 1, 0, 0, number, 1, 0, 0)
+    assert [event.op for event in Reading(0, page.read()).unawaited] == ["irecv"]
+
+
 # --- progress ------------------------------------------------------------------------------
 
 
@@ -443,6 +455,40 @@ def test_messages_on_more_channels_than_the_board_counts_are_matched():
     assert len(trace.messages()) == 8
     assert not trace.lost
     assert [members[0].op for members in trace.collectives] == ["barrier", "all_reduce"]
+
+
+def test_a_rank_that_is_not_there_is_named():
+    def sends_off_the_end(rank, world_size):
+        dist.send(torch.zeros(1), rank + 1)
+
+    def has_no_root(rank, world_size):
+        dist.broadcast(torch.zeros(1), src=world_size)
+
+    for worker in (sends_off_the_end, has_no_root):
+        with pytest.raises(kit.RankError) as caught:
+            kit.run(worker, world_size=2)
+        failure = caught.value.failures[1]
+        assert failure.type == "ValueError"
+        assert failure.message == "there is no rank 2: the ranks of this group are 0 to 1"
+    trace = kit.run(lambda rank, world_size: None, world_size=2).trace
+    for ask in (trace.bytes_sent, trace.blocked, trace.messages):
+        with pytest.raises(ValueError, match="there is no rank 9: the ranks of this run are 0 to"):
+            ask(9)
+
+
+def test_a_message_says_who_sent_how_much_to_whom():
+    def worker(rank, world_size):
+        if rank == 0:
+            dist.send(torch.zeros(2), 1)
+            dist.send(torch.zeros(1), 1, tag=7)
+        else:
+            dist.recv(torch.zeros(2), 0)
+            dist.recv(torch.zeros(1), 0, tag=7)
+
+    first, second = kit.run(worker, world_size=2).trace.messages()
+    assert repr(first) == "Message(0 → 1, 8 bytes)"
+    assert repr(second) == "Message(0 → 1, 4 bytes, tag=7)"
+    assert repr(Message(first.send, None)) == "Message(0 → 1, 8 bytes, never received)"
 
 
 def test_a_message_that_was_thrown_away_is_lost():

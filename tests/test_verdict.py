@@ -335,6 +335,17 @@ def test_a_deadlock_is_told_otherwise(program, fact, lines, mend):
     assert str(error).splitlines() == [fact, *lines, mend]
 
 
+def test_an_isend_that_nobody_waited_for_in_a_ring_is_told_as_a_cycle():
+    states = states_of([recv(1)], [recv(0)], [])
+    states[1] = replace(states[1], given_up={(1, 0, 0, THREE): 1})
+    fact, *_, mend = str(deadlock(states)).splitlines()
+    assert fact == (
+        "rank 0 waits for a message from rank 1, which started an isend and never waited for its "
+        "work."
+    )
+    assert mend.startswith("Keep what isend returns, and call its wait()")
+
+
 def test_shortest_cycle_is_found_from_its_lowest_rank():
     assert shortest_cycle({0: [1], 1: [2], 2: [3, 1], 3: [0]}) == [1, 2]
     assert shortest_cycle({0: [3], 3: [2], 2: [1], 1: [0]}) == [0, 3, 2, 1]

@@ -23,17 +23,17 @@ class NotebookView:
     _handle = None
 
     def __init__(self, world_size: int) -> None:
-        self._heading = "1 rank at work" if world_size == 1 else f"{world_size} ranks at work"
+        self._world_size = world_size
         self._shown = ""
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
             NotebookView._handle = display({}, raw=True, display_id=True)
 
-    def update(self, newest: list[str]) -> None:
+    def update(self, newest: list[str], starting: bool = False) -> None:
         """Show the newest line of each rank below a heading."""
         lines = [f"[rank {rank}] {line[:100]}" for rank, line in enumerate(newest) if line]
-        text = "\n".join([self._heading, *lines])
+        text = "\n".join([view.heading(self._world_size, starting), *lines])
         if text != self._shown:
             self._shown = text
             self._handle.update({"text/plain": text}, raw=True)

@@ -29,3 +29,7 @@ __all__ = [
     "timeline",
     "waits",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__  # not the modules that they stand in

@@ -38,7 +38,7 @@ def buckets(
     """
     backwards = _backwards([e for e in read_trace(source) if e.rank == rank and e.op == OP])
     if not backwards:
-        raise ValueError(f"rank {rank} has no event {OP!r}: it ran no backward of DDP")
+        raise ValueError(f"rank {rank} ran no backward of a DistributedDataParallel model")
     which = len(backwards) - 1 if step is None else step
     if not -len(backwards) <= which < len(backwards):
         raise ValueError(f"step must be below {len(backwards)}, got {which}")

@@ -94,7 +94,8 @@ class Outcome:
             now = time.monotonic()
             if now - self._looked >= REFRESH:
                 self._looked = now
-                self._view.update([rank.newest_line() for rank in self.ranks])
+                newest = [rank.newest_line() for rank in self.ranks]
+                self._view.update(newest, starting=self._run is None)
                 if not bad and self._cannot_end(now):
                     return False
             if len(self._raised) + len(self._died) > bad:  # each report may bring others
@@ -176,8 +177,9 @@ class Outcome:
         self._readings = [self._reading(number) for number in range(len(self.ranks))]
         if self._run is not None:
             self.waits = [self._where(n) for n in sorted(stuck - self._died.keys())]
-        for number, rank in enumerate(self.ranks):
+        for rank in self.ranks:  # before one is stopped: the others would write that it is gone
             rank.drain_output()
+        for number, rank in enumerate(self.ranks):
             if number in stuck or number in self.threads:
                 rank.stop()
         self._view.close()

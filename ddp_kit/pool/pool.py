@@ -92,7 +92,8 @@ class WorkerPool:
         timeout: seconds for the worker to return on every rank; None lets it last.
 
         Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
-        RankDiedError if a process ended, RunTimeoutError after `timeout`. The pool stays usable.
+        RankDiedError if a process ended, DeadlockError if ranks wait for each other for ever,
+        MismatchError if they do not agree, RunTimeoutError after `timeout`. The pool stays usable.
         """
         size = self._world_size if world_size is None else world_size
         if self._closed:
@@ -279,8 +280,11 @@ def run(
 
     world_size: how many ranks. backend: "auto", "gloo" or "nccl". timeout: seconds, or None.
 
-    The first call starts the processes; they stay warm for the next one. Raises as
-    `WorkerPool.run` does.
+    The first call starts the processes; they stay warm for the next one.
+
+    Raises PoolError or BackendError, before anything starts, for what cannot be run; RankError if
+    ranks raised, RankDiedError if a process ended, DeadlockError if ranks wait for each other for
+    ever, MismatchError if they do not agree, RunTimeoutError after `timeout`. The next run works.
     """
     global _shared
     chosen, parcel = prepare(worker, args, world_size, backend, timeout)

@@ -10,11 +10,22 @@ from typing import Protocol
 class View(Protocol):
     """Shows the newest line of each rank while a run lasts."""
 
-    def update(self, newest: list[str]) -> None:
-        """Show the newest line of each rank; called ten times a second at most."""
+    def update(self, newest: list[str], starting: bool = False) -> None:
+        """Show the newest line of each rank; called ten times a second at most.
+
+        starting: the processes are still on their way, and no worker was called yet.
+        """
 
     def close(self) -> None:
         """Take away what `update` has shown."""
+
+
+def heading(world_size: int, starting: bool) -> str:
+    """Say what the ranks do: "4 ranks at work"."""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if starting:
+        return f"{ranks} {'is' if world_size == 1 else 'are'} starting"
+    return f"{ranks} at work"
 
 
 class TerminalView:
@@ -24,10 +35,10 @@ class TerminalView:
         self._world_size = world_size
         self._shown = ""
 
-    def update(self, newest: list[str]) -> None:
+    def update(self, newest: list[str], starting: bool = False) -> None:
         """Show the newest line of the lowest rank that has printed."""
         line = next((f"[rank {r}] {text}" for r, text in enumerate(newest) if text), "")
-        line = line or f"{self._world_size} ranks at work"
+        line = line or heading(self._world_size, starting)
         if sys.stderr.isatty() and line != self._shown:
             self._shown = line
             sys.stderr.write(f"\r\x1b[K{line[:78]}")

@@ -119,6 +119,12 @@ class Message:
         """How many bytes of tensor were sent."""
         return self.send.nbytes
 
+    def __repr__(self) -> str:
+        said = [f"{self.src} \N{RIGHTWARDS ARROW} {self.dst}", f"{_count(self.nbytes, 'byte')}"]
+        said += [f"tag={self.tag}"] if self.tag else []
+        said += ["never received"] if self.recv is None else []
+        return f"Message({', '.join(said)})"
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -167,8 +173,12 @@ class Trace:
     def messages(self, src: int | None = None, dst: int | None = None) -> list[Message]:
         """Return the point-to-point messages, or those from `src` and to `dst` only.
 
-        They come by sender and then in the order in which it sent them.
+        They come by sender and then in the order in which it sent them. Raises ValueError for a
+        rank that the run did not have.
         """
+        for rank in (src, dst):
+            if rank is not None:
+                self._check(rank)
         return [
             message
             for message in self._messages
@@ -176,13 +186,22 @@ class Trace:
         ]
 
     def bytes_sent(self, rank: int) -> int:
-        """Return how many bytes of tensors `rank` sent, point to point."""
+        """Return how many bytes of tensors `rank` sent, point to point. Raises as `messages`."""
         return sum(message.nbytes for message in self.messages(src=rank))
 
     def blocked(self, rank: int) -> float:
-        """Return how many seconds `rank` waited for communication that came to its end."""
+        """Return how many seconds `rank` waited for communication that came to its end.
+
+        Raises ValueError for a rank that the run did not have.
+        """
+        self._check(rank)
         ends = ((e.waited, e.end) for e in self.events if e.rank == rank)
         return sum(end - waited for waited, end in ends if waited and end) / 1e9
+
+    def _check(self, rank: int) -> None:
+        if rank not in range(self.world_size):
+            last = self.world_size - 1
+            raise ValueError(f"there is no rank {rank!r}: the ranks of this run are 0 to {last}")
 
     def to_chrome(self, path: str | os.PathLike) -> None:
         """Write the trace as a file that ui.perfetto.dev opens. Raises OSError."""

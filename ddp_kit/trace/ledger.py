@@ -24,6 +24,13 @@ class Members(NamedTuple):
     ranks: tuple[int, ...]  # of the world
     limited: bool  # it gives up after a time that the learner chose
 
+    def rank(self, number: int) -> int:
+        """Return the rank in the world of one of the group. Raises ValueError if there is none."""
+        if not 0 <= number < len(self.ranks):
+            last = len(self.ranks) - 1
+            raise ValueError(f"there is no rank {number}: the ranks of this group are 0 to {last}")
+        return self.ranks[number]
+
 
 class Count:
     """How many operations of one channel or group were posted and given up."""
@@ -78,7 +85,7 @@ class Ledger:
         known = self._numbers.get(key)
         if known:
             return known
-        root = None if call.root is None else members.ranks[call.root]
+        root = None if call.root is None else members.rank(call.root)
         tensors = call.inputs or call.outputs
         dtype = str(tensors[0][1]).removeprefix("torch.") if tensors and tensors[0][1] else ""
         shapes = [[list(shape) for shape, _ in side] for side in (call.inputs, call.outputs)]

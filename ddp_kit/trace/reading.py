@@ -22,6 +22,7 @@ from ddp_kit.trace.board import (
 from ddp_kit.trace.events import Event, Group, Trace
 
 _NOBODY = Group("", ())
+_BLOCKING = ("send", "recv")  # they give nothing that one could wait for
 
 
 @functools.lru_cache(maxsize=32)
@@ -122,6 +123,8 @@ class Reading:
         for place, values in enumerate(self.log.kept()):
             row = Row(*values)
             if row.what and not row.waited and not row.bits & (LOOKED_AFTER | VOID):
+                if self.call(row.what)["op"] in _BLOCKING:
+                    continue  # a thread was about to wait in it when the worker returned
                 rounds = (self.log.head.events - 1 - place) // EVENTS
                 found.append(self._event(place + rounds * EVENTS, row))
         return sorted(found, key=lambda event: event.index)

@@ -87,7 +87,10 @@ class Recorder:
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
     ) -> Posted | None:
-        """Write that an operation is called. peer: rank in the group; op: else found out."""
+        """Write that an operation is called. peer: rank in the group; op: else found out.
+
+        Raises ValueError for a rank that is not there; a backend would wait for it in vain.
+        """
         start = monotonic_ns()
         caller, name = _caller(sys._getframe(2))
         op = op or self.prefix + (name or call.method)
@@ -97,7 +100,7 @@ class Recorder:
                 return None
             ledger, place = self._ledger, caller and (caller.f_code, caller.f_lineno)
             members = ledger.members(group)
-            to = None if peer is None else members.ranks[peer]
+            to = None if peer is None else members.rank(peer)
             count = ledger.count(kind_of(call.method), to, tag, members)
             index = board.add_row(
                 ledger.call(op, members, call),

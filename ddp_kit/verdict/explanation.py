@@ -40,6 +40,9 @@ def explain(states: Sequence[RankState], waits: Waits) -> tuple[str, str]:
         gone = [peer for peer in peers if peer in returned]
         if gone:
             return _left_alone(at, waits, rank, gone)
+    for rank, peers in edges.items():
+        if len(peers) == 1 and (thrown := _thrown_away(at, rank, peers[0])):
+            return thrown
     cycle = shortest_cycle(edges)
     return _circle(at, waits, cycle) if cycle else _no_sender(at, waits, min(free), returned)
 
@@ -73,10 +76,9 @@ def _left_alone(
     if astray := _astray(at[rank], peer):
         return _wrong_address(peer.rank, at[rank], astray)
     posted = peer.recvs if event.kind == "send" else peer.sends
+    if thrown := _thrown_away(at, rank, peer.rank):
+        return thrown
     channel = _channel(event, peer.rank)
-    if event.kind == "recv" and peer.given_up.get(channel):
-        fact = f"rank {rank} waits for a message from rank {peer.rank}, which started an isend"
-        return f"{fact} and threw its work away", _KEEP_WORK
     done = posted.get(channel, 0)
     # A receive from any source has no place on a channel before it is complete.
     place = at[rank].recvs.get(channel, 0) if from_any_source(event) else event.sequence
@@ -90,6 +92,15 @@ def _left_alone(
         return f"rank {rank} sends {message} to rank {peer.rank}, which {left}", _COUNT
     left = f"sent {these}" if done else "has returned without sending it"
     return f"rank {rank} waits for {message} from rank {peer.rank}, which {left}", _COUNT
+
+
+def _thrown_away(at: Mapping[int, RankState], rank: int, peer: int) -> tuple[str, str] | None:
+    """Explain a receive whose message was started, and whose work nobody waited for."""
+    event = _event(at[rank])
+    if event.kind != "recv" or not at[peer].given_up.get(_channel(event, peer)):
+        return None
+    fact = f"rank {rank} waits for a message from rank {peer}, which started an isend"
+    return f"{fact} and never waited for its work", _KEEP_WORK
 
 
 def _channel(event: Event, peer: int) -> Channel:
