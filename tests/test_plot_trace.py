@@ -40,14 +40,14 @@ def ring_deadlock(n):
 
 
 def ddp(*backwards):
-    """A rank whose backwards have buckets of (ready, reduced) ms, and ms of computing."""
+    """A rank whose backwards have buckets of (ready, reduced) ms, and ms until it waited."""
     script = traces.Script(1)
-    for spans, computed in backwards:
+    for spans, until in backwards:
         zero = script.now[0]
         for ready, reduced in spans:
             script.now[0] = zero + ready * MS
             last = (ready, reduced) == spans[-1]
-            times = {"waited": zero + computed * MS if last else None}
+            times = {"waited": zero + until * MS if last else None}
             times["end"] = None if reduced is None else zero + reduced * MS
             event = script.add(0, "DDP all_reduce", "collective", None, nbytes=1_000_000)
             script.events[0][event.index] = replace(event, **times)
@@ -466,18 +466,18 @@ def test_waits_says_what_it_cannot_draw():
 
 def test_buckets_twin_tells_what_is_hidden():
     assert repr(buckets(ddp(([(0, 3), (2, 6)], 4)))) == (
-        "DDP backward on rank 0: 71% of all_reduce hidden behind computing\n"
+        "DDP backward on rank 0: 29% of all_reduce hidden behind computing\n"
         "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"
-        "bucket 0  1,000,000           0          3.00         3.00                0\n"
-        "bucket 1  1,000,000        2.00          6.00         2.00             2.00\n"
-        "Backward 1 of 1. Computing ended at 4.00 ms; rank 0 then waited 2.00 ms."
+        "bucket 0  1,000,000           0          3.00         2.00             1.00\n"
+        "bucket 1  1,000,000        2.00          6.00            0             4.00\n"
+        "Backward 1 of 1. Computing ended at 2.00 ms; rank 0 then waited 4.00 ms."
     )
 
 
 def test_last_backward_is_shown_and_step_picks_another():
     trace = ddp(([(0, 1)], 1), ([(0, 2), (1, 3)], 2), ([(0, 5)], 1))
     assert "Backward 3 of 3" in repr(buckets(trace))
-    assert "20% of all_reduce hidden" in repr(buckets(trace))
+    assert " 0% of all_reduce hidden" in repr(buckets(trace)), "nothing is computed after the last"
     assert repr(buckets(trace, step=1)).count("bucket") == 2
     assert repr(buckets(trace, step=-2)) == repr(buckets(trace, step=1))
 

@@ -31,8 +31,8 @@ def buckets(
     step: which of its backwards, from 0; the last one by default, -2 the one before.
 
     A bucket is ready when its last gradient is computed; then its all_reduce begins. What of
-    it lies before the end of backward's computing is hidden, and coloured so; the rest keeps
-    the rank waiting. Milliseconds since the first bucket was ready.
+    it lies before the last bucket is ready is hidden behind computing, and coloured so; the
+    rest keeps the rank waiting. Milliseconds since the first bucket was ready.
 
     ValueError if the rank had no DDP backward, or not this one. TypeError without a trace.
     """
@@ -46,9 +46,8 @@ def buckets(
     zero = events[0].start
     last = max((e.end for e in events if e.end is not None), default=None)
     bars = []
-    computed = next((e.waited for e in reversed(events) if e.waited is not None), None)
-    computed = events[-1].start if computed is None else computed
-    edge = max(last or 0, computed, events[-1].start)
+    computed = events[-1].start  # not when the wait begins: a busy core may delay that
+    edge = max(last or 0, computed)
     for event in events:
         end = edge if event.end is None else event.end
         hidden = max(0, min(end, computed) - event.start)
