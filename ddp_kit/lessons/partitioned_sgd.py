@@ -262,7 +262,7 @@ def slowest(result) -> dict[str, list[float]]:
     """Return the seconds of the slowest rank, step by step, from a run of `step_seconds`."""
     return {
         name: [max(step) for step in zip(*(rank[name] for rank in result), strict=True)]
-        for name in VARIANTS
+        for name in result[0]
     }
 
 

@@ -1,0 +1,382 @@
+"""DistributedDataParallel: what it sends, when, and what it leaves to you.
+
+The constructor's broadcast, gradients in buckets and their overlap with backward, `no_sync`,
+parameters that get no gradient, buffers, and the `DistributedSampler`. Source: "Writing
+Distributed Applications with PyTorch", section Distributed Training, and two notes on DDP.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from ddp_kit import device
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons.partitioned_sgd import (
+    SEED,
+    Net,
+    average_gradients,
+    first_digits,
+    flat,
+    whole_batch_gradient,
+)
+from ddp_kit.trace import Trace
+
+# The argument that was called broadcast_buffers until PyTorch 2.13.
+_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _ARGUMENTS)
+
+
+def construct(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Make a network from another seed on every rank, and give it to DDP.
+
+    Returns all parameters, one flat tensor, before and after.
+    """
+    torch.manual_seed(rank)
+    model = Net().to(device())
+    before = flat(model.parameters())
+    DistributedDataParallel(model)
+    return {"before": before, "after": flat(model.parameters())}
+
+
+def one_step(rank: int, world_size: int, per_rank: int = 32) -> dict[str, torch.Tensor]:
+    """Compute the gradient of this rank's digits three times, from the same start.
+
+    Returns it flat: the rank's "own", the one that `average_gradients` makes of it, and the
+    one that "DDP" leaves.
+    """
+    images, labels = first_digits(per_rank * world_size)
+    images, labels = images[rank::world_size], labels[rank::world_size]
+    gradients = {}
+    for name in ("own", "average_gradients", "DDP"):
+        torch.manual_seed(SEED)
+        model: nn.Module = Net().to(device()).eval()  # dropout would differ from rank to rank
+        if name == "DDP":
+            model = DistributedDataParallel(model)
+        F.nll_loss(model(images), labels).backward()
+        if name == "average_gradients":
+            average_gradients(model)
+        gradients[name] = flat(parameter.grad for parameter in model.parameters())
+    return gradients
+
+
+def accumulate(
+    rank: int, world_size: int, pieces: int = 4, silent: bool = True, piece: int = 8
+) -> torch.Tensor:
+    """Add up the gradients of several small batches before the optimizer would step.
+
+    silent: all backwards but the last are under `no_sync`. piece: digits in a small batch.
+    Returns the gradient, flat: that of the mean loss over all batches of all ranks.
+    """
+    torch.manual_seed(SEED)
+    model = DistributedDataParallel(Net().to(device()).eval())
+    images, labels = first_digits(piece * pieces * world_size)
+    mine = zip(
+        images[rank::world_size].split(piece), labels[rank::world_size].split(piece), strict=True
+    )
+    for count, (x, y) in enumerate(mine, 1):
+        with model.no_sync() if silent and count < pieces else nullcontext():
+            (F.nll_loss(model(x), y) / pieces).backward()
+    return flat(parameter.grad for parameter in model.parameters())
+
+
+def deal(
+    rank: int,
+    world_size: int,
+    length: int,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    epochs: Iterable[int] = (0,),
+) -> list[list[int]]:
+    """Ask a DistributedSampler for this rank's positions in a dataset, once an epoch.
+
+    epochs: what `set_epoch` is told before each.
+    """
+    sampler = DistributedSampler(range(length), shuffle=shuffle, drop_last=drop_last)
+    dealt = []
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        dealt.append(list(sampler))
+    return dealt
+
+
+def deal_by_hand(length: int, world_size: int, drop_last: bool = False) -> list[list[int]]:
+    """Deal positions out like cards, one to each rank in turn; return each rank's.
+
+    Every rank gets equally many: the last round is filled up from the beginning, or left out.
+    """
+    rounds = length // world_size if drop_last else -(-length // world_size)
+    cards = [place % length for place in range(rounds * world_size)]
+    return [cards[rank::world_size] for rank in range(world_size)]
+
+
+class Stack(nn.Module):
+    """Four linear layers with 1 MiB of weights each; takes and gives (batch, 512).
+
+    order: in which the layers are registered; they are used from 0 to 3. spare: register one
+    more parameter, a single number that is never used.
+    """
+
+    def __init__(self, order: Iterable[int] = range(4), spare: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        for number in order:
+            self.add_module(f"layer{number}", nn.Linear(512, 512))
+        if spare:
+            self.spare = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layers."""
+        for number in range(4):
+            x = torch.relu(self.get_submodule(f"layer{number}")(x))
+        return x
+
+
+def watch(
+    rank: int,
+    world_size: int,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    order: Iterable[int] = range(4),
+    spare: bool = False,
+) -> list[list[str]]:
+    """Note each gradient that is ready and each bucket that leaves, in two backwards of a Stack.
+
+    Returns the notes of each backward, in order.
+    """
+    model = Stack(order, spare).to(device())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    notes: list[list[str]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: notes[-1].append(names[id(p)]))
+
+    def note_and_reduce(group, bucket):
+        held = [names[id(parameter)] for parameter in bucket.parameters()]
+        notes[-1].append(f"-> bucket {bucket.index()}: {', '.join(held)}")
+        return allreduce_hook(group, bucket)  # what DDP does without a hook
+
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters
+    )
+    ddp.register_comm_hook(None, note_and_reduce)
+    for _ in range(2):
+        notes.append([])
+        ddp(torch.ones(1, 512, device=device())).sum().backward()
+    return notes
+
+
+def backwards(
+    rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 5
+) -> None:
+    """Run some backwards of a Stack of 4 MiB, for their trace; 256 rows each."""
+    ddp = DistributedDataParallel(Stack().to(device()), bucket_cap_mb=bucket_cap_mb)
+    x = torch.ones(256, 512, device=device())
+    for _ in range(steps):
+        ddp(x).sum().backward()
+
+
+def pull(
+    rank: int,
+    world_size: int,
+    lr: float = 0.1,
+    hook: Callable | None = None,
+    unwrap: bool = False,
+    steps: int = 12,
+) -> list[float]:
+    """Train one weight, from 0, towards this rank's own target of 10 * rank.
+
+    hook: what DDP should do with a bucket, instead of taking the mean. unwrap: train
+    `model.module`, and not the model. Returns the weight before the first step and after each.
+    """
+    weight = nn.Linear(1, 1, bias=False).to(device())
+    nn.init.zeros_(weight.weight)
+    model = DistributedDataParallel(weight)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    if unwrap:
+        model = model.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    one, target = torch.ones(1, 1, device=device()), torch.tensor([[10.0 * rank]], device=device())
+    held = [weight.weight.item()]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(one), target).backward()
+        optimizer.step()
+        held.append(weight.weight.item())
+    return held
+
+
+def sum_gradients(_, bucket):
+    """Add a bucket up over all ranks, and do not divide: a hook for `register_comm_hook`."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Heads(nn.Module):
+    """A trunk and two heads of one weight each; a forward uses one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(1, 1, bias=False)
+        self.heads = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        """Apply the trunk and one head; x and the answer have shape (batch, 1)."""
+        return self.heads[head](self.trunk(x))
+
+
+def use_heads(
+    rank: int, world_size: int, find_unused_parameters: bool, heads: list[int], steps: int = 1
+) -> dict[str, float | None]:
+    """Run some backwards of Heads, this rank with head `heads[rank]` and 10 ** rank as input.
+
+    Returns the gradient of each parameter after the last one; None: it has none.
+    """
+    model = Heads().to(device())
+    ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+    x = torch.full((1, 1), 10.0**rank, device=device())
+    for _ in range(steps):
+        model.zero_grad()
+        ddp(x, heads[rank]).sum().backward()
+    names = {"trunk": model.trunk, "head 0": model.heads[0], "head 1": model.heads[1]}
+    gradients = {name: layer.weight.grad for name, layer in names.items()}
+    return {name: None if g is None else g.item() for name, g in gradients.items()}
+
+
+def running_means(rank: int, world_size: int, sync: bool = True) -> dict[str, torch.Tensor]:
+    """Note the running mean of a BatchNorm in two forwards, as tensors of shape (1,).
+
+    This rank's data has the mean 8 * (rank + 1). The running mean starts at 0, and each
+    forward moves it half of the way. sync: as DDP does by default.
+    """
+    norm = nn.BatchNorm1d(1, momentum=0.5).to(device())
+    seen: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
+    norm.register_forward_hook(lambda *_: seen.append(norm.running_mean.clone()))
+    model = DistributedDataParallel(norm, **{SYNC_BUFFERS: sync})
+    for _ in range(2):
+        x = 8.0 * (rank + 1) + torch.tensor([[-1.0], [1.0]], device=device())
+        model(x).sum().backward()
+    return {
+        "after forward 1": seen[1],
+        "at the start of forward 2": seen[2],
+        "after forward 2": seen[3],
+    }
+
+
+OPTIONS = {
+    "one bucket: no overlap": {"bucket_cap_mb": 1000},
+    "buckets of 1 MiB": {"bucket_cap_mb": 1},
+    "and find_unused_parameters": {"bucket_cap_mb": 1, "find_unused_parameters": True},
+}
+
+
+def step_seconds(
+    rank: int, world_size: int, bytes_per_second: float | None = None, steps: int = 20
+) -> dict[str, list[float]]:
+    """Time forward and backward of a Stack with each of OPTIONS, in turn.
+
+    bytes_per_second: of a wire to imitate. Each bucket then takes that much longer to come,
+    one after the other; no core works meanwhile.
+    Returns seconds per step for each name in OPTIONS, `steps` of them.
+    """
+    x = torch.ones(128, 512, device=device())
+    seconds: dict[str, list[float]] = {name: [] for name in OPTIONS}
+    with ThreadPoolExecutor(1) as wire:
+        models = {}
+        for name, options in OPTIONS.items():
+            stack = Stack(spare="find_unused_parameters" in options).to(device())
+            models[name] = DistributedDataParallel(stack, **options)
+            if bytes_per_second:
+                models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)
+        for step in range(steps + 3):
+            for name, model in models.items():
+                dist.barrier()
+                start = time.perf_counter()
+                model(x).sum().backward()
+                if step >= 3:  # the first steps warm up, and rebuild the buckets
+                    seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def carry_slowly(state, bucket):
+    """Reduce a bucket, and keep it back for as long as a slow wire would: a hook."""
+    wire, bytes_per_second = state
+    reduced, arrived = allreduce_hook(None, bucket), torch.futures.Future()
+    nbytes = bucket.buffer().numel() * bucket.buffer().element_size()
+
+    def carry() -> None:
+        value = reduced.wait()
+        time.sleep(nbytes / bytes_per_second)
+        arrived.set_result(value)
+
+    wire.submit(carry)
+    return arrived
+
+
+def count_calls(trace: Trace) -> Counter[str]:
+    """Count the collectives of a trace by their call, as in "DDP broadcast(src=0)"."""
+    return Counter(next(iter(call.values())).call for call in trace.collectives)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the workers, compare with what one process computes, print one line."""
+    options = lesson_parser("ddp", __doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        prove_start_and_mean(ranks)
+        prove_no_sync(ranks)
+        for length, drop_last in ((1, False), (10, False), (10, True), (4 * n, False)):
+            hands = [dealt for (dealt,) in ranks(deal, length, False, drop_last)]
+            prove("positions are dealt as by hand", hands == deal_by_hand(length, n, drop_last))
+            shuffled = [dealt for (dealt,) in ranks(deal, length, True, drop_last, (7,))]
+            prove("shuffling deals equally often", how_often(shuffled) == how_often(hands))
+        ranks.say(f"ddp: {ranks}, equal start, mean gradients; no_sync and sampler as by hand")
+
+
+def prove_start_and_mean(ranks) -> None:
+    """Prove that DDP starts all replicas as rank 0's, and leaves the mean gradient."""
+    result = ranks(construct)
+    start = result[0]["before"]
+    prove("replicas start as rank 0's", all(torch.equal(r["after"], start) for r in result))
+    prove("they were different", not any(torch.equal(r["before"], start) for r in result[1:]))
+    result = ranks(one_step)
+    mean = torch.stack([r["own"] for r in result]).mean(0)
+    for name in ("DDP", "average_gradients"):
+        error = max((r[name] - mean).abs().max().item() for r in result)
+        prove(f"{name} leaves the mean of the ranks' gradients", error < 1e-6)
+
+
+def prove_no_sync(ranks) -> None:
+    """Prove that four small batches make the gradient of one large batch, and of one exchange."""
+    reference = whole_batch_gradient(8 * 4 * ranks.world_size)
+    for silent, exchanges in ((True, 1), (False, 4)):
+        result = ranks(accumulate, 4, silent)
+        error = max((gradient - reference).abs().max().item() for gradient in result)
+        prove("accumulated gradients are those of one large batch", error < 1e-6)
+        count = count_calls(result.trace)["DDP all_reduce"]
+        prove(f"{exchanges} of 4 backwards exchanged gradients", count == exchanges)
+
+
+def how_often(hands: list[list[int]]) -> list[int]:
+    """Return how many positions were dealt once, how many twice and so on."""
+    counts = Counter(Counter(place for hand in hands for place in hand).values())
+    return [counts[often] for often in range(1, 1 + max(counts, default=0))]
+
+
+if __name__ == "__main__":
+    run_as_script(main)
