@@ -198,7 +198,7 @@ def pull(
     """Train one weight, from 0, towards this rank's own target of 10 * rank.
 
     hook: what DDP should do with a bucket, instead of taking the mean. unwrap: train
-    `model.module`, and not the model. Returns the weight before the first step and after each.
+    `model.module`, and not the model. Returns the weight after each step.
     """
     weight = nn.Linear(1, 1, bias=False).to(device())
     nn.init.zeros_(weight.weight)
@@ -209,7 +209,7 @@ def pull(
         model = model.module
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     one, target = torch.ones(1, 1, device=device()), torch.tensor([[10.0 * rank]], device=device())
-    held = [weight.weight.item()]
+    held = []
     for _ in range(steps):
         optimizer.zero_grad()
         F.mse_loss(model(one), target).backward()
@@ -290,7 +290,7 @@ def step_seconds(
 ) -> dict[str, list[float]]:
     """Time forward and backward of a Stack with each of OPTIONS, in turn.
 
-    bytes_per_second: of a wire to imitate. Each bucket then takes that much longer to come,
+    bytes_per_second: of a wire to imitate, with gloo. Each bucket then comes that much later,
     one after the other; no core works meanwhile.
     Returns seconds per step for each name in OPTIONS, `steps` of them.
     """
@@ -308,13 +308,15 @@ def step_seconds(
                 dist.barrier()
                 start = time.perf_counter()
                 model(x).sum().backward()
+                if x.is_cuda:
+                    torch.cuda.synchronize()
                 if step >= 3:  # the first steps warm up, and rebuild the buckets
                     seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def carry_slowly(state, bucket):
-    """Reduce a bucket, and keep it back for as long as a slow wire would: a hook."""
+    """Reduce a bucket, and keep it back as a slow wire would: a hook, for tensors on the CPU."""
     wire, bytes_per_second = state
     reduced, arrived = allreduce_hook(None, bucket), torch.futures.Future()
     nbytes = bucket.buffer().numel() * bucket.buffer().element_size()
@@ -338,13 +340,13 @@ def main(argv: list[str] | None = None) -> None:
     options = lesson_parser("ddp", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
-        prove_start_and_mean(ranks)
-        prove_no_sync(ranks)
         for length, drop_last in ((1, False), (10, False), (10, True), (4 * n, False)):
             hands = [dealt for (dealt,) in ranks(deal, length, False, drop_last)]
             prove("positions are dealt as by hand", hands == deal_by_hand(length, n, drop_last))
             shuffled = [dealt for (dealt,) in ranks(deal, length, True, drop_last, (7,))]
             prove("shuffling deals equally often", how_often(shuffled) == how_often(hands))
+        prove_start_and_mean(ranks)
+        prove_no_sync(ranks)
         ranks.say(f"ddp: {ranks}, equal start, mean gradients; no_sync and sampler as by hand")
 
 
