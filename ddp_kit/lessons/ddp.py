@@ -178,13 +178,20 @@ def watch(
 
 
 def backwards(
-    rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 5
+    rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 10
 ) -> None:
     """Run some backwards of a Stack of 4 MiB, for their trace; 256 rows each."""
     ddp = DistributedDataParallel(Stack().to(device()), bucket_cap_mb=bucket_cap_mb)
     x = torch.ones(256, 512, device=device())
     for _ in range(steps):
         ddp(x).sum().backward()
+
+
+def typical(trace: Trace) -> int:
+    """Return which backward kept rank 0 waiting for the median time; the first does not count."""
+    reduced = [event for event in trace if event.rank == 0 and event.op == "DDP all_reduce"]
+    waits = [event.end - event.waited for event in reduced if event.end and event.waited][1:]
+    return 1 + waits.index(sorted(waits)[len(waits) // 2])
 
 
 def pull(
