@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from ddp_kit import plot
-from ddp_kit.plot import bandwidth, losses, rank_color, ring, step_times, tensors
+from ddp_kit.plot import bandwidth, losses, memory, rank_color, ring, step_times, tensors
 from ddp_kit.plot.numbers import short, significant, size
 from ddp_kit.plot.style import luminance, text_color
 from ddp_kit.pool import Result
@@ -49,6 +49,9 @@ def one_of_each(n):
         ring(ring_history(n)),
         bandwidth({f"way {i}": [(4096, 1e-3 * (i + 1)), (1 << 20, 2e-3)] for i in range(n)}),
         step_times({f"way {i}": [0.010, 0.012 + i, 0.011] for i in range(n)}),
+        memory(
+            {f"step {i}": [{"parameters": 8_000, "batch": r} for r in range(n)] for i in range(n)}
+        ),
     ]
 
 
@@ -169,7 +172,7 @@ def test_plot_imports_no_pyplot_and_no_process():
 def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
-        *("Picture", "bandwidth", "buckets", "losses", "messages", "rank_color", "ring"),
+        *("Picture", "bandwidth", "buckets", "losses", "memory", "messages", "rank_color", "ring"),
         *("step_times", "tensors", "timeline", "waits"),
     ]
 
@@ -277,6 +280,19 @@ def test_picture_grows_no_wider_than_a_notebook():
     wide = tensors([{s: torch.full((8,), -0.123456) for s in "abc"}])
     assert wide.get_size_inches()[0] <= 9.03
     assert "…" in texts(wide)
+
+
+def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_twin():
+    picture = tensors([{"in": t(1), "out": t(3)}, {"in": t(2), "out": None}], name="device")
+    assert repr(picture).split("\n") == [
+        "What each device holds: in → out",
+        "          in  out",
+        "device 0  1   3",
+        "device 1  2   \N{EN DASH}",
+    ]
+    assert "device 1" in texts(picture)
+    assert "the one device that held this number" in " ".join(texts(picture))
+    assert "rank" not in " ".join(texts(picture))
 
 
 @pytest.mark.parametrize(
@@ -557,6 +573,75 @@ def test_values_stand_clear_of_bar_and_line():
 def test_step_times_says_what_it_cannot_draw(times, message):
     with pytest.raises(ValueError, match=message):
         step_times(times)
+
+
+# ---- memory
+
+HELD = {
+    "scatter": [{"batch": 4000, "shard": 0, "nothing": 0}, {"shard": 1500}],
+    "parallel apply": [{"batch": 4000, "kept": 500}, {"shard": 1500, "kept": 2500}],
+}
+
+
+def test_memory_twin_has_every_byte_and_the_sum():
+    assert repr(memory(HELD)) == (
+        "What each device holds after each step (bytes)\n"
+        "                device  batch  shard   kept  in all\n"
+        "scatter              0  4,000      0      0   4,000\n"
+        "scatter              1      0  1,500      0   1,500\n"
+        "parallel apply       0  4,000      0    500   4,500\n"
+        "parallel apply       1      0  1,500  2,500   4,000"
+    )
+
+
+def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
+    _, first, second = memory(HELD).axes
+    bars = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in first.patches]
+    assert bars == [(0, 0, 4000), (1, 0, 4000), (1, 4000, 500)]
+    bars = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in second.patches]
+    assert bars == [(0, 0, 1500), (1, 0, 1500), (1, 1500, 2500)]
+    assert first.get_ylim() == second.get_ylim()
+    assert [text.get_text() for text in second.texts] == ["1.5 kB", "4 kB"]
+
+
+def test_a_kind_has_its_look_whatever_the_others_hold():
+    full, less = (
+        memory({"a": [{"x": 1, "y": 2, "z": 3}]}),
+        memory({"a": [{"x": 1, "y": 0, "z": 3}]}),
+    )
+    x, y, z = full.axes[1].patches
+    assert (to_hex(x.get_facecolor()), bool(x.get_hatch())) == (to_hex(y.get_facecolor()), False)
+    assert y.get_hatch()
+    assert to_hex(less.axes[1].patches[1].get_facecolor()) == to_hex(z.get_facecolor())
+    assert "y" not in texts(less)
+
+
+def test_a_device_wears_its_own_colour_and_its_memory_none_of_a_ranks():
+    picture = memory(HELD)
+    chips = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
+    assert chips == [rank_color(0), rank_color(1)]
+    fills = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
+    assert not fills & {rank_color(rank) for rank in range(16)}
+
+
+def test_devices_that_hold_nothing_at_all_are_drawn():
+    last = repr(memory({"end": [{"batch": 0}, {}]})).split("\n")[2:]
+    assert last == ["end       0       0", "end       1       0"]
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({}, "held is empty"),
+        ({"a": []}, "held is empty"),
+        ({"a": [{}]}, "held has no kind"),
+        ({"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
+        ({"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
+    ],
+)
+def test_memory_says_what_it_cannot_draw(held, message):
+    with pytest.raises(ValueError, match=message):
+        memory(held)
 
 
 # ---- numbers

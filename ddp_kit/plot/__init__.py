@@ -7,6 +7,7 @@ the same numbers as a table of text. No function touches pyplot or rcParams.
 from ddp_kit.plot.bandwidth import bandwidth
 from ddp_kit.plot.buckets import buckets
 from ddp_kit.plot.losses import losses
+from ddp_kit.plot.memory import memory
 from ddp_kit.plot.messages import messages
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring
@@ -21,6 +22,7 @@ __all__ = [
     "bandwidth",
     "buckets",
     "losses",
+    "memory",
     "messages",
     "rank_color",
     "ring",

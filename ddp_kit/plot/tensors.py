@@ -39,7 +39,9 @@ LEFT, ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.75, 0.55, 0.09, 0.14, 0.3  # inches
 TYPE = (9.5, 8.75, 8)  # points; smaller ones are hard to read
 
 
-def tensors(result: Sequence[dict[str, Any]], title: str | None = None) -> Picture:
+def tensors(
+    result: Sequence[dict[str, Any]], title: str | None = None, name: str = "rank"
+) -> Picture:
     """Draw what every rank holds at each stage, before → after.
 
     result[rank] is a dict, stage name → value, with the same names on every rank. A value is
@@ -55,36 +57,40 @@ def tensors(result: Sequence[dict[str, Any]], title: str | None = None) -> Pictu
 
     ValueError if the result is empty, a rank's value is not a dict of such values, or the
     ranks have different stages.
+
+    name: what a holder is called, where it is no rank: "device".
     """
     ranks = read(result)
     stages = list(ranks[0])
     origin = origins([rank[stages[0]] for rank in ranks])
     if title is None:
-        title = "What each rank holds: " + " → ".join(stages)
+        title = f"What each {name} holds: " + " → ".join(stages)
 
-    cells, size, width, wide = _fit(ranks, stages)
-    total = LEFT + sum(wide) + ARROW * (len(stages) - 1)
-    caption = fold(_caption(stages[0], ranks, cells, origin), max(total, 6))
+    chip_width = 0.58 if len(name) <= 4 else 0.18 + 0.075 * len(f"{name} 0")
+    edge = LEFT + chip_width - 0.58
+    cells, size, width, wide = _fit(ranks, stages, WIDTH - edge)
+    total = edge + sum(wide) + ARROW * (len(stages) - 1)
+    caption = fold(_caption(stages[0], cells, origin, name), max(total, 6))
     tall = [HEIGHT * max(_height(cell) for cell in row) for row in cells]
     top = 0.64
     below = top + sum(tall) + ROW_GAP * len(tall)
     twin = table(
         title,
         ["", *stages],
-        [[f"rank {r}", *(cell_text(cell) for cell in row)] for r, row in enumerate(cells)],
+        [[f"{name} {r}", *(cell_text(cell) for cell in row)] for r, row in enumerate(cells)],
         align="<",
     )
     picture = Picture(max(total, 6) + 0.02, below + 0.04 + 0.17 * len(caption), twin)
     ax = picture.sheet()
     write(ax, 0, 0.12, title, 11.5, weight="bold")
-    left = [LEFT + sum(wide[:s]) + ARROW * s for s in range(len(stages))]
+    left = [edge + sum(wide[:s]) + ARROW * s for s in range(len(stages))]
     for s, stage in enumerate(stages):
         write(ax, left[s], top - 0.16, stage, 9.5, color=QUIET)
         if s:
             _arrow(ax, left[s] - ARROW, top + (below - ROW_GAP - top) / 2)
     y = top
     for r, row in enumerate(cells):
-        chip(ax, 0, y + tall[r] / 2 - 0.11, 0.58, 0.22, r, f"rank {r}")
+        chip(ax, 0, y + tall[r] / 2 - 0.11, chip_width, 0.22, r, f"{name} {r}")
         for s, cell in enumerate(row):
             top_of_cell = y + (tall[r] - HEIGHT * _height(cell)) / 2
             _draw(ax, left[s], top_of_cell, cell, width, size, origin)
@@ -94,8 +100,8 @@ def tensors(result: Sequence[dict[str, Any]], title: str | None = None) -> Pictu
     return picture
 
 
-def _fit(ranks: list[dict[str, list[Column]]], stages: list[str]):
-    """Find the type and the number of columns that fit into the width of a notebook.
+def _fit(ranks: list[dict[str, list[Column]]], stages: list[str], room: float):
+    """Find the type and the number of columns that fit into `room` inches.
 
     Up to 16 columns are drawn where that leaves out none; else at most eight. Returns the
     columns to draw by rank and stage, the type in points, the widths of a box and of each
@@ -110,7 +116,7 @@ def _fit(ranks: list[dict[str, list[Column]]], stages: list[str]):
             max(0.08 * len(stage), *(_width(row[s], box_width) for row in cells))
             for s, stage in enumerate(stages)
         ]
-        if LEFT + sum(wide) + ARROW * (len(stages) - 1) <= WIDTH:
+        if sum(wide) + ARROW * (len(stages) - 1) <= room:
             break
     return cells, size, box_width, wide
 
@@ -169,17 +175,17 @@ def _arrow(ax, x: float, y: float) -> None:
     )
 
 
-def _caption(first: str, ranks, cells, origin) -> str:
+def _caption(first: str, cells, origin, name: str) -> str:
     """Say what the colours and signs mean that occur in this picture."""
     drawn = {e for row in cells for cell in row for column in cell for e in column.entries}
     fills = {_fill(e, origin) for e in drawn if not isinstance(e, str)}
     said = []
     if fills - {NEW, SHARED}:
-        said.append(f"Colour: the one rank that held this number at “{first}”.")
+        said.append(f"Colour: the one {name} that held this number at “{first}”.")
     if NEW in fills:
-        said.append(f"Grey and bold: a new number, held by no rank at “{first}”.")
+        said.append(f"Grey and bold: a new number, held by no {name} at “{first}”.")
     if SHARED in fills:
-        said.append(f"White: held by several ranks at “{first}”.")
+        said.append(f"White: held by several {name}s at “{first}”.")
     if drawn & {NOTHING, EMPTY}:
         said.append("Dashed: nothing here.")
     if ELLIPSIS in drawn:
