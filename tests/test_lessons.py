@@ -650,9 +650,11 @@ def test_main_fails_when_outputs_are_gathered_in_another_order(monkeypatch):
 
 
 def test_every_step_is_timed_as_often_as_asked():
-    seconds = data_parallel.step_seconds(data_parallel.virtual(2), rounds=2)
-    assert tuple(seconds) == STEPS
-    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+    one, two = data_parallel.step_seconds([data_parallel.virtual(n) for n in (1, 2)], rounds=2)
+    assert tuple(one) == tuple(two) == STEPS
+    for times in (*one.values(), *two.values()):
+        assert len(times) == 2
+        assert min(times) > 0
 
 
 def test_real_replicas_are_called_and_read_as_the_stand_ins_are(monkeypatch):

@@ -246,20 +246,28 @@ def held_by_net(
 # --- time ----------------------------------------------------------------------------------
 
 
-def step_seconds(places: Sequence[torch.device], rounds: int = 20) -> dict[str, list[float]]:
-    """Time each of the eight steps; return seconds by name, `rounds` of them."""
-    model, optimizer = start(places[0])
-    images, labels = (tensor.to(places[0]) for tensor in first_digits(BATCH))
-    seconds: dict[str, list[float]] = {}
+def step_seconds(
+    contestants: Sequence[Sequence[torch.device]], rounds: int = 20
+) -> list[dict[str, list[float]]]:
+    """Time each of the eight steps on several sets of devices, in turn, so that noise meets all.
+
+    Returns for each set the seconds by step, `rounds` of them.
+    """
+    runs = []
+    for places in contestants:
+        images, labels = (tensor.to(places[0]) for tensor in first_digits(BATCH))
+        runs.append((*start(places[0]), images, labels, places))
+    seconds: list[dict[str, list[float]]] = [{} for _ in contestants]
     for turn in range(rounds + 3):
-        begin = time.perf_counter()
-        for step, *_ in eight_steps(model, optimizer, images, labels, places):
-            for place in set(places) if are_real(places) else ():
-                torch.cuda.synchronize(place)
-            end = time.perf_counter()
-            if turn >= 3:  # the first rounds warm up
-                seconds.setdefault(step, []).append(end - begin)
-            begin = end
+        for run, times in zip(runs, seconds, strict=True):
+            begin = time.perf_counter()
+            for step, *_ in eight_steps(*run):
+                for place in set(run[-1]) if are_real(run[-1]) else ():
+                    torch.cuda.synchronize(place)
+                end = time.perf_counter()
+                if turn >= 3:  # the first rounds warm up
+                    times.setdefault(step, []).append(end - begin)
+                begin = end
     return seconds
 
 
@@ -288,7 +296,6 @@ def rank_gradient(
     world_size: int,
     weighted: bool = False,
     count: int = BATCH,
-    average: Callable[[nn.Module], None] = average_gradients,
 ) -> torch.Tensor:
     """Average the gradients of the shards that scatter would make; return the mean, flat.
 
@@ -302,7 +309,7 @@ def rank_gradient(
     if weighted:
         loss = loss * len(mine) * world_size / count
     loss.backward()
-    average(model)
+    average_gradients(model)
     return _gradient(model)
 
 
