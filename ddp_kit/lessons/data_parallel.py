@@ -276,7 +276,7 @@ def step_seconds(
     return seconds
 
 
-def count_up(rank: int = 0, world_size: int = 1, limit: int = 500_000) -> int:
+def count_up(rank: int = 0, world_size: int = 1, limit: int = 300_000) -> int:
     """Count in plain Python, one by one: work that holds the interpreter's lock."""
     number = 0
     while number < limit:
