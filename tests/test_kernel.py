@@ -231,6 +231,18 @@ def test_lines_of_ranks_arrive_live_and_leave_no_trace_in_the_display(shared, tm
     assert cell.stderr == ""
 
 
+def test_pictures_are_loaded_while_the_first_ranks_start(shared):
+    shared.run("kit.run(lambda rank, world_size: None)")
+    cell = shared.run(
+        "import sys, threading\n"
+        "for thread in threading.enumerate():\n"
+        "    if thread.name == 'ddp_kit loads its pictures':\n"
+        "        thread.join()\n"
+        "print('ddp_kit.plot' in sys.modules)"
+    )
+    assert cell.stdout == "True\n"
+
+
 def test_a_bar_for_each_rank_is_there_while_its_loop_lasts_and_not_afterwards(shared, tmp_path):
     shared.run(
         "def counts(rank, world_size, go):\n"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import threading
 import warnings
 
 from IPython import get_ipython
@@ -25,6 +28,7 @@ class NotebookView:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._shown = ""
+        _load_pictures()
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
@@ -42,6 +46,13 @@ class NotebookView:
         """Show nothing any more."""
         if self._shown:
             self._handle.update({}, raw=True)
+
+
+@functools.cache
+def _load_pictures() -> None:
+    """Import what draws a deadlock while the first ranks start: the error would wait for it."""
+    load = functools.partial(importlib.import_module, "ddp_kit.plot")
+    threading.Thread(target=load, name="ddp_kit loads its pictures", daemon=True).start()
 
 
 def _draw_waits(error: errors.DeadlockError) -> None:
