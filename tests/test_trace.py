@@ -25,6 +25,7 @@ from ddp_kit.trace import (
     board,
     draw_bar,
     join,
+    recorder,
     recording,
 )
 
@@ -184,8 +185,7 @@ def test_splits_are_recorded_as_rows_to_and_from_each_rank():
 def test_what_ddp_sends_is_recorded_and_its_gradients_stay_the_same_to_the_last_bit():
     def worker(rank, world_size, recorded):
         if not recorded:
-            make_reducer = DistributedDataParallel._ddp_init_helper.__wrapped__
-            DistributedDataParallel._ddp_init_helper = make_reducer
+            recorder.current = None  # until the end of the run
         torch.manual_seed(rank)
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
@@ -540,7 +540,7 @@ def page():
     page.begin(1, 100)
     group = page.add_text(["group", "0", [0, 1]])
     page.call = page.add_text(
-        ["call", "send", "send", "send", group, None, "float32", [[1]], [], [], None, 4]
+        ["call", "isend", "send", "send", group, None, "float32", [[1]], [], [], None, 4]
     )
     yield page
     page.close()
@@ -554,7 +554,7 @@ def test_a_wait_is_read_as_it_was_written(page):
     add(page, 0)
     assert Reading(3, page.read()).as_wait() == Wait(3, None)
     page.begin_wait(0, 2000, limited=False, shown=True)
-    assert Reading(3, page.read()).as_wait() == Wait(3, "send(dst=1)")
+    assert Reading(3, page.read()).as_wait() == Wait(3, "isend(dst=1)")
     assert Reading(3, page.read()).waits_for_ever
     page.end_wait(0, 3000, shown=True)
     reading = Reading(3, page.read())
