@@ -8,9 +8,27 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import backends
-from ddp_kit.lessons import collectives, ddp, partitioned_sgd, point_to_point, ring_allreduce
+from ddp_kit.lessons import (
+    collectives,
+    data_parallel,
+    ddp,
+    environment,
+    init_methods,
+    partitioned_sgd,
+    point_to_point,
+    ring_allreduce,
+)
 
-LESSONS = (point_to_point, collectives, partitioned_sgd, ring_allreduce, ddp)
+LESSONS = (
+    point_to_point,
+    collectives,
+    partitioned_sgd,
+    ring_allreduce,
+    environment,
+    init_methods,
+    data_parallel,
+    ddp,
+)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 

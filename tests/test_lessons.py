@@ -344,7 +344,7 @@ def test_each_meeting_that_fails_is_explained(tmp_path):
                 (f"file://{tmp_path}/size", [(0, 2, 30), (1, 3, 1)]),
                 (here[0], [(0, 2, 1), None]),
                 (here[1], [None, (1, 2, 1)]),
-                (here[2], [(0, 2, 30), (0, 2, 30)], 0.5),
+                (here[2], [(0, 2, 30), (0, 2, 30)], 1.5),
                 (taken, [(0, 2, 30), (1, 2, 30)]),
             )
         ]

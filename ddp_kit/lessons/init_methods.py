@@ -169,13 +169,13 @@ def packed(ip: str) -> bytes:
 def listeners() -> list[tuple[str, int, int | None]]:
     """List who listens on this machine: address, port, and process id where the system tells it.
 
-    Empty where the system tells it to an administrator only.
+    Where the system tells it to an administrator only, it lists what this process listens at.
     """
     try:
-        found = psutil.net_connections("tcp")
+        found = [(c, c.pid) for c in psutil.net_connections("tcp")]
     except psutil.AccessDenied:
-        return []
-    return [(c.laddr.ip, c.laddr.port, c.pid) for c in found if c.status == psutil.CONN_LISTEN]
+        found = [(c, os.getpid()) for c in psutil.Process().net_connections("tcp")]
+    return [(c.laddr.ip, c.laddr.port, pid) for c, pid in found if c.status == psutil.CONN_LISTEN]
 
 
 def owner(port: int) -> str:

@@ -131,6 +131,7 @@ class _Member:
 
     def tidy(self) -> None:
         """Get ready for the next run, now that the pool has the reply and nobody waits."""
+        self.tidied = False
         if self.around:
             with suppress(Exception):  # the next run tries again, and tells it
                 self._restore()
