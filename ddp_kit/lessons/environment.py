@@ -68,7 +68,7 @@ def introduce() -> str:
     total = torch.tensor([rank])
     dist.all_reduce(total)
     line = f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
-    print(line)
+    print(line + "\n", end="")  # in one piece: under torchrun all ranks write to one stream
     return line
 
 
