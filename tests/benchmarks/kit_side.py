@@ -20,6 +20,8 @@ kit_done = time.perf_counter()
 import torch.distributed as dist  # noqa: E402
 from side import seconds, serve  # noqa: E402
 
+from ddp_kit.trace import recorder  # noqa: E402
+
 HEAVY = ("matplotlib", "IPython", "torchvision", "ipywidgets")
 
 
@@ -34,10 +36,8 @@ def hundred_megabytes(rank, world_size):
 
 
 def many_all_reduces(rank, world_size, traced):
-    if not traced:  # as PyTorch has them; the kit puts its own back before the next run
-        allreduce, wait = dist.ProcessGroup.allreduce.__wrapped__, dist.Work.wait.__wrapped__
-        dist.ProcessGroup.allreduce = lambda group, *args: allreduce(group, *args)
-        dist.Work.wait = lambda work: wait(work)
+    if not traced:
+        recorder.current = None  # until the end of the run: then nothing is recorded
     number = torch.ones(1)
     dist.barrier()
     began = time.perf_counter()
