@@ -8,28 +8,6 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import backends
-from ddp_kit.lessons import (
-    collectives,
-    data_parallel,
-    ddp,
-    environment,
-    init_methods,
-    partitioned_sgd,
-    point_to_point,
-    ring_allreduce,
-)
-
-LESSONS = (
-    point_to_point,
-    collectives,
-    partitioned_sgd,
-    ring_allreduce,
-    environment,
-    init_methods,
-    data_parallel,
-    ddp,
-)
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
 @pytest.fixture
@@ -88,13 +66,7 @@ def test_tensors_on_the_cpu_are_served_beside_nccl():
     assert backends.for_group("gloo") == "gloo"
 
 
-@on_gpu
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda module: module.__name__.split(".")[-1])
-def test_a_lesson_holds_on_one_gpu(lesson):
-    lesson.main(["--backend", "nccl", "--world-size", "1"])
-
-
-@on_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_two_ranks_share_a_gpu_with_gloo():
     def worker(rank, world_size):
         tensor = torch.tensor([1.0 + rank], device="cuda:0")

@@ -147,6 +147,14 @@ def test_a_deadlock_is_ended_and_explained(worker, world_size, fact):
         assert wait.where.source in str(caught.value)
 
 
+def test_a_message_that_was_thrown_away_is_lost():
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(isend_thrown_away, world_size=2)
+    (message,) = caught.value.trace.messages()
+    assert message.recv is None
+    assert caught.value.trace.lost == [message]
+
+
 # --- ranks that do not agree ---------------------------------------------------------------
 
 

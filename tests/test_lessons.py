@@ -15,6 +15,7 @@ import torch
 import ddp_kit as kit
 from ddp_kit.launch import prove
 from ddp_kit.lessons import (
+    _eight_steps,
     collectives,
     data_parallel,
     ddp,
@@ -61,6 +62,12 @@ def test_main_prints_its_one_line_and_writes_its_traces(lesson, world_size, caps
     trace = kit.load_trace(tmp_path)
     assert trace.world_size == world_size
     assert trace.events or world_size == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda module: module.__name__.split(".")[-1])
+def test_a_lesson_holds_on_one_gpu(lesson):
+    lesson.main(["--backend", "nccl", "--world-size", "1"])
 
 
 @pytest.mark.parametrize("name", PROOFS)
@@ -644,7 +651,7 @@ def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_si
 
 def test_main_fails_when_outputs_are_gathered_in_another_order(monkeypatch):
     gather = data_parallel.gather
-    monkeypatch.setattr(data_parallel, "gather", lambda outputs, at: gather(outputs[::-1], at))
+    monkeypatch.setattr(_eight_steps, "gather", lambda outputs, at: gather(outputs[::-1], at))
     with pytest.raises(kit.ProofError, match="the gradient of 2 devices and of one are the same"):
         data_parallel.main(["--world-size", "2"])
 

@@ -21,9 +21,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddp_kit.errors import RankError
-from ddp_kit.failures import RankFailure, name_ranks
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons._explain import MEANINGS, explain  # noqa: F401 - the notebook uses them
+from ddp_kit.lessons._noted_store import NotedStore, ranks_in
 
 HERE = "127.0.0.1"
 PATIENCE = timedelta(seconds=30)  # for a meeting that should succeed
@@ -79,67 +79,6 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
-
-
-class NotedStore(dist.Store):
-    """A store that passes all calls to another one, and notes those that read or write.
-
-    notes: (call, key, bytes), in the order of the calls; values: what was written, by key.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store = store
-        self.notes: list[tuple[str, str, int]] = []
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value."""
-        self.notes.append(("set", key, len(value)))
-        self.values[key] = bytes(value)
-        self.store.set(key, value)
-
-    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
-        """Block until all keys were written."""
-        self.notes.extend(("wait", key, 0) for key in keys)
-        self.store.wait(keys, *timeout)
-
-    def get(self, key: str) -> bytes:
-        """Read a value."""
-        value = self.store.get(key)
-        self.notes.append(("get", key, len(value)))
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
-        self.notes.append(("add", key, 0))
-        return self.store.add(key, amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys were written."""
-        return self.store.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value where another one stood."""
-        self.notes.append(("set", key, len(desired)))
-        return self.store.compare_set(key, expected, desired)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Read several values."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        """Write several values."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Tell whether the store can do more than set, get and wait."""
-        return self.store.has_extended_api()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long to wait."""
-        self.store.set_timeout(timeout)
 
 
 def noted(rank: int, world_size: int, path: str) -> dict:
@@ -239,62 +178,6 @@ def killed(rank: int, world_size: int, path: str) -> None:
     dist.barrier()
 
 
-ALL_COME = "Start every rank, each with a number of its own, all with the same world size."
-# What stands in PyTorch's message, what it means, and what to do.
-MEANINGS = {
-    "expected, but not set": (
-        "env:// reads a variable that is not there.",
-        "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank.",
-    ),
-    "clients joined": ("it keeps the store, and not all ranks came to it in time.", ALL_COME),
-    "Wait timeout": ("it waited in the file for a rank that wrote nothing there.", ALL_COME),
-    "wait timeout": ("it waited in the store for a rank that wrote nothing there.", ALL_COME),
-    "EADDRINUSE": (
-        "it must listen on a port that another process has.",
-        "Take a free port. Only one rank may be rank 0.",
-    ),
-    "to connect to": (
-        "nobody listens at the address it was given.",
-        "Start rank 0. MASTER_ADDR and MASTER_PORT, or the URL, must name its machine and port.",
-    ),
-    "onnect": (  # "Connection refused" or "Connect timeout": whichever of two ranks has to call
-        "it found the address of a rank, and cannot reach it there.",
-        "The address may be that of an earlier run: remove the file, or take a new name each time.",
-    ),
-    "operation to complete": (
-        "it is in a group, and waited in vain for another rank to take part.",
-        ALL_COME,
-    ),
-}
-CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
-
-
-def explain(error: RankError) -> str:
-    """Say what PyTorch meant, rank by rank, in words that are the same on every run.
-
-    A rank that failed because another one had left is passed over.
-    """
-    followed = {
-        rank
-        for rank, failure in error.failures.items()
-        if any(words in failure.message for words in CONSEQUENCES)
-    }
-    told: dict[str, list[int]] = {}
-    for rank in error.failures.keys() - followed or followed:
-        told.setdefault(_meaning(error.failures[rank]), []).append(rank)
-    return "\n".join(
-        f"{name_ranks(ranks)}: {meaning}"
-        for meaning, ranks in sorted(told.items(), key=lambda item: min(item[1]))
-    )
-
-
-def _meaning(failure: RankFailure) -> str:
-    for words, (meaning, mend) in MEANINGS.items():
-        if words in failure.message:
-            return f"{meaning}\n    {mend}"
-    return f"{failure.type}, for which this lesson has no words; read its message."
-
-
 def main(argv: list[str] | None = None) -> None:
     """Meet in four ways, and look into the store; print one line."""
     options = lesson_parser("init_methods", __doc__).parse_args(argv or [])
@@ -327,11 +210,6 @@ def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
     prove("it reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
     prove("what it wrote is an address at which it listens", seen["listens"] is not False)
     prove("messages do not go through the store", seen["later"] == 0)
-
-
-def ranks_in(keys: Sequence[str]) -> list[int]:
-    """Return the ranks at the end of keys such as "0//cpu//0/1"."""
-    return [int(key.rsplit("/", 1)[1]) for key in keys]
 
 
 if __name__ == "__main__":

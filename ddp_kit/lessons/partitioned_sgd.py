@@ -176,6 +176,11 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
 
 
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference between two tensors of one shape."""
+    return (one - other).abs().max().item()
+
+
 def mean_gradient(
     rank: int,
     world_size: int,
@@ -214,7 +219,7 @@ def distance_to_ddp(rank: int, world_size: int, steps: int = 20) -> float:
             average(model)
             optimizer.step()
         replicas.append(flat(model.parameters()))
-    return (replicas[0] - replicas[1]).abs().max().item()
+    return distance(*replicas)
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -275,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
         n = ranks.world_size
         reference = whole_batch_gradient(32 * n)
         for gradient in ranks(mean_gradient):
-            error = (gradient.cpu() - reference).abs().max().item()
+            error = distance(gradient, reference)
             prove("the mean of the shards' gradients is the batch's gradient", error < 1e-6)
         prove("average_gradients equals DDP", max(ranks(distance_to_ddp)) < 1e-6)
         replicas = list(ranks(train, options.epochs))

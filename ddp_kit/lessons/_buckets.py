@@ -1,0 +1,141 @@
+"""When DDP's buckets leave, what that hides, and what it wins: noted, drawn and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit import device
+from ddp_kit.lessons.partitioned_sgd import SEED
+from ddp_kit.trace import Trace
+
+
+class Stack(nn.Module):
+    """Four linear layers with 1 MiB of weights each; takes and gives (batch, 512).
+
+    order: in which the layers are registered; they are used from 0 to 3. spare: register one
+    more parameter, a single number that is never used.
+    """
+
+    def __init__(self, order: Iterable[int] = range(4), spare: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        for number in order:
+            self.add_module(f"layer{number}", nn.Linear(512, 512))
+        if spare:
+            self.spare = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layers."""
+        for number in range(4):
+            x = torch.relu(self.get_submodule(f"layer{number}")(x))
+        return x
+
+
+def watch(
+    rank: int,
+    world_size: int,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    order: Iterable[int] = range(4),
+    spare: bool = False,
+) -> list[list[str]]:
+    """Note each gradient that is ready and each bucket that leaves, in two backwards of a Stack.
+
+    Returns the notes of each backward, in order.
+    """
+    model = Stack(order, spare).to(device())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    notes: list[list[str]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: notes[-1].append(names[id(p)]))
+
+    def note_and_reduce(group, bucket):
+        held = [names[id(parameter)] for parameter in bucket.parameters()]
+        notes[-1].append(f"-> bucket {bucket.index()}: {', '.join(held)}")
+        return allreduce_hook(group, bucket)  # what DDP does without a hook
+
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters
+    )
+    ddp.register_comm_hook(None, note_and_reduce)
+    for _ in range(2):
+        notes.append([])
+        ddp(torch.ones(1, 512, device=device())).sum().backward()
+    return notes
+
+
+def backwards(
+    rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 10
+) -> None:
+    """Run some backwards of a Stack of 4 MiB, for their trace; 256 rows each."""
+    ddp = DistributedDataParallel(Stack().to(device()), bucket_cap_mb=bucket_cap_mb)
+    x = torch.ones(256, 512, device=device())
+    for _ in range(steps):
+        ddp(x).sum().backward()
+
+
+def typical(trace: Trace) -> int:
+    """Return which backward kept rank 0 waiting for the median time; the first does not count."""
+    reduced = [event for event in trace if event.rank == 0 and event.op == "DDP all_reduce"]
+    waits = [event.end - event.waited for event in reduced if event.end and event.waited][1:]
+    return 1 + waits.index(sorted(waits)[len(waits) // 2])
+
+
+OPTIONS = {
+    "one bucket: no overlap": {"bucket_cap_mb": 1000},
+    "buckets of 1 MiB": {"bucket_cap_mb": 1},
+    "and find_unused_parameters": {"bucket_cap_mb": 1, "find_unused_parameters": True},
+}
+
+
+def step_seconds(
+    rank: int, world_size: int, bytes_per_second: float | None = None, steps: int = 20
+) -> dict[str, list[float]]:
+    """Time forward and backward of a Stack with each of OPTIONS, in turn.
+
+    bytes_per_second: of a wire to imitate, with gloo. Each bucket then comes that much later,
+    one after the other; no core works meanwhile.
+    Returns seconds per step for each name in OPTIONS, `steps` of them.
+    """
+    x = torch.ones(128, 512, device=device())
+    seconds: dict[str, list[float]] = {name: [] for name in OPTIONS}
+    with ThreadPoolExecutor(1) as wire:
+        models = {}
+        for name, options in OPTIONS.items():
+            stack = Stack(spare="find_unused_parameters" in options).to(device())
+            models[name] = DistributedDataParallel(stack, **options)
+            if bytes_per_second:
+                models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)
+        for step in range(steps + 3):
+            for name, model in models.items():
+                dist.barrier()
+                start = time.perf_counter()
+                model(x).sum().backward()
+                if x.is_cuda:
+                    torch.cuda.synchronize()
+                if step >= 3:  # the first steps warm up, and rebuild the buckets
+                    seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def carry_slowly(state, bucket):
+    """Reduce a bucket, and keep it back as a slow wire would: a hook, for tensors on the CPU."""
+    wire, bytes_per_second = state
+    reduced, arrived = allreduce_hook(None, bucket), torch.futures.Future()
+    nbytes = bucket.buffer().numel() * bucket.buffer().element_size()
+
+    def carry() -> None:
+        value = reduced.wait()
+        time.sleep(nbytes / bytes_per_second)
+        arrived.set_result(value)
+
+    wire.submit(carry)
+    return arrived

@@ -1,0 +1,74 @@
+"""A store that notes what PyTorch asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class NotedStore(dist.Store):
+    """A store that passes all calls to another one, and notes those that read or write.
+
+    notes: (call, key, bytes), in the order of the calls; values: what was written, by key.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store = store
+        self.notes: list[tuple[str, str, int]] = []
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self.notes.append(("set", key, len(value)))
+        self.values[key] = bytes(value)
+        self.store.set(key, value)
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Block until all keys were written."""
+        self.notes.extend(("wait", key, 0) for key in keys)
+        self.store.wait(keys, *timeout)
+
+    def get(self, key: str) -> bytes:
+        """Read a value."""
+        value = self.store.get(key)
+        self.notes.append(("get", key, len(value)))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        self.notes.append(("add", key, 0))
+        return self.store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all keys were written."""
+        return self.store.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a value where another one stood."""
+        self.notes.append(("set", key, len(desired)))
+        return self.store.compare_set(key, expected, desired)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Read several values."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        """Write several values."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Tell whether the store can do more than set, get and wait."""
+        return self.store.has_extended_api()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long to wait."""
+        self.store.set_timeout(timeout)
+
+
+def ranks_in(keys: Sequence[str]) -> list[int]:
+    """Return the ranks at the end of keys such as "0//cpu//0/1"."""
+    return [int(key.rsplit("/", 1)[1]) for key in keys]
