@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_kit.errors import BackendError
 
-NAMES = ("auto", "gloo", "nccl", "mpi")
+NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi")
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that leads nowhere else
 
@@ -23,7 +23,8 @@ _device = torch.device("cpu")
 def choose_backend(backend: str, world_size: int) -> str:
     """Turn "auto" into a backend, and refuse one that cannot run here.
 
-    "auto" is nccl where every rank can have a GPU of its own, else gloo.
+    "auto" is nccl where every rank can have a GPU of its own, else gloo. "cuda:gloo" is gloo for
+    tensors on GPUs, which ranks may share.
     Raises BackendError with what would be needed.
     """
     if backend not in NAMES:
@@ -40,7 +41,12 @@ def choose_backend(backend: str, world_size: int) -> str:
     if backend == "nccl" and gpus < world_size:
         raise BackendError(
             f'backend="nccl" needs one GPU for each of the {world_size} ranks, and this machine '
-            f'has {gpus}; use backend="gloo"' + (f" or world_size={gpus}" if gpus else "")
+            f'has {gpus}; use backend="gloo"'
+            + (f', backend="cuda:gloo" on shared GPUs, or world_size={gpus}' if gpus else "")
+        )
+    if backend == "cuda:gloo" and not gpus:
+        raise BackendError(
+            'backend="cuda:gloo" needs a GPU, and PyTorch sees none here; use backend="gloo"'
         )
     if backend == "mpi":
         raise BackendError(
@@ -51,15 +57,16 @@ def choose_backend(backend: str, world_size: int) -> str:
 
 
 def for_group(backend: str) -> str:
-    """Return what `init_process_group` is told: beside nccl, gloo serves tensors on the CPU."""
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    """Return what `init_process_group` is told: gloo also serves the tensors on the CPU."""
+    return {"nccl": "cpu:gloo,cuda:nccl", "cuda:gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
 
 
 def take_device(backend: str, local_rank: int) -> torch.device:
-    """Make this process's device current: `cuda:local_rank` for nccl, else the CPU."""
+    """Make this process's device current: a GPU for "nccl" and "cuda:gloo", else the CPU."""
     global _device
-    if backend == "nccl":
-        _device = torch.device("cuda", local_rank)
+    if backend in ("nccl", "cuda:gloo"):
+        # Under nccl there is a GPU for every rank; under gloo they take turns.
+        _device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)
     else:
         _device = torch.device("cpu")
@@ -67,7 +74,7 @@ def take_device(backend: str, local_rank: int) -> torch.device:
 
 
 def device() -> torch.device:
-    """Return the device of the rank that calls: `cuda:k` under nccl, else `cpu`."""
+    """Return the device of the rank that calls: `cuda:k` under "nccl" and "cuda:gloo", or `cpu`."""
     return _device
 
 

@@ -29,6 +29,7 @@ def gpus(monkeypatch):
         ("auto", 3, "gloo"),
         ("nccl", 2, "nccl"),
         ("gloo", 2, "gloo"),
+        ("cuda:gloo", 3, "cuda:gloo"),
     ],
 )
 def test_nccl_is_chosen_where_every_rank_has_a_gpu(gpus, asked, world_size, chosen):
@@ -40,7 +41,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_choices(gpus):
         backends.choose_backend("nccl", 3)
     assert str(caught.value) == (
         'backend="nccl" needs one GPU for each of the 3 ranks, and this machine has 2; '
-        'use backend="gloo" or world_size=2'
+        'use backend="gloo", backend="cuda:gloo" on shared GPUs, or world_size=2'
     )
 
 
@@ -61,16 +62,31 @@ def test_each_rank_gets_its_own_gpu_under_nccl_and_none_under_gloo(gpus):
     assert len(gpus) == 2
 
 
+def test_ranks_take_turns_on_gpus_that_gloo_shares(gpus):
+    devices = [backends.take_device("cuda:gloo", rank) for rank in range(3)]
+    assert devices == gpus == [torch.device("cuda", index) for index in (0, 1, 0)]
+
+
+def test_gloo_on_gpus_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(kit.BackendError) as caught:
+        backends.choose_backend("cuda:gloo", 2)
+    assert str(caught.value) == (
+        'backend="cuda:gloo" needs a GPU, and PyTorch sees none here; use backend="gloo"'
+    )
+
+
 def test_tensors_on_the_cpu_are_served_beside_nccl():
     assert backends.for_group("nccl") == "cpu:gloo,cuda:nccl"
+    assert backends.for_group("cuda:gloo") == "cpu:gloo,cuda:gloo"
     assert backends.for_group("gloo") == "gloo"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_two_ranks_share_a_gpu_with_gloo():
     def worker(rank, world_size):
-        tensor = torch.tensor([1.0 + rank], device="cuda:0")
+        tensor = torch.tensor([1.0 + rank], device=kit.device())
         dist.all_reduce(tensor)
         return tensor.device.type, tensor.item()
 
-    assert list(kit.run(worker, world_size=2, backend="gloo")) == [("cuda", 3.0)] * 2
+    assert list(kit.run(worker, world_size=2, backend="cuda:gloo")) == [("cuda", 3.0)] * 2

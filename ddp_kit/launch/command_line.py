@@ -25,7 +25,8 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         default="auto",
-        help='"gloo", "nccl", or "auto": nccl where every rank can have a GPU (default auto)',
+        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), or "auto": nccl where every rank '
+        "can have a GPU, else gloo (default auto)",
     )
     parser.add_argument(
         "--trace",

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ddp_kit import device, mnist
+from ddp_kit import device, mnist, progress
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 GLOBAL_BATCH = 128
@@ -132,7 +132,7 @@ def train(
     model = Net().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     losses = []
-    for _ in range(epochs):
+    for _ in progress(range(epochs)):
         total = 0.0
         for images, labels in batches:
             optimizer.zero_grad()

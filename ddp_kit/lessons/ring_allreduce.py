@@ -163,7 +163,7 @@ def measure(rank: int, world_size: int, nbytes: int, rounds: int) -> dict[str, l
     return seconds
 
 
-def bandwidth(run: Callable, sizes=SIZES, rounds: int = 7) -> dict[str, list[tuple[int, float]]]:
+def bandwidth(run: Callable, sizes=SIZES, rounds: int = 3) -> dict[str, list[tuple[int, float]]]:
     """Measure each contestant over message sizes; median seconds on the slowest rank.
 
     run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor.

@@ -39,7 +39,8 @@ class WorkerPool:
     """Warm processes that run workers as the ranks of a process group.
 
     world_size: how many ranks to start; they import torch in the background.
-    backend: "auto" (nccl where every rank can have a GPU, else gloo), "gloo" or "nccl".
+    backend: "auto" (nccl where every rank can have a GPU, else gloo), "gloo", "nccl", or
+        "cuda:gloo" for gloo on GPUs that ranks share.
     init: False leaves it to the worker to call `init_process_group`. What it leaves of a group
         is taken away after the run.
 
@@ -278,7 +279,8 @@ def run(
 ) -> Result:
     """Call `worker(rank, world_size, *args)` on every rank of the notebook's shared pool.
 
-    world_size: how many ranks. backend: "auto", "gloo" or "nccl". timeout: seconds, or None.
+    world_size: how many ranks. backend: "auto", "gloo", "nccl" or "cuda:gloo".
+    timeout: seconds, or None.
 
     The first call starts the processes; they stay warm for the next one.
 

@@ -1,0 +1,50 @@
+"""The environment of a rank, and the exits of synchronize."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from inspect import getsource
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit.lessons import environment
+
+
+def test_synchronize_leaves_by_each_of_its_exits():
+    left = [environment.without_a_package(), environment.synchronize()]
+    left.append(environment.in_a_world_of_one())
+    left += kit.run(environment.everywhere, world_size=2)
+    assert left == [*environment.EXITS, environment.EXITS[3]]
+    assert list(kit.run(environment.everywhere, world_size=1)) == [environment.EXITS[2]]
+    assert not torch.distributed.is_initialized()
+
+
+def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
+    def leaves_at_once(rank, world_size, late):
+        now = time.monotonic()
+        return {"came": now + (rank == late), "left": now}
+
+    monkeypatch.setattr(environment, "come_and_leave", leaves_at_once)
+    with pytest.raises(kit.ProofError, match="nobody leaves before the last has come"):
+        environment.main(["--world-size", "2"])
+
+
+def test_the_same_worker_says_the_same_from_a_cell_and_under_torchrun(tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        + getsource(environment.introduce)
+        + "dist.init_process_group('gloo')\nintroduce()\ndist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(script)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    result = kit.run(lambda rank, world_size: environment.introduce(), world_size=2)
+    assert sorted(out.stdout.splitlines()) == list(result), out.stderr
+    assert result[1] == "rank 1 of 2, local rank 1, sum of all ranks 1"

@@ -1,0 +1,122 @@
+"""The lessons' claims, at several world sizes and however they are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit import lessons
+from ddp_kit.launch import prove
+from ddp_kit.lessons import ring_allreduce
+
+WORLD_SIZES = (1, 2, 3, 4)
+PROOFS = {
+    "point_to_point": "point_to_point: {}, every tensor arrived as it was sent\n",
+    "collectives": "collectives: {}, 9 collectives and the barrier are right\n",
+    "partitioned_sgd": "partitioned_sgd: {}, replicas bit-equal, gradients equal one process\n",
+    "ring_allreduce": "ring_allreduce: {}, 3 rings agree with dist.all_reduce\n",
+    "environment": "environment: {}, each knows its rank, synchronize returns as it should\n",
+    "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
+    "ddp": "ddp: {}, equal start, mean gradients; no_sync and sampler as by hand\n",
+    "data_parallel": "data_parallel: {}, eight steps and a weighted mean equal one process\n",
+}
+
+
+def lesson(name: str) -> ModuleType:
+    return import_module(f"ddp_kit.lessons.{name}")
+
+
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def test_no_lesson_is_left_out():
+    files = Path(lessons.__file__).parent.glob("[!_]*.py")
+    assert {file.stem for file in files} == set(PROOFS)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", PROOFS)
+def test_main_prints_its_one_line_and_writes_its_traces(name, world_size, capsys, tmp_path):
+    lesson(name).main(["--world-size", str(world_size), "--trace", str(tmp_path)])
+    assert capsys.readouterr().out == PROOFS[name].format(ranks(world_size))
+    trace = kit.load_trace(tmp_path)
+    assert trace.world_size == world_size
+    assert trace.events or world_size == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("choice", [("nccl", "1"), ("cuda:gloo", "2")], ids=" ".join)
+@pytest.mark.parametrize("name", PROOFS)
+def test_a_lesson_holds_on_one_gpu(name, choice):
+    lesson(name).main(["--backend", choice[0], "--world-size", choice[1]])
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_torchrun_gives_the_same_line(name):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", f"ddp_kit.lessons.{name}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert out.stdout == PROOFS[name].format("2 ranks"), out.stderr
+
+
+def test_torchrun_refuses_another_world_size():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "ddp_kit.lessons.point_to_point", "--world-size", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert out.returncode != 0
+    assert "torchrun started 2 ranks, but --world-size is 3" in out.stderr
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_help_names_the_options(name, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        lesson(name).main(["--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert f"python -m ddp_kit.lessons.{name}" in out
+    assert "--world-size" in out
+    assert "--backend" in out
+    assert "--trace DIR" in out
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_bad_options_are_told_in_one_line(name):
+    module = lesson(name)
+    for size in ("0", "-1", "1000000"):
+        with pytest.raises(kit.PoolError, match="world_size must be at"):
+            module.main(["--world-size", size])
+    with pytest.raises(kit.BackendError, match="got 'smoke'"):
+        module.main(["--backend", "smoke"])
+
+
+def test_the_command_line_ends_in_one_line_without_a_traceback():
+    command = [sys.executable, "-m", "ddp_kit.lessons.collectives", "--world-size", "0"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (out.returncode, out.stderr) == (1, "PoolError: world_size must be at least 1, got 0\n")
+
+
+def test_a_claim_that_fails_is_an_error():
+    with pytest.raises(kit.ProofError, match="this did not hold: pigs fly"):
+        prove("pigs fly", False)
+
+
+def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
+    monkeypatch.setattr(ring_allreduce, "expected_cost", lambda ring, n, nbytes: (1, 1))
+    with pytest.raises(kit.ProofError, match="messages are as few"):
+        ring_allreduce.main(["--world-size", "3"])
+
+
+def test_ranks_of_lessons_compute_as_exactly_as_their_proofs_ask():
+    result = kit.run(lambda rank, world_size: os.environ["NVIDIA_TF32_OVERRIDE"], world_size=2)
+    assert list(result) == ["0", "0"]

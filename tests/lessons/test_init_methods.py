@@ -1,0 +1,79 @@
+"""Init methods: each meeting that fails is explained."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import ddp_kit as kit
+from ddp_kit.lessons import init_methods
+
+
+def explained(pool, worker, *args):
+    with pytest.raises(kit.RankError) as caught:
+        pool.run(worker, *args)
+    return init_methods.explain(caught.value)
+
+
+def meaning(words):
+    return "\n    ".join(init_methods.MEANINGS[words])
+
+
+def test_each_meeting_that_fails_is_explained(tmp_path):
+    here = [f"tcp://127.0.0.1:{port}" for port in init_methods.free_ports(3)]
+    with kit.WorkerPool(2, init=False) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        told = [
+            explained(pool, init_methods.attempt, *case)
+            for case in (
+                (f"file://{tmp_path}/alone", [(0, 2, 1), None]),
+                (f"file://{tmp_path}/twice", [(0, 2, 1), (0, 2, 1)]),
+                (f"file://{tmp_path}/size", [(0, 2, 30), (1, 3, 1)]),
+                (here[0], [(0, 2, 1), None]),
+                (here[1], [None, (1, 2, 1)]),
+                (here[2], [(0, 2, 30), (0, 2, 30)], 1.5),
+                (taken, [(0, 2, 30), (1, 2, 30)]),
+            )
+        ]
+        assert told == [
+            "rank 0: " + meaning("Wait timeout"),
+            "ranks 0 and 1: " + meaning("Wait timeout"),
+            "rank 1: " + meaning("Wait timeout"),
+            "rank 0: " + meaning("clients joined"),
+            "rank 1: " + meaning("to connect to"),
+            "rank 1: " + meaning("EADDRINUSE"),
+            "rank 0: " + meaning("EADDRINUSE"),
+        ]
+        assert init_methods.owner(server.getsockname()[1]) == "this process"
+
+
+def test_the_file_of_a_killed_run_is_explained(tmp_path):
+    path = tmp_path / "met"
+    with kit.WorkerPool(2, init=False) as pool:
+        with pytest.raises(kit.RankDiedError):
+            pool.run(init_methods.killed, path)
+        assert path.exists()
+        told = explained(pool, init_methods.attempt, f"file://{path}", [(0, 2, 0.5), None])
+    assert told == "rank 0: " + meaning("onnect")
+
+
+def failure(rank, message):
+    return kit.RankFailure(rank, "RuntimeError", message)
+
+
+def test_only_the_cause_is_explained_where_one_failure_brought_another():
+    both = [failure(0, "Read error: Connection reset by peer"), failure(1, "Wait timeout")]
+    told = init_methods.explain(kit.RankError(dict(enumerate(both))))
+    assert told == "rank 1: " + meaning("Wait timeout")
+    assert "rank 0: " in init_methods.explain(kit.RankError({0: both[0]}))
+    unknown = init_methods.explain(kit.RankError({1: failure(1, "smoke at port 4711")}))
+    assert unknown.startswith("rank 1: RuntimeError, for which")
+    assert "4711" not in unknown
+
+
+def test_main_fails_when_a_rank_wrote_no_address_of_its_own(monkeypatch):
+    noted = init_methods.noted
+    monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": False})
+    with pytest.raises(kit.ProofError, match="an address at which it listens"):
+        init_methods.main(["--world-size", "2"])

@@ -1,0 +1,66 @@
+"""Ring all-reduce: exact sums, and costs as the formulas say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit.lessons import ring_allreduce
+
+
+def test_rings_are_exact_where_sizes_do_not_divide():
+    def all_cases(rank, world_size):
+        return [
+            (ring.__name__, shape, dtype)
+            for ring in ring_allreduce.RINGS
+            for shape in [(), (0,), (1,), (2,), (5,), (7, 3), (1, 1, 13), (1001,)]
+            for dtype in [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8]
+            if not ring_allreduce.compare(rank, world_size, ring, shape, dtype)
+        ]
+
+    for world_size in (1, 2, 3, 4, 5):
+        assert not any(kit.run(all_cases, world_size=world_size))
+
+
+def test_a_kept_scratch_tensor_does_not_change_the_sum():
+    def twice(rank, world_size):
+        scratch = torch.full((10,), 77.0)
+        for _ in range(2):
+            tensor = torch.arange(10.0) + rank
+            ring_allreduce.preposted_ring(tensor, scratch)
+        return tensor.tolist()
+
+    assert kit.run(twice, world_size=3)[1] == [3.0 * i + 3 for i in range(10)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_costs_are_what_the_formulas_say(world_size):
+    numel = 12 * 100
+    for ring in ring_allreduce.RINGS:
+        trace = kit.run(ring_allreduce.count, ring, numel, world_size=world_size).trace
+        messages, nbytes = ring_allreduce.expected_cost(ring, world_size, 4 * numel)
+        for rank in range(world_size):
+            assert len(trace.messages(src=rank)) == messages
+            assert trace.bytes_sent(rank) == nbytes
+            right = (rank + 1) % world_size
+            assert trace.messages(src=rank) == trace.messages(src=rank, dst=right)
+
+
+def test_every_step_of_the_ring_is_kept():
+    result = kit.run(ring_allreduce.watch, world_size=3)
+    assert result[0].tolist() == [
+        [1, 1, 1],
+        [1, 1, 101],
+        [1, 111, 101],
+        [111, 111, 101],
+        [111, 111, 111],
+    ]
+
+
+def test_bandwidth_measures_every_contestant():
+    series = ring_allreduce.bandwidth(kit.run, sizes=(400, 4_000), rounds=2)
+    assert list(series) == ["built-in all_reduce", "whole ring", "chunked ring", "preposted ring"]
+    for points in series.values():
+        assert [nbytes for nbytes, _ in points] == [400, 4_000]
+        assert all(seconds > 0 for _, seconds in points)
