@@ -94,10 +94,29 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._communicator = communicator
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
         self._timeout = timeout
+        self._name = self._description = ""
+
+    # PyTorch's C++ asks by these names
 
     def getBackendName(self) -> str:
-        """Return "mpi4py". The name of the method is PyTorch's."""
+        """Return "mpi4py"."""
         return "mpi4py"
+
+    def getGroupName(self) -> str:
+        """Return what PyTorch calls the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that PyTorch gives."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return `group_desc` of `new_group`."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description that PyTorch gives."""
+        self._description = description
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit the operations that start from now on."""

@@ -1,0 +1,192 @@
+"""Ranks that mpiexec starts for `test_mpi.py`: `python -m tests.mpi_program SCENARIO FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import zlib
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import mpi
+
+LIMIT = timedelta(seconds=20)
+
+
+def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> tuple[int, int]:
+    """Initialise the default group; return rank and world size."""
+    torch.set_num_threads(1)
+    rank, world_size, _, _ = mpi.place()
+    size = size or world_size
+    mpi.register()
+    dist.init_process_group(
+        mpi.NAME,
+        store=dist.FileStore(str(folder / "store"), size),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    return rank, size
+
+
+def cases(folder: Path) -> None:
+    """Run every case, and write down what failed on which rank."""
+    import mpi_cases
+
+    rank, size = start(folder)
+    gloo = dist.new_group(backend="gloo", timeout=LIMIT)
+    groups = (dist.group.WORLD, gloo)
+    failures: dict[str, str | None] = {}
+    for name, case in (mpi_cases.COMPARED | mpi_cases.OWN).items():
+        if len(sys.argv) > 3 and name not in sys.argv[3:]:
+            continue
+        problem = None
+        try:
+            if name in mpi_cases.OWN:
+                seed(name, rank)
+                case(dist.group.WORLD)
+            else:
+                compare([run(case, name, group) for group in groups])
+        except Exception:
+            problem = f"rank {rank}: {traceback.format_exc()}"
+        problems = [None] * size
+        dist.all_gather_object(problems, problem, group=gloo)
+        failures[name] = "\n".join(filter(None, problems))
+    if rank == 0:
+        (folder / "failures.json").write_text(json.dumps(failures))
+    dist.destroy_process_group()
+
+
+def run(case, name: str, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    seed(name, dist.get_rank())
+    return case(group)
+
+
+def seed(name: str, rank: int) -> None:
+    torch.manual_seed(1000 * zlib.crc32(name.encode()) + rank)
+
+
+def compare(results: list[list[torch.Tensor]]) -> None:
+    ours, gloos = results
+    assert len(ours) == len(gloos)
+    for one, other in zip(ours, gloos, strict=True):
+        small = one.dtype in (torch.float16, torch.bfloat16)  # gloo rounds after every step
+        tolerance = {"rtol": 0.03, "atol": 0.1} if small else {}
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def raising(folder: Path) -> None:
+    """Rank 1 raises, while the others wait for it."""
+    rank, _ = start(folder, timeout=timedelta(minutes=10))
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("rank 1 has had enough")
+    dist.all_reduce(torch.ones(1))
+
+
+def vanishing(folder: Path) -> None:
+    """Rank 1 ends as if it had crashed."""
+    rank, _ = start(folder, timeout=timedelta(minutes=10))
+    dist.barrier()
+    if rank == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def exiting(folder: Path) -> None:
+    """Rank 1 calls sys.exit: nothing tells that this was no regular end."""
+    rank, _ = start(folder, timeout=timedelta(seconds=3))
+    dist.barrier()
+    if rank == 1:
+        sys.exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def early(folder: Path) -> None:
+    """Rank 1 is done long before rank 0; nobody destroys the group."""
+    rank, _ = start(folder)
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.5)
+        (folder / "done").write_text("rank 0 came to its end")
+
+
+def untidy(folder: Path) -> None:
+    """Ranks end with operations under way that nobody will ever answer."""
+    rank, size = start(folder)
+    dist.irecv(torch.empty(1), (rank + 1) % size, tag=4)
+    dist.isend(torch.ones(1_000_000), (rank + 1) % size, tag=5)
+    dist.barrier()
+    (folder / f"done-{rank}").write_text("")
+
+
+def again(folder: Path) -> None:
+    """The default group is destroyed and made again."""
+    for turn in range(3):
+        rank, size = start(folder / str(turn))
+        tensor = torch.tensor([rank])
+        dist.all_reduce(tensor)
+        assert tensor.item() == sum(range(size))
+        dist.destroy_process_group()
+    (folder / f"done-{rank}").write_text("")
+
+
+def fewer(folder: Path) -> None:
+    """The default group has all ranks of MPI but the last."""
+    rank, size = mpi.place()[:2]
+    if rank < size - 1:
+        start(folder, size - 1)
+        tensor = torch.tensor([1])
+        dist.all_reduce(tensor)
+        assert tensor.item() == size - 1
+    else:
+        from mpi4py import MPI  # every process that mpiexec starts must initialise MPI
+
+        assert MPI.COMM_WORLD.Get_size() == size
+    (folder / f"done-{rank}").write_text("")
+
+
+def wrong(folder: Path) -> None:
+    """PyTorch is told another place than MPI."""
+    from ddp_kit.errors import BackendError
+
+    rank, size = mpi.place()[:2]
+    mpi.register()
+    for given, of, words in (
+        ((rank + 1) % size, size, "take rank and world_size from ddp_kit.mpi.place()"),
+        (rank, size + 1, f"mpiexec started {size}; start the ranks with mpiexec -n {size + 1}"),
+    ):
+        try:
+            dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=given, world_size=of)
+        except BackendError as error:
+            said = str(error)
+        else:
+            said = "nothing"
+        assert words in said, said
+    # A store of one process is enough, because nothing goes through it.
+    dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=rank, world_size=size)
+    dist.new_group([0])
+    dist.barrier()
+    (folder / f"done-{rank}").write_text("")
+
+
+def beside(folder: Path) -> None:
+    """The program uses mpi4py itself, and imports it first."""
+    from mpi4py import MPI
+
+    rank, size = start(folder)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert MPI.COMM_WORLD.allreduce(rank) == sum(range(size))
+    work.wait()
+    (folder / f"done-{rank}").write_text("")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,186 @@
+"""The backend "mpi4py", on ranks that mpiexec starts."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mpi_cases
+import psutil
+import pytest
+
+from ddp_kit import mpi
+from ddp_kit.errors import BackendError
+from ddp_kit.mpi import command
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD_SIZES = (1, 2, 3, 4)
+LIMIT = 240.0  # seconds for all cases of a world size; far more than they need
+
+needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
+
+
+def launch(
+    scenario: str, world_size: int, folder: Path, seconds: float = 60.0
+) -> subprocess.CompletedProcess:
+    """Run a scenario of `mpi_program.py` on ranks; fail if it does not end."""
+    program = [sys.executable, "-m", "tests.mpi_program", scenario, str(folder)]
+    with open(folder / "output", "w+") as output:
+        process = subprocess.Popen(
+            [*mpi.mpiexec(world_size), *program],
+            cwd=ROOT,
+            env=os.environ | mpi.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+            process.wait()
+            code = None
+        output.seek(0)
+        said = output.read()
+    assert code is not None, f"{scenario} did not end within {seconds} s:\n{said}"
+    return subprocess.CompletedProcess(program, code, said)
+
+
+@functools.cache
+def failures(world_size: int) -> dict[str, str]:
+    """Run all cases once at a world size; return what failed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ended = launch("cases", world_size, folder, LIMIT)
+        written = folder / "failures.json"
+        assert written.exists(), f"the ranks failed:\n{ended.stdout}"
+        assert ended.returncode == 0, ended.stdout
+        return json.loads(written.read_text())
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", [*mpi_cases.COMPARED, *mpi_cases.OWN])
+def test_mpi_does_not_do_as_gloo_or_as_said(case, world_size):
+    problem = failures(world_size)[case]
+    assert not problem, problem
+
+
+@needs_mpi
+@pytest.mark.parametrize("scenario", ["raising", "vanishing", "exiting"])
+def test_ranks_wait_for_ever_for_one_that_ended(scenario, tmp_path):
+    before = time.monotonic()
+    ended = launch(scenario, 3, tmp_path, 45)
+    assert time.monotonic() - before < 30
+    assert ended.returncode != 0
+    if scenario == "raising":
+        assert "rank 1 has had enough" in ended.stdout
+
+
+@needs_mpi
+def test_a_rank_that_ends_early_takes_the_others_along(tmp_path):
+    ended = launch("early", 2, tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    assert (tmp_path / "done").exists()
+
+
+@needs_mpi
+@pytest.mark.parametrize("scenario", ["untidy", "wrong", "beside", "fewer", "again"])
+def test_ranks_do_not_come_to_their_end(scenario, tmp_path):
+    for turn in range(3):
+        (tmp_path / str(turn)).mkdir()
+    ended = launch(scenario, 3, tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    assert len(list(tmp_path.glob("done-*"))) == 3, ended.stdout
+
+
+@needs_mpi
+def test_an_import_loads_or_initialises_mpi():
+    program = (
+        "import sys; from ddp_kit import mpi; mpi.register(); mpi.register(); "
+        "assert 'mpi4py' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+
+
+def test_nobody_says_that_mpi4py_is_missing(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mpi4py" else find(name)
+    )
+    sentence = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
+    assert mpi.missing() == sentence
+    with pytest.raises(BackendError) as caught:
+        mpi.register()
+    assert str(caught.value) == sentence
+
+
+def test_nobody_says_that_mpiexec_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "_missing_package", lambda: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "needs the command mpiexec" in mpi.missing()
+    with pytest.raises(BackendError, match="needs the command mpiexec"):
+        mpi.mpiexec(2)
+
+
+@needs_mpi
+def test_another_mpiexec_than_the_one_beside_python_is_taken(monkeypatch, tmp_path):
+    beside = tmp_path / "mpiexec"
+    beside.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0'\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    flags = ["--oversubscribe", "--bind-to", "none"]
+    assert mpi.mpiexec(3) == [str(beside), *flags, "-n", "3"]
+
+
+def test_a_launch_of_no_ranks_is_tried():
+    with pytest.raises(BackendError, match="world_size must be at least 1, got 0"):
+        mpi.mpiexec(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+            (5, 8, 1, 4),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2)),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            (3, 4, 1, 2),
+        ),
+    ],
+)
+def test_a_rank_does_not_find_its_place(given, expected, monkeypatch):
+    leave_mpiexec(monkeypatch)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert mpi.started_by_mpiexec()
+    assert mpi.place() == expected
+
+
+def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
+    leave_mpiexec(monkeypatch)
+    assert not mpi.started_by_mpiexec()
+    with pytest.raises(BackendError, match="start the ranks with mpiexec"):
+        mpi.place()
+
+
+def leave_mpiexec(monkeypatch) -> None:
+    for name in [name for names in command._VARIABLES for name in names]:
+        monkeypatch.delenv(name, raising=False)
