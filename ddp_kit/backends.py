@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from ddp_kit import mpi
 from ddp_kit.errors import BackendError
 
 NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi")
@@ -48,16 +49,20 @@ def choose_backend(backend: str, world_size: int) -> str:
         raise BackendError(
             'backend="cuda:gloo" needs a GPU, and PyTorch sees none here; use backend="gloo"'
         )
-    if backend == "mpi":
-        raise BackendError(
-            'backend="mpi" needs ranks that mpiexec started, and these are spawned; '
-            'use backend="gloo"'
-        )
+    lacking = mpi.missing() if backend == "mpi" else None
+    if lacking:
+        raise BackendError(lacking)
     return backend
 
 
 def for_group(backend: str) -> str:
-    """Return what `init_process_group` is told: gloo also serves the tensors on the CPU."""
+    """Return what `init_process_group` is told: gloo also serves the tensors on the CPU.
+
+    "mpi" is PyTorch's own where it was compiled in, else that of `ddp_kit.mpi`.
+    """
+    if backend == "mpi" and not dist.is_mpi_available():
+        mpi.register()
+        return mpi.NAME
     return {"nccl": "cpu:gloo,cuda:nccl", "cuda:gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
 
 

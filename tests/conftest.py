@@ -15,10 +15,10 @@ from ddp_kit.pool import pool as pool_module
 
 def children() -> list[psutil.Process]:
     """Living descendants, but for the shared pool's ranks and multiprocessing's own helper."""
-    pool = pool_module._shared
     known = {resource_tracker._resource_tracker._pid}
-    if pool is not None:
+    for pool in pool_module._shared.values():
         known |= {rank.process.pid for rank in pool._ranks}
+        known |= {rank.process.launcher for rank in pool._ranks if pool._backend == "mpi"}
     return [
         child
         for child in psutil.Process().children(recursive=True)
@@ -40,8 +40,8 @@ def no_process_survives():
 @pytest.fixture(scope="session", autouse=True)
 def end_of_session():
     yield
-    if pool_module._shared is not None:
-        pool_module._shared.close()
+    for pool in pool_module._shared.values():
+        pool.close()
 
 
 @pytest.fixture

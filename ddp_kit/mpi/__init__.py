@@ -15,6 +15,7 @@ PyTorch has a backend of the name "mpi" of its own, which must be compiled in; t
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ddp_kit.mpi.command import environment, missing, mpiexec, place, started_by
 __all__ = [
     "NAME",
     "environment",
+    "load",
     "missing",
     "mpiexec",
     "place",
@@ -43,6 +45,16 @@ def register() -> None:
     command.require_package()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def load() -> ModuleType:
+    """Load mpi4py.MPI and initialise MPI, which waits until all ranks do so.
+
+    Raises BackendError where that cannot be.
+    """
+    from ddp_kit.mpi import library
+
+    return library.load()
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:

@@ -150,20 +150,23 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> MPIWork:
         """Receive one tensor."""
+        return self._receive(tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> MPIWork:
+        """Receive one tensor from whoever sends first; `Work._source_rank` tells who it was."""
+        return self._receive(tensors, library.load().ANY_SOURCE, tag)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> MPIWork:
         (tensor,) = tensors
         place = buffers.received(tensor)
         message = buffers.as_bits(place)
         return self._start(
             "recv",
-            lambda comm: [comm.Irecv(message, srcRank, tag)],
+            lambda comm: [comm.Irecv(message, source, tag)],
             lambda: buffers.copy([tensor], [place]),
             outputs=tensors,
             expected=place.nbytes,
         )
-
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> MPIWork:
-        """Receive one tensor from whoever sends first; `Work._source_rank` tells who it was."""
-        return self.recv(tensors, library.load().ANY_SOURCE, tag)
 
     # Collectives from one rank, or to one rank
 

@@ -15,6 +15,8 @@ _NO_TIMEOUT = timedelta(0)
 class MPIWork(dist.Work):
     """Stands for one operation. It may be dropped: the operation goes on, unlike with gloo."""
 
+    ends_alone = True  # for whoever records what is communicated
+
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self._operation = operation

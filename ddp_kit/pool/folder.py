@@ -44,6 +44,11 @@ class PrivateFolder:
         """Return the file in which the ranks of one process group meet."""
         return os.path.join(self.path, f"{STORE}{number}")
 
+    @property
+    def socket(self) -> str:
+        """Where a socket may stand that only this user can open."""
+        return os.path.join(self.path, f"{STORE}socket")
+
     def remove(self) -> None:
         """Remove the folder and what is in it."""
         _remove(self.path)

@@ -20,7 +20,7 @@ from ddp_kit.errors import (
 from ddp_kit.failures import RankFailure, Wait, tell_returned, tell_unawaited, tell_waits
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Raised, Returned
-from ddp_kit.pool.process import RankProcess
+from ddp_kit.pool.process import RankProcess, followed
 from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.watch import Watch
@@ -217,7 +217,7 @@ class Outcome:
         """Return the error that tells which ranks died or raised, or were too slow."""
         names = cells.cell_names() if self._died or self._raised or self._timed_out else {}
         if self._died:
-            rank = min(self._died)
+            rank = min(self._died, key=lambda n: (followed(self.ranks[n].process), n))
             lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]
             others = set(self._died) - {rank}
             died = rank, self._died[rank], others

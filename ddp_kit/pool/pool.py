@@ -28,6 +28,7 @@ from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.messages import Form, Run, Surroundings
+from ddp_kit.pool.mpi_job import MPIJob
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess
 from ddp_kit.pool.request import check_world_size, look_around, prepare
@@ -39,8 +40,8 @@ class WorkerPool:
     """Warm processes that run workers as the ranks of a process group.
 
     world_size: how many ranks to start; they import torch in the background.
-    backend: "auto" (nccl where every rank can have a GPU, else gloo), "gloo", "nccl", or
-        "cuda:gloo" for gloo on GPUs that ranks share.
+    backend: "auto" (nccl where every rank can have a GPU, else gloo), "gloo", "nccl",
+        "cuda:gloo" for gloo on GPUs that ranks share, or "mpi", whose ranks mpiexec starts.
     init: False leaves it to the worker to call `init_process_group`. What it leaves of a group
         is taken away after the run.
 
@@ -186,14 +187,11 @@ class WorkerPool:
             return
         if self._in_job or not all(rank.alive for rank in self._ranks):
             self._formed, self._in_job = None, False
-            for index, rank in enumerate(self._ranks):
-                # One that owes a reply may wait for the dead one in the group they were to form,
-                # or be in a worker that a second interrupt has left behind.
-                if rank.owed or not rank.alive:
-                    rank.stop()
-                    self._ranks[index] = RankProcess()
-        while len(self._ranks) < world_size:
-            self._ranks.append(RankProcess())
+            # One that owes a reply may wait for the dead one in the group they were to form, or
+            # be in a worker that a second interrupt has left behind.
+            self._replace([n for n, rank in enumerate(self._ranks) if rank.owed or not rank.alive])
+        if len(self._ranks) < world_size:
+            self._grow(world_size)
             self._formed = None
         if self._formed == (world_size, backend):
             return
@@ -203,6 +201,33 @@ class WorkerPool:
         for number, rank in enumerate(self._ranks[:world_size]):
             rank.send(Form(number, world_size, backend, store))
         self._formed = (world_size, backend)
+
+    def _replace(self, old: list[int]) -> None:
+        """Start processes in the place of some, which are ended."""
+        if not old:
+            return
+        for number in old:
+            self._ranks[number].stop()
+        if self._backend == "mpi":
+            self._start_job(len(self._ranks))
+            return
+        for number in old:
+            self._ranks[number] = RankProcess()
+
+    def _grow(self, world_size: int) -> None:
+        """Have at least `world_size` processes."""
+        if self._backend == "mpi":
+            self._start_job(world_size)
+        while len(self._ranks) < world_size:
+            self._ranks.append(RankProcess())
+
+    def _start_job(self, world_size: int) -> None:
+        """Have mpiexec start all processes anew: it cannot replace one, or add any."""
+        for rank in self._ranks:
+            rank.stop()
+        assert self._folder is not None, "the folder is made before the ranks are"
+        self._ranks = []
+        self._ranks = MPIJob(world_size, self._folder.socket).ranks
 
     def _send_job(self, ranks: list[RankProcess], parcel: Parcel, around: Surroundings) -> None:
         sources = cells.cell_sources()
@@ -267,7 +292,7 @@ def _close_if_alive(reference: weakref.ref) -> None:
         pool.close()
 
 
-_shared: WorkerPool | None = None
+_shared: dict[str, WorkerPool] = {}  # by who starts the ranks: "spawn", "mpiexec"
 
 
 def run(
@@ -279,7 +304,7 @@ def run(
 ) -> Result:
     """Call `worker(rank, world_size, *args)` on every rank of the notebook's shared pool.
 
-    world_size: how many ranks. backend: "auto", "gloo", "nccl" or "cuda:gloo".
+    world_size: how many ranks. backend: "auto", "gloo", "nccl", "cuda:gloo" or "mpi".
     timeout: seconds, or None.
 
     The first call starts the processes; they stay warm for the next one.
@@ -288,8 +313,9 @@ def run(
     ranks raised, RankDiedError if a process ended, DeadlockError if ranks wait for each other for
     ever, MismatchError if they do not agree, RunTimeoutError after `timeout`. The next run works.
     """
-    global _shared
     chosen, parcel = prepare(worker, args, world_size, backend, timeout)
-    if _shared is None or _shared._closed:
-        _shared = WorkerPool(world_size, backend)
-    return _shared._run(parcel, world_size, chosen, timeout)
+    starter = "mpiexec" if chosen == "mpi" else "spawn"
+    pool = _shared.get(starter)
+    if pool is None or pool._closed:
+        pool = _shared[starter] = WorkerPool(world_size, backend)
+    return pool._run(parcel, world_size, chosen, timeout)

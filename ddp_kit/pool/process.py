@@ -7,11 +7,13 @@ import sys
 import time
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import Pipe, resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch.multiprocessing as mp
 
@@ -28,27 +30,59 @@ OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is 
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
 
 
-class RankProcess:
-    """One spawned process, its control pipe, and the pipe that its prints come through."""
+class Ends(NamedTuple):
+    """What a rank is born with: its ends of the pipes, its board, and the mark of its children."""
 
-    def __init__(self) -> None:
+    control: Connection
+    printed: Connection
+    board: Board
+    mark: str
+
+
+class Process(Protocol):
+    """What the pool asks of a process: multiprocessing's own, or one that mpiexec has started."""
+
+    pid: int
+    sentinel: int  # a handle that becomes ready when it ends
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None: it runs."""
+
+
+def followed(process: Process) -> bool:
+    """Tell whether somebody ended it because another rank had ended; mpiexec does so."""
+    return getattr(process, "followed", False)
+
+
+def spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
+    """Start a process with these ends; return it, and what tidies up after it."""
+    with (
+        holding_interrupt(),
+        _empty_main_module(),
+        _no_resource_tracker(),
+        _environment(MARK, ends.mark),
+    ):
+        given = ends.control, ends.printed, ends.board, os.getpid()
+        started = mp.spawn(worker.main, given, nprocs=1, join=False)
+    error_file = Path(started.error_files[0])  # torch writes it if the rank's own code fails
+    return started.processes[0], partial(error_file.unlink, missing_ok=True)
+
+
+class RankProcess:
+    """The process of one rank, its control pipe, and the pipe that its prints come through.
+
+    start: gives a process its ends of the pipes.
+    """
+
+    def __init__(self, start: Callable[[Ends], tuple[Process, Callable[[], None]]] = spawn) -> None:
         try:
             self.control, control_end = Pipe()
             self.printed, print_end = Pipe(duplex=False)
             self.board = Board()
             self._mark = uuid.uuid4().hex
-            with (
-                holding_interrupt(),
-                _empty_main_module(),
-                _no_resource_tracker(),
-                _environment(MARK, self._mark),
-            ):
-                started = mp.spawn(
-                    worker.main,
-                    (control_end, print_end, self.board, os.getpid()),
-                    nprocs=1,
-                    join=False,
-                )
+            ends = Ends(control_end, print_end, self.board, self._mark)
+            self.process, self._tidy_up = start(ends)
         except OSError as error:
             raise PoolError(
                 f"no further process can be started here ({error.strerror}); "
@@ -58,9 +92,7 @@ class RankProcess:
         control_end.close()
         print_end.close()
         self.board.close_file()
-        self.process = started.processes[0]
         self._handle = handle_of(self.process.pid)
-        self._error_file = started.error_files[0]  # torch writes it if the rank's own code fails
         self.owed = 0  # replies this rank has not given yet
         self.cells_seen: set[str] = set()
         self.surroundings: Surroundings | None = None  # what it was told last
@@ -150,7 +182,7 @@ class RankProcess:
         self.join(5)
         self.printed.close()
         self.board.close()
-        Path(self._error_file).unlink(missing_ok=True)
+        self._tidy_up()
 
     def dismiss(self) -> None:
         """Tell the process to leave; remember its children, who would be lost without it."""

@@ -36,11 +36,21 @@ _C = ctypes.CDLL(None)  # the C library of this process
 serving = False  # True in a rank's process, where no pool may be started
 
 
-def main(_index: int, control: Connection, output: Connection, board: Board, parent: int) -> None:
+def main(
+    _index: int,
+    control: Connection,
+    output: Connection,
+    board: Board,
+    parent: int,
+    pool: int | None = None,
+) -> None:
     """Serve the pool until its end of `control` closes. Runs in a rank.
 
     `torch.multiprocessing.spawn` calls this with an index that is always 0: every rank is
     started by a call of its own, so that one can be replaced without the others.
+
+    parent: its process id. pool: a handle that becomes ready when the pool's process ends, where
+    that is not the parent.
     """
     global serving
     serving = True
@@ -53,7 +63,7 @@ def main(_index: int, control: Connection, output: Connection, board: Board, par
         # a dataset that can be imported. Those of a torchrun process are forked.
         multiprocessing.set_start_method("fork", force=True)
     _keep_descriptors_from_children()
-    _die_with(parent)
+    _die_with(parent, pool)
     _send_prints_to(output)
     board.answer_with_stacks()
     member = _Member(board)
@@ -182,8 +192,8 @@ def describe(rank: int, error: BaseException) -> RankFailure:
     return RankFailure(rank, type(error).__name__, message, frames)
 
 
-def _die_with(parent: int) -> None:
-    """End this process as soon as `parent` has ended, however that happened."""
+def _die_with(parent: int, pool: int | None) -> None:
+    """End this process as soon as `parent` or the pool has ended, however that happened."""
     if sys.platform == "linux":
         # A rank stuck in native code runs no Python; only the kernel can end it.
         PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -201,11 +211,12 @@ def _die_with(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
-    pool = parent_process()
-    assert pool is not None, "a rank is a child of the pool's process"
+    spawner = parent_process()
+    watched = spawner.sentinel if spawner else pool
+    assert watched is not None, "a rank belongs to a pool"
 
     def watch() -> None:
-        connection.wait([pool.sentinel])
+        connection.wait([watched])
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()

@@ -263,6 +263,10 @@ class Board:
         text = self._page[_STACKS_AT:]
         return text[: text.find(b"\0")].decode(errors="replace")
 
+    def fileno(self) -> int:
+        """Return the descriptor of the file, for a process that is not spawned."""
+        return self._file.fileno()
+
     def close_file(self) -> None:
         """Let go of the file, once the rank has it; the page stays mapped."""
         self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
@@ -73,7 +74,8 @@ class Recorder:
         if self.broken:  # after a time-out gloo closes the connection, also if it was caught
             return False
         left = [reference() for reference, _ in self._started.values()]
-        done = all(work is None or _is_completed(work) for work in left)
+        # As PyTorch has it: what is in its place would note that somebody has asked.
+        done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not self._dropped and not self._futures
 
     def stop(self) -> None:
@@ -133,6 +135,7 @@ class Recorder:
                 self._board.write_bits(posted.index, LOOKED_AFTER)
             return
         key = id(work)
+        ends_alone = getattr(work, "ends_alone", False)  # MPI's messages are on their way
 
         def drop(_: weakref.ref) -> None:
             # Work that ends unawaited takes its message along, sent or not. A collective goes on:
@@ -140,19 +143,21 @@ class Recorder:
             with self._lock:
                 if self._started.pop(key, None):
                     self._dropped += 1
-                    if self._board is not None and kind_of(posted.call.method) != "collective":
+                    goes_on = ends_alone or kind_of(posted.call.method) == "collective"
+                    if self._board is not None and not goes_on:
                         self._ledger.change(posted.count, given_up=1)
                         self._board.write_bits(posted.index, GIVEN_UP)
 
         # A strong reference would keep such work alive: the recorder must not mend a run.
         self._started[key] = weakref.ref(work, drop), posted
 
-    def wait(self, work: Work, *args: Any, **kwargs: Any) -> Any:
-        """Wait for `work`, and say so on the board."""
+    def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
+        """Wait for `work` as `original` does, and say so on the board."""
         _, posted = self._started.get(id(work), (None, None))
         if posted is None:
-            return _wait(work, *args, **kwargs)
-        done = self.block(posted, is_limit(*args, *kwargs.values()), _wait, work, *args, **kwargs)
+            return original(work, *args, **kwargs)
+        limited = is_limit(*args, *kwargs.values())
+        done = self.block(posted, limited, original, work, *args, **kwargs)
         if posted.call.method == "recv_anysource":
             self._note_source(posted, work)
         self._started.pop(id(work), None)  # not before: a thread may be left in the wait
@@ -216,9 +221,6 @@ class Recorder:
                 place = self._ledger.change(count, posted=1)
                 self._board.write_source(posted.index, source, place)
                 self._ledger.change(posted.count, given_up=1)  # it is open no more
-
-
-_wait, _is_completed = Work.wait, Work.is_completed
 
 
 def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:

@@ -54,7 +54,13 @@ def _replace_all() -> None:
 
 
 def _replace(owner: Any, name: str, recorded: Callable) -> None:
-    """Have a function called as `recorded(recorder, original, ...)` while a run is on."""
+    """Have a function called as `recorded(recorder, original, ...)` while a run is on.
+
+    A backend that is written in Python has methods of its own; they are replaced as well.
+    """
+    for subclass in owner.__subclasses__() if isinstance(owner, type) else ():
+        if name in vars(subclass):
+            _replace(subclass, name, recorded)
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -141,8 +147,8 @@ def _new_group(
     return recorder.block(posted, False, original, ranks, *args, **kwargs)
 
 
-def _wait(recorder: Recorder, _: Callable, work: Work, *args: Any, **kwargs: Any) -> bool:
-    return recorder.wait(work, *args, **kwargs)
+def _wait(recorder: Recorder, original: Callable, work: Work, *args: Any, **kwargs: Any) -> bool:
+    return recorder.wait(original, work, *args, **kwargs)
 
 
 def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:

@@ -247,7 +247,7 @@ def test_replacements_start_before_the_next_run_asks_for_them():
     before = list(kit.run(pid, world_size=2))
     with pytest.raises(kit.RankError):
         kit.run(zero_waits, world_size=2)
-    now = [rank.process.pid for rank in pool_module._shared._ranks[:2]]
+    now = [rank.process.pid for rank in pool_module._shared["spawn"]._ranks[:2]]
     assert now[1] == before[1], "the rank that raised is warm, and needs no replacement"
     assert now[0] != before[0]
     assert psutil.pid_exists(now[0])

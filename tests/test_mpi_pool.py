@@ -1,0 +1,208 @@
+"""`backend="mpi"` in a pool: ranks that mpiexec starts behave as spawned ones do."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from processes import wait_until
+
+import ddp_kit as kit
+from ddp_kit import mpi
+from ddp_kit.pool import mpi_job
+
+pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
+
+
+run = functools.partial(kit.run, world_size=3, backend="mpi")
+
+
+def total(rank, world_size):
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    print("rank", rank, "over", dist.get_backend())
+    return tensor.item(), os.getpid()
+
+
+def test_runs_are_warm_and_bring_back_values_output_and_trace():
+    first, second = run(total), run(total)
+    assert [value for value, _ in first] == [6.0] * 3
+    assert first.output == tuple(f"rank {rank} over mpi4py\n" for rank in range(3))
+    assert [pid for _, pid in first] == [pid for _, pid in second]
+    (call,) = second.trace.collectives
+    assert {rank: event.call for rank, event in call.items()} == dict.fromkeys(
+        range(3), "all_reduce"
+    )
+    assert all(event.waited and event.end for event in call.values())
+
+
+def test_a_smaller_world_uses_the_warm_processes():
+    pids = [pid for _, pid in run(total)]
+    assert list(kit.run(total, world_size=2, backend="mpi")) == [(3.0, pid) for pid in pids[:2]]
+    assert [pid for _, pid in run(total)] == pids
+
+
+def test_messages_of_any_source_are_matched_in_the_trace():
+    def worker(rank, world_size):
+        tensor = torch.tensor([rank])
+        if rank:
+            dist.send(tensor, 0, tag=rank)
+            return None
+        return [dist.recv(tensor, tag=tag) for tag in (2, 1)]
+
+    result = run(worker)
+    assert result[0] == [2, 1]
+    assert [(m.src, m.dst, m.tag) for m in result.trace.messages()] == [(1, 0, 1), (2, 0, 2)]
+
+
+def test_a_message_whose_work_was_dropped_still_arrives():
+    def worker(rank, world_size):
+        tensor = torch.arange(1_000_000.0) if rank == 0 else torch.zeros(1_000_000)
+        if rank == 0:
+            dist.isend(tensor, 1)
+            dist.barrier()
+        elif rank == 1:
+            dist.barrier()
+            dist.recv(tensor, 0)
+        else:
+            dist.barrier()
+        return tensor.sum().item()
+
+    result = run(worker)
+    assert result[0] == result[1]
+
+
+def test_ddp_leaves_the_mean_gradient_and_shows_its_buckets():
+    def worker(rank, world_size):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp(torch.tensor([[float(rank)]])).sum().backward()
+        return model.weight.grad.item()
+
+    result = run(worker)
+    assert list(result) == [1.0] * 3
+    assert "DDP all_reduce" in {event.op for event in result.trace}
+
+
+def test_an_exception_comes_back_from_its_rank():
+    def worker(rank, world_size):
+        if rank == 1:
+            raise ValueError("no")
+        dist.barrier()
+
+    with pytest.raises(kit.RankError) as caught:
+        run(worker)
+    assert list(caught.value.failures) == [1]
+    assert [value for value, _ in run(total)] == [6.0] * 3
+
+
+def test_a_deadlock_is_ended_and_explained():
+    def ring(rank, world_size):
+        dist.recv(torch.zeros(1), (rank + 1) % world_size)
+
+    with pytest.raises(kit.DeadlockError, match="none of them can ever send"):
+        run(ring, timeout=60)
+    assert [value for value, _ in run(total)] == [6.0] * 3
+
+
+def test_ranks_that_do_not_agree_are_told():
+    def worker(rank, world_size):
+        dist.broadcast(torch.zeros(2 + (rank == 1)), src=0)
+
+    with pytest.raises(kit.MismatchError):
+        run(worker, timeout=60)
+    assert [value for value, _ in run(total)] == [6.0] * 3
+
+
+def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
+    def worker(rank, world_size, end):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(7)
+        dist.barrier()
+
+    for end, said in (("killed", "rank 1 died: ended by SIGKILL"), ("left", "exit code 7")):
+        with pytest.raises(kit.RankDiedError, match=said) as caught:
+            run(worker, end, timeout=60)
+        assert caught.value.rank == 1
+    assert [value for value, _ in run(total)] == [6.0] * 3
+
+
+def test_more_ranks_are_started_anew():
+    assert [value for value, _ in kit.run(total, world_size=4, backend="mpi")] == [10.0] * 4
+
+
+def test_an_interrupt_ends_the_run_and_the_pool_works():
+    def waits(rank, world_size):
+        if rank:
+            dist.barrier()
+        else:
+            threading.Event().wait()
+
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -INT {pid}"], stdin=subprocess.DEVNULL)
+    with pytest.raises(KeyboardInterrupt):
+        run(waits, timeout=60)
+    assert [value for value, _ in run(total)] == [6.0] * 3
+
+
+def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
+    program = textwrap.dedent(
+        """
+        import os, pathlib, time
+        import ddp_kit as kit
+        pool = kit.WorkerPool(2, backend="mpi")
+        pids = list(pool.run(lambda rank, world_size: (os.getpid(), os.getppid())))
+        place = pathlib.Path("pids")
+        place.with_suffix(".new").write_text(" ".join(str(p) for pair in pids for p in pair))
+        place.with_suffix(".new").rename(place)
+        pool.run(lambda rank, world_size: time.sleep(600))
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    try:
+        wait_until((tmp_path / "pids").exists, 60, "the ranks have run")
+        ranks = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+    finally:
+        parent.kill()
+        parent.wait()
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left
+
+
+def test_a_closed_pool_leaves_neither_processes_nor_files():
+    before = set(Path(tempfile.gettempdir()).glob("ddp_kit-pool-*"))
+    with kit.WorkerPool(2, backend="mpi") as pool:
+        ranks = [psutil.Process(pid) for _, pid in pool.run(total)]
+        launcher = ranks[0].parent()
+        assert "mpi" in "".join(launcher.cmdline())
+    assert psutil.wait_procs([*ranks, launcher], timeout=5)[1] == []
+    assert set(Path(tempfile.gettempdir()).glob("ddp_kit-pool-*")) <= before
+
+
+def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
+    refuses = [sys.executable, "-c", "import sys; sys.exit('no slots')"]
+    monkeypatch.setattr(mpi, "mpiexec", lambda world_size: refuses)
+    with pytest.raises(kit.BackendError) as caught:
+        kit.WorkerPool(2, backend="mpi")
+    assert str(caught.value) == "mpiexec did not start 2 ranks: no slots"
+
+
+def test_a_missing_package_is_told_before_anything_starts(monkeypatch):
+    lacking = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
+    monkeypatch.setattr(mpi, "missing", lambda: lacking)
+    monkeypatch.setattr(mpi_job, "MPIJob", None)
+    with pytest.raises(kit.BackendError) as caught:
+        kit.run(total, backend="mpi")
+    assert str(caught.value) == lacking
