@@ -20,13 +20,13 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
         "--world-size",
         type=int,
         default=None,
-        help="how many ranks to spawn (default 4; under torchrun, what torchrun started)",
+        help="how many ranks to spawn (default 4; under torchrun or mpiexec, what that started)",
     )
     parser.add_argument(
         "--backend",
         default="auto",
-        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), or "auto": nccl where every rank '
-        "can have a GPU, else gloo (default auto)",
+        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", or "auto": nccl where '
+        "every rank can have a GPU, else gloo (default auto)",
     )
     parser.add_argument(
         "--trace",

@@ -1,8 +1,8 @@
 """One way to run workers, whoever started the ranks.
 
 Spawned: the notebook's shared pool runs the worker on its processes, and this process, which
-is none of the ranks, gets the result. Under torchrun: every process is a rank and runs its own
-part; the parts are gathered, so that each process holds the same result.
+is none of the ranks, gets the result. Under torchrun and mpiexec: every process is a rank and runs
+its own part; the parts are gathered, so that each process holds the same result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit import backends, pool
-from ddp_kit.errors import KitError, PoolError
+from ddp_kit import backends, mpi, pool
+from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.trace import EMPTY, Board, Log, Reading, Trace, TraceFolder, join, recording
@@ -32,7 +33,7 @@ class Ranks:
     rank: of this process; None: the ranks are spawned, and this process is none of them.
     folder: where to write the trace of each run, if anywhere.
     bare: what runs workers without a process group, if that is asked for: the pool of the
-        spawned ranks, or the store through which torchrun's processes gather their parts.
+        spawned ranks; or, where every process is a rank, what forms a group to gather parts in.
     """
 
     def __init__(
@@ -41,12 +42,11 @@ class Ranks:
         backend: str,
         rank: int | None = None,
         folder: TraceFolder | None = None,
-        bare: pool.WorkerPool | dist.Store | None = None,
+        bare: pool.WorkerPool | Callable[[], None] | None = None,
     ) -> None:
         self.world_size = world_size
         self.backend = backend
         self._rank, self._folder, self._bare = rank, folder, bare
-        self._gathered = 0  # how often parts were gathered through the store
 
     def __str__(self) -> str:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -74,15 +74,12 @@ class Ranks:
     @contextmanager
     def _group(self) -> Iterator[None]:
         """Have a process group to gather parts in; bare ranks have one only here."""
-        if not isinstance(self._bare, dist.Store):
+        if self._bare is None or isinstance(self._bare, pool.WorkerPool):
             yield
             return
         if dist.is_initialized():  # the worker has left it
             dist.destroy_process_group()
-        self._gathered += 1
-        store = dist.PrefixStore(f"ddp_kit gathers {self._gathered}", self._bare)
-        place = {"rank": self._rank, "world_size": self.world_size}
-        dist.init_process_group("gloo", store=store, timeout=JOIN_TIMEOUT, **place)
+        self._bare()
         try:
             yield
         finally:
@@ -132,7 +129,7 @@ def open_ranks(
     trace: str | None = None,
     init: bool = True,
 ) -> Iterator[Ranks]:
-    """Give the ranks that torchrun started, or ranks of the shared pool.
+    """Give the ranks that torchrun or mpiexec started, or ranks of the shared pool.
 
     trace: the folder into which the trace of each run is written, for `kit.load_trace`.
     init: False leaves `init_process_group` to the workers; spawned ranks then have a pool of
@@ -142,7 +139,8 @@ def open_ranks(
     or has another one, and for a folder that cannot be written to; BackendError for a backend
     that cannot be had.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    started = "TORCHELASTIC_RUN_ID" in os.environ or mpi.started_by_mpiexec()
+    if not started:
         size = 4 if world_size is None else world_size
         pool.check_world_size(size)
         backends.choose_backend(backend, size)
@@ -153,7 +151,8 @@ def open_ranks(
             with pool.WorkerPool(size, backend, init=False) as bare:
                 yield Ranks(size, backend, folder=kept, bare=bare)
         return
-    ranks = _join_torchrun(world_size, backend, trace, init)
+    join = _join_torchrun if "TORCHELASTIC_RUN_ID" in os.environ else _join_mpiexec
+    ranks = join(world_size, backend, trace, init)
     try:
         ranks.agree_on_folder()
         yield ranks
@@ -189,19 +188,63 @@ def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init
     if missing:
         raise PoolError(f"torchrun's environment lacks {', '.join(missing)}; start with torchrun")
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size not in (None, started):
-        raise PoolError(
-            f"torchrun started {started} ranks, but --world-size is {world_size}; "
-            "leave --world-size out, or set --nproc-per-node to it"
-        )
+    _check_started("torchrun", "--nproc-per-node", started, world_size)
+    local_rank = int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     chosen = backends.choose_backend(backend, local_size)
-    backends.share_cores(local_size)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    backends.take_device(chosen, local_rank)
-    folder = _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
+    if chosen == "mpi":
+        raise BackendError('backend="mpi" needs ranks that mpiexec started; use backend="gloo"')
+    folder = _settle(chosen, local_rank, local_size, trace)
     if init:
         dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
         return Ranks(started, backend, rank, folder)
     store, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
-    return Ranks(started, backend, rank, folder, bare=store)
+    prefixes = (f"ddp_kit gathers {number}" for number in count())
+
+    def gather() -> None:
+        prefixed = dist.PrefixStore(next(prefixes), store)
+        place = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
+        dist.init_process_group("gloo", store=prefixed, **place)
+
+    return Ranks(started, backend, rank, folder, bare=gather)
+
+
+def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+    rank, started, local_rank, local_size = mpi.place()
+    _check_started("mpiexec", "-n", started, world_size)
+    chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
+    if chosen != "mpi":
+        raise BackendError(
+            f"mpiexec started these ranks, and they cannot meet over {chosen!r}; "
+            "leave --backend out, or start them with torchrun"
+        )
+    # What torchrun would tell them.
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, mpi.place()), strict=True))
+    folder = _settle(chosen, local_rank, local_size, trace)
+
+    def join() -> None:
+        # Every rank has a store of its own: MPI has brought them together already.
+        place = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
+        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **place)
+
+    if init:
+        join()
+    return Ranks(started, backend, rank, folder, bare=None if init else join)
+
+
+def _check_started(starter: str, option: str, started: int, world_size: int | None) -> None:
+    if world_size not in (None, started):
+        raise PoolError(
+            f"{starter} started {started} ranks, but --world-size is {world_size}; "
+            f"leave --world-size out, or set {option} to it"
+        )
+
+
+def _settle(
+    backend: str, local_rank: int, local_size: int, trace: str | None
+) -> TraceFolder | None:
+    """Take this rank's cores and device, and open the folder of --trace."""
+    backends.share_cores(local_size)
+    backends.take_device(backend, local_rank)
+    return _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
