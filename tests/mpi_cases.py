@@ -703,8 +703,9 @@ def what_mpi_cannot_do_is_said(group):
         group.allgather([[one] * (size + 1)], [one])
     with raises(ValueError, "do not make a tensor of 3"):
         dist.all_gather_into_tensor(torch.empty(3), torch.ones(2), group=group)
-    with raises(ValueError, "add up to its 3 rows"):
-        dist.all_to_all_single(torch.ones(3), torch.ones(3), [1] * size + [3], None, group=group)
+    with raises(ValueError, f"numbers that add up to its {size} rows"):
+        rows = torch.ones(size)
+        dist.all_to_all_single(rows, rows.clone(), [2] * size, None, group=group)
     with raises(ValueError, "has 2 elements, and its counterpart on this rank has 3"):
         group.alltoall([torch.ones(3)] * size, [torch.ones(2)] * size)
     with raises(RuntimeError, "send failed in MPI: "):

@@ -368,7 +368,9 @@ class MPIProcessGroup(dist.ProcessGroup):
             place = buffers.received(output)
             source = buffers.apart(buffers.sent(tensor), place)
             places.append(place)
-            parts.append((buffers.as_bits(source), buffers.as_bits(place), source))
+            message = buffers.as_bits(source)
+            memory, _, type = buffers.as_bits(place)
+            parts.append((message, [memory, source.numel(), type], source))  # of each rank
         return self._start(
             name,
             lambda comm: [comm.Iallgather(message, room) for message, room, _ in parts],
