@@ -58,6 +58,6 @@ def load() -> ModuleType:
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    from ddp_kit.mpi.group import create_group
+    from ddp_kit.mpi.creation import create_group
 
     return create_group(options, backend_options)

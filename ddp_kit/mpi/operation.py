@@ -97,7 +97,7 @@ class Operation:
                 elif now - started < _SPIN:
                     _yield()
                 else:
-                    time.sleep(min(_LONGEST, max(_SHORTEST, (now - started) / 20)))
+                    time.sleep(min(_LONGEST, max(_SHORTEST, (now - started) / 50)))
         finally:
             self._awaited = False
         if self.error is not None:

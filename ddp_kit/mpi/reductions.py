@@ -13,6 +13,7 @@ from ddp_kit.mpi import buffers, library
 
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
+_OPS = {hash(getattr(ReduceOp, name)): name for name in _NAMES}
 _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # "or" is bool's sum
 
 
@@ -24,8 +25,14 @@ class Reduction:
     differ. bool is computed as bytes of 0 and 1: SUM and MAX are "or", PRODUCT and MIN are "and".
     """
 
+    @staticmethod
+    @functools.cache
+    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
+        """Return the one for a group of `size` ranks. Raises ValueError where MPI has none."""
+        return Reduction(op, dtype, size)
+
     def __init__(self, op: ReduceOp, dtype: torch.dtype, size: int) -> None:
-        name = next((name for name in _NAMES if op == getattr(ReduceOp, name)), None)
+        name = _OPS.get(hash(op))
         if name is None:
             raise ValueError(f'the "mpi4py" backend reduces with {", ".join(_NAMES)}, got {op}')
         _check(name, dtype)
