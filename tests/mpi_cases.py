@@ -7,6 +7,7 @@ random tensors, and returns tensors that must be equal. One in OWN checks itself
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -621,6 +622,23 @@ def the_timeout_of_a_group_ends_an_operation(group):
             raise RuntimeError("Timed out waiting 40ms for barrier operation")
 
 
+@own
+def a_signal_comes_through_a_wait(group):
+    def stop(*_):
+        raise InterruptedError("enough")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    work = dist.irecv(torch.empty(1), group_src=group.rank(), group=group, tag=77)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with raises(InterruptedError, "enough"):
+            work.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    dist.isend(torch.ones(1), group_dst=group.rank(), group=group, tag=77).wait()
+    work.wait()
+
+
 # Groups
 
 
@@ -671,6 +689,12 @@ def a_member_that_does_not_come(group):
     if dist.get_rank() == 0:
         with raises(RuntimeError, "Timed out waiting 300ms for new_group"):
             dist.new_group([0, 1], timeout=limit, backend="mpi4py", use_local_synchronization=True)
+    dist.barrier(group)
+    if dist.get_rank() < 2:  # the same name again: nothing of the first attempt is in the way
+        pair = dist.new_group([0, 1], backend="mpi4py", use_local_synchronization=True)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=pair)
+        assert tensor.item() == 2
 
 
 @own
@@ -708,6 +732,8 @@ def what_mpi_cannot_do_is_said(group):
         dist.all_to_all_single(rows, rows.clone(), [2] * size, None, group=group)
     with raises(ValueError, "has 2 elements, and its counterpart on this rank has 3"):
         group.alltoall([torch.ones(3)] * size, [torch.ones(2)] * size)
+    with raises(ValueError, "MPI moves at most 2147483647 elements at once, got 2147483648"):
+        group.broadcast([torch.empty(2**31, dtype=torch.uint8)])
     with raises(RuntimeError, "send failed in MPI: "):
         group.send([one], size + 5, 0)
 

@@ -17,7 +17,9 @@ _FIRST_TAG, _TAGS = 16384, 16000  # MPI promises tags up to 32767
 def create_group(options: Any, _: Any = None) -> MPIProcessGroup:
     """Make the group that `init_process_group` or `new_group` asks for. Its members call this.
 
-    The store in `options` is not used: mpiexec has brought the ranks together.
+    The store in `options` is not used: mpiexec has brought the ranks together. PyTorch itself
+    uses it only where TORCH_DIST_INIT_BARRIER=1 is set, or another backend joins: then it must be
+    one that the ranks share, and else `dist.HashStore()` will do.
     Raises BackendError where the ranks are not those that mpiexec started.
     """
     MPI = library.load()
@@ -38,9 +40,11 @@ def create_group(options: Any, _: Any = None) -> MPIProcessGroup:
     tag = _FIRST_TAG + zlib.crc32(str(options.group_id).encode()) % _TAGS
     _meet(members, rank, tag, timeout)
     with library.lock:
-        chosen = world.Get_group().Incl(members)
+        everybody = world.Get_group()
+        chosen = everybody.Incl(members)
         communicator = world.Create_group(chosen, tag)
         chosen.Free()
+        everybody.Free()
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
     library.will_leave_with(communicator, timeout)
     return MPIProcessGroup(communicator, timeout)
@@ -56,9 +60,10 @@ def _meet(members: list[int], rank: int, tag: int, timeout: float) -> None:
 
     def exchange(send: Sequence[int], receive: Sequence[int]) -> None:
         with library.lock:
-            requests = [world.Irecv(nothing, peer, tag) for peer in receive]
-            requests += [world.Isend(nothing, peer, tag) for peer in send]
-        Operation("new_group", requests, timeout).wait()
+            coming = [world.Irecv(nothing, peer, tag) for peer in receive]
+            going = [world.Isend(nothing, peer, tag) for peer in send]
+        Operation("new_group", going, timeout)
+        Operation("new_group", coming, timeout, expected=0).wait()
 
     first, *others = members
     if rank == 0:

@@ -77,6 +77,8 @@ def _leave(MPI: ModuleType, ends_itself: bool, pid: int) -> None:
     """Call MPI_Finalize, but only once the others are there: it waits for them without an end.
 
     After an uncaught error this process ends without it. mpiexec notices, and ends the others.
+    Python does not tell that `sys.exit` was called: ranks that wait for one that did so end after
+    the time-out of their group.
     """
     watcher.stop()
     if os.getpid() != pid or MPI.Is_finalized():
