@@ -58,11 +58,16 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
 
     A backend that is written in Python has methods of its own; they are replaced as well.
     """
-    for subclass in owner.__subclasses__() if isinstance(owner, type) else ():
-        if name in vars(subclass):
-            _replace(subclass, name, recorded)
-    original = getattr(owner, name)
+    below = _subclasses(owner) if isinstance(owner, type) else set()
+    for place in [owner, *(cls for cls in below if name in vars(cls))]:
+        setattr(place, name, _either(getattr(place, name), recorded))
 
+
+def _subclasses(cls: type) -> set[type]:
+    return set(cls.__subclasses__()).union(*map(_subclasses, cls.__subclasses__()))
+
+
+def _either(original: Callable, recorded: Callable) -> Callable:
     @functools.wraps(original)
     def either(*args: Any, **kwargs: Any) -> Any:
         current = recorder.current  # read once: another thread may end the run
@@ -70,7 +75,7 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
             return original(*args, **kwargs)
         return recorded(current, original, *args, **kwargs)
 
-    setattr(owner, name, either)
+    return either
 
 
 def _collective(
