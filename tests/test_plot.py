@@ -644,6 +644,16 @@ def test_memory_says_what_it_cannot_draw(held, message):
         memory(held)
 
 
+def test_memory_asks_for_a_mapping():
+    with pytest.raises(TypeError, match="held must map the name of each step"):
+        memory([{"parameters": 4}])
+
+
+def test_memory_draws_no_two_kinds_alike():
+    with pytest.raises(ValueError, match="at most 12 kinds can be told apart, got 13"):
+        memory({"end": [{f"part {number}": 1 for number in range(13)}]})
+
+
 # ---- numbers
 
 

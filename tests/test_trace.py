@@ -372,6 +372,11 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
 # --- progress ------------------------------------------------------------------------------
 
 
+def test_progress_asks_for_something_to_loop_over():
+    with pytest.raises(TypeError, match=r"such as range\(5\), got 5"):
+        kit.progress(5)
+
+
 def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):
     assert list(kit.progress(range(3))) == [0, 1, 2]
     with recording(page):

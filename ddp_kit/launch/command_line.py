@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
-from ddp_kit.errors import KitError, ProofError
+from ddp_kit.errors import KitError, PoolError, ProofError
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of every lesson: --world-size, --backend, --trace."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m ddp_kit.lessons.{name}",
         description=description.split("\n\n")[0],
         epilog=f"Also: torchrun --standalone --nproc-per-node 4 -m ddp_kit.lessons.{name}",
@@ -37,12 +39,27 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """In a notebook a wrong option is an error of the kit: an exit would fill a page there."""
+
+    def error(self, message: str) -> NoReturn:
+        if _in_notebook():
+            raise PoolError(f"{message}; the option --help lists the others")
+        super().error(message)
+
+
+def _in_notebook() -> bool:
+    return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
+
+
 def run_as_script(main: Callable[[list[str]], None]) -> None:
     """Call a lesson's main with the command line; tell an error of the kit in one line.
 
     Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
     """
-    in_notebook = "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
+    in_notebook = _in_notebook()
+    if in_notebook:  # %run -m adds that the failure is unknown, to an error which it has shown
+        warnings.filterwarnings("ignore", "Unknown failure executing module")
     try:
         main(sys.argv[1:])
     except KitError as error:

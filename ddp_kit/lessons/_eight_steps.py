@@ -25,6 +25,8 @@ def devices(count: int) -> list[torch.device]:
 
 def virtual(count: int) -> list[torch.device]:
     """Name this process's own device several times: each time is a virtual device."""
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
     return [device()] * count
 
 

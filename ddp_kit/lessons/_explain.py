@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_kit.errors import RankError
-from ddp_kit.failures import RankFailure, name_ranks
+from ddp_kit.failures import name_ranks
 
 ALL_COME = "Start every rank, each with a number of its own, all with the same world size."
 
@@ -39,11 +39,14 @@ MEANINGS = {
 CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
 
 
-def explain(error: RankError) -> str:
-    """Say what PyTorch meant, rank by rank, in words that are the same on every run.
+def explain(error: Exception) -> str:
+    """Say what PyTorch meant, in words that are the same on every run.
 
-    A rank that failed because another one had left is passed over.
+    A RankError is told rank by rank; a rank that failed because another one had left is passed
+    over. Of any other error the meaning alone is told.
     """
+    if not isinstance(error, RankError):
+        return _meaning(type(error).__name__, str(error))
     followed = {
         rank
         for rank, failure in error.failures.items()
@@ -51,15 +54,16 @@ def explain(error: RankError) -> str:
     }
     told: dict[str, list[int]] = {}
     for rank in error.failures.keys() - followed or followed:
-        told.setdefault(_meaning(error.failures[rank]), []).append(rank)
+        failure = error.failures[rank]
+        told.setdefault(_meaning(failure.type, failure.message), []).append(rank)
     return "\n".join(
         f"{name_ranks(ranks)}: {meaning}"
         for meaning, ranks in sorted(told.items(), key=lambda item: min(item[1]))
     )
 
 
-def _meaning(failure: RankFailure) -> str:
+def _meaning(kind: str, message: str) -> str:
     for words, (meaning, mend) in MEANINGS.items():
-        if words in failure.message:
+        if words in message:
             return f"{meaning}\n    {mend}"
-    return f"{failure.type}, for which this lesson has no words; read its message."
+    return f"{kind}, for which this lesson has no words; read its message."

@@ -8,9 +8,14 @@ reads its rank from the environment, whoever started it. Source: a note on the f
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import tempfile
 import time
+from contextlib import suppress
 from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -70,6 +75,43 @@ def introduce() -> str:
     line = f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
     print(line + "\n", end="")  # in one piece: under torchrun all ranks write to one stream
     return line
+
+
+def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> list[str]:
+    """Run programs at the same time; return the lines that they print, sorted.
+
+    None of them outlives this call: an interrupt ends them, and so does the time, which raises
+    TimeoutError. Their temporary files go with them. errors: return the lines on stderr, too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        streams = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT if errors else subprocess.DEVNULL,
+        }
+        around = os.environ | {"TMPDIR": folder}
+        started = [
+            subprocess.Popen(shlex.split(command), text=True, env=around, **streams)
+            for command in commands
+        ]
+        try:
+            deadline = time.monotonic() + seconds
+            said = [p.communicate(timeout=deadline - time.monotonic())[0] for p in started]
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
+        finally:
+            for process in started:
+                _end(process)
+    return sorted("".join(said).splitlines())
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.wait()
 
 
 def told(rank: int, world_size: int) -> dict[str, int]:

@@ -168,6 +168,8 @@ def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
 
 def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first training digits as one batch."""
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
     return as_batch(Partition(mnist(), range(count)))
 
 

@@ -63,7 +63,8 @@ def write_names(ax: Axes, names: Sequence[Name]) -> None:
 
 def caption(lanes: Lanes, names: Sequence[Name], timed: bool) -> str:
     """Say what cannot be read off the picture."""
-    said = ["A bar a rank; an arrow a message, in its sender's colour."]
+    said = ["A bar a rank."]
+    said += ["An arrow is a message, in its sender's colour."] if lanes.arrows else []
     if not timed:
         said = ["An operation takes a step; computing takes none."]
         said += ["An arrow is a message."] if lanes.arrows else []

@@ -27,8 +27,9 @@ def memory(held: Held, title: str | None = None) -> Picture:
     the order in which they first occur; one that nobody ever holds is left out. Every second
     kind is hatched and has the hue of the one before it.
 
-    ValueError if there is no step, no device or no kind, steps differ in their number of
-    devices, or a number of bytes is negative.
+    ValueError if there is no step, no device or no kind, there are more than 12 kinds, steps
+    differ in their number of devices, or a number of bytes is no whole number or negative.
+    TypeError if held is no mapping.
     """
     kinds, count = _read(held)
     if title is None:
@@ -66,6 +67,11 @@ def memory(held: Held, title: str | None = None) -> Picture:
 
 def _read(held: Held) -> tuple[dict[str, int], int]:
     """Return the kinds to draw, each with its look, and how many devices there are."""
+    if not isinstance(held, Mapping):
+        raise TypeError(
+            "held must map the name of each step to a list with one mapping a device, such as "
+            f'{{"update": [{{"parameters": 4}}]}}, got {type(held).__name__}'
+        )
     counts = {len(devices) for devices in held.values()}
     if not counts or counts == {0}:
         raise ValueError("held is empty: there is no device to draw")
@@ -75,13 +81,15 @@ def _read(held: Held) -> tuple[dict[str, int], int]:
     for step, devices in held.items():
         for place, here in enumerate(devices):
             for kind, nbytes in here.items():
-                if nbytes < 0:
+                if not isinstance(nbytes, int) or nbytes < 0:
                     raise ValueError(
-                        f"{kind!r} of device {place} after {step!r} has {nbytes} bytes"
+                        f"{kind!r} of device {place} after {step!r} has {nbytes!r} bytes"
                     )
                 most[kind] = max(nbytes, most.get(kind, 0))
     if not most:
         raise ValueError("held has no kind of memory: there is nothing to draw")
+    if len(most) > 2 * len(FILLS):
+        raise ValueError(f"at most {2 * len(FILLS)} kinds can be told apart, got {len(most)}")
     return {kind: look for look, kind in enumerate(most) if most[kind]}, counts.pop()
 
 

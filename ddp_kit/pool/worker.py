@@ -157,8 +157,10 @@ class _Member:
         return Left(self.imports.take(), intact, thread_left_running())
 
     def _group_is_intact(self) -> bool:
-        groups = dist.distributed_c10d._world.pg_map  # no public way to list the sub-groups
-        return dist.group.WORLD is self.group and len(groups) == (self.group is not None)
+        world = dist.distributed_c10d._world  # no public way to list the sub-groups
+        if self.group is None and world.group_count:  # one that failed has counted
+            return False
+        return dist.group.WORLD is self.group and len(world.pg_map) == (self.group is not None)
 
 
 def pack(value: object) -> values.Parcel:

@@ -21,6 +21,10 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
         for images, labels in kit.progress(batches):
             ...
     """
+    if not isinstance(iterable, Iterable):
+        raise TypeError(
+            f"progress needs something to loop over, such as range(5), got {iterable!r}"
+        )
     if total is None:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]

@@ -48,3 +48,25 @@ def test_the_same_worker_says_the_same_from_a_cell_and_under_torchrun(tmp_path):
     result = kit.run(lambda rank, world_size: environment.introduce(), world_size=2)
     assert sorted(out.stdout.splitlines()) == list(result), out.stderr
     assert result[1] == "rank 1 of 2, local rank 1, sum of all ranks 1"
+
+
+def test_programs_run_side_by_side_and_their_lines_are_sorted():
+    one, two = (f'"{sys.executable}" -c "import sys; sys.exit(print({n}))"' for n in (2, 1))
+    assert environment.side_by_side(one, two) == ["1", "2"]
+    complains = f'"{sys.executable}" -c "import sys; sys.exit(7 * 6)"'.replace("7 * 6", "'no'")
+    assert environment.side_by_side(complains) == []
+    assert environment.side_by_side(complains, errors=True) == ["no"]
+
+
+def test_programs_that_do_not_end_are_ended_with_what_they_started():
+    """The fixture of all tests fails this one if a process is left."""
+    starts = "import subprocess; subprocess.run(['sleep', '60'])"
+    with pytest.raises(TimeoutError, match="did not end within 1 s"):
+        environment.side_by_side(f'"{sys.executable}" -c "{starts}"', seconds=1)
+
+
+def test_an_interrupt_ends_the_programs_too():
+    pid = os.getpid()
+    later = f"import os, time; time.sleep(1); os.kill({pid}, 2); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        environment.side_by_side(f'"{sys.executable}" -c "{later}"')

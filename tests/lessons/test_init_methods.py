@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
+import torch
 
 import ddp_kit as kit
 from ddp_kit.lessons import init_methods
@@ -77,3 +80,24 @@ def test_main_fails_when_a_rank_wrote_no_address_of_its_own(monkeypatch):
     monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": False})
     with pytest.raises(kit.ProofError, match="an address at which it listens"):
         init_methods.main(["--world-size", "2"])
+
+
+def test_an_error_of_this_process_is_explained_too():
+    port = init_methods.free_ports(1)[0]
+    with pytest.raises(torch.distributed.DistNetworkError) as caught:
+        torch.distributed.TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=1))
+    assert init_methods.explain(caught.value) == meaning("to connect to")
+
+
+def test_a_meeting_that_failed_does_not_count_in_the_next_run(tmp_path):
+    """What the group is called stands in the keys, and the lesson reads them."""
+
+    def fail(rank, world_size, path):
+        if rank == 0:
+            with suppress(RuntimeError):
+                init_methods.attempt(0, 2, f"file://{path}", [(0, 2, 0.5), None])
+        return torch.distributed.distributed_c10d._world.group_count
+
+    with kit.WorkerPool(2, init=False) as pool:
+        assert list(pool.run(fail, tmp_path / "one")) == [1, 0]
+        assert list(pool.run(fail, tmp_path / "two")) == [1, 0]
