@@ -41,7 +41,7 @@ def cases(folder: Path) -> None:
 
     rank, size = start(folder)
     gloo = dist.new_group(backend="gloo", timeout=LIMIT)
-    groups = (dist.group.WORLD, gloo)
+    report = dist.new_group(backend="gloo", timeout=10 * LIMIT)
     failures: dict[str, str | None] = {}
     for name, case in (mpi_cases.COMPARED | mpi_cases.OWN).items():
         if len(sys.argv) > 3 and name not in sys.argv[3:]:
@@ -52,12 +52,14 @@ def cases(folder: Path) -> None:
                 seed(name, rank)
                 case(dist.group.WORLD)
             else:
-                compare([run(case, name, group) for group in groups])
+                compare([run(case, name, group) for group in (dist.group.WORLD, gloo)])
         except Exception:
             problem = f"rank {rank}: {traceback.format_exc()}"
         problems = [None] * size
-        dist.all_gather_object(problems, problem, group=gloo)
+        dist.all_gather_object(problems, problem, group=report)
         failures[name] = "\n".join(filter(None, problems))
+        if failures[name]:  # gloo cut the connections of ranks that waited in vain
+            gloo = dist.new_group(backend="gloo", timeout=LIMIT)
     if rank == 0:
         (folder / "failures.json").write_text(json.dumps(failures))
     dist.destroy_process_group()
