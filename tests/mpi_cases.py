@@ -536,13 +536,11 @@ def a_stack_of_all_tensors(group):
 
 @own
 def a_leaf_that_requires_grad(group):
-    parameter = torch.nn.Parameter(torch.ones(2, 2))
-    dist.all_reduce(parameter, group=group)
-    dist.broadcast(parameter, group_src=0, group=group)
-    same([parameter.detach()], [torch.full((2, 2), float(group.size()))])
-
-
-# What is under way
+    for dtype in (torch.float32, torch.bfloat16):  # the second is copied, and rounded at the end
+        parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))
+        dist.all_reduce(parameter, group=group)
+        dist.broadcast(parameter, group_src=0, group=group)
+        same([parameter.detach()], [torch.full((2, 2), float(group.size()), dtype=dtype)])
 
 
 @own
