@@ -157,6 +157,18 @@ def test_an_interrupt_ends_the_run_and_the_pool_works():
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
+def test_an_interrupt_while_mpiexec_starts_ends_what_it_has_started(monkeypatch):
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with kit.WorkerPool(2, backend="mpi") as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr(mpi, "mpiexec", lambda world_size: sleeps)
+            pool.restart()
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -INT {os.getpid()}"])
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(total)
+        assert [value for value, _ in pool.run(total)] == [3.0, 3.0]
+
+
 def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
     program = textwrap.dedent(
         """
@@ -194,8 +206,8 @@ def test_a_closed_pool_leaves_neither_processes_nor_files():
 def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
     refuses = [sys.executable, "-c", "import sys; sys.exit('no slots')"]
     monkeypatch.setattr(mpi, "mpiexec", lambda world_size: refuses)
-    with pytest.raises(kit.BackendError) as caught:
-        kit.WorkerPool(2, backend="mpi")
+    with kit.WorkerPool(2, backend="mpi") as pool, pytest.raises(kit.BackendError) as caught:
+        pool.run(total)
     assert str(caught.value) == "mpiexec did not start 2 ranks: no slots"
 
 

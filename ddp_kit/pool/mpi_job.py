@@ -38,20 +38,23 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class MPIJob:
-    """What mpiexec has started: one process for each rank.
+    """What mpiexec starts: one process for each rank. They take seconds to come.
 
     path: where its socket may stand; nobody else may open it.
-    Raises BackendError if mpiexec cannot start the processes, in its own words.
     """
 
     def __init__(self, world_size: int, path: str) -> None:
+        self.world_size = world_size
+        self._path = path
         self._lines: list[socket.socket] = []
+        self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
+        self._listener = socket.socket(socket.AF_UNIX)
         program = [sys.executable, mpi_member.__file__, path]
         command = [sys.executable, "-c", _DIE_WITH_PARENT, *mpi.mpiexec(world_size), *program]
-        with socket.socket(socket.AF_UNIX) as listener, holding_interrupt():
-            listener.bind(path)
-            listener.listen(world_size)
+        with holding_interrupt():
+            self._listener.bind(path)
+            self._listener.listen(world_size)
             self._mpiexec = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -59,27 +62,42 @@ class MPIJob:
                 stderr=self._said,
                 env=os.environ | mpi.environment(),
             )
-            try:
-                calls = sorted(self._calls(listener, world_size))
-                self.ranks = [self._admit(*call) for call in calls]
-            except BaseException:
-                self.end()
-                raise
-            finally:
-                os.unlink(path)
 
-    def _calls(self, listener: socket.socket, world_size: int):
-        """Wait until all processes have called; yield the rank, pid and connection of each."""
+    @property
+    def all_called(self) -> bool:
+        """Every process has called, and waits to become a rank."""
+        return len(self._calls) == self.world_size
+
+    def wait(self) -> None:
+        """Wait until all processes have called; whatever comes between ends them.
+
+        Raises BackendError if mpiexec does not start them, in its own words.
+        """
         deadline = time.monotonic() + START_TIMEOUT
-        while len(self._lines) < world_size:
-            if self._mpiexec.poll() is not None or time.monotonic() > deadline:
-                raise BackendError(f"mpiexec did not start {world_size} ranks: {self._words()}")
-            if select.select([listener], [], [], 0.05)[0]:
-                line, _ = listener.accept()
-                self._lines.append(line)
-                line.settimeout(START_TIMEOUT)
-                call = line.recv(mpi_member.CALL.size, socket.MSG_WAITALL)
-                yield *mpi_member.CALL.unpack(call), line
+        try:
+            while not self.all_called:
+                if self._mpiexec.poll() is not None or time.monotonic() > deadline:
+                    said = f"mpiexec did not start {self.world_size} ranks: {self._words()}"
+                    raise BackendError(said)
+                if select.select([self._listener], [], [], 0.05)[0]:
+                    line, _ = self._listener.accept()
+                    self._lines.append(line)
+                    line.settimeout(START_TIMEOUT)
+                    call = line.recv(mpi_member.CALL.size, socket.MSG_WAITALL)
+                    self._calls.append((*mpi_member.CALL.unpack(call), line))
+        except BaseException:
+            self.end()
+            raise
+        self._close_listener()
+
+    def admit(self) -> list[RankProcess]:
+        """Make ranks of the processes that have called."""
+        return [self._admit(*call) for call in sorted(self._calls)]
+
+    def _close_listener(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._listener.close()
+            os.unlink(self._path)
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankProcess:
         """Send a process what it needs to be a rank."""
@@ -115,8 +133,14 @@ class MPIJob:
         rank = int(first[1] or first[2]) if first else None
         return rank, 128 - code if code > 128 else code
 
+    @property
+    def ended(self) -> bool:
+        """It was ended from here, or mpiexec has ended by itself."""
+        return self._said.closed or self._mpiexec.poll() is not None
+
     def end(self) -> None:
         """End all processes of the job; mpiexec takes those along that have not seen it yet."""
+        self._close_listener()
         if self._said.closed:
             return
         for line in self._lines:

@@ -28,11 +28,11 @@ from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.messages import Form, Run, Surroundings
-from ddp_kit.pool.mpi_job import MPIJob
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess
 from ddp_kit.pool.request import check_world_size, look_around, prepare
 from ddp_kit.pool.result import Result, print_output
+from ddp_kit.pool.starters import MPIExec, Spawn
 from ddp_kit.pool.values import Parcel
 
 
@@ -65,12 +65,14 @@ class WorkerPool:
         self._told_of_gpu = False
         self._in_job = False  # a worker was sent; a rank that still owes a reply may be in it
         self._folder: PrivateFolder | None = None
+        self._starter: Spawn | MPIExec | None = None
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
             with holding_interrupt():
                 sweep()
                 self._folder = PrivateFolder()
+                self._starter = MPIExec(self._folder) if self._backend == "mpi" else Spawn()
                 _pools.add(self)
                 atexit.register(self._at_exit)
                 self._form(world_size, self._backend)
@@ -113,6 +115,11 @@ class WorkerPool:
             self._end_old_code(world_size)
             with holding_interrupt():
                 self._form(world_size, backend)
+            if len(self._ranks) < world_size:  # mpiexec takes its time
+                assert self._starter is not None, "it is there before the ranks are"
+                self._starter.wait()
+                with holding_interrupt():
+                    self._form(world_size, backend)
             shown = view.open_view(world_size)
             outcome = Outcome(self._ranks, shown)
             try:
@@ -182,18 +189,19 @@ class WorkerPool:
                 atexit.unregister(self._at_exit)
 
     def _form(self, world_size: int, backend: str) -> None:
-        """Have `world_size` living processes in one group, at the price of what is missing."""
+        """Have `world_size` living processes in one group, at the price of what is missing.
+
+        What mpiexec has not started yet is left to the next call.
+        """
         if _leaving:
             return
-        if self._in_job or not all(rank.alive for rank in self._ranks):
+        broken = self._in_job or not all(rank.alive for rank in self._ranks)
+        if broken:
             self._formed, self._in_job = None, False
-            # One that owes a reply may wait for the dead one in the group they were to form, or
-            # be in a worker that a second interrupt has left behind.
-            self._replace([n for n, rank in enumerate(self._ranks) if rank.owed or not rank.alive])
-        if len(self._ranks) < world_size:
-            self._grow(world_size)
+        assert self._starter is not None, "it is there before the ranks are"
+        if self._starter.provide(self._ranks, world_size, broken):
             self._formed = None
-        if self._formed == (world_size, backend):
+        if self._formed == (world_size, backend) or len(self._ranks) < world_size:
             return
         self._groups += 1
         assert self._folder is not None, "the folder is made before the ranks are"
@@ -201,33 +209,6 @@ class WorkerPool:
         for number, rank in enumerate(self._ranks[:world_size]):
             rank.send(Form(number, world_size, backend, store))
         self._formed = (world_size, backend)
-
-    def _replace(self, old: list[int]) -> None:
-        """Start processes in the place of some, which are ended."""
-        if not old:
-            return
-        for number in old:
-            self._ranks[number].stop()
-        if self._backend == "mpi":
-            self._start_job(len(self._ranks))
-            return
-        for number in old:
-            self._ranks[number] = RankProcess()
-
-    def _grow(self, world_size: int) -> None:
-        """Have at least `world_size` processes."""
-        if self._backend == "mpi":
-            self._start_job(world_size)
-        while len(self._ranks) < world_size:
-            self._ranks.append(RankProcess())
-
-    def _start_job(self, world_size: int) -> None:
-        """Have mpiexec start all processes anew: it cannot replace one, or add any."""
-        for rank in self._ranks:
-            rank.stop()
-        assert self._folder is not None, "the folder is made before the ranks are"
-        self._ranks = []
-        self._ranks = MPIJob(world_size, self._folder.socket).ranks
 
     def _send_job(self, ranks: list[RankProcess], parcel: Parcel, around: Surroundings) -> None:
         sources = cells.cell_sources()
@@ -250,6 +231,8 @@ class WorkerPool:
         for rank in ranks:
             # One that owes a reply is busy, or has not even started: nothing to wait for.
             rank.stop(patience=0.0 if rank.owed else max(0.0, deadline - time.monotonic()))
+        if self._starter is not None:
+            self._starter.end()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -279,11 +262,15 @@ def leave(leaving: bool) -> None:
     """
     global _leaving
     _leaving = leaving
-    ranks = [rank for pool in list(_pools) for rank in list(pool._ranks)] if leaving else []
+    pools = list(_pools) if leaving else []
+    ranks = [rank for pool in pools for rank in list(pool._ranks)]
     for rank in ranks:
         rank.kill()
     for rank in ranks:
         rank.join(1)
+    for pool in pools:
+        if pool._starter is not None:
+            pool._starter.end()
 
 
 def _close_if_alive(reference: weakref.ref) -> None:
