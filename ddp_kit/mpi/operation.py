@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ class Operation:
         self._finish = finish
         self._held = held
         self._expected = expected
-        self._taken = False  # a thread ends it now, or has ended it
+        self._status = None if expected is None else library.load().Status()
+        self._ender: int | None = None  # the thread that ends it now, or has ended it
         self._awaited = False
         self._future: Future | None = None
         self._given: Future | None = None
@@ -62,14 +65,13 @@ class Operation:
         if self.done:
             return True
         with library.lock:
-            if self._taken:
+            mine = self._ender == threading.get_ident()  # a signal broke in before it was over
+            if self._ender is not None and not mine:
                 return self.done
-            try:
-                self._taken = self._test()
-            except Exception as error:
-                self._taken = True
-                self.error = RuntimeError(f"{self.name} failed in MPI: {library.say(error)}")
-        if self._taken:
+            over = mine or self._test()
+            if over:
+                self._ender = threading.get_ident()
+        if over:
             self._end()
         return self.done
 
@@ -106,12 +108,12 @@ class Operation:
     def give_up(self) -> None:
         """Fail with a time-out."""
         with library.lock:
-            if self._taken:
+            if self._ender is not None:
                 return
-            self._taken = True
+            self.error = self._too_late(self._timeout)
+            self._ender = threading.get_ident()
+            _given_up.append(self)
             self.cancel()
-        _given_up.append(self)
-        self.error = self._too_late(self._timeout)
         self._end()
 
     def cancel(self) -> None:
@@ -124,16 +126,16 @@ class Operation:
         """Return a future of `outputs`, which completes without anybody waiting."""
         with library.lock:
             if self._given is None:
-                self._future = Future()
+                future = self._future = Future()
                 # The exception must come out of a callback. One that is set as a result, which is
                 # what Future.set_exception does, looks like success to PyTorch's C++ (DDP).
-                self._given = self._future.then(lambda _: self._result())
+                self._given = future.then(lambda _: self._result())
                 self.has_future = True
                 over = self.done
             else:
                 over = False
         if over:
-            self._future.set_result(None)
+            future.set_result(None)
         return self._given
 
     def _result(self) -> list[torch.Tensor]:
@@ -142,43 +144,56 @@ class Operation:
         return self.outputs
 
     def _test(self) -> bool:
-        """Ask MPI whether all requests are complete."""
-        while self._requests:
-            if self._expected is None:
-                if not self._requests[-1].Test():
+        """Ask MPI whether all requests are complete, or one failed."""
+        MPI = library.load()
+        try:
+            while self._requests:
+                request = self._requests[-1]
+                if self._expected is None:
+                    if not request.Test():
+                        return False
+                # A request is false when it was complete before: a signal broke in then.
+                elif request and not request.Test(self._status):
                     return False
-            elif not self._test_receive(self._requests[-1]):
-                return False
-            self._requests.pop()
+                else:
+                    self._note_message(MPI)
+                self._requests.pop()
+        except MPI.Exception as error:
+            self.error = RuntimeError(f"{self.name} failed in MPI: {library.say(error)}")
         return True
 
-    def _test_receive(self, request: Any) -> bool:
-        MPI = library.load()
-        status = MPI.Status()
-        if not request.Test(status):
-            return False
-        self.source = status.Get_source()
-        came = status.Get_count(MPI.BYTE)
+    def _note_message(self, MPI: ModuleType) -> None:
+        """Note where a message came from; refuse one that does not fill the tensor."""
+        self.source = self._status.Get_source()
+        came = self._status.Get_count(MPI.BYTE)
         if came != self._expected:
             self.error = RuntimeError(
                 f"{self.name} got {came} bytes from rank {self.source}, "
                 f"and the tensor has {self._expected}"
             )
-        return True
 
     def _end(self) -> None:
-        """Do what is left, and tell everybody. One thread comes here, once, without the lock."""
-        if self._finish is not None and self.error is None:
-            try:
-                self._finish()
-            except Exception as error:
-                self.error = error
+        """Do what is left, and tell everybody. One thread comes here, without the lock."""
+        finish, self._finish = self._finish, None
+        try:
+            if finish is not None and self.error is None:
+                finish()
+        except RuntimeError as error:
+            self.error = error
+        except BaseException:  # a signal broke in
+            self.error = RuntimeError(f"{self.name} was interrupted while its result was copied")
+            raise
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let everybody know that it is over."""
         with library.lock:
             self.done = True
-            future = self._future
+            future, self._future = self._future, None
+            if not self._requests:
+                self._held = None
         watcher.remove(self)
-        if self._requests == []:
-            self._held = self._finish = None
         if future is not None:
             future.set_result(None)
 
