@@ -120,7 +120,7 @@ def _verify_params(
     recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
 ) -> Any:
     posted = recorder.post(group, Call("_verify_params"), op="DistributedDataParallel")
-    return recorder.block(posted, False, original, group, *args)
+    return recorder.block_as_one(posted, original, group, *args)
 
 
 def _broadcast_coalesced(
@@ -133,7 +133,7 @@ def _broadcast_coalesced(
 ) -> None:
     call = describe("broadcast", (tensors,))._replace(root=src)
     posted = recorder.post(group, call, op="DDP broadcast")
-    recorder.block(posted, False, original, group, tensors, buffer_size, src)
+    recorder.block_as_one(posted, original, group, tensors, buffer_size, src)
 
 
 def _rebuild_buckets(recorder: Recorder, original: Callable, reducer: Any) -> bool:
@@ -141,7 +141,7 @@ def _rebuild_buckets(recorder: Recorder, original: Callable, reducer: Any) -> bo
     if hook is None or hook.rebuilt:
         return original(reducer)
     posted = recorder.post(("DDP", hook.ranks), Call("_rebuild_buckets"), op="DDP forward")
-    hook.rebuilt = recorder.block(posted, False, original, reducer)
+    hook.rebuilt = recorder.block_as_one(posted, original, reducer)
     if not hook.rebuilt:  # it did nothing; it is asked before every forward
         recorder.take_back(posted)
     return hook.rebuilt

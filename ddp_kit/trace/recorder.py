@@ -58,6 +58,7 @@ class Recorder:
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
         self.prefix = ""  # what to put before the names of operations: who calls them
+        self._hidden = 0  # a thread whose calls belong to one that is recorded
         self.batching = False  # nccl starts what is called now as one, with one Work for all
         self._board: Board | None = board
         self._thread = threading.get_ident()
@@ -94,6 +95,8 @@ class Recorder:
         Raises ValueError for a rank that is not there; a backend would wait for it in vain.
         """
         start = monotonic_ns()
+        if self._hidden == threading.get_ident():
+            return None
         caller, name = _caller(sys._getframe(2))
         op = op or self.prefix + (name or call.method)
         with self._lock:
@@ -188,6 +191,17 @@ class Recorder:
             board = self._board
             if board is not None:
                 board.end_wait(posted.index, end, shown)
+
+    def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:
+        """Call what may block, as `block` does; what it calls in its turn is not recorded.
+
+        PyTorch's C++ comes back to a process group that is written in Python.
+        """
+        before, self._hidden = self._hidden, threading.get_ident()
+        try:
+            return self.block(posted, False, blocking, *args)
+        finally:
+            self._hidden = before
 
     def look_after(self, work: Work) -> None:
         """Note that somebody has seen that `work` is complete."""
