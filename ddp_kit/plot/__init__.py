@@ -13,6 +13,7 @@ from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring
 from ddp_kit.plot.step_times import step_times
 from ddp_kit.plot.style import rank_color
+from ddp_kit.plot.support import support
 from ddp_kit.plot.tensors import tensors
 from ddp_kit.plot.timeline import timeline
 from ddp_kit.plot.waits import waits
@@ -27,6 +28,7 @@ __all__ = [
     "rank_color",
     "ring",
     "step_times",
+    "support",
     "tensors",
     "timeline",
     "waits",

@@ -1,0 +1,134 @@
+"""Backends: what each of them can do on this machine, and what a message costs.
+
+Every answer is probed on real ranks: an operation, a dtype, and the numbers that must come out.
+Sources: the backend tables of "Writing Distributed Applications with PyTorch" and of notes on
+`torch.distributed`; mlbench's comparison of communication backends (2020), for the costs.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddp_kit import backends, device, pool
+from ddp_kit.errors import BackendError
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons._costs import SIZES, TIMED, fit, measure, series, told
+from ddp_kit.lessons._probes import (
+    DTYPES,
+    LIMIT,
+    OPERATIONS,
+    WITHOUT_DTYPE,
+    Cells,
+    attempt,
+    probe,
+    refusals,
+)
+
+__all__ = [
+    "DTYPES",
+    "LIMIT",
+    "OPERATIONS",
+    "PLACES",
+    "SIZES",
+    "TIMED",
+    "WITHOUT_DTYPE",
+    "attempt",
+    "both_send_first",
+    "fit",
+    "here",
+    "main",
+    "measure",
+    "missing",
+    "probe",
+    "probe_here",
+    "refusals",
+    "series",
+    "small_float_sum",
+    "started_by",
+    "told",
+]
+
+PLACES = {
+    "gloo on the CPU": "gloo",
+    "mpi on the CPU": "mpi",
+    "gloo on GPUs": "cuda:gloo",
+    "nccl on GPUs": "nccl",
+}
+EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes that all backends have
+BITWISE = ("BAND", "BOR", "BXOR")  # nccl has none of them
+
+
+def missing(backend: str, world_size: int = 2) -> str | None:
+    """Say in the kit's words why a backend cannot be had here; None: it can."""
+    try:
+        backends.choose_backend(backend, world_size)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def here(world_size: int = 2) -> list[str]:
+    """List the backends for tensors on the CPU that can be had here: gloo, and perhaps mpi."""
+    return [name for name in ("gloo", "mpi") if missing(name, world_size) is None]
+
+
+def probe_here() -> dict[str, Cells | str]:
+    """Probe every place with two ranks; one that cannot be had gets the kit's reason.
+
+    nccl is probed with as many ranks as there are GPUs, two at most.
+    """
+    found: dict[str, Cells | str] = {}
+    for place, backend in PLACES.items():
+        gpus = torch.cuda.device_count()
+        world_size = min(2, gpus) if backend == "nccl" and gpus else 2
+        reason = missing(backend, world_size)
+        run = partial(pool.run, world_size=world_size, backend=backend, timeout=LIMIT)
+        found[place] = probe(run) if reason is None else reason
+    return found
+
+
+def started_by(rank: int, world_size: int) -> str:
+    """Return the name of the program that started this process."""
+    parent = psutil.Process(os.getppid()).name()
+    return "Python" if parent.lower().startswith("python") else parent
+
+
+def both_send_first(rank: int, world_size: int, nbytes: int) -> float:
+    """Send to the other rank before receiving from it; return a number that came."""
+    mine = torch.full((nbytes // 4,), float(rank), device=device())
+    into = torch.empty_like(mine)
+    dist.send(mine, 1 - rank)
+    dist.recv(into, 1 - rank)
+    return into[0].item()
+
+
+def small_float_sum(rank: int, world_size: int, dtype: torch.dtype) -> float:
+    """Add up 1 of rank 0 and a little of each other rank, half of what `dtype` can tell from 1."""
+    little = torch.finfo(dtype).eps / 2
+    tensor = torch.tensor([little if rank else 1.0], dtype=dtype, device=device())
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Try what all backends can do with dtypes that all of them have, print one line."""
+    options = lesson_parser("backends", __doc__).parse_args(argv or [])
+    operations = {
+        name: what for name, what in OPERATIONS.items() if name.split()[-1] not in BITWISE
+    }
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        cells = probe(ranks, operations, EVERYWHERE)
+        for (name, kind), outcome in cells.items():
+            well = outcome == "works" or outcome.startswith("no answer")
+            prove(f"{name} is right for {kind}; it {outcome}", well)
+        count = len(operations) + len(WITHOUT_DTYPE)
+        ranks.say(f"backends: {ranks}, {count} operations right on {len(EVERYWHERE)} dtypes")
+
+
+if __name__ == "__main__":
+    run_as_script(main)
