@@ -1,4 +1,4 @@
-"""What one operation costs, by message size, and the two numbers behind it: α and β."""
+"""What one operation costs, by message size, and the two numbers behind it: alpha and beta."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ddp_kit import device
 
 SIZES = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)  # bytes
 SMALL = 1_000_000  # bytes; below it a round is quick, and many are needed
+ALPHA, BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER BETA}"
 Series = list[tuple[int, float]]
 
 
@@ -87,7 +88,7 @@ def series(
 
 
 def fit(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return α, in seconds, and β, in seconds a byte, of the line α + β · bytes.
+    """Return alpha, in seconds, and beta, in seconds a byte, of the line alpha + beta * bytes.
 
     The line has the least squares of the *relative* error: each point is divided by its time, so
     that a microsecond counts among the small messages as a millisecond does among the large ones.
@@ -110,7 +111,9 @@ def fit(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
 
 
 def told(points: Iterable[tuple[int, float]]) -> str:
-    """Write α in microseconds and 1/β in GB/s."""
+    """Write alpha in microseconds, and beta in nanoseconds a byte and as GB/s."""
     alpha, beta = fit(points)
     rate = 1e-9 / beta if beta else math.inf
-    return f"α = {1e6 * alpha:9,.0f} µs   β = {1e9 * beta:6.3f} ns a byte ({rate:.2f} GB/s)"
+    return (
+        f"{ALPHA} = {1e6 * alpha:7,.0f} µs   {BETA} = {1e9 * beta:6.3f} ns a byte ({rate:.2f} GB/s)"
+    )

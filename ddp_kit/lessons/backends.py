@@ -41,6 +41,7 @@ __all__ = [
     "both_send_first",
     "fit",
     "here",
+    "lopsided_sum",
     "main",
     "measure",
     "missing",
@@ -48,9 +49,9 @@ __all__ = [
     "probe_here",
     "refusals",
     "series",
-    "small_float_sum",
     "started_by",
     "told",
+    "true_until",
 ]
 
 PLACES = {
@@ -107,12 +108,26 @@ def both_send_first(rank: int, world_size: int, nbytes: int) -> float:
     return into[0].item()
 
 
-def small_float_sum(rank: int, world_size: int, dtype: torch.dtype) -> float:
-    """Add up 1 of rank 0 and a little of each other rank, half of what `dtype` can tell from 1."""
-    little = torch.finfo(dtype).eps / 2
-    tensor = torch.tensor([little if rank else 1.0], dtype=dtype, device=device())
+def lopsided_sum(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
+    """Add up ones and one large number, from which `dtype` cannot tell the next odd one.
+
+    Each rank has the large number at its own place, so at some place it is added first.
+    """
+    large = 2.0 / torch.finfo(dtype).eps
+    tensor = torch.ones(world_size, dtype=dtype, device=device())
+    tensor[rank] = large
     dist.all_reduce(tensor)
-    return tensor.item()
+    return (tensor.double() - large).tolist()
+
+
+def true_until(rank: int, world_size: int, most: int = 20) -> int | None:
+    """Sum up True over and over; return after how many sums it is False. None: it stays True."""
+    tensor = torch.tensor([True], device=device())
+    for count in range(1, most + 1):
+        dist.all_reduce(tensor)
+        if not tensor.item():
+            return count
+    return None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ LOOKS = {
     "hung": ("#6a5acd", "∞", "hung"),
 }
 EDGE = "#a6a6a6"
-BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.3, 0.3  # inches
+BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3  # inches
 ACROSS = 2  # panels beside each other
 
 
@@ -125,4 +125,4 @@ def _key(sheet: Axes, y: float, kinds: Sequence[str]) -> None:
     for kind in kinds:
         _cell(sheet, x, y - ROW / 2, kind)
         write(sheet, x + BOX + 0.07, y, LOOKS[kind][2], 8.5, color=INK)
-        x += BOX + 0.3 + 0.073 * len(LOOKS[kind][2])
+        x += BOX + 0.35 + 0.06 * len(LOOKS[kind][2])
