@@ -30,7 +30,7 @@ def choose_backend(backend: str, world_size: int) -> str:
     """
     if backend not in NAMES:
         known = ", ".join(f'"{name}"' for name in NAMES)
-        raise BackendError(f"backend must be one of {known}, got {backend!r}")
+        raise BackendError(f"backend must be one of {known}, got {backend!r}{_hint(backend)}")
     gpus = torch.cuda.device_count()
     if backend == "auto":
         return "nccl" if gpus >= world_size and dist.is_nccl_available() else "gloo"
@@ -53,6 +53,18 @@ def choose_backend(backend: str, world_size: int) -> str:
     if lacking:
         raise BackendError(lacking)
     return backend
+
+
+def _hint(backend: object) -> str:
+    """Say what is probably meant by a name that the kit has not, or what else to do."""
+    name = str(backend).lower()
+    if name in NAMES:
+        return f'; write "{name}"'
+    if name == "cpu:gloo,cuda:nccl":
+        return '; "nccl" moves tensors on the CPU by gloo already'
+    if name in dist.Backend.backend_list:
+        return "; another one needs ranks that form their own group, in WorkerPool(init=False)"
+    return ""
 
 
 def for_group(backend: str) -> str:

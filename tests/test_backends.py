@@ -45,6 +45,24 @@ def test_more_ranks_than_gpus_are_refused_with_the_choices(gpus):
     )
 
 
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("MPI", '; write "mpi"'),
+        ("ucc", "; another one needs ranks that form their own group, in WorkerPool(init=False)"),
+        ("cpu:gloo,cuda:nccl", '; "nccl" moves tensors on the CPU by gloo already'),
+        ("smoke", ""),
+        (None, ""),
+    ],
+    ids=str,
+)
+def test_a_name_that_the_kit_has_not_comes_without_the_cure(asked, hint):
+    with pytest.raises(kit.BackendError) as caught:
+        backends.choose_backend(asked, 2)
+    names = '"auto", "gloo", "nccl", "cuda:gloo", "mpi"'
+    assert str(caught.value) == f"backend must be one of {names}, got {asked!r}{hint}"
+
+
 def test_a_gpu_without_nccl_is_left_to_gloo(gpus, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert backends.choose_backend("auto", 1) == "gloo"
