@@ -52,13 +52,13 @@ def measure(
     """Time an operation at each size on this rank: the median of several rounds, in seconds.
 
     A barrier stands before each round, and the first round warms up. most: rounds at small
-    sizes; large ones have two.
+    sizes; large ones have three.
     """
     medians = []
     for nbytes in sizes:
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())
         seconds = []
-        for _ in range(1 + (most if nbytes < SMALL else 2)):
+        for _ in range(1 + (most if nbytes < SMALL else 3)):
             dist.barrier()
             start = time.perf_counter()
             operation(tensor)
