@@ -1,6 +1,7 @@
 """Pictures: what is drawn, in which colour, and what the text twin says."""
 
 import ast
+import re
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from ddp_kit import plot
-from ddp_kit.plot import bandwidth, losses, memory, rank_color, ring, step_times, tensors
+from ddp_kit.plot import bandwidth, losses, memory, rank_color, ring, step_times, support, tensors
 from ddp_kit.plot.numbers import short, significant, size
 from ddp_kit.plot.style import luminance, text_color
 from ddp_kit.pool import Result
@@ -52,6 +53,7 @@ def one_of_each(n):
         memory(
             {f"step {i}": [{"parameters": 8_000, "batch": r} for r in range(n)] for i in range(n)}
         ),
+        support({"here": {(f"way {i}", "float32"): "works" for i in range(n)}, "there": "no"}),
     ]
 
 
@@ -173,7 +175,7 @@ def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
         *("Picture", "bandwidth", "buckets", "losses", "memory", "messages", "rank_color", "ring"),
-        *("step_times", "tensors", "timeline", "waits"),
+        *("step_times", "support", "tensors", "timeline", "waits"),
     ]
 
 
@@ -687,3 +689,85 @@ def test_three_significant_digits_without_an_exponent(value, text):
 )
 def test_size_has_a_unit(nbytes, text):
     assert size(nbytes) == text
+
+
+# ---- support
+
+PLACES = {
+    "gloo": {
+        ("send", "float32"): "works",
+        ("send", "bool"): "wrong: [2]",
+        ("AVG", "bool"): "no answer: a mean",
+        ("barrier", "any"): "hung: for ever",
+    },
+    "mpi": {("send", "float32"): "died: SIGSEGV", ("send", "bool"): "refused: not today"},
+    "nccl": "it needs a GPU",
+}
+
+
+def test_support_twin_has_a_table_for_each_place_and_the_reason_for_one_that_is_missing():
+    assert repr(support(PLACES)) == (
+        "What works, by operation and dtype\n"
+        "gloo\n"
+        "         float32  bool       any\n"
+        "send     works    wrong\n"
+        "AVG               no answer\n"
+        "barrier                      hung\n"
+        "mpi\n"
+        "         float32  bool     any\n"
+        "send     died     refused\n"
+        "AVG\n"
+        "barrier\n"
+        "nccl: it needs a GPU"
+    )
+
+
+def test_each_outcome_has_a_sign_and_the_key_explains_it():
+    said = texts(support(PLACES))
+    for sign, meaning in {
+        "✓": "works",
+        "≠": "a wrong answer",
+        "·": "refused: no answer is right",
+        "∞": "hung",
+        "†": "a rank died",
+        "✗": "refused",
+    }.items():
+        assert said.count(sign) == 2  # in its box and in the key
+        assert meaning in said
+    assert "nccl: it needs a GPU" in said
+
+
+def test_a_cell_that_nobody_asked_for_is_empty():
+    drawn = support({"gloo": {("send", "float32"): "works", ("barrier", "any"): "works"}})
+    assert texts(drawn).count("✓") == 3  # of four cells two, and the key
+    assert "hung" not in texts(drawn)
+
+
+def test_places_that_are_all_missing_are_told_in_words():
+    drawn = support({"nccl": "it needs a GPU", "mpi": "it needs mpi4py"})
+    assert drawn.twin.endswith("nccl: it needs a GPU\nmpi: it needs mpi4py")
+    assert not drawn.axes[0].patches
+
+
+def test_outcomes_wear_no_colour_of_a_rank():
+    fills = {to_hex(patch.get_facecolor()) for patch in support(PLACES).axes[0].patches}
+    assert len(fills) == 6
+    assert not fills & {rank_color(rank) for rank in range(16)}
+
+
+def test_four_places_of_eleven_columns_fit_a_notebook():
+    cells = {("reduce_scatter_single", f"dtype {i}"): "works" for i in range(11)}
+    drawn = support({f"place {i}": cells for i in range(4)})
+    assert drawn.get_size_inches()[0] <= 9.03
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({}, "places is empty"),
+        ({"gloo": {("send", "bool"): "maybe"}}, "'gloo' has 'maybe' for ('send', 'bool')"),
+    ],
+)
+def test_support_says_what_it_cannot_draw(places, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        support(places)
