@@ -348,3 +348,19 @@ def test_a_notebook_of_runs_passes_nbval_as_it_was_regenerated(tmp_path):
     said = call(tmp_path, *nbval.split(), "-c", os.devnull, path.name)
     assert f"{len(CELLS)} passed" in said
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--world-size 0", "PoolError: world_size must be at least 1, got 0"),
+        (
+            "--worldsize 2",
+            "PoolError: unrecognized arguments: --worldsize 2; the option --help lists the others",
+        ),
+    ],
+)
+def test_a_wrong_option_of_a_lesson_is_one_line(shared, options, said):
+    cell = shared.send(f"%run -m ddp_kit.lessons.point_to_point -- {options}").finish()
+    assert cell.rendered == said
+    assert "Unknown failure" not in cell.stderr
