@@ -130,10 +130,10 @@ class RankError(_RunError):
 class RankDiedError(_RunError):
     """A rank's process ended in the middle of a run.
 
-    rank: the lowest rank that died; exitcode: as in `multiprocessing.Process.exitcode`,
-    negative for a signal, None where somebody else has fetched it; others: further ranks that
-    died; failures: the ranks that raised, by rank; waits: where the ranks were that had not
-    returned.
+    rank: the rank that died first, as far as one knows, else the lowest; exitcode: as in
+    `multiprocessing.Process.exitcode`, negative for a signal, None where somebody else has
+    fetched it; others: further ranks that died; failures: the ranks that raised, by rank; waits:
+    where the ranks were that had not returned.
     """
 
     def __init__(

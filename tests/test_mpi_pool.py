@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import mpi
-from ddp_kit.pool import mpi_job
+from ddp_kit.pool import starters
 
 pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 
@@ -130,10 +131,11 @@ def test_ranks_that_do_not_agree_are_told():
 def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
     def worker(rank, world_size, end):
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(7)
+            os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(end)
         dist.barrier()
 
-    for end, said in (("killed", "rank 1 died: ended by SIGKILL"), ("left", "exit code 7")):
+    ends = {"killed": "rank 1 died: ended by SIGKILL", 200: "exit code 200", 0: "exit code 0"}
+    for end, said in ends.items():
         with pytest.raises(kit.RankDiedError, match=said) as caught:
             run(worker, end, timeout=60)
         assert caught.value.rank == 1
@@ -145,16 +147,15 @@ def test_more_ranks_are_started_anew():
 
 
 def test_an_interrupt_ends_the_run_and_the_pool_works():
-    def waits(rank, world_size):
+    def waits(rank, world_size, pid):
         if rank:
             dist.barrier()
         else:
+            os.kill(pid, signal.SIGINT)
             threading.Event().wait()
 
-    pid = os.getpid()
-    subprocess.Popen(["sh", "-c", f"sleep 1; kill -INT {pid}"], stdin=subprocess.DEVNULL)
     with pytest.raises(KeyboardInterrupt):
-        run(waits, timeout=60)
+        run(waits, os.getpid(), timeout=60)
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
@@ -183,6 +184,7 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
         pool.run(lambda rank, world_size: time.sleep(600))
         """
     )
+    before = files()
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     try:
         wait_until((tmp_path / "pids").exists, 60, "the ranks have run")
@@ -192,30 +194,69 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
         parent.wait()
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left
+    wait_until(lambda: not {f for f in files() - before if "ompi" in f.name}, 10, "files are gone")
+
+
+def files():
+    """What pools and Open MPI leave in a temporary folder and in shared memory while they live."""
+    folders = (tempfile.gettempdir(), "ddp_kit-pool-*"), (tempfile.gettempdir(), "ompi.*")
+    found = [Path(folder).glob(name) for folder, name in (*folders, ("/dev/shm", "sm_segment*"))]
+    return {path for paths in found for path in paths}
+
+
+def test_a_group_with_a_limit_is_left_to_its_limit():
+    def worker(rank, world_size):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        if rank == 0:
+            dist.barrier(group=group)
+
+    with pytest.raises(kit.RankError, match="Timed out waiting 2000ms for barrier"):
+        run(worker, timeout=60)
+
+
+def test_bare_ranks_are_recorded_from_their_first_run_on():
+    def worker(rank, world_size):
+        place = {"rank": rank, "world_size": world_size, "store": dist.HashStore()}
+        dist.init_process_group(mpi.NAME, **place)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    with kit.WorkerPool(2, backend="mpi", init=False) as pool:
+        assert len(pool.run(worker).trace.collectives) == 1
+
+
+def test_a_folder_with_a_long_name_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / ("long" * 25)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
+    with pytest.raises(kit.PoolError, match="set TMPDIR to a folder with a shorter name"):
+        kit.WorkerPool(2, backend="mpi")
 
 
 def test_a_closed_pool_leaves_neither_processes_nor_files():
-    before = set(Path(tempfile.gettempdir()).glob("ddp_kit-pool-*"))
+    before = files()
     with kit.WorkerPool(2, backend="mpi") as pool:
         ranks = [psutil.Process(pid) for _, pid in pool.run(total)]
         launcher = ranks[0].parent()
         assert "mpi" in "".join(launcher.cmdline())
     assert psutil.wait_procs([*ranks, launcher], timeout=5)[1] == []
-    assert set(Path(tempfile.gettempdir()).glob("ddp_kit-pool-*")) <= before
+    assert files() <= before
 
 
 def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
     refuses = [sys.executable, "-c", "import sys; sys.exit('no slots')"]
-    monkeypatch.setattr(mpi, "mpiexec", lambda world_size: refuses)
-    with kit.WorkerPool(2, backend="mpi") as pool, pytest.raises(kit.BackendError) as caught:
-        pool.run(total)
-    assert str(caught.value) == "mpiexec did not start 2 ranks: no slots"
+    with kit.WorkerPool(2, backend="mpi") as pool:
+        monkeypatch.setattr(mpi, "mpiexec", lambda world_size: refuses)
+        with pytest.raises(kit.BackendError) as caught:
+            pool.run(total, world_size=3)
+        monkeypatch.undo()
+        assert [value for value, _ in pool.run(total)] == [3.0, 3.0], "it asks for 2 again"
+    assert str(caught.value) == "mpiexec did not start 3 ranks: no slots"
 
 
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch):
     lacking = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: lacking)
-    monkeypatch.setattr(mpi_job, "MPIJob", None)
+    monkeypatch.setattr(starters, "MPIJob", None)
     with pytest.raises(kit.BackendError) as caught:
         kit.run(total, backend="mpi")
     assert str(caught.value) == lacking

@@ -222,6 +222,8 @@ def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     os.environ.update(zip(names, map(str, mpi.place()), strict=True))
     folder = _settle(chosen, local_rank, local_size, trace)
+    if not dist.is_mpi_available():
+        mpi.load()
 
     def join() -> None:
         # Every rank has a store of its own: MPI has brought them together already.

@@ -12,14 +12,14 @@ import shlex
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+import uuid
 from unittest.mock import patch
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.pool.children import MARK, kill, marked
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells each process
 EXITS = (
@@ -80,38 +80,34 @@ def introduce() -> str:
 def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
-    None of them outlives this call: an interrupt ends them, and so does the time, which raises
-    TimeoutError. Their temporary files go with them. errors: return the lines on stderr, too.
+    None of them outlives this call, nor what it has started: an interrupt ends them, and so does
+    the time, which raises TimeoutError. Their temporary files go with them. errors: return the
+    lines on stderr, too.
     """
+    started: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
         streams = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT if errors else subprocess.DEVNULL,
         }
-        around = os.environ | {"TMPDIR": folder}
-        started = [
-            subprocess.Popen(shlex.split(command), text=True, env=around, **streams)
-            for command in commands
-        ]
+        mark = uuid.uuid4().hex  # what they start has it, too
+        around = os.environ | {"TMPDIR": folder, MARK: mark}
         try:
+            for command in commands:
+                program = shlex.split(command)
+                started.append(subprocess.Popen(program, text=True, env=around, **streams))
             deadline = time.monotonic() + seconds
             said = [p.communicate(timeout=deadline - time.monotonic())[0] for p in started]
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
         finally:
             for process in started:
-                _end(process)
+                process.kill()
+                process.wait()
+            for process in marked(mark):
+                kill(process)
     return sorted("".join(said).splitlines())
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a process and all that it has started."""
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-    process.kill()
-    process.wait()
 
 
 def told(rank: int, world_size: int) -> dict[str, int]:

@@ -48,11 +48,11 @@ def register() -> None:
 
 
 def load() -> ModuleType:
-    """Load mpi4py.MPI and initialise MPI, which waits until all ranks do so.
+    """Load mpi4py.MPI and the process group; initialise MPI, which waits until all ranks do so.
 
     Raises BackendError where that cannot be.
     """
-    from ddp_kit.mpi import library
+    from ddp_kit.mpi import creation, library  # noqa: F401 - who records needs the classes
 
     return library.load()
 

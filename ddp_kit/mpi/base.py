@@ -46,6 +46,11 @@ class BaseGroup(dist.ProcessGroup):
         """Take the description that PyTorch gives."""
         self._description = description
 
+    @property
+    def timeout(self) -> timedelta:
+        """After how long an operation is given up."""
+        return timedelta(seconds=self._timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit the operations that start from now on."""
         self._timeout = timeout.total_seconds()

@@ -83,7 +83,7 @@ def environment() -> dict[str, str]:
 
 def started_by_mpiexec() -> bool:
     """Tell whether mpiexec, or another launcher of MPI, started this process."""
-    return any(names[0] in os.environ for names in _VARIABLES)
+    return any(names[0] in os.environ and names[1] in os.environ for names in _VARIABLES)
 
 
 def place() -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """What a process does that mpiexec has started for a pool: it calls the pool, and becomes a rank.
 
-Run as a script, with the pool's socket as argument. mpiexec hands no pipes down; the pool sends
-them in answer to the call. Nothing large is imported before, because the pool waits for the call.
+Run as a script; its arguments are the pool's socket and `sys.path`. mpiexec hands no pipes down,
+so the pool sends them in answer to the call. What is large is imported meanwhile.
 """
 
 import sys
@@ -9,25 +9,24 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, whose modules are not meant to be found by name
 
+import json
 import os
-import pickle
 import socket
 import struct
 from types import SimpleNamespace
 
 CALL = struct.Struct("=QQ")  # rank, process id
-SIZE = struct.Struct("=Q")  # of the answer, which is pickled
+MARK_SIZE = 32  # characters of the answer, which says how the rank's children are marked
+NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def main() -> None:
     """Call the pool and serve it. The connection stays: its end tells each that the other ended."""
+    rank = next(os.environ[name] for name in NAMES if name in os.environ)
     line = socket.socket(socket.AF_UNIX)
     line.connect(sys.argv[1])
-    rank = next(os.environ[n] for n in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))
     line.sendall(CALL.pack(int(rank), os.getpid()))
-    head, descriptors, *_ = socket.recv_fds(line, SIZE.size, 3)
-    with line.makefile("rb") as answer:
-        sys.path[:], mark = pickle.loads(answer.read(*SIZE.unpack(head)))
+    sys.path[:] = json.loads(sys.argv[2])
     sys.argv[:] = ["-c"]
 
     from multiprocessing.connection import Connection
@@ -37,10 +36,14 @@ def main() -> None:
     from ddp_kit.pool.children import MARK
     from ddp_kit.trace import Board
 
-    os.environ[MARK] = mark
+    mpi.register()
+    mpi.load()  # all processes of a job must do so, also those that are in no group at first
+    mark, descriptors, *_ = socket.recv_fds(line, MARK_SIZE, 3)
+    if len(descriptors) < 3:
+        return  # the pool is gone
+    os.environ[MARK] = mark.decode()
     control, printed = (Connection(descriptor) for descriptor in descriptors[:2])
     board = Board(SimpleNamespace(detach=lambda: descriptors[2]))
-    mpi.load()  # all processes of a job must do so, also those that are in no group at first
     worker.main(0, control, printed, board, os.getppid(), line.fileno())
 
 

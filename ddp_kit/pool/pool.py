@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import PoolError
+from ddp_kit.errors import KitError, PoolError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder, sweep
@@ -120,6 +120,8 @@ class WorkerPool:
                 self._starter.wait()
                 with holding_interrupt():
                     self._form(world_size, backend)
+                if len(self._ranks) < world_size:
+                    raise PoolError("mpiexec ended while its processes became ranks; try again")
             shown = view.open_view(world_size)
             outcome = Outcome(self._ranks, shown)
             try:
@@ -134,7 +136,7 @@ class WorkerPool:
                     where_ranks_were, self._in_job = outcome.told, False
                     if not outcome.group_intact or outcome.threads:
                         self._formed = None
-                        with suppress(PoolError):  # the next run tries again, and tells it
+                        with suppress(KitError):  # the next run tries again, and tells it
                             self._form(world_size, backend)  # ready while the learner reads
                 print_output(output)
             self._tell(outcome)

@@ -40,20 +40,23 @@ class MPIExec:
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
         self._job: MPIJob | None = None
+        self._size = 0  # of the last job whose processes came
 
     def provide(self, ranks: list[RankProcess], world_size: int, broken: bool) -> bool:
         """Do as `Spawn.provide` does; but `ranks` stays empty until `wait` was called."""
-        size = max(world_size, self._job.world_size if self._job else 0)
+        size = max(world_size, self._size)
         broken = broken and any(rank.owed or not rank.alive for rank in ranks)
         if self._job is None or self._job.ended or size > self._job.world_size or broken:
             for rank in ranks:
                 rank.stop()
             ranks.clear()
-            self.end()
+            if self._job is not None:
+                self._job.end()
             self._job = MPIJob(size, self._folder.socket)
         if ranks or not self._job.all_called:
             return False
         ranks += self._job.admit()
+        self._size = size
         return True
 
     def wait(self) -> None:
@@ -66,5 +69,6 @@ class MPIExec:
 
     def end(self) -> None:
         """End mpiexec, and with it what it has started."""
+        self._size = 0
         if self._job is not None:
             self._job.end()

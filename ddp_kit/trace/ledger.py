@@ -124,6 +124,8 @@ def is_limit(*args: Any) -> bool:
 
 def _timeout(group: ProcessGroup) -> timedelta:
     """Return after how long the operations of a group give up."""
+    if isinstance(getattr(group, "timeout", None), timedelta):
+        return group.timeout  # it is written in Python
     for device_type in group._device_types:
         options = getattr(group._get_backend(device_type), "options", None)
         timeout = getattr(options, "_timeout", None)

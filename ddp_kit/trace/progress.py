@@ -21,10 +21,12 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
         for images, labels in kit.progress(batches):
             ...
     """
-    if not isinstance(iterable, Iterable):
+    try:
+        iter(iterable)  # a dataset can be looped over, and is no Iterable
+    except TypeError:
         raise TypeError(
             f"progress needs something to loop over, such as range(5), got {iterable!r}"
-        )
+        ) from None
     if total is None:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]

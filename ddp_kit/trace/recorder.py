@@ -58,7 +58,7 @@ class Recorder:
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
         self.prefix = ""  # what to put before the names of operations: who calls them
-        self._hidden = 0  # a thread whose calls belong to one that is recorded
+        self._hidden: set[int] = set()  # threads whose calls belong to one that is recorded
         self.batching = False  # nccl starts what is called now as one, with one Work for all
         self._board: Board | None = board
         self._thread = threading.get_ident()
@@ -95,7 +95,7 @@ class Recorder:
         Raises ValueError for a rank that is not there; a backend would wait for it in vain.
         """
         start = monotonic_ns()
-        if self._hidden == threading.get_ident():
+        if threading.get_ident() in self._hidden:
             return None
         caller, name = _caller(sys._getframe(2))
         op = op or self.prefix + (name or call.method)
@@ -197,11 +197,12 @@ class Recorder:
 
         PyTorch's C++ comes back to a process group that is written in Python.
         """
-        before, self._hidden = self._hidden, threading.get_ident()
+        own = {threading.get_ident()} - self._hidden
+        self._hidden |= own
         try:
             return self.block(posted, False, blocking, *args)
         finally:
-            self._hidden = before
+            self._hidden -= own
 
     def look_after(self, work: Work) -> None:
         """Note that somebody has seen that `work` is complete."""

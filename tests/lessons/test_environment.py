@@ -8,6 +8,7 @@ import sys
 import time
 from inspect import getsource
 
+import psutil
 import pytest
 import torch
 
@@ -70,3 +71,14 @@ def test_an_interrupt_ends_the_programs_too():
     later = f"import os, time; time.sleep(1); os.kill({pid}, 2); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
         environment.side_by_side(f'"{sys.executable}" -c "{later}"')
+
+
+def test_a_program_that_is_not_there_leaves_none_of_the_others():
+    with pytest.raises(FileNotFoundError):
+        environment.side_by_side("sleep 60", "no-such-program")
+
+
+def test_what_a_program_leaves_behind_is_ended_too():
+    environment.side_by_side("sh -c 'sleep 60 > /dev/null & echo hi'")
+    sleeping = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "60"]]
+    assert sleeping == []
