@@ -40,9 +40,12 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 def held(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a rank brings along: 4 * world_size small numbers, exact in every dtype."""
-    places = torch.arange(4 * world_size)
-    values = (places >> rank) & 1 if dtype is torch.bool else places % 4 + 2 * rank
+    """Return what a rank brings along: 4 * world_size small numbers, exact in every dtype.
+
+    Its pieces, one for each rank, differ, so that a piece in a wrong place is noticed.
+    """
+    places = torch.arange(4 * world_size) % 5
+    values = (places >> rank) & 1 if dtype is torch.bool else places + 2 * rank
     return values.to(dtype).to(device())
 
 

@@ -134,6 +134,17 @@ def test_the_answer_that_must_come_out_is_another(op, dtype, expected):
     assert (answer if answer is None else answer[:4].tolist()) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float8_e4m3fn])
+def test_a_piece_in_a_wrong_place_is_not_noticed(dtype):
+    for world_size in (2, 3, 4):
+        pieces = [
+            tuple(piece.float().tolist())
+            for rank in range(world_size)
+            for piece in _operations.held(rank, world_size, dtype).chunk(world_size)
+        ]
+        assert len(set(pieces)) == world_size**2
+
+
 @pytest.mark.parametrize(
     ("said", "kept"),
     [
