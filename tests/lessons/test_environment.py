@@ -79,6 +79,8 @@ def test_a_program_that_is_not_there_leaves_none_of_the_others():
 
 
 def test_what_a_program_leaves_behind_is_ended_too():
-    environment.side_by_side("sh -c 'sleep 60 > /dev/null & echo hi'")
-    sleeping = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "60"]]
+    environment.side_by_side("sh -c 'sleep 61.7 > /dev/null & echo hi'")
+    sleeping = [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.7"]
+    ]
     assert sleeping == []
