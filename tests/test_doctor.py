@@ -123,19 +123,20 @@ def test_a_torchvision_without_operators_goes_unseen(torchvision):
 
 
 @pytest.mark.parametrize(
-    ("gloo", "nccl", "ok", "words"),
+    ("gloo", "nccl", "lacking", "ok", "words"),
     [
-        (True, False, True, 'gloo (not nccl, mpi). backend="auto" is gloo.'),
-        (True, True, True, "nccl where every rank has a GPU of its own, else gloo."),
-        (False, False, False, "none (not gloo, nccl, mpi). The lessons need gloo"),
+        (True, False, "mpi4py", True, 'gloo (not nccl, mpi). backend="auto" is gloo. pip install'),
+        (True, False, None, True, 'gloo, mpi (not nccl). backend="auto" is gloo.'),
+        (True, True, None, True, "nccl where every rank has a GPU of its own, else gloo."),
+        (False, False, "mpi4py", False, "none (not gloo, nccl, mpi). The lessons need gloo"),
     ],
 )
-def test_a_backend_is_promised_or_missed(monkeypatch, gloo, nccl, ok, words):
+def test_a_backend_is_promised_or_missed(monkeypatch, gloo, nccl, lacking, ok, words):
     says(
         monkeypatch,
         (dist, "is_gloo_available", gloo),
         (dist, "is_nccl_available", nccl),
-        (dist, "is_mpi_available", False),
+        (software.mpi, "missing", lacking),
     )
     found = software.backends()
     assert found.ok == ok

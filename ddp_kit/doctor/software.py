@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_kit import mpi
 from ddp_kit.doctor.finding import Finding
 
 OLDEST_PYTHON = (3, 10)
@@ -97,11 +98,11 @@ def operators_load() -> bool:
 
 
 def backends() -> Finding:
-    """Which backends this PyTorch has."""
+    """Which backends can be had here."""
     there = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
+        "mpi": mpi.missing() is None,
     }
     had = ", ".join(name for name, has in there.items() if has) or "none"
     lacking = ", ".join(name for name, has in there.items() if not has)
@@ -114,7 +115,8 @@ def backends() -> Finding:
             ok=False,
         )
     nccl = "nccl where every rank has a GPU of its own, else gloo" if there["nccl"] else "gloo"
-    return Finding("backends", found, f'backend="auto" is {nccl}.', ok=True)
+    cure = "" if there["mpi"] else ' pip install "ddp_kit[mpi]" brings mpi.'
+    return Finding("backends", found, f'backend="auto" is {nccl}.{cure}', ok=True)
 
 
 def cuda() -> Finding:
