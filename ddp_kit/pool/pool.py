@@ -14,25 +14,21 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from ddp_kit.backends import choose_backend
-from ddp_kit.errors import KitError, PoolError
-from ddp_kit.failures import name_ranks
-from ddp_kit.pool import cells, modules, view
-from ddp_kit.pool.folder import PrivateFolder, sweep
+from ddp_kit.errors import PoolError
+from ddp_kit.pool import view
+from ddp_kit.pool.crew import Crew
+from ddp_kit.pool.folder import sweep
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.messages import Form, Run, Surroundings
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
-from ddp_kit.pool.process import RankProcess
 from ddp_kit.pool.request import check_world_size, look_around, prepare
 from ddp_kit.pool.result import Result, print_output
-from ddp_kit.pool.starters import MPIExec, Spawn
 from ddp_kit.pool.values import Parcel
 
 
@@ -56,26 +52,19 @@ class WorkerPool:
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
-        self._init = init
-        self._ranks: list[RankProcess] = []
-        self._formed: tuple[int, str] | None = None  # the group that the ranks were told to form
-        self._groups = self._runs = 0
+        self._crew: Crew | None = None
+        self._runs = 0
         self._running = False
         self._closed = False
         self._told_of_gpu = False
-        self._in_job = False  # a worker was sent; a rank that still owes a reply may be in it
-        self._folder: PrivateFolder | None = None
-        self._starter: Spawn | MPIExec | None = None
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
             with holding_interrupt():
                 sweep()
-                self._folder = PrivateFolder()
-                self._starter = MPIExec(self._folder) if self._backend == "mpi" else Spawn()
-                _pools.add(self)
+                self._crew = Crew(self._backend == "mpi", init)
                 atexit.register(self._at_exit)
-                self._form(world_size, self._backend)
+                self._crew.form(world_size, self._backend)
         except BaseException as error:
             self.close()
             if isinstance(error, KeyboardInterrupt):
@@ -109,35 +98,26 @@ class WorkerPool:
         if self._running:
             raise PoolError("this pool is in the middle of a run; wait for it, or interrupt it")
         self._running = True
+        crew = self._crew
+        assert crew is not None, "it is there since the pool is"
         where_ranks_were: Callable[[], list[str]] = list
         try:
             around = look_around()
-            self._end_old_code(world_size)
-            with holding_interrupt():
-                self._form(world_size, backend)
-            if len(self._ranks) < world_size:  # mpiexec takes its time
-                assert self._starter is not None, "it is there before the ranks are"
-                self._starter.wait()
-                with holding_interrupt():
-                    self._form(world_size, backend)
-                if len(self._ranks) < world_size:
-                    raise PoolError("mpiexec ended while its processes became ranks; try again")
+            crew.end_old_code(world_size)
+            crew.get_ready(world_size, backend)
             shown = view.open_view(world_size)
-            outcome = Outcome(self._ranks, shown)
+            outcome = Outcome(crew.ranks, shown)
             try:
                 if outcome.collect(START_TIMEOUT):  # the replies to Form, of whoever owes one
                     self._runs += 1
-                    outcome = Outcome(self._ranks[:world_size], shown, self._runs)
-                    self._send_job(outcome.ranks, parcel, around)
+                    outcome = Outcome(crew.ranks[:world_size], shown, self._runs)
+                    crew.send_job(outcome.ranks, parcel, around, self._runs)
                     outcome.collect(timeout)
             finally:
                 with holding_interrupt():
                     output = outcome.close()
-                    where_ranks_were, self._in_job = outcome.told, False
-                    if not outcome.group_intact or outcome.threads:
-                        self._formed = None
-                        with suppress(KitError):  # the next run tries again, and tells it
-                            self._form(world_size, backend)  # ready while the learner reads
+                    where_ranks_were = outcome.told
+                    crew.end_job(outcome.group_intact and not outcome.threads)
                 print_output(output)
             self._tell(outcome)
             return outcome.result(output)
@@ -146,17 +126,6 @@ class WorkerPool:
             raise
         finally:
             self._running = False
-
-    def _end_old_code(self, world_size: int) -> None:
-        """End the ranks that have imported a file which was changed since."""
-        files = modules.changed([rank.modules for rank in self._ranks[:world_size]])
-        old = [number for number, changed in enumerate(files) if changed]
-        if old:
-            with holding_interrupt():
-                for number in old:
-                    self._ranks[number].stop()
-            names = " and ".join(sorted({os.path.basename(file) for file in set().union(*files)}))
-            print(f"{names} changed on disk: starting {name_ranks(old)} afresh")
 
     def _tell(self, outcome: Outcome) -> None:
         """Say what happened on the side, and would surprise a learner who was not told."""
@@ -172,9 +141,10 @@ class WorkerPool:
         """End every process and start fresh ones."""
         if self._closed:
             raise PoolError("this pool is closed; make a new WorkerPool")
+        assert self._crew is not None, "it is there since the pool is"
         with holding_interrupt():
-            self._end_ranks()
-            self._form(self._world_size, self._backend)
+            self._crew.end()
+            self._crew.form(self._world_size, self._backend)
 
     def close(self) -> None:
         """End every process and remove the pool's folder. A second call does nothing."""
@@ -184,57 +154,12 @@ class WorkerPool:
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
             try:
-                self._end_ranks()
+                if self._crew is not None:
+                    self._crew.end()
             finally:
-                if self._folder is not None:
-                    self._folder.remove()
+                if self._crew is not None:
+                    self._crew.folder.remove()
                 atexit.unregister(self._at_exit)
-
-    def _form(self, world_size: int, backend: str) -> None:
-        """Have `world_size` living processes in one group, at the price of what is missing.
-
-        What mpiexec has not started yet is left to the next call.
-        """
-        if _leaving:
-            return
-        broken = self._in_job or not all(rank.alive for rank in self._ranks)
-        if broken:
-            self._formed, self._in_job = None, False
-        assert self._starter is not None, "it is there before the ranks are"
-        if self._starter.provide(self._ranks, world_size, broken):
-            self._formed = None
-        if self._formed == (world_size, backend) or len(self._ranks) < world_size:
-            return
-        self._groups += 1
-        assert self._folder is not None, "the folder is made before the ranks are"
-        store = self._folder.store(self._groups) if self._init else None
-        for number, rank in enumerate(self._ranks[:world_size]):
-            rank.send(Form(number, world_size, backend, store))
-        self._formed = (world_size, backend)
-
-    def _send_job(self, ranks: list[RankProcess], parcel: Parcel, around: Surroundings) -> None:
-        sources = cells.cell_sources()
-        self._in_job = True
-        for rank in ranks:
-            rank.drain_output()
-            rank.take_output()  # what came between two runs belongs to none
-            new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
-            surroundings = None if around == rank.surroundings else around
-            rank.send(Run(parcel, new, surroundings, self._runs))
-            rank.cells_seen |= new.keys()
-            rank.surroundings = around
-        parcel.close()
-
-    def _end_ranks(self) -> None:
-        ranks, self._ranks, self._formed = self._ranks, [], None
-        for rank in ranks:
-            rank.dismiss()  # all at once: they leave side by side
-        deadline = time.monotonic() + 1.0
-        for rank in ranks:
-            # One that owes a reply is busy, or has not even started: nothing to wait for.
-            rank.stop(patience=0.0 if rank.owed else max(0.0, deadline - time.monotonic()))
-        if self._starter is not None:
-            self._starter.end()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -243,36 +168,14 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_folder", None) is not None:
+        if getattr(self, "_crew", None) is not None:
             self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._running else "ready"
-        backend = self._formed[1] if self._formed else self._backend
-        return f"WorkerPool({len(self._ranks) or self._world_size} ranks, {backend}, {state})"
-
-
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-_leaving = False  # the notebook's kernel is about to end
-
-
-def leave(leaving: bool) -> None:
-    """End the ranks of every pool, because this process is about to end; False: it stays.
-
-    A kernel that shuts down sends its children SIGTERM and waits until they are reaped, which
-    nobody would do: its main thread is idle, or in the middle of a run. Called in any thread.
-    """
-    global _leaving
-    _leaving = leaving
-    pools = list(_pools) if leaving else []
-    ranks = [rank for pool in pools for rank in list(pool._ranks)]
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.join(1)
-    for pool in pools:
-        if pool._starter is not None:
-            pool._starter.end()
+        ranks = len(self._crew.ranks) if self._crew else 0
+        backend = (self._crew.backend if self._crew else None) or self._backend
+        return f"WorkerPool({ranks or self._world_size} ranks, {backend}, {state})"
 
 
 def _close_if_alive(reference: weakref.ref) -> None:

@@ -247,7 +247,7 @@ def test_replacements_start_before_the_next_run_asks_for_them():
     before = list(kit.run(pid, world_size=2))
     with pytest.raises(kit.RankError):
         kit.run(zero_waits, world_size=2)
-    now = [rank.process.pid for rank in pool_module._shared["spawn"]._ranks[:2]]
+    now = [rank.process.pid for rank in pool_module._shared["spawn"]._crew.ranks[:2]]
     assert now[1] == before[1], "the rank that raised is warm, and needs no replacement"
     assert now[0] != before[0]
     assert psutil.pid_exists(now[0])
@@ -263,15 +263,15 @@ def test_a_rank_killed_between_runs_is_replaced():
 
 def test_a_rank_that_dies_while_starting_is_replaced():
     with kit.WorkerPool(2) as pool:
-        pool._ranks[1].process.kill()
-        pool._ranks[1].process.join()
+        pool._crew.ranks[1].process.kill()
+        pool._crew.ranks[1].process.join()
         assert len(pool.run(pid, world_size=1)) == 1
         assert len(pool.run(pid, world_size=2)) == 2
 
 
 def test_a_rank_that_dies_while_the_group_forms_is_told_and_replaced():
     with kit.WorkerPool(2) as pool:
-        pool._ranks[1].process.kill()  # still counts as alive for a moment
+        pool._crew.ranks[1].process.kill()  # still counts as alive for a moment
         with suppress(kit.RankDiedError):
             pool.run(pid)
         assert len(pool.run(pid)) == 2

@@ -43,7 +43,7 @@ def test_descriptors_and_memory_of_large_values_are_given_back():
     gc.collect()
     assert process.num_fds() <= descriptors
     assert process.memory_info().rss < memory + 60e6  # ten results are 400 MB
-    ranks = [psutil.Process(r.process.pid) for r in kit.pool.pool._shared["spawn"]._ranks[:2]]
+    ranks = [psutil.Process(r.process.pid) for r in kit.pool.pool._shared["spawn"]._crew.ranks[:2]]
     assert all(rank.num_fds() < 50 for rank in ranks)
 
 
@@ -118,7 +118,7 @@ def test_a_store_written_in_a_cell_can_travel():
 
 def test_an_idle_rank_holds_nothing_of_its_last_value():
     result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
-    rank = psutil.Process(kit.pool.pool._shared["spawn"]._ranks[0].process.pid)
+    rank = psutil.Process(kit.pool.pool._shared["spawn"]._crew.ranks[0].process.pid)
     del result
     wait_until(lambda: not held(rank), 5, "the rank lets go of it")
 
