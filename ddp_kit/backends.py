@@ -12,6 +12,7 @@ from ddp_kit import mpi
 from ddp_kit.errors import BackendError
 
 NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi")
+ON_GPUS = ("nccl", "cuda:gloo")
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that leads nowhere else
 
@@ -79,9 +80,9 @@ def for_group(backend: str) -> str:
 
 
 def take_device(backend: str, local_rank: int) -> torch.device:
-    """Make this process's device current: a GPU for "nccl" and "cuda:gloo", else the CPU."""
+    """Make this process's device current: a GPU for a backend ON_GPUS, else the CPU."""
     global _device
-    if backend in ("nccl", "cuda:gloo"):
+    if backend in ON_GPUS:
         # Under nccl there is a GPU for every rank; under gloo they take turns.
         _device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)

@@ -85,29 +85,29 @@ def compare(results: list[list[torch.Tensor]]) -> None:
 
 def raising(folder: Path) -> None:
     """Rank 1 raises, while the others wait for it."""
-    rank, _ = start(folder, timeout=timedelta(minutes=10))
-    dist.barrier()
-    if rank == 1:
+    if alone_as_rank_1(folder, timedelta(minutes=10)):
         raise ValueError("rank 1 has had enough")
-    dist.all_reduce(torch.ones(1))
 
 
 def vanishing(folder: Path) -> None:
     """Rank 1 ends as if it had crashed."""
-    rank, _ = start(folder, timeout=timedelta(minutes=10))
-    dist.barrier()
-    if rank == 1:
+    if alone_as_rank_1(folder, timedelta(minutes=10)):
         os._exit(3)
-    dist.all_reduce(torch.ones(1))
 
 
 def exiting(folder: Path) -> None:
     """Rank 1 calls sys.exit: nothing tells that this was no regular end."""
-    rank, _ = start(folder, timeout=timedelta(seconds=3))
-    dist.barrier()
-    if rank == 1:
+    if alone_as_rank_1(folder, timedelta(seconds=3)):
         sys.exit(3)
-    dist.all_reduce(torch.ones(1))
+
+
+def alone_as_rank_1(folder: Path, timeout: timedelta) -> bool:
+    """Return True on rank 1, for which all others wait in an all_reduce."""
+    rank, _ = start(folder, timeout=timeout)
+    dist.barrier()
+    if rank != 1:
+        dist.all_reduce(torch.ones(1))
+    return rank == 1
 
 
 def early(folder: Path) -> None:

@@ -139,8 +139,11 @@ def open_ranks(
     or has another one, and for a folder that cannot be written to; BackendError for a backend
     that cannot be had.
     """
-    started = "TORCHELASTIC_RUN_ID" in os.environ or mpi.started_by_mpiexec()
-    if not started:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        join = _join_torchrun
+    elif mpi.started_by_mpiexec():
+        join = _join_mpiexec
+    else:
         size = 4 if world_size is None else world_size
         pool.check_world_size(size)
         backends.choose_backend(backend, size)
@@ -151,7 +154,6 @@ def open_ranks(
             with pool.WorkerPool(size, backend, init=False) as bare:
                 yield Ranks(size, backend, folder=kept, bare=bare)
         return
-    join = _join_torchrun if "TORCHELASTIC_RUN_ID" in os.environ else _join_mpiexec
     ranks = join(world_size, backend, trace, init)
     try:
         ranks.agree_on_folder()
@@ -210,7 +212,7 @@ def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init
 
 
 def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    rank, started, local_rank, local_size = mpi.place()
+    rank, started, local_rank, local_size = place = mpi.place()
     _check_started("mpiexec", "-n", started, world_size)
     chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
     if chosen != "mpi":
@@ -220,15 +222,15 @@ def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init:
         )
     # What torchrun would tell them.
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    os.environ.update(zip(names, map(str, mpi.place()), strict=True))
+    os.environ.update(zip(names, map(str, place), strict=True))
     folder = _settle(chosen, local_rank, local_size, trace)
     if not dist.is_mpi_available():
         mpi.load()
 
     def join() -> None:
         # Every rank has a store of its own: MPI has brought them together already.
-        place = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
-        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **place)
+        told = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
+        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **told)
 
     if init:
         join()

@@ -53,7 +53,6 @@ PLACES = {
     "nccl on GPUs": "nccl",
 }
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes that all backends have
-ON_GPUS = ("nccl", "cuda:gloo")
 
 
 def missing(backend: str, world_size: int = 2) -> str | None:
@@ -131,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     operations = {name: OPERATIONS[name] for name in OPERATIONS if name.split()[-1] not in BITWISE}
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         cells = probe(ranks, operations, EVERYWHERE)
-        on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in ON_GPUS
+        on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in backends.ON_GPUS
         well = ("works", "no answer", "refused") if on_gpus else ("works", "no answer")
         for (name, kind), outcome in cells.items():
             prove(f"{name} is right for {kind}; it {outcome}", outcome.partition(":")[0] in well)
