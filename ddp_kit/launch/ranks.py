@@ -7,6 +7,7 @@ its own part; the parts are gathered, so that each process holds the same result
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -197,18 +198,27 @@ def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init
     if chosen == "mpi":
         raise BackendError('backend="mpi" needs ranks that mpiexec started; use backend="gloo"')
     folder = _settle(chosen, local_rank, local_size, trace)
-    if init:
-        dist.init_process_group(backends.for_group(chosen), timeout=JOIN_TIMEOUT)
-        return Ranks(started, backend, rank, folder)
-    store, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
-    prefixes = (f"ddp_kit gathers {number}" for number in count())
 
-    def gather() -> None:
-        prefixed = dist.PrefixStore(next(prefixes), store)
+    def join(group_backend: str) -> None:
+        # torchrun's store keeps the addresses of every group: each has keys of its own.
+        store = dist.PrefixStore(f"ddp_kit {next(_groups)}", _torchruns_store())
         place = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
-        dist.init_process_group("gloo", store=prefixed, **place)
+        dist.init_process_group(group_backend, store=store, **place)
 
-    return Ranks(started, backend, rank, folder, bare=gather)
+    if init:
+        join(backends.for_group(chosen))
+        return Ranks(started, backend, rank, folder)
+    return Ranks(started, backend, rank, folder, bare=lambda: join("gloo"))
+
+
+_groups = count()  # that this process has joined under torchrun
+
+
+@functools.cache
+def _torchruns_store() -> dist.Store:
+    """Connect to the store in which torchrun's ranks meet; once, because a rank may hold it."""
+    store, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+    return store
 
 
 def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
