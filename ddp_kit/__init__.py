@@ -29,6 +29,7 @@ from ddp_kit.errors import (
     TraceError,
 )
 from ddp_kit.failures import RankFailure
+from ddp_kit.launch import torchrun
 from ddp_kit.pool import Result, WorkerPool, run
 from ddp_kit.trace import load_trace, progress
 
@@ -60,6 +61,7 @@ __all__ = [
     "plot",
     "progress",
     "run",
+    "torchrun",
 ]
 
 _LAZY = {"lessons", "plot"}  # a rank has no use for them, and matplotlib takes its time

@@ -1,6 +1,7 @@
-"""How a lesson gets its ranks: spawned here, or started by torchrun."""
+"""How a lesson gets its ranks: spawned here, or started by torchrun or mpiexec."""
 
 from ddp_kit.launch.command_line import lesson_parser, prove, run_as_script
 from ddp_kit.launch.ranks import Ranks, open_ranks
+from ddp_kit.launch.torchrun import torchrun
 
-__all__ = ["Ranks", "lesson_parser", "open_ranks", "prove", "run_as_script"]
+__all__ = ["Ranks", "lesson_parser", "open_ranks", "prove", "run_as_script", "torchrun"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ddp_kit.errors import KitError, PoolError, ProofError
+from ddp_kit.launch.place import in_notebook
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -43,13 +44,9 @@ class _Parser(argparse.ArgumentParser):
     """In a notebook a wrong option is an error of the kit: an exit would fill a page there."""
 
     def error(self, message: str) -> NoReturn:
-        if _in_notebook():
+        if in_notebook():
             raise PoolError(f"{message}; the option --help lists the others")
         super().error(message)
-
-
-def _in_notebook() -> bool:
-    return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
 
 
 def run_as_script(main: Callable[[list[str]], None]) -> None:
@@ -57,17 +54,19 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
 
     Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
     """
-    in_notebook = _in_notebook()
-    if in_notebook:  # %run -m adds that the failure is unknown, to an error which it has shown
+    shown_by_notebook = in_notebook()
+    if (
+        shown_by_notebook
+    ):  # %run -m adds that the failure is unknown, to an error which it has shown
         warnings.filterwarnings("ignore", "Unknown failure executing module")
     try:
         main(sys.argv[1:])
     except KitError as error:
-        if in_notebook:
+        if shown_by_notebook:
             raise  # %run shows it in one line already
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt as interrupt:
-        if in_notebook:
+        if shown_by_notebook:
             raise
         told = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
         print(*told(), sep="\n", file=sys.stderr)

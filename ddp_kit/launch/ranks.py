@@ -7,25 +7,20 @@ its own part; the parts are gathered, so that each process holds the same result
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_kit import backends, mpi, pool
 from ddp_kit.errors import BackendError, KitError, PoolError
+from ddp_kit.launch import place
 from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.result import Result, print_output
-from ddp_kit.trace import EMPTY, Board, Log, Reading, Trace, TraceFolder, join, recording
-
-TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-JOIN_TIMEOUT = timedelta(minutes=5)
+from ddp_kit.trace import EMPTY, Log, Reading, Trace, TraceFolder, join, recording, unrecorded
 
 
 class Ranks:
@@ -56,17 +51,18 @@ class Ranks:
         """Run `worker(rank, world_size, *args)` on every rank; return the result."""
         if self._rank is None:
             return self._run_spawned(worker, *args)
-        printed, board = io.StringIO(), Board()
+        printed = io.StringIO()
         try:
-            with recording(board), redirect_stdout(printed):
+            with recording() as recorder, redirect_stdout(printed):
                 value = worker(self._rank, self.world_size, *args)
         finally:
             if self._folder is not None:
+                board = recorder.board
                 logs = [board.read() if r == self._rank else EMPTY for r in range(self.world_size)]
                 self._keep(worker, self._join(logs), [self._rank])
-        with self._group():
+        with unrecorded(), self._group():
             parts: list[Any] = [None] * self.world_size
-            dist.all_gather_object(parts, (value, printed.getvalue(), board.read()))
+            dist.all_gather_object(parts, (value, printed.getvalue(), recorder.board.read()))
         values, output, logs = zip(*parts, strict=True)
         if self._rank == 0:
             print_output(output)
@@ -140,10 +136,12 @@ def open_ranks(
     or has another one, and for a folder that cannot be written to; BackendError for a backend
     that cannot be had.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if place.started_by_torchrun():
         join = _join_torchrun
     elif mpi.started_by_mpiexec():
         join = _join_mpiexec
+    elif place.started_by_hand():
+        join = _join_torchrun
     else:
         size = 4 if world_size is None else world_size
         pool.check_world_size(size)
@@ -187,42 +185,20 @@ def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    missing = [name for name in TORCHRUN_NAMES if name not in os.environ]
-    if missing:
-        raise PoolError(f"torchrun's environment lacks {', '.join(missing)}; start with torchrun")
-    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, started, local_rank, local_size = place.read_place()
     _check_started("torchrun", "--nproc-per-node", started, world_size)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", started))
     chosen = backends.choose_backend(backend, local_size)
     if chosen == "mpi":
         raise BackendError('backend="mpi" needs ranks that mpiexec started; use backend="gloo"')
     folder = _settle(chosen, local_rank, local_size, trace)
-
-    def join(group_backend: str) -> None:
-        # torchrun's store keeps the addresses of every group: each has keys of its own.
-        store = dist.PrefixStore(f"ddp_kit {next(_groups)}", _torchruns_store())
-        place = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
-        dist.init_process_group(group_backend, store=store, **place)
-
     if init:
-        join(backends.for_group(chosen))
+        place.join(backends.for_group(chosen))
         return Ranks(started, backend, rank, folder)
-    return Ranks(started, backend, rank, folder, bare=lambda: join("gloo"))
-
-
-_groups = count()  # that this process has joined under torchrun
-
-
-@functools.cache
-def _torchruns_store() -> dist.Store:
-    """Connect to the store in which torchrun's ranks meet; once, because a rank may hold it."""
-    store, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
-    return store
+    return Ranks(started, backend, rank, folder, bare=lambda: place.join("gloo"))
 
 
 def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    rank, started, local_rank, local_size = place = mpi.place()
+    rank, started, local_rank, local_size = told = mpi.place()
     _check_started("mpiexec", "-n", started, world_size)
     chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
     if chosen != "mpi":
@@ -232,15 +208,15 @@ def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init:
         )
     # What torchrun would tell them.
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    os.environ.update(zip(names, map(str, place), strict=True))
+    os.environ.update(zip(names, map(str, told), strict=True))
     folder = _settle(chosen, local_rank, local_size, trace)
     if not dist.is_mpi_available():
         mpi.load()
 
     def join() -> None:
         # Every rank has a store of its own: MPI has brought them together already.
-        told = {"rank": rank, "world_size": started, "timeout": JOIN_TIMEOUT}
-        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **told)
+        member = {"rank": rank, "world_size": started, "timeout": place.JOIN_TIMEOUT}
+        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **member)
 
     if init:
         join()

@@ -18,6 +18,20 @@ from ddp_kit.pool.starters import MPIExec, Spawn
 from ddp_kit.pool.values import Parcel
 
 
+def send_job(ranks: list[RankProcess], parcel: Parcel, around: Surroundings, run: int) -> None:
+    """Have these ranks call the worker in the parcel, which is used up by it."""
+    sources = cells.cell_sources()
+    for rank in ranks:
+        rank.drain_output()
+        rank.take_output()  # what came between two runs belongs to none
+        new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
+        surroundings = None if around == rank.surroundings else around
+        rank.send(Run(parcel, new, surroundings, run))
+        rank.cells_seen |= new.keys()
+        rank.surroundings = around
+    parcel.close()
+
+
 class Crew:
     """The ranks of one pool: started when they are missing, replaced when they are broken.
 
@@ -77,17 +91,8 @@ class Crew:
         self, ranks: list[RankProcess], parcel: Parcel, around: Surroundings, run: int
     ) -> None:
         """Have these ranks call the worker in the parcel."""
-        sources = cells.cell_sources()
         self._in_job = True
-        for rank in ranks:
-            rank.drain_output()
-            rank.take_output()  # what came between two runs belongs to none
-            new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
-            surroundings = None if around == rank.surroundings else around
-            rank.send(Run(parcel, new, surroundings, run))
-            rank.cells_seen |= new.keys()
-            rank.surroundings = around
-        parcel.close()
+        send_job(ranks, parcel, around, run)
 
     def end_job(self, intact: bool) -> None:
         """Note that the run is over, and that those who owe a reply were stopped.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from ddp_kit.errors import PoolError
 
 PREFIX = "ddp_kit-pool-"
-STORE = "group-"  # how the files in it begin: one for each process group
+STORE = "group-"  # how what the kit puts there begins
 
 
 class PrivateFolder:
@@ -49,6 +50,16 @@ class PrivateFolder:
         """Where a socket may stand that only this user can open."""
         return os.path.join(self.path, f"{STORE}socket")
 
+    @property
+    def logs(self) -> str:
+        """Where a program that starts ranks may keep its own files."""
+        return os.path.join(self.path, f"{STORE}logs")
+
+    @property
+    def program(self) -> str:
+        """Where the file may stand that such a program runs."""
+        return os.path.join(self.path, f"{STORE}program.py")
+
     def remove(self) -> None:
         """Remove the folder and what is in it."""
         _remove(self.path)
@@ -76,6 +87,9 @@ def sweep() -> None:
 def _remove(folder: str | Path) -> None:
     """Remove a folder with stores. Files that the kit did not put there stay, and so does it."""
     for store in Path(folder).glob(f"{STORE}*"):
-        store.unlink(missing_ok=True)
+        if store.is_dir() and not store.is_symlink():
+            shutil.rmtree(store, ignore_errors=True)
+        else:
+            store.unlink(missing_ok=True)
     with suppress(OSError):
         os.rmdir(folder)

@@ -13,10 +13,8 @@ import json
 import os
 import socket
 import struct
-from types import SimpleNamespace
 
-CALL = struct.Struct("=QQ")  # rank, process id
-MARK_SIZE = 32  # characters of the answer, which says how the rank's children are marked
+CALL = struct.Struct("=QQQ")  # which start of the program this is, rank, process id
 NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -25,26 +23,16 @@ def main() -> None:
     rank = next(os.environ[name] for name in NAMES if name in os.environ)
     line = socket.socket(socket.AF_UNIX)
     line.connect(sys.argv[1])
-    line.sendall(CALL.pack(int(rank), os.getpid()))
+    line.sendall(CALL.pack(0, int(rank), os.getpid()))
     sys.path[:] = json.loads(sys.argv[2])
     sys.argv[:] = ["-c"]
 
-    from multiprocessing.connection import Connection
-
     from ddp_kit import mpi
-    from ddp_kit.pool import worker
-    from ddp_kit.pool.children import MARK
-    from ddp_kit.trace import Board
+    from ddp_kit.pool.member import serve
 
     mpi.register()
     mpi.load()  # all processes of a job must do so, also those that are in no group at first
-    mark, descriptors, *_ = socket.recv_fds(line, MARK_SIZE, 3)
-    if len(descriptors) < 3:
-        return  # the pool is gone
-    os.environ[MARK] = mark.decode()
-    control, printed = (Connection(descriptor) for descriptor in descriptors[:2])
-    board = Board(SimpleNamespace(detach=lambda: descriptors[2]))
-    worker.main(0, control, printed, board, os.getppid(), line.fileno())
+    serve(line)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,19 @@ REFRESH = 0.1  # seconds between two looks at the live view
 
 
 class Outcome:
-    """What the ranks of one run have said so far, and the wait for the rest."""
+    """What the ranks of one run have said so far, and the wait for the rest.
 
-    def __init__(self, ranks: list[RankProcess], shown: view.View, run: int | None = None) -> None:
+    run: the pool's number of it; None: they form their group. watched: look for a deadlock, which
+    takes all ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: list[RankProcess],
+        shown: view.View,
+        run: int | None = None,
+        watched: bool = True,
+    ) -> None:
         self.ranks = ranks
         self._run = run  # None: the replies are to Form; no worker was called yet
         self._view = shown
@@ -47,7 +57,7 @@ class Outcome:
         self._raised: dict[int, Raised] = {}
         self._died: dict[int, int | None] = {}
         self._timed_out = False
-        self._watch = Watch(ranks, run) if run is not None else None
+        self._watch = Watch(ranks, run) if run is not None and watched else None
         self._verdict: DeadlockError | MismatchError | None = None
         self.waits: list[Wait] = []  # where the ranks were that close() has stopped
 

@@ -77,12 +77,12 @@ def ranks_by_files(limit: int) -> int:
     return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raise PoolError unless `timeout` is None or a positive number of seconds."""
+def check_timeout(timeout: float | None, name: str = "timeout") -> None:
+    """Raise PoolError unless a time limit is None or a positive number of seconds."""
     if timeout is None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise PoolError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+        raise PoolError(f"{name} must be a positive number of seconds or None, got {timeout!r}")
 
 
 def check_signature(worker: Callable[..., Any], args: tuple) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_kit.pool.folder import PrivateFolder
-from ddp_kit.pool.mpi_job import MPIJob
+from ddp_kit.pool.mpi_job import START_TIMEOUT, MPIJob
 from ddp_kit.pool.process import RankProcess
 
 
@@ -46,7 +46,7 @@ class MPIExec:
         """Do as `Spawn.provide` does; but `ranks` stays empty until `wait` was called."""
         size = max(world_size, self._size)
         broken = broken and any(rank.owed or not rank.alive for rank in ranks)
-        if self._job is None or self._job.ended or size > self._job.world_size or broken:
+        if self._job is None or self._job.ended or size > self._job.count or broken:
             for rank in ranks:
                 rank.stop()
             ranks.clear()
@@ -65,7 +65,8 @@ class MPIExec:
         Raises BackendError if it does not start them, in its own words.
         """
         assert self._job is not None, "provide has made it"
-        self._job.wait()
+        self._job.wait(START_TIMEOUT)
+        self._job.close_listener()
 
     def end(self) -> None:
         """End mpiexec, and with it what it has started."""

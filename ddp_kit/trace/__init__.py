@@ -12,10 +12,10 @@ from ddp_kit.trace.board import EMPTY, Board, Log
 from ddp_kit.trace.call_site import describe_line, is_own, own_frame
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.folder import TraceFolder, load_trace
-from ddp_kit.trace.parts import Clock
+from ddp_kit.trace.parts import Clock, Part, join_parts
 from ddp_kit.trace.progress import draw_bar, progress
 from ddp_kit.trace.reading import Reading, join
-from ddp_kit.trace.recording import recording
+from ddp_kit.trace.recording import recording, unrecorded
 from ddp_kit.trace.unnamed import unnamed_file
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Group",
     "Log",
     "Message",
+    "Part",
     "Reading",
     "Trace",
     "TraceFolder",
@@ -33,9 +34,11 @@ __all__ = [
     "draw_bar",
     "is_own",
     "join",
+    "join_parts",
     "load_trace",
     "own_frame",
     "progress",
     "recording",
     "unnamed_file",
+    "unrecorded",
 ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from ddp_kit.errors import TraceError
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace.events import Trace
-from ddp_kit.trace.parts import Clock, Part, is_part, read_part
+from ddp_kit.trace.parts import Clock, Part, is_part, join_parts, read_part
 
 _RUN = re.compile(r"run-(\d+)-(\w+)")
 _PART = re.compile(r"rank-(\d+)\.jsonl")
@@ -86,7 +86,7 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
     """
     try:
         path = _choose_run(Path(folder), run)
-        parts = [read_part(part, rank).by_rank_0() for rank, part in sorted(_parts(path).items())]
+        parts = [read_part(part, rank) for rank, part in sorted(_parts(path).items())]
     except OSError as error:
         raise TraceError(f"cannot read {error.filename!r}: {error.strerror}") from error
     if len({(part.launch, part.world_size) for part in parts}) > 1:
@@ -102,14 +102,7 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
             f"{name_ranks(missing)}: the {verb} missing in {str(path)!r}; a rank that was killed "
             "has written none, and one on another host may have written it there"
         )
-    exact = all(part.clock is None for part in parts)
-    return Trace(
-        world_size,
-        tuple(event for part in parts for event in part.events),
-        tuple(part.dropped for part in parts if part.dropped is not None),
-        tuple(part.span for part in parts if part.span is not None),
-        () if exact else tuple(part.clock.error if part.clock else 0 for part in parts),
-    )
+    return join_parts(parts)
 
 
 def _runs(folder: Path) -> Iterator[tuple[int, str, Path]]:

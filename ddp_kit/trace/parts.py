@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,19 @@ class Part:
         for event in self.events:
             given = {k: v for k, v in vars(event).items() if v != _DEFAULTS.get(k, MISSING)}
             yield json.dumps(given, default=vars)  # a group and a line of code are objects
+
+
+def join_parts(parts: Sequence[Part]) -> Trace:
+    """Put the parts of all ranks together, by rank 0's clock. parts: in rank order."""
+    shifted = [part.by_rank_0() for part in parts]
+    exact = all(part.clock is None for part in parts)
+    return Trace(
+        parts[0].world_size,
+        tuple(event for part in shifted for event in part.events),
+        tuple(part.dropped for part in parts if part.dropped is not None),
+        tuple(part.span for part in shifted if part.span is not None),
+        () if exact else tuple(part.clock.error if part.clock else 0 for part in parts),
+    )
 
 
 def read_part(path: Path, rank: int) -> Part:

@@ -60,7 +60,8 @@ class Recorder:
         self.prefix = ""  # what to put before the names of operations: who calls them
         self._hidden: set[int] = set()  # threads whose calls belong to one that is recorded
         self.batching = False  # nccl starts what is called now as one, with one Work for all
-        self._board: Board | None = board
+        self.board, self.run = board, run
+        self._board: Board | None = board  # None: the run is over
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
         self._ledger = Ledger(board)

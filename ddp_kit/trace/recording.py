@@ -25,16 +25,29 @@ from ddp_kit.trace.recorder import Posted, Recorder
 def recording(board: Board | None = None, run: int = 0) -> Iterator[Recorder]:
     """Record what this process communicates until the end of this block.
 
-    board: where to write it. run: the pool's number of the run, which the board shows.
+    board: where to write it; None: on that of the recording in which this one is, which begins
+    anew, or on a new one. run: the pool's number of the run, which the board shows.
     """
     _replace_all()
-    own = Recorder(board or Board(), run)
-    before, recorder.current = recorder.current, own
+    before = recorder.current
+    if board is None and before is not None:
+        board, run = before.board, before.run
+    own = recorder.current = Recorder(board or Board(), run)
     try:
         yield own
     finally:
         recorder.current = before
         own.stop()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record nothing of what this process communicates in this block."""
+    before, recorder.current = recorder.current, None
+    try:
+        yield
+    finally:
+        recorder.current = before
 
 
 @functools.cache

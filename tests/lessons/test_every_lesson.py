@@ -27,6 +27,8 @@ PROOFS = {
     "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
     "ddp": "ddp: {}, equal start, mean gradients; no_sync and sampler as by hand\n",
     "backends": "backends: {}, 18 operations right on 5 dtypes\n",
+    "beyond_one_machine": "beyond_one_machine: {}, each knows its place, "
+    "resumed training bit-equal\n",
     "data_parallel": "data_parallel: {}, eight steps and a weighted mean equal one process\n",
 }
 

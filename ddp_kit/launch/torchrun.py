@@ -1,0 +1,263 @@
+"""`kit.torchrun`: a worker of a notebook on ranks that torchrun starts, here and on other hosts."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_kit import pool
+from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
+from ddp_kit.errors import (
+    BackendError,
+    DeadlockError,
+    KitError,
+    MismatchError,
+    PoolError,
+    RankError,
+    RunTimeoutError,
+)
+from ddp_kit.failures import name_ranks
+from ddp_kit.launch import program_file
+from ddp_kit.launch.program import Program, Said, Told
+from ddp_kit.pool import view
+from ddp_kit.pool.crew import send_job
+from ddp_kit.pool.folder import PrivateFolder, sweep
+from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
+from ddp_kit.pool.messages import Form
+from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
+from ddp_kit.pool.process import RankProcess
+from ddp_kit.pool.request import check_signature, check_timeout, look_around
+from ddp_kit.pool.request import pack as pack_worker
+from ddp_kit.pool.result import Result, print_output
+from ddp_kit.pool.torchrun_job import TorchrunJob
+from ddp_kit.trace import Part, join_parts
+
+LEAVE_TIMEOUT = 10.0  # seconds for ranks that are done to end by themselves, and for their agent
+
+
+def torchrun(
+    worker: Callable[..., Any] | str,
+    *args: Any,
+    nproc_per_node: int = 4,
+    nnodes: int = 1,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    backend: str = "auto",
+    max_restarts: int = 0,
+    timeout: float | None = None,
+    join_timeout: float = 300.0,
+) -> Result:
+    """Call `worker(rank, world_size, *args)` on ranks that torchrun starts; return as `run` does.
+
+    worker: a function; or the name of a module or of a file, which is run with `args` as its
+        options, and forms a process group itself.
+    nproc_per_node: ranks on each host. nnodes: hosts, this one among them. For each other one
+        a line is printed that starts its ranks; it needs the file that the line names.
+    master_addr, master_port: where the ranks meet: a name or address of this host that the
+        others can reach, by default its name, and a port, by default a free one.
+    backend: as for `run`, without "mpi". max_restarts: how often torchrun starts all ranks again
+        after one has failed. timeout: seconds for the run, restarts included; None lets it last.
+    join_timeout: seconds for all hosts to come.
+
+    Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
+    five minutes, by PyTorch's own limit, and nothing is seen of their output before the end.
+    """
+    chosen = _check(worker, args, nproc_per_node, nnodes, backend, max_restarts, master_port)
+    check_timeout(timeout)
+    check_timeout(join_timeout, "join_timeout")
+    if isinstance(worker, str):
+        program = Program(program_file.as_script(worker), args, None)
+    else:
+        program = Program(worker, args, chosen)
+    run = _Run(program, nproc_per_node, nnodes, max_restarts)
+    try:
+        return run.start(master_addr, master_port, timeout, join_timeout)
+    except KeyboardInterrupt as interrupt:
+        show_interrupt(interrupt, run.where_ranks_were())
+        raise
+    finally:
+        with holding_interrupt():
+            run.end()
+
+
+class _Run:
+    """One agent of torchrun's on this host, and what its ranks said."""
+
+    def __init__(self, program: Program, nproc_per_node: int, nnodes: int, restarts: int) -> None:
+        self.program, self.here, self.hosts, self.restarts = (
+            program,
+            nproc_per_node,
+            nnodes,
+            restarts,
+        )
+        self.folder: PrivateFolder | None = None
+        self.job: TorchrunJob | None = None
+        self.file: Path | None = None
+        self.where_ranks_were: Callable[[], list[str]] = list
+
+    @property
+    def world_size(self) -> int:
+        return self.here * self.hosts
+
+    def start(
+        self, address: str | None, port: int | None, timeout: float | None, join_timeout: float
+    ) -> Result:
+        """Have torchrun start the ranks, as often as it may; return what came of it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        around = look_around()
+        meeting = ["--standalone", "--local-addr", "127.0.0.1"]
+        if self.hosts > 1:
+            meeting = [
+                *("--nnodes", str(self.hosts)),
+                *("--master-addr", address or socket.gethostname()),
+                *("--master-port", str(port or _free_port())),
+            ]
+        with holding_interrupt():
+            sweep()
+            self.folder = PrivateFolder()
+            self.file = Path(self.folder.program)
+            if self.hosts > 1:
+                name = f"{program_file.name_of(self.program.worker)}_on_{self.hosts}_hosts.py"
+                self.file = Path(name).absolute()
+            program_file.write(self.program, self.file)
+            options = [*meeting, "--max-restarts", str(self.restarts)]
+            more = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
+            if self.hosts == 1:
+                more |= LOOPBACK_ENVIRONMENT
+            self.job = TorchrunJob(self.here, self.folder, options, str(self.file), more)
+        self._tell_hosts(meeting, join_timeout)
+        shown = view.open_view(self.world_size)
+        for attempt in range(self.restarts + 1):
+            self.job.wait(join_timeout)
+            left = None if deadline is None else max(0.01, deadline - time.monotonic())
+            try:
+                return self._attempt(shown, around, attempt, left)
+            except (DeadlockError, MismatchError, RunTimeoutError):
+                raise  # they would come again, or the time is over
+            except KitError as error:
+                if attempt == self.restarts:
+                    raise
+                print(f"{str(error).splitlines()[0]}")
+                print(f"torchrun starts all ranks again: {attempt + 1} of {self.restarts}")
+                self.job.forget()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(
+        self, shown: view.View, around: Any, attempt: int, timeout: float | None
+    ) -> Result:
+        ranks = self.job.admit()
+        try:
+            for number, rank in enumerate(ranks):
+                rank.send(Form(number, self.world_size, self.program.backend or "gloo", None))
+            outcome = Outcome(ranks, shown)
+            if outcome.collect(START_TIMEOUT):
+                outcome = Outcome(ranks, shown, attempt + 1, watched=self.hosts == 1)
+                parcel = pack_worker(self.program, ())
+                send_job(ranks, parcel, around, attempt + 1)
+                outcome.collect(timeout)
+        finally:
+            with holding_interrupt():
+                output = outcome.close()
+                self.where_ranks_were = outcome.told
+        self._let_go(ranks, wait=self.hosts > 1 or attempt < self.restarts)
+        try:
+            result = outcome.result(output)
+        except BaseException:
+            print_output(output)
+            raise
+        if self.hosts > 1:
+            self.job.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
+        return self._join(result)
+
+    def _join(self, result: Result) -> Result:
+        """Put what ranks on other hosts have told beside what those of this one returned."""
+        said: list[Said] = list(result)
+        elsewhere: dict[int, Told] = {}
+        for one in said:
+            elsewhere |= one.elsewhere
+        others = [elsewhere.get(rank, Told()) for rank in range(self.here, self.world_size)]
+        output = [*result.output, *(told.output for told in others)]
+        print_output(output)
+        failures = {told.failure.rank: told.failure for told in others if told.failure}
+        if failures:
+            raise RankError(failures)
+        lost = [rank for rank in range(self.here, self.world_size) if rank not in elsewhere]
+        if lost:
+            raise PoolError(f"nothing came from {name_ranks(lost)}, on another host")
+        values = [*(one.value for one in said), *(told.value for told in others)]
+        trace = result.trace
+        if others:
+            own = [Part.of(trace, rank, "") for rank in range(self.here)]
+            parts = [*own, *(told.part for told in others if told.part)]
+            trace = join_parts([replace(part, world_size=self.world_size) for part in parts])
+        return Result(tuple(values), tuple(output), trace)
+
+    def _tell_hosts(self, meeting: list[str], seconds: float) -> None:
+        """Print the line that starts the ranks of each other host."""
+        for host in range(1, self.hosts):
+            options = [*meeting, "--node-rank", str(host), "--nproc-per-node", str(self.here)]
+            options += ["--max-restarts", str(self.restarts)] if self.restarts else []
+            print(f"On host {host}, within {seconds:g} s; the file must be there, too:")
+            print(f"  {shlex.join(['torchrun', *options, str(self.file)])}", flush=True)
+
+    def _let_go(self, ranks: list[RankProcess], wait: bool) -> None:
+        """Have ranks that are done leave; by themselves, if others go by their exit codes."""
+        for rank in ranks:
+            rank.dismiss()
+        deadline = time.monotonic() + (LEAVE_TIMEOUT if wait else 0)
+        for rank in ranks:
+            rank.stop(patience=max(0.0, deadline - time.monotonic()))
+
+    def end(self) -> None:
+        """End the agent and what it has started; remove what it has left."""
+        if self.job is not None:
+            self.job.end()
+        if self.file is not None and self.hosts > 1:
+            self.file.unlink(missing_ok=True)
+        if self.folder is not None:
+            self.folder.remove()
+
+
+def _check(
+    worker: Callable[..., Any] | str,
+    args: tuple,
+    nproc_per_node: int,
+    nnodes: int,
+    backend: str,
+    max_restarts: int,
+    master_port: int | None,
+) -> str:
+    """Refuse what cannot be run, before anything starts; return the backend."""
+    _check_number("nproc_per_node", nproc_per_node, 1)
+    _check_number("nnodes", nnodes, 1)
+    _check_number("max_restarts", max_restarts, 0)
+    if master_port is not None:
+        _check_number("master_port", master_port, 1)
+    pool.check_world_size(nproc_per_node)
+    chosen = choose_backend(backend, nproc_per_node)
+    if chosen == "mpi":
+        raise BackendError('torchrun starts no ranks of MPI; use kit.run(..., backend="mpi")')
+    if isinstance(worker, str):
+        for arg in args:
+            if not isinstance(arg, str):
+                raise PoolError(f"the options of a module or file are strings, got {arg!r}")
+    else:
+        check_signature(worker, args)
+        pack_worker(worker, args).close()  # to tell what cannot be sent
+    return chosen
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PoolError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _free_port() -> int:
+    """Ask the system for a port that is free now."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,118 @@
+"""Beyond one machine: what torchrun tells a process, and how training outlives one that dies.
+
+A worker that says where torchrun has put it, and one that trains, keeps a checkpoint after each
+step and goes on from there when torchrun starts it again, on as many ranks as there are then.
+Source: the documentation of torchrun (torch.distributed.elastic).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import device
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+
+NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+FEATURES, BATCH, LEARNING_RATE = 4, 24, 0.1
+
+
+def my_place(rank: int, world_size: int) -> dict[str, int | None]:
+    """Return what torchrun tells this process; None for what nobody has set."""
+    told = {name: os.environ.get(name) for name in NAMES}
+    return {name: None if value is None else int(value) for name, value in told.items()}
+
+
+def attempt() -> int:
+    """Return how often torchrun has started the ranks again; 0: this is the first start."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the examples of a step, `(BATCH, FEATURES)`, and their targets, `(BATCH,)`.
+
+    They are the same on every rank, in every attempt and at every world size.
+    """
+    numbers = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, FEATURES, generator=numbers)
+    return inputs, inputs @ torch.arange(1.0, FEATURES + 1)
+
+
+def save(folder: str, step: int, weights: torch.Tensor) -> None:
+    """Write a checkpoint: under another name first, so that no kill leaves half of one."""
+    unfinished = Path(folder, "checkpoint.new")
+    torch.save({"step": step, "weights": weights.cpu()}, unfinished)
+    os.replace(unfinished, Path(folder, "checkpoint.pt"))
+
+
+def load(folder: str) -> tuple[int, torch.Tensor]:
+    """Return the next step and the weights. Rank 0 reads them; the others need no such folder."""
+    state = torch.zeros(1 + FEATURES)
+    file = Path(folder, "checkpoint.pt")
+    if dist.get_rank() == 0 and file.exists():
+        kept = torch.load(file)
+        state = torch.cat([torch.tensor([float(kept["step"])]), kept["weights"]])
+    state = state.to(device())
+    dist.broadcast(state, src=0)
+    return int(state[0]), state[1:].clone()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    folder: str,
+    steps: int,
+    dies: tuple[int, int] | None = None,
+    pause: float = 0.0,
+) -> tuple[int, list[float]]:
+    """Train on a part of each batch; return the step at which this attempt began, and the weights.
+
+    dies: a rank and a step; in the first attempt this rank's process is killed before this step.
+    pause: seconds between two steps.
+    """
+    begun, weights = load(folder)
+    for step in range(begun, steps):
+        if attempt() == 0 and dies == (rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        inputs, targets = (part[rank::world_size].to(device()) for part in batch(step))
+        gradient = 2 * inputs.T @ (inputs @ weights - targets)
+        dist.all_reduce(gradient)
+        weights -= LEARNING_RATE * gradient / BATCH
+        if rank == 0:
+            save(folder, step + 1, weights)
+        time.sleep(pause)
+    return begun, weights.tolist()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare what each rank was told, and training in one go with two halves; print one line."""
+    options = lesson_parser("beyond_one_machine", __doc__).parse_args(argv or [])
+    with (
+        open_ranks(options.world_size, options.backend, options.trace) as ranks,
+        tempfile.TemporaryDirectory() as whole,
+        tempfile.TemporaryDirectory() as halves,
+    ):
+        for rank, told in enumerate(ranks(my_place)):
+            prove("each is told its rank", told["RANK"] == rank)
+            prove("each is told the world size", told["WORLD_SIZE"] == ranks.world_size)
+            if told["GROUP_RANK"] is not None:  # torchrun has started it
+                first = told["GROUP_RANK"] * told["LOCAL_WORLD_SIZE"]
+                prove("hosts have their ranks in a row", rank == first + told["LOCAL_RANK"])
+        at_once = list(ranks(train, whole, 6))
+        first_half = list(ranks(train, halves, 3))
+        second_half = list(ranks(train, halves, 6))
+        prove("it begins where it was left", {begun for begun, _ in second_half} == {3})
+        prove("the first half is not the whole", first_half[0] != at_once[0])
+        weights = [weights for _, weights in [*at_once, *second_half]]
+        prove("nothing is lost: all weights are bit-equal", all(w == weights[0] for w in weights))
+        ranks.say(f"beyond_one_machine: {ranks}, each knows its place, resumed training bit-equal")
+
+
+if __name__ == "__main__":
+    run_as_script(main)

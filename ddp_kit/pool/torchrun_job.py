@@ -1,0 +1,64 @@
+"""Ranks that torchrun starts: the processes of its agent on this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from ddp_kit.errors import PoolError
+from ddp_kit.pool.folder import PrivateFolder
+from ddp_kit.pool.job import Job
+
+SOCKET = "DDP_KIT_SOCKET"  # tells a process that torchrun has started where to call
+TELLING = 5.0  # seconds for the agent to tell which process was the first to fail
+
+# How the agent names it: exit code or minus the signal, local rank, process id.
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+class TorchrunJob(Job):
+    """What torchrun's agent starts. When one process fails, it ends all, and may start them again.
+
+    options: torchrun's own; program: the file that each process runs; environment: what else it
+    finds in its environment.
+    """
+
+    name = "torchrun"
+    cannot_start = PoolError
+
+    def __init__(
+        self,
+        count: int,
+        folder: PrivateFolder,
+        options: Sequence[str],
+        program: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+        command += [*options, "--log-dir", folder.logs, program]
+        path = os.pathsep.join(filter(None, sys.path))
+        around = os.environ | environment | {SOCKET: folder.socket, "PYTHONPATH": path}
+        super().__init__(count, folder.socket, command, around)
+
+    def forget(self) -> None:
+        """Make ready for the next start of all processes: these have had their run."""
+        self._calls, self._first = [], None
+
+    def first_end(self) -> tuple[int | None, int | None]:
+        """Return which rank was the first to end, and its exit code or minus its signal."""
+        pids = {pid: rank for rank, pid, _ in self._calls}
+        deadline = time.monotonic() + TELLING
+        while self._first is None:
+            over = self.ended or time.monotonic() > deadline
+            for code, _, pid in _FAILED.findall(self.said()):
+                if int(pid) in pids:
+                    self._first = pids[int(pid)], int(code)
+            if self._first is None and over:
+                code = None if self._said.closed else self._program.poll()
+                self._first = None, 0 if code == 0 else None
+            elif self._first is None:
+                time.sleep(0.02)
+        return self._first
