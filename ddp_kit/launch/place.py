@@ -66,6 +66,11 @@ def read_place() -> Place:
     return Place(*numbers.values())
 
 
+def attempt() -> int:
+    """Return how often torchrun has started all ranks again; 0: this is the first start."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @functools.cache
 def store() -> dist.Store:
     """Connect to the store in which the ranks meet; once, because a rank may hold it.
@@ -88,9 +93,10 @@ def store() -> dist.Store:
 def join(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:
     """Form the process group of all ranks. backend: as PyTorch names it.
 
-    The store keeps the addresses of every group that was, so each group has keys of its own.
+    The store keeps the addresses of every group that was, also of one before a restart. So each
+    group has keys of its own.
     """
     rank, world_size, *_ = read_place()
-    keys = dist.PrefixStore(f"ddp_kit {next(_groups)}", store())
+    keys = dist.PrefixStore(f"ddp_kit {attempt()} {next(_groups)}", store())
     place = {"rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group(backend, store=keys, **place)

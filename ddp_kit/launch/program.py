@@ -130,12 +130,11 @@ class Program:
 
 @contextmanager
 def _group(backend: str, timeout: timedelta) -> Iterator[None]:
+    """Be in a group. One that an error ends stays: the others would see a broken connection."""
     place.join(backend, timeout)
-    try:
-        yield
-    finally:
-        if dist.is_initialized():  # the worker may have left it
-            dist.destroy_process_group()
+    yield
+    if dist.is_initialized():  # the worker may have left it
+        dist.destroy_process_group()
 
 
 def run(packed: str) -> None:
@@ -148,7 +147,7 @@ def run(packed: str) -> None:
         return
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
-    line.sendall(CALL.pack(_attempt(), rank, os.getpid()))
+    line.sendall(CALL.pack(place.attempt(), rank, os.getpid()))
     serve(line)
     sys.exit(_failed)
 
@@ -158,12 +157,8 @@ def pack(program: Program) -> str:
     return base64.b64encode(cloudpickle.dumps(program)).decode()
 
 
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def _key(rank: int) -> str:
-    return f"ddp_kit told {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {rank}"
+    return f"ddp_kit told {place.attempt()} {rank}"
 
 
 def _run_elsewhere(program: Program, rank: int) -> None:

@@ -61,15 +61,16 @@ def torchrun(
     master_addr, master_port: where the ranks meet: a name or address of this host that the
         others can reach, by default its name, and a port, by default a free one.
     backend: as for `run`, without "mpi". max_restarts: how often torchrun starts all ranks again
-        after one has failed. timeout: seconds for the run, restarts included; None lets it last.
-    join_timeout: seconds for all hosts to come.
+        after one has failed.
+    join_timeout: seconds for the ranks of all hosts to come. timeout: seconds from then on for the
+        worker to return on every rank; None lets it last.
 
     Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
     five minutes, by PyTorch's own limit, and nothing is seen of their output before the end.
     """
     chosen = _check(worker, args, nproc_per_node, nnodes, backend, max_restarts, master_port)
     check_timeout(timeout)
-    check_timeout(join_timeout, "join_timeout")
+    check_timeout(join_timeout, "join_timeout", optional=False)
     if isinstance(worker, str):
         program = Program(program_file.as_script(worker), args, None)
     else:
@@ -108,35 +109,40 @@ class _Run:
         self, address: str | None, port: int | None, timeout: float | None, join_timeout: float
     ) -> Result:
         """Have torchrun start the ranks, as often as it may; return what came of it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         around = look_around()
-        meeting = ["--standalone", "--local-addr", "127.0.0.1"]
+        meeting, advice = ["--standalone", "--local-addr", "127.0.0.1"], ""
         if self.hosts > 1:
+            address, port, doubt = _meeting_place(address, port)
+            others = "host 1" if self.hosts == 2 else f"hosts 1 to {self.hosts - 1}"
+            advice = (
+                f"start those of {others} with the line above, each host with its own --node-rank, "
+                f"and check that they reach the address in it{doubt}"
+            )
             meeting = [
                 *("--nnodes", str(self.hosts)),
-                *("--master-addr", address or socket.gethostname()),
-                *("--master-port", str(port or _free_port())),
+                *("--master-addr", address),
+                *("--master-port", str(port)),
             ]
         with holding_interrupt():
             sweep()
             self.folder = PrivateFolder()
-            self.file = Path(self.folder.program)
+            file = Path(self.folder.program)
             if self.hosts > 1:
                 name = f"{program_file.name_of(self.program.worker)}_on_{self.hosts}_hosts.py"
-                self.file = Path(name).absolute()
-            program_file.write(self.program, self.file)
+                file = Path(name).absolute()
+            program_file.write(self.program, file)
+            self.file = file
             options = [*meeting, "--max-restarts", str(self.restarts)]
             more = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 more |= LOOPBACK_ENVIRONMENT
-            self.job = TorchrunJob(self.here, self.folder, options, str(self.file), more)
+            self.job = TorchrunJob(self.here, self.folder, options, str(file), more, advice)
         self._tell_hosts(meeting, join_timeout)
         shown = view.open_view(self.world_size)
         for attempt in range(self.restarts + 1):
             self.job.wait(join_timeout)
-            left = None if deadline is None else max(0.01, deadline - time.monotonic())
             try:
-                return self._attempt(shown, around, attempt, left)
+                return self._attempt(shown, around, attempt, timeout)
             except (DeadlockError, MismatchError, RunTimeoutError):
                 raise  # they would come again, or the time is over
             except KitError as error:
@@ -257,7 +263,28 @@ def _check_number(name: str, value: Any, least: int) -> None:
         raise PoolError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
-def _free_port() -> int:
-    """Ask the system for a port that is free now."""
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
+def _meeting_place(address: str | None, port: int | None) -> tuple[str, int, str]:
+    """Return where the ranks meet, and what may be wrong with it. Raises PoolError if it cannot be.
+
+    The port is free now, and is taken only when torchrun listens.
+    """
+    address = address or socket.gethostname()
+    doubt = ""
+    try:
+        socket.getaddrinfo(address, None)
+        socket.create_server((address, 0)).close()
+    except socket.gaierror:
+        raise PoolError(
+            f"this host does not know the name {address!r}; set master_addr= to a name or an "
+            "address of this host that the other hosts can reach"
+        ) from None
+    except OSError:  # it may still be one that a router gives to this host
+        doubt = f", and {address!r} is no address that this host knows as its own"
+    try:
+        with socket.create_server(("", port or 0)) as listener:
+            return address, listener.getsockname()[1], doubt
+    except OSError as error:
+        raise PoolError(
+            f"port {port} of this host cannot be had ({error.strerror}); leave master_port= out, "
+            "and a free one is taken"
+        ) from None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import attempt, lesson_parser, open_ranks, prove, run_as_script
 
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 FEATURES, BATCH, LEARNING_RATE = 4, 24, 0.1
@@ -27,11 +27,6 @@ def my_place(rank: int, world_size: int) -> dict[str, int | None]:
     """Return what torchrun tells this process; None for what nobody has set."""
     told = {name: os.environ.get(name) for name in NAMES}
     return {name: None if value is None else int(value) for name, value in told.items()}
-
-
-def attempt() -> int:
-    """Return how often torchrun has started the ranks again; 0: this is the first start."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

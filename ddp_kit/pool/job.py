@@ -87,15 +87,15 @@ class Job:
         try:
             while not self.all_called:
                 if self.ended or time.monotonic() > deadline:
-                    raise self.cannot_start(self.why_not())
+                    raise self.cannot_start(self.why_not(seconds))
                 if connection.wait([self._listener], 0.05):
                     self._take_call()
         except BaseException:
             self.end()
             raise
 
-    def why_not(self) -> str:
-        """Say in one sentence that the ranks did not come, in the program's own words."""
+    def why_not(self, seconds: float) -> str:
+        """Say in one sentence that the ranks did not come within that time, and why."""
         return f"{self.name} did not start {self.count} ranks: {self.words()}"
 
     def _take_call(self) -> None:

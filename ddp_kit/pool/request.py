@@ -77,12 +77,13 @@ def ranks_by_files(limit: int) -> int:
     return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
 
 
-def check_timeout(timeout: float | None, name: str = "timeout") -> None:
-    """Raise PoolError unless a time limit is None or a positive number of seconds."""
-    if timeout is None:
+def check_timeout(timeout: float | None, name: str = "timeout", optional: bool = True) -> None:
+    """Raise PoolError unless a time limit is a positive number of seconds, or None if it may be."""
+    if timeout is None and optional:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise PoolError(f"{name} must be a positive number of seconds or None, got {timeout!r}")
+        none = " or None" if optional else ""
+        raise PoolError(f"{name} must be a positive number of seconds{none}, got {timeout!r}")
 
 
 def check_signature(worker: Callable[..., Any], args: tuple) -> None:

@@ -16,6 +16,8 @@ SOCKET = "DDP_KIT_SOCKET"  # tells a process that torchrun has started where to 
 TELLING = 5.0  # seconds for the agent to tell which process was the first to fail
 
 # How the agent names it: exit code or minus the signal, local rank, process id.
+_PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
+_RAISED = re.compile(r"[\w.]*(Error|Exception): ")
 _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
@@ -23,7 +25,8 @@ class TorchrunJob(Job):
     """What torchrun's agent starts. When one process fails, it ends all, and may start them again.
 
     options: torchrun's own; program: the file that each process runs; environment: what else it
-    finds in its environment.
+    finds in its environment; advice: what to do if ranks of other
+    hosts do not come.
     """
 
     name = "torchrun"
@@ -36,12 +39,31 @@ class TorchrunJob(Job):
         options: Sequence[str],
         program: str,
         environment: Mapping[str, str],
+        advice: str = "",
     ) -> None:
+        self._advice = advice
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
         command += [*options, "--log-dir", folder.logs, program]
         path = os.pathsep.join(filter(None, sys.path))
         around = os.environ | environment | {SOCKET: folder.socket, "PYTHONPATH": path}
         super().__init__(count, folder.socket, command, around)
+
+    def why_not(self, seconds: float) -> str:
+        """Say in one sentence that the ranks did not come within that time, and why."""
+        reason = self._reason()
+        told = f"; torchrun's last words: {reason}" if reason else ""
+        if self.ended:
+            return f"torchrun ended before its ranks had started{told}"
+        if self._advice:
+            return f"the ranks did not all come within {seconds:g} s: {self._advice}{told}"
+        return f"torchrun did not start {self.count} ranks within {seconds:g} s{told}"
+
+    def _reason(self) -> str:
+        """Return what torchrun said last of what is wrong, in one line; "" if it said nothing."""
+        lines = [_PREFIX.sub("", line) for line in self.said().splitlines()]
+        raised = [line for line in lines if _RAISED.match(line)]
+        told = raised or [line for line in lines if line.startswith("The ")]
+        return told[-1].partition(" - retrying")[0][:300].rstrip(".") if told else ""
 
     def forget(self) -> None:
         """Make ready for the next start of all processes: these have had their run."""

@@ -1,0 +1,276 @@
+"""`kit.torchrun`: ranks that torchrun starts, on this host and beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.lessons import beyond_one_machine
+
+torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch, tmp_path_factory):
+    """Every run takes along its processes, and what it has written."""
+    tmp_path_factory.getbasetemp()  # it stands beside this folder, not in it
+    folder = tempfile.mkdtemp()
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setenv("TMPDIR", folder)
+    yield
+    assert psutil.wait_procs(agents(), timeout=10)[1] == []
+    assert os.listdir(folder) == []
+    os.rmdir(folder)
+
+
+def agents():
+    """Return what this process has started of torchrun, and its ranks."""
+    below = psutil.Process().children(recursive=True)
+    return [
+        p for p in below if "torch.distributed.run" in command(p) or "group-program" in command(p)
+    ]
+
+
+def command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_it_returns_what_run_returns(capsys):
+    factor = 10
+
+    def worker(rank, world_size, added):
+        total = torch.tensor([rank])
+        dist.all_reduce(total)
+        print(f"sum {total.item()}")
+        print("to stderr", file=sys.stderr)
+        return factor * total.item() + added
+
+    result = torchrun(worker, 5)
+    assert list(result) == [15, 15]
+    assert result.output == ("sum 1\nto stderr\n",) * 2
+    assert [event.op for event in result.trace] == ["all_reduce"] * 2
+    lines = ["[rank 0] sum 1", "[rank 0] to stderr", "[rank 1] sum 1", "[rank 1] to stderr"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_lesson_runs_by_name_with_its_options_and_its_trace(capsys):
+    result = torchrun("ddp_kit.lessons.ring_allreduce", "--world-size", "2")
+    assert list(result) == [None, None]
+    line = "ring_allreduce: 2 ranks, 3 rings agree with dist.all_reduce"
+    assert capsys.readouterr().out == f"[rank 0] {line}\n"
+    assert len(result.trace.messages()) == 4  # of its last run, in chunks
+
+
+def test_a_file_runs_as_a_program_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "beside.py").write_text("word = 'found'\n")
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+            import os, sys, beside
+            import torch.distributed as dist
+            if __name__ == "__main__":
+                dist.init_process_group("gloo")
+                print(beside.word, sys.argv[1:], dist.get_world_size())
+                dist.destroy_process_group()
+                sys.exit(0)
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert torchrun("train.py", "--epochs", "1").output == ("found ['--epochs', '1'] 2\n",) * 2
+
+
+def test_a_deadlock_is_told():
+    def worker(rank, world_size):
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError, match="rank 0 waits for rank 1, rank 1 waits for rank 0"):
+        torchrun(worker, max_restarts=1)
+
+
+def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
+    def worker(rank, world_size):
+        if rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    with pytest.raises(kit.RankError) as caught:
+        torchrun(worker)
+    assert set(caught.value.failures) == {1}
+    assert caught.value.failures[1].where.source == 'raise ValueError("boom")'
+    assert [wait.op for wait in caught.value.waits] == ["barrier"]
+
+
+def test_a_rank_that_is_killed_is_told_with_its_signal():
+    def worker(rank, world_size):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(kit.RankDiedError) as caught:
+        torchrun(worker)
+    assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+
+
+def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, capsys):
+    (tmp_path / "killed").mkdir()
+    train, killed = beyond_one_machine.train, str(tmp_path / "killed")
+    resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
+    assert "torchrun starts all ranks again: 1 of 1" in capsys.readouterr().out
+    with kit.WorkerPool(2) as pool:
+        whole = pool.run(train, str(tmp_path), 6)
+    assert [begun for begun, _ in resumed] == [3, 3]
+    assert [weights for _, weights in resumed] == [weights for _, weights in whole]
+
+
+def test_the_time_limit_ends_a_run():
+    with pytest.raises(kit.RunTimeoutError, match=r"did not end within 0\.5 s"):
+        torchrun(lambda rank, world_size: time.sleep(60), timeout=0.5)
+
+
+def test_an_interrupt_ends_a_run_and_its_agent():
+    def worker(rank, world_size, pid):
+        if rank == 0:
+            os.kill(pid, signal.SIGINT)
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        torchrun(worker, os.getpid())
+
+
+class OtherHost(io.StringIO):
+    """A terminal whose reader starts each line that is printed for another host."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = []
+
+    def write(self, text):
+        if text.startswith("  torchrun "):
+            words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(text)[1:]]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            around = os.environ | {"TMPDIR": self._folder}  # torchrun leaves a folder of its own
+            self.started.append(subprocess.Popen(words, text=True, env=around, **pipes))
+        return super().write(text)
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        self._stack.enter_context(contextlib.redirect_stdout(self))
+        return self
+
+    def __exit__(self, *_exc):
+        for process in self.started:
+            process.wait(30)
+        self._stack.close()
+
+
+@pytest.fixture
+def beside_the_notebook(monkeypatch, tmp_path):
+    """Where the file for the other host is written; it must not stay."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    assert os.listdir(tmp_path) == []
+
+
+on_two_hosts = functools.partial(
+    kit.torchrun, nproc_per_node=1, nnodes=2, master_addr="127.0.0.1", join_timeout=90
+)
+
+
+@pytest.mark.usefixtures("beside_the_notebook")
+def test_ranks_of_two_hosts_return_print_and_are_traced():
+    def worker(rank, world_size):
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.zeros(2), 0)
+        print(f"rank {rank} of {world_size}, on host {os.environ['GROUP_RANK']}")
+        return rank * 10
+
+    with OtherHost() as other_host:
+        result = on_two_hosts(worker)
+    assert list(result) == [0, 10]
+    assert result.output == ("rank 0 of 2, on host 0\n", "rank 1 of 2, on host 1\n")
+    assert [(m.src, m.dst, m.nbytes) for m in result.trace.messages()] == [(0, 1, 8)]
+    assert "[rank 1] rank 1 of 2, on host 1\n" in other_host.getvalue()
+    assert "rank 1 of 2, on host 1" in other_host.started[0].communicate(timeout=30)[0]
+
+
+@pytest.mark.usefixtures("beside_the_notebook")
+def test_what_a_rank_on_another_host_raises_is_told_here():
+    def worker(rank, world_size):
+        if rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    with OtherHost(), pytest.raises(kit.RankError) as caught:
+        on_two_hosts(worker)
+    assert [(rank, f.type) for rank, f in caught.value.failures.items()] == [(1, "ValueError")]
+
+
+@pytest.mark.usefixtures("beside_the_notebook")
+def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
+    with pytest.raises(kit.PoolError, match="did not all come within 3 s: start those of host 1"):
+        kit.torchrun(
+            beyond_one_machine.my_place,
+            **{"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "join_timeout": 3},
+        )
+    assert "--node-rank 1" in capsys.readouterr().out
+
+
+def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
+    two_hosts = functools.partial(torchrun, beyond_one_machine.my_place, nnodes=2)
+    with pytest.raises(kit.PoolError, match="does not know the name 'no-such-host'"):
+        two_hosts(master_addr="no-such-host")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(kit.PoolError, match=f"port {port} of this host cannot be had"):
+            two_hosts(master_addr="127.0.0.1", master_port=port)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, got 0"),
+        ({"nnodes": "1:2"}, "nnodes must be a whole number of at least 1, got '1:2'"),
+        ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
+        ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
+        ({"backend": "mpi"}, "torchrun starts no ranks of MPI; use kit.run"),
+        ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
+        ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
+        ({"worker": len}, "cannot be called as len(rank, world_size)"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(given, said):
+    worker = given.pop("worker", beyond_one_machine.my_place)
+    with pytest.raises(kit.KitError) as caught:
+        kit.torchrun(worker, **given)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_somebody_elses_is_not_written_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_place_on_2_hosts.py").write_text("important = True\n")
+    with pytest.raises(kit.PoolError, match=r"'my_place_on_2_hosts\.py' is in the way"):
+        kit.torchrun(beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1")
+    assert (tmp_path / "my_place_on_2_hosts.py").read_text() == "important = True\n"
