@@ -21,6 +21,7 @@ from ddp_kit.launch import attempt, lesson_parser, open_ranks, prove, run_as_scr
 
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 FEATURES, BATCH, LEARNING_RATE = 4, 24, 0.1
+ATTEMPTS = "attempts.txt"
 
 
 def my_place(rank: int, world_size: int) -> dict[str, int | None]:
@@ -68,10 +69,14 @@ def train(
 ) -> tuple[int, list[float]]:
     """Train on a part of each batch; return the step at which this attempt began, and the weights.
 
+    Rank 0 keeps a checkpoint in `folder` after each step, and a line there for each attempt.
     dies: a rank and a step; in the first attempt this rank's process is killed before this step.
-    pause: seconds between two steps.
+    pause: seconds between two steps as long as there is one rank only, so that others can join.
     """
     begun, weights = load(folder)
+    if rank == 0:
+        with Path(folder, ATTEMPTS).open("a") as attempts:
+            attempts.write(f"from step {begun}: world size {world_size}\n")
     for step in range(begun, steps):
         if attempt() == 0 and dies == (rank, step):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,13 +86,28 @@ def train(
         weights -= LEARNING_RATE * gradient / BATCH
         if rank == 0:
             save(folder, step + 1, weights)
-        time.sleep(pause)
+        dist.barrier()  # nobody goes on before it is written
+        time.sleep(pause if world_size == 1 else 0)
     return begun, weights.tolist()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare what each rank was told, and training in one go with two halves; print one line."""
-    options = lesson_parser("beyond_one_machine", __doc__).parse_args(argv or [])
+    """Compare what each rank was told, and training in one go with two halves; print one line.
+
+    With --checkpoint it trains there instead, as often as it is started, until all is done.
+    """
+    parser = lesson_parser("beyond_one_machine", __doc__)
+    parser.add_argument("--checkpoint", metavar="DIR", help="train, and keep a checkpoint there")
+    parser.add_argument("--steps", type=int, default=100, help="with --checkpoint (default 100)")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step of a lone rank")
+    options = parser.parse_args(argv or [])
+    if options.checkpoint is not None:
+        with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+            Path(options.checkpoint).mkdir(parents=True, exist_ok=True)
+            given = options.checkpoint, options.steps, None, options.pause
+            begun, weights = ranks(train, *given)[0]
+            ranks.say(f"beyond_one_machine: {ranks}, steps {begun} to {options.steps}: {weights}")
+        return
     with (
         open_ranks(options.world_size, options.backend, options.trace) as ranks,
         tempfile.TemporaryDirectory() as whole,

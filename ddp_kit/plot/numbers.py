@@ -25,10 +25,10 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Write a number of bytes with its decimal unit: "4.1 kB", "1 MB"."""
+    """Write a number of bytes with its decimal unit: "192 B", "4.1 kB", "1 MB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(max(0, math.floor(math.log10(max(nbytes, 1)) / 3)), len(units) - 1)
-    number = float(f"{nbytes / 1000**power:.2g}")
+    number = float(f"{nbytes / 1000**power:.2g}") if power else round(nbytes)
     if number >= 1000 and power + 1 < len(units):
         number, power = number / 1000, power + 1
     return f"{number:g} {units[power]}"
