@@ -21,6 +21,7 @@ from ddp_kit.errors import (
     DeadlockError,
     KitError,
     MismatchError,
+    ModelError,
     PoolError,
     ProofError,
     RankDiedError,
@@ -34,7 +35,7 @@ from ddp_kit.pool import Result, WorkerPool, run
 from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
-    from ddp_kit import lessons, plot
+    from ddp_kit import lessons, model, plot
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "DeadlockError",
     "KitError",
     "MismatchError",
+    "ModelError",
     "PoolError",
     "ProofError",
     "RankDiedError",
@@ -58,13 +60,14 @@ __all__ = [
     "lessons",
     "load_trace",
     "mnist",
+    "model",
     "plot",
     "progress",
     "run",
     "torchrun",
 ]
 
-_LAZY = {"lessons", "plot"}  # a rank has no use for them, and matplotlib takes its time
+_LAZY = {"lessons", "model", "plot"}  # a rank has no use for them, and matplotlib takes its time
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@
     ├── BackendError          a backend that cannot be had here
     ├── DataError             digits that cannot be had here
     ├── TraceError            a trace that cannot be loaded from files
+    ├── ModelError            a cost that cannot be computed from what was given
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
     ├── RankDiedError         a process ended         .rank, .exitcode, .failures
     ├── RunTimeoutError       timeout= went by        .unfinished
@@ -68,6 +69,10 @@ class DataError(KitError):
 
 class TraceError(KitError, ValueError):
     """A trace cannot be loaded: a rank's part is missing, or a file is no part of a trace."""
+
+
+class ModelError(KitError, ValueError):
+    """A cost cannot be computed from what was given."""
 
 
 class ProofError(KitError, AssertionError):
