@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
+from ddp_kit.model import fit
 
 SIZES = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)  # bytes
 SMALL = 1_000_000  # bytes; below it a round is quick, and many are needed
@@ -85,29 +86,6 @@ def series(
     share = 0.5 if operation == "send and back" else 1.0
     slowest = (share * max(times) for times in zip(*per_rank, strict=True))
     return list(zip(sizes, slowest, strict=True))
-
-
-def fit(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return alpha, in seconds, and beta, in seconds a byte, of the line alpha + beta * bytes.
-
-    The line has the least squares of the *relative* error: each point is divided by its time, so
-    that a microsecond counts among the small messages as a millisecond does among the large ones.
-    Neither number may be negative; where the best line has one that is, it is 0 and the other
-    alone is fitted. ValueError with fewer than two sizes.
-    """
-    sizes, seconds = zip(*points, strict=True)
-    if len(set(sizes)) < 2:
-        raise ValueError(f"a line needs two sizes at least, got {sorted(set(sizes))}")
-    times = torch.tensor(seconds, dtype=torch.float64)
-    scale = max(sizes)  # so that both columns are of one order
-    columns = torch.stack([1 / times, torch.tensor(sizes, dtype=torch.float64) / scale / times], 1)
-    ones = torch.ones(len(times), 1, dtype=torch.float64)
-    both = torch.linalg.lstsq(columns, ones).solution.flatten().tolist()
-    if min(both) >= 0:
-        return both[0], both[1] / scale
-    lone = [(column.sum() / (column @ column)).item() for column in columns.T]
-    wrong = [(columns[:, i] * lone[i] - 1).square().sum().item() for i in (0, 1)]
-    return (lone[0], 0.0) if wrong[0] <= wrong[1] else (0.0, lone[1] / scale)
 
 
 def told(points: Iterable[tuple[int, float]]) -> str:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._costs import SIZES, TIMED, fit, measure, series, told
+from ddp_kit.lessons._costs import SIZES, TIMED, measure, series, told
 from ddp_kit.lessons._operations import BITWISE, DTYPES, OPERATIONS, WITHOUT_DTYPE
 from ddp_kit.lessons._probes import LIMIT, Cells, attempt, probe, refusals
+from ddp_kit.model import fit
 
 __all__ = [
     "DTYPES",

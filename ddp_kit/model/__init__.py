@@ -5,7 +5,8 @@
     gamma   seconds to add up one byte; 0 where adding is free or counted in beta
 
 A function of `all_reduce` tells the seconds of one all_reduce, `ddp_step` those of a training step,
-and `fit` gets alpha and beta out of measured times. Nothing here needs a process or a tensor.
+and `fit` and
+`fit_link` get alpha and beta out of measured times. Nothing here needs a process or a tensor.
 """
 
 from ddp_kit.model.all_reduce import (
@@ -16,10 +17,16 @@ from ddp_kit.model.all_reduce import (
     tree,
     two_level,
 )
+from ddp_kit.model.fit import fit, fit_link
+from ddp_kit.model.step import buckets, ddp_step
 
 __all__ = [
     "Link",
+    "buckets",
     "chunked_ring",
+    "ddp_step",
+    "fit",
+    "fit_link",
     "halving_doubling",
     "naive_ring",
     "tree",

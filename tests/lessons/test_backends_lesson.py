@@ -217,32 +217,6 @@ def test_mpi_differs_from_gloo_in_other_points_than_the_lesson_says():
     assert kit.run(backends.started_by, world_size=3, backend="mpi")[0] != "Python"
 
 
-def test_a_line_is_not_found_in_points_that_lie_on_it():
-    alpha, beta = backends.fit([(n, 5e-5 + 2e-9 * n) for n in backends.SIZES])
-    assert alpha == pytest.approx(5e-5, rel=1e-6)
-    assert beta == pytest.approx(2e-9, rel=1e-6)
-
-
-def test_large_messages_drown_small_ones_in_the_fit():
-    points = [(n, 1.1 * (5e-5 + 2e-9 * n) if n > 1e6 else 5e-5 + 2e-9 * n) for n in backends.SIZES]
-    alpha, _ = backends.fit(points)
-    assert alpha == pytest.approx(5e-5, rel=0.02)
-
-
-def test_a_latency_or_a_time_a_byte_is_negative():
-    alpha, beta = backends.fit([(4, 1e-3), (4_000, 0.5e-3)])
-    assert alpha > 0
-    assert beta == 0
-    alpha, beta = backends.fit([(1_000, 1e-6), (2_000, 3e-6)])
-    assert alpha == 0
-    assert beta > 0
-
-
-def test_one_size_makes_a_line():
-    with pytest.raises(ValueError, match=r"two sizes at least, got \[4\]"):
-        backends.fit([(4, 1e-3), (4, 2e-3)])
-
-
 def test_alpha_and_beta_are_told_with_other_units():
     line = [(n, 5e-5 + 2e-9 * n) for n in backends.SIZES]
     assert backends.told(line).endswith("2.000 ns a byte (0.50 GB/s)")

@@ -1,0 +1,375 @@
+"""The model: its formulas against hand-computed values and against messages sent one by one."""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from ddp_kit import model
+from ddp_kit.errors import ModelError
+from ddp_kit.model import Link
+
+ALL_REDUCES = [model.naive_ring, model.chunked_ring, model.tree, model.halving_doubling]
+NAMES = [cost.__name__ for cost in ALL_REDUCES]
+LINK, GAMMA = Link(0.3, 0.01), 0.002
+RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31]
+every_cost = pytest.mark.parametrize("cost", ALL_REDUCES, ids=NAMES)
+
+# ---- messages one by one: a round is a list of (src, dst, pieces of the tensor, added or copied)
+
+
+def whole(n):
+    return range(n)
+
+
+def ring_rounds(ring, pieces):
+    """A chunked ring of some ranks; its i-th chunk is the list pieces[i]."""
+    n = len(ring)
+    for step in range(2 * (n - 1)):
+        kind = "add" if step < n - 1 else "copy"
+        yield [(ring[i], ring[(i + 1) % n], pieces[(i - step) % n], kind) for i in range(n)]
+
+
+def at_once(*schedules):
+    """Merge schedules of ranks that have nothing to do with each other, round by round."""
+    return [list(chain(*messages)) for messages in zip(*schedules, strict=True)]
+
+
+def two_level_rounds(hosts, per_host):
+    chunks = [list(range(i * hosts, (i + 1) * hosts)) for i in range(per_host)]
+    homes = [range(host * per_host, (host + 1) * per_host) for host in range(hosts)]
+    inside = at_once(*(ring_rounds(home, chunks) for home in homes))
+    between = at_once(
+        *(
+            ring_rounds([home[i] for home in homes], [[p] for p in chunks[(i + 1) % per_host]])
+            for i in range(per_host)
+        )
+    )
+    return inside[: per_host - 1] + between + inside[per_host - 1 :]
+
+
+def tree_rounds(n):
+    levels = [2**level for level in range((n - 1).bit_length())]
+    for d in levels:
+        yield [(r, r - d, whole(n), "add") for r in range(n) if r % (2 * d) == d]
+    for d in reversed(levels):
+        yield [(r - d, r, whole(n), "copy") for r in range(n) if r % (2 * d) == d]
+
+
+def halving_rounds(n):
+    """Pieces: n of them, whatever n is; they are halved as the bits of the rank say."""
+    core = max(2**level for level in range(n.bit_length()) if 2**level <= n)
+    if core < n:
+        yield [(rank, rank - core, whole(core), "add") for rank in range(core, n)]
+    held = {rank: list(range(core)) for rank in range(core)}
+    distance = core // 2
+    while distance:
+        given = {}
+        for rank, pieces in held.items():
+            middle = len(pieces) // 2
+            halves = pieces[:middle], pieces[middle:]
+            held[rank], given[rank] = halves if rank < rank ^ distance else halves[::-1]
+        yield [(rank, rank ^ distance, pieces, "add") for rank, pieces in given.items()]
+        distance //= 2
+    distance = 1
+    while distance < core:
+        yield [(rank, rank ^ distance, pieces, "copy") for rank, pieces in held.items()]
+        held = {rank: held[rank] + held[rank ^ distance] for rank in held}
+        distance *= 2
+    if core < n:
+        yield [(rank - core, rank, whole(core), "copy") for rank in range(core, n)]
+
+
+def send_all(n, pieces, nbytes, rounds, gamma=GAMMA, link=lambda src, dst: LINK):
+    """Send messages one by one; return when the last rank is through, and what each rank holds.
+
+    A rank sends one message at a time and receives one at a time. Held: by rank and piece, the
+    ranks whose numbers are in the sum.
+    """
+    held = [[{rank} for _ in range(pieces)] for rank in range(n)]
+    clock = [0.0] * n
+    for messages in rounds:
+        before, sent = list(clock), [[set(piece) for piece in rank] for rank in held]
+        for src, dst, moved, kind in messages:
+            size = nbytes * len(moved) / pieces
+            end = max(before[src], before[dst]) + link(src, dst).alpha + link(src, dst).beta * size
+            for piece in moved:
+                assert kind == "copy" or not held[dst][piece] & sent[src][piece], "added twice"
+                held[dst][piece] = sent[src][piece] | (held[dst][piece] if kind == "add" else set())
+            clock[src] = max(clock[src], end)
+            clock[dst] = max(clock[dst], end + (gamma * size if kind == "add" else 0))
+    return max(clock), held
+
+
+def complete(held):
+    return all(piece == set(range(len(held))) for rank in held for piece in rank)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_chunked_ring_takes_another_time_message_by_message(n):
+    rounds = ring_rounds(range(n), [[i] for i in range(n)])
+    seconds, held = send_all(n, n, 840, rounds)
+    assert complete(held)
+    assert model.chunked_ring(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_naive_ring_takes_another_time_message_by_message(n):
+    rounds = [[(r, (r + 1) % n, [(r - s) % n], "copy") for r in range(n)] for s in range(n - 1)]
+    seconds, held = send_all(n, n, n * 840, rounds)  # a piece: what one rank brought
+    assert all(held[rank][piece] == {piece} for rank in range(n) for piece in range(n))
+    assert model.naive_ring(n, 840, 0.3, 0.01) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_tree_takes_another_time_message_by_message(n):
+    seconds, held = send_all(n, n, 840, tree_rounds(n))
+    assert complete(held)
+    assert model.tree(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_halving_and_doubling_takes_another_time_message_by_message(n):
+    core = 2 ** (n.bit_length() - 1)
+    seconds, held = send_all(n, core, 840, halving_rounds(n))
+    assert complete(held)
+    assert model.halving_doubling(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (4, 1), (2, 2), (3, 2), (2, 5), (4, 8)])
+def test_two_levels_take_another_time_message_by_message(hosts, per_host):
+    slow, n = Link(2.0, 0.1), hosts * per_host
+
+    def link(src, dst):
+        same = src // per_host == dst // per_host
+        return LINK if same else Link(slow.alpha, slow.beta * per_host)  # they share the slow one
+
+    seconds, held = send_all(n, n, 840, two_level_rounds(hosts, per_host), link=link)
+    assert complete(held)
+    assert model.two_level(n, 840, per_host, LINK, slow, GAMMA) == pytest.approx(seconds)
+
+
+# ---- all_reduce by hand, and at its limits
+
+
+@pytest.mark.parametrize(
+    ("cost", "n", "seconds"),
+    [
+        (model.naive_ring, 2, 10 + 800),
+        (model.naive_ring, 5, 40 + 4 * 800),
+        (model.chunked_ring, 2, 20 + 800),
+        (model.chunked_ring, 5, 80 + 8 / 5 * 800),
+        (model.tree, 2, 20 + 2 * 800),
+        (model.tree, 5, 60 + 6 * 800),
+        (model.tree, 8, 60 + 6 * 800),
+        (model.halving_doubling, 2, 20 + 800),
+        (model.halving_doubling, 8, 60 + 7 / 4 * 800),
+        (model.halving_doubling, 5, 60 + 3 / 2 * 800 + 2 * 800),
+    ],
+)
+def test_a_formula_is_another_than_on_paper(cost, n, seconds):
+    assert cost(n, 400, alpha=10, beta=2) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("cost", "bytes_added"),
+    [
+        (model.naive_ring, 3 * 400),
+        (model.chunked_ring, 3 * 100),
+        (model.tree, 2 * 400),
+        (model.halving_doubling, 200 + 100),
+    ],
+)
+def test_gamma_counts_other_bytes_than_are_added(cost, bytes_added):
+    assert cost(4, 400, 0, 0, gamma=1) == pytest.approx(bytes_added)
+    assert model.two_level(4, 400, 2, Link(0, 0), Link(0, 0), gamma=1) == 200 + 100
+
+
+@every_cost
+def test_one_rank_pays_for_nothing(cost):
+    assert cost(1, 1e9, 1, 1, 1) == 0
+
+
+@every_cost
+def test_more_bytes_are_cheaper(cost):
+    for n in RANKS[1:]:
+        assert cost(n, 2000, 1, 1) > cost(n, 1000, 1, 1)
+
+
+@pytest.mark.parametrize("cost", ALL_REDUCES[:3], ids=NAMES[:3])
+def test_more_ranks_are_cheaper(cost):
+    times = [cost(n, 1000, 1, 1) for n in range(1, 70)]
+    assert times == sorted(times)
+
+
+def test_halving_and_doubling_gets_cheaper_with_ranks_other_than_by_a_power_of_two():
+    times = [model.halving_doubling(2**level, 1000, 1, 1) for level in range(13)]
+    assert times == sorted(times)
+    for n in (3, 5, 6, 7, 4097):
+        core = 2 ** (n.bit_length() - 1)
+        partners = 2 * (1 + 1000)
+        assert model.halving_doubling(n, 1000, 1, 1) == pytest.approx(
+            model.halving_doubling(core, 1000, 1, 1) + partners
+        )
+
+
+def test_many_ranks_send_more_than_twice_the_tensor():
+    for cost in (model.chunked_ring, model.halving_doubling):
+        assert 0.999 * 2000 < cost(4096, 1000, 0, 1) < 2000
+
+
+def test_two_levels_of_one_are_no_plain_ring():
+    fast, slow = Link(1, 0.1), Link(10, 1)
+    assert model.two_level(6, 600, 1, fast, slow) == model.chunked_ring(6, 600, 10, 1)
+    for per_host in (6, 8):
+        assert model.two_level(6, 600, per_host, fast, slow) == model.chunked_ring(6, 600, 1, 0.1)
+
+
+def test_two_levels_do_not_save_latency_between_hosts():
+    fast, slow = Link(1, 0), Link(100, 0)
+    assert model.two_level(32, 0, 8, fast, slow) == 2 * 7 * 1 + 2 * 3 * 100
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: model.tree(0, 1, 1, 1), "n must be a whole number of at least 1, got 0"),
+        (lambda: model.tree(2.0, 1, 1, 1), "n must be a whole number of at least 1, got 2.0"),
+        (lambda: model.naive_ring(2, -1, 1, 1), "nbytes must be a number of at least 0, got -1"),
+        (lambda: model.chunked_ring(2, 1, -1, 1), "alpha must be a number of at least 0, got -1"),
+        (lambda: model.tree(2, 1, 1, "x"), "beta must be a number of at least 0, got 'x'"),
+        (
+            lambda: model.halving_doubling(2, 1, 1, 1, float("nan")),
+            "gamma must be a number of at least 0, got nan",
+        ),
+        (lambda: Link(1, float("inf")), "beta must be a number of at least 0, got inf"),
+        (
+            lambda: model.two_level(6, 1, 4, LINK, LINK),
+            "n must be a multiple of per_host=4, got 6",
+        ),
+        (
+            lambda: model.two_level(4, 1, 0, LINK, LINK),
+            "per_host must be a whole number of at least 1, got 0",
+        ),
+        (lambda: model.buckets(8, 0), "bucket_cap_mb must be more than 0"),
+        (
+            lambda: model.ddp_step(2, [1, -2], 1, 1, lambda n, size: 0),
+            "bucket must be a number of at least 0, got -2",
+        ),
+        (
+            lambda: model.ddp_step(2, [1, 2], 1, 1, lambda n, size: 0, [1.0]),
+            "ready must hold 2 shares from 0 to 1, got [1.0]",
+        ),
+        (
+            lambda: model.ddp_step(2, [1], 1, 1, lambda n, size: 0, [1.5]),
+            "ready must hold 1 shares from 0 to 1, got [1.5]",
+        ),
+        (lambda: model.fit([(4, 1), (4, 2)]), "a line needs two sizes at least, got [4]"),
+        (
+            lambda: model.fit_link([(2, 4, 1)], model.tree),
+            "a link needs two sizes or numbers of ranks at least, got [(2, 4)]",
+        ),
+        (lambda: model.fit([(4, 1), (8, 0)]), "a measured time must be more than 0, got 0"),
+    ],
+)
+def test_bad_input_is_answered_with_a_number(call, said):
+    with pytest.raises(ModelError) as caught:
+        call()
+    assert str(caught.value) == said
+
+
+# ---- a step of DDP
+
+
+def per_byte(n, nbytes):
+    return nbytes
+
+
+def test_buckets_lose_bytes_or_are_cut_elsewhere():
+    mib = 2**20
+    assert model.buckets(60 * mib) == [mib, 25 * mib, 25 * mib, 9 * mib]
+    assert model.buckets(3 * mib, 0.5) == [mib / 2] * 6
+    assert model.buckets(100) == [100]
+    assert model.buckets(0) == []
+
+
+@pytest.mark.parametrize(
+    ("buckets", "backward", "ready", "seconds"),
+    [
+        ([], 8, None, 2 + 8),
+        ([3], 8, None, 2 + 8 + 3),  # one bucket is full at the end: nothing overlaps
+        ([1, 1, 1, 1], 8, None, 2 + 8 + 1),  # only the last one shows
+        ([4, 4], 4, None, 2 + 2 + 8),  # the queue never empties once the first bucket is full
+        ([1, 1, 6], 8, None, 2 + 8 + 6),
+        ([6, 1, 1], 8, None, 2 + 6 + 6 + 1 + 1),  # they wait in the queue behind the first
+        ([1, 1], 8, [0, 0.5], 2 + 8),
+        ([5, 5], 8, [0, 0], 2 + 10),
+        ([1, 2, 3], 8, [1, 1, 1], 2 + 8 + 6),  # no overlap
+    ],
+)
+def test_a_step_lasts_another_time_than_on_paper(buckets, backward, ready, seconds):
+    assert model.ddp_step(4, buckets, 2, backward, per_byte, ready) == pytest.approx(seconds)
+
+
+def test_a_step_of_one_rank_waits_for_somebody():
+    cost = partial(model.chunked_ring, alpha=1, beta=1)
+    assert model.ddp_step(1, [100, 100], 2, 3, cost) == 5
+
+
+def test_overlap_costs_time_or_wins_more_than_there_is():
+    for n in RANKS:
+        for cap in (0.1, 1, 25, 1000):
+            buckets = model.buckets(1e8, cap)
+            cost = partial(model.chunked_ring, alpha=1e-4, beta=1e-9)
+            talking = sum(cost(n, size) for size in buckets)
+            step = model.ddp_step(n, buckets, 0.05, 0.1, cost)
+            apart = model.ddp_step(n, buckets, 0.05, 0.1, cost, [1] * len(buckets))
+            assert apart == pytest.approx(0.15 + talking)
+            assert 0.05 + max(0.1, talking) <= step + 1e-12
+            assert step <= apart + 1e-12
+
+
+# ---- alpha and beta out of times
+
+
+def test_a_line_is_not_found_in_points_that_lie_on_it():
+    alpha, beta = model.fit([(n, 5e-5 + 2e-9 * n) for n in (4, 1_000, 256_000, 64_000_000)])
+    assert alpha == pytest.approx(5e-5, rel=1e-6)
+    assert beta == pytest.approx(2e-9, rel=1e-6)
+
+
+def test_large_messages_drown_small_ones_in_the_fit():
+    sizes = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)
+    points = [(n, (1.1 if n > 1e6 else 1) * (5e-5 + 2e-9 * n)) for n in sizes]
+    assert model.fit(points)[0] == pytest.approx(5e-5, rel=0.02)
+
+
+def test_a_latency_or_a_time_a_byte_is_negative():
+    alpha, beta = model.fit([(4, 1e-3), (4_000, 0.5e-3)])
+    assert alpha > 0
+    assert beta == 0
+    alpha, beta = model.fit([(1_000, 1e-6), (2_000, 3e-6)])
+    assert alpha == 0
+    assert beta > 0
+
+
+@every_cost
+def test_a_link_is_not_found_in_times_of_its_own(cost):
+    points = [(n, size, cost(n, size, 5e-5, 2e-9)) for n in (2, 4) for size in (1e3, 1e6)]
+    link = model.fit_link(points, cost)
+    assert link.alpha == pytest.approx(5e-5)
+    assert link.beta == pytest.approx(2e-9)
+
+
+def test_the_model_loads_torch_or_another_package():
+    for path in Path(model.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] not in ("torch", "numpy"), path
+                if node.module.startswith("ddp_kit"):
+                    assert node.module.startswith(("ddp_kit.model", "ddp_kit.errors")), path
+            assert not isinstance(node, ast.Import) or node.names[0].name == "math", path
