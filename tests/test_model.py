@@ -153,6 +153,33 @@ def test_two_levels_take_another_time_message_by_message(hosts, per_host):
     assert model.two_level(n, 840, per_host, LINK, slow, GAMMA) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("n", RANKS)
+@every_cost
+def test_rounds_with_a_core_for_each_rank_last_another_time_than_the_formula(cost, n):
+    alone = model.on_cores(cost, n, 840, 0.3, 0.01, cores=n)
+    assert alone == pytest.approx(cost(n, 840, 0.3, 0.01))
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_rounds_have_other_messages_than_were_sent_one_by_one(n):
+    for cost, schedule in (
+        (model.chunked_ring, list(ring_rounds(range(n), [[i] for i in range(n)]))),
+        (model.tree, list(tree_rounds(n))),
+        (model.halving_doubling, list(halving_rounds(n))),
+    ):
+        told = [many for many, _ in model.rounds(cost, n, 840)]
+        assert told == [len(messages) for messages in schedule]
+
+
+def test_ranks_that_share_cores_do_not_take_turns():
+    on_two = partial(model.on_cores, alpha=1, beta=0, cores=2)
+    assert on_two(model.chunked_ring, 2, 0) == 2
+    assert on_two(model.chunked_ring, 8, 0) == 14 * 8 / 2
+    assert on_two(model.naive_ring, 5, 0) == 4 * 5 / 2
+    assert on_two(model.tree, 8, 0) == 2 * (4 / 2 + 2 / 2 + 1)  # one message never takes turns
+    assert on_two(model.halving_doubling, 6, 0) == 2 * (2 / 2) + 4 * 4 / 2
+
+
 # ---- all_reduce by hand, and at its limits
 
 
@@ -254,6 +281,15 @@ def test_two_levels_do_not_save_latency_between_hosts():
         (
             lambda: model.two_level(4, 1, 0, LINK, LINK),
             "per_host must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: model.on_cores(model.tree, 2, 1, 1, 1, cores=0),
+            "cores must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: model.rounds("ring", 2, 1),
+            "all_reduce must be one of naive_ring, chunked_ring, tree, halving_doubling, "
+            "got 'ring'",
         ),
         (lambda: model.buckets(8, 0), "bucket_cap_mb must be more than 0"),
         (

@@ -17,6 +17,7 @@ from ddp_kit.model.all_reduce import (
     tree,
     two_level,
 )
+from ddp_kit.model.cores import on_cores, rounds
 from ddp_kit.model.fit import fit, fit_link
 from ddp_kit.model.step import buckets, ddp_step
 
@@ -29,6 +30,8 @@ __all__ = [
     "fit_link",
     "halving_doubling",
     "naive_ring",
+    "on_cores",
+    "rounds",
     "tree",
     "two_level",
 ]
