@@ -14,7 +14,17 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from ddp_kit import plot
-from ddp_kit.plot import bandwidth, losses, memory, rank_color, ring, step_times, support, tensors
+from ddp_kit.plot import (
+    bandwidth,
+    losses,
+    memory,
+    rank_color,
+    ring,
+    scaling,
+    step_times,
+    support,
+    tensors,
+)
 from ddp_kit.plot.numbers import short, significant, size
 from ddp_kit.plot.style import luminance, text_color
 from ddp_kit.pool import Result
@@ -52,6 +62,9 @@ def one_of_each(n):
         step_times({f"way {i}": [0.010, 0.012 + i, 0.011] for i in range(n)}),
         memory(
             {f"step {i}": [{"parameters": 8_000, "batch": r} for r in range(n)] for i in range(n)}
+        ),
+        scaling(
+            {f"way {i}": [(2, 1e-3 * (i + 1)), (4096, 1.0)] for i in range(n)}, {"x": [(2, 1)]}
         ),
         support({"here": {(f"way {i}", "float32"): "works" for i in range(n)}, "there": "no"}),
     ]
@@ -175,7 +188,7 @@ def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
         *("Picture", "bandwidth", "buckets", "losses", "memory", "messages", "rank_color", "ring"),
-        *("step_times", "support", "tensors", "timeline", "waits"),
+        *("scaling", "step_times", "support", "tensors", "timeline", "waits"),
     ]
 
 
@@ -534,6 +547,80 @@ def test_series_wear_no_colour_of_a_rank():
 def test_bandwidth_says_what_it_cannot_draw(series, message):
     with pytest.raises(ValueError, match=message):
         bandwidth(series)
+
+
+# ---- scaling
+
+PREDICTED = {"ring": [(2, 0.001), (1024, 0.5)], "tree": [(2, 0.004), (1024, 0.04)]}
+MEASURED = {"tree": [(4, 0.02), (2, 0.005)]}
+PUBLISHED = {"Somebody 2018": [(256, 0.25)]}
+
+
+def test_scaling_twin_tells_prediction_measurement_and_publication_apart():
+    twin = repr(scaling(PREDICTED, MEASURED, PUBLISHED)).replace("\N{EN DASH}", "-")
+    assert twin == (
+        "Time by number of ranks (ms)\n"
+        "ranks  ring  tree  tree, measured  Somebody 2018, published\n"
+        "2      1.00  4.00            5.00                         -\n"
+        "4         -     -            20.0                         -\n"
+        "256       -     -               -                       250\n"
+        "1,024   500  40.0               -                         -"
+    )
+
+
+def test_prediction_is_a_line_measurement_a_filled_mark_publication_a_hollow_one():
+    ring_line, tree_line, measured, published = (
+        scaling(PREDICTED, MEASURED, PUBLISHED).axes[1].lines
+    )
+    for line in (ring_line, tree_line):
+        assert (line.get_linestyle(), line.get_marker()) == ("-", "None")
+    for marks in (measured, published):
+        assert marks.get_linestyle() == "None"
+    assert measured.get_marker() != "None"
+    assert to_hex(measured.get_markerfacecolor()) == to_hex(tree_line.get_color())
+    assert to_hex(tree_line.get_color()) != to_hex(ring_line.get_color())
+    assert to_hex(published.get_markerfacecolor()) == "#ffffff"
+    assert to_hex(published.get_markeredgecolor()) != "#ffffff"
+    assert list(measured.get_xdata()) == [2, 4]
+    assert list(measured.get_ydata()) == pytest.approx([5, 20])
+
+
+def test_the_key_says_which_is_which_and_leaves_out_what_is_not_drawn():
+    whole = texts(scaling(PREDICTED, MEASURED, PUBLISHED))
+    assert whole[1:4] == [
+        "line: predicted",
+        "filled: measured here",
+        "hollow: published, Somebody 2018",
+    ]
+    assert whole[4:] == ["ring", "tree"]
+    assert "filled: measured here" not in texts(scaling(PREDICTED))
+
+
+def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
+    ax = scaling(PREDICTED).axes[1]
+    assert (ax.get_xscale(), ax.get_yscale(), ax.get_ylabel()) == ("log", "log", "time (ms)")
+    shares = {"ring": [(2, 1.0), (4096, 0.25)]}
+    ax = scaling(shares, efficiency=True).axes[1]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
+    assert ax.get_ylabel() == "efficiency (%)"
+    assert list(ax.lines[0].get_ydata()) == [100, 25]
+    assert ax.get_ylim() == pytest.approx((0, 106))
+    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "4,096"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({},), "predicted is empty"),
+        (({"a": []},), "'a' has no point"),
+        ((PREDICTED, {"b": [(2, 0)]}), "'b' has 0 for 2 ranks: must be positive"),
+        ((PREDICTED, {}, {"c": [(0, 1)]}), "'c' has 1 for 0 ranks: must be positive"),
+        ((PREDICTED, {"b": [(2, 1), (2, 2)]}), "'b' has 2 ranks twice"),
+    ],
+)
+def test_scaling_says_what_it_cannot_draw(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scaling(*arguments)
 
 
 # ---- step times

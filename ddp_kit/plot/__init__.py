@@ -11,6 +11,7 @@ from ddp_kit.plot.memory import memory
 from ddp_kit.plot.messages import messages
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring
+from ddp_kit.plot.scaling import scaling
 from ddp_kit.plot.step_times import step_times
 from ddp_kit.plot.style import rank_color
 from ddp_kit.plot.support import support
@@ -27,6 +28,7 @@ __all__ = [
     "messages",
     "rank_color",
     "ring",
+    "scaling",
     "step_times",
     "support",
     "tensors",
