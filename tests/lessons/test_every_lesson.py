@@ -29,6 +29,9 @@ PROOFS = {
     "backends": "backends: {}, 18 operations right on 5 dtypes\n",
     "beyond_one_machine": "beyond_one_machine: {}, each knows its place, "
     "resumed training bit-equal\n",
+    "what_happens_at_1024": (
+        "what_happens_at_1024: {}, 5 all_reduces and DDP send what the model says\n"
+    ),
     "data_parallel": "data_parallel: {}, eight steps and a weighted mean equal one process\n",
 }
 

@@ -1,0 +1,179 @@
+"""What happens at 1024: five all_reduces and DDP send what `ddp_kit.model` says.
+
+The model counts messages and bytes, and gives each a price. Here real ranks send them, and the
+trace of the run is held against the model. Times are for the notebook.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit import device, model
+from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons._all_reduces import halving_doubling, tree, two_level
+from ddp_kit.lessons._buckets import Stack
+from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, whole_ring
+from ddp_kit.model import Link
+from ddp_kit.trace import Trace
+
+# What sums a tensor on real ranks, and what the model says of it.
+SENT: dict[str, tuple[Callable, Callable]] = {
+    "naive ring": (whole_ring, model.naive_ring),
+    "chunked ring": (chunked_ring, model.chunked_ring),
+    "tree": (tree, model.tree),
+    "halving-doubling": (halving_doubling, model.halving_doubling),
+}
+# gloo's own all_reduce is a chunked ring too.
+ALL_REDUCES = SENT | {"built-in": (dist.all_reduce, model.chunked_ring)}
+
+
+def replay(trace: Trace, alpha: float, beta: float) -> float:
+    """Return the seconds that the messages of a run would take on links of alpha and beta.
+
+    A message starts when sender and receiver are through with all that they had waited for
+    before they posted it.
+    """
+    messages = trace.messages()
+    ends = [(e, i) for i, m in enumerate(messages) for e in (m.send, m.recv)]
+
+    @cache
+    def finish(number: int) -> float:
+        posted = {e.rank: e.start for e in (messages[number].send, messages[number].recv)}
+        before = {i for e, i in ends if e.rank in posted and e.end <= posted[e.rank]}
+        start = max(map(finish, before), default=0.0)
+        return start + alpha + beta * messages[number].nbytes
+
+    return max(map(finish, range(len(messages))), default=0.0)
+
+
+def backwards_by_ring(rank: int, world_size: int) -> list[int]:
+    """Run two backwards of DDP whose buckets go round the chunked ring; return their bytes.
+
+    The first has one bucket, because DDP does not know yet in which order gradients come.
+    """
+    sizes: list[int] = []
+
+    def reduce_by_ring(_, bucket):
+        gradients = bucket.buffer().div_(world_size)
+        sizes.append(gradients.nbytes)
+        chunked_ring(gradients)
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4))).to(device())
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(None, reduce_by_ring)
+    for _ in range(2):
+        ddp(torch.ones(1, 48, device=device())).sum().backward()
+    return sizes
+
+
+def time_all_reduces(
+    rank: int, world_size: int, sizes: Iterable[int], repeats: int
+) -> dict[str, list[list[float]]]:
+    """Time each of ALL_REDUCES and the built-in one: seconds by name, size and repetition."""
+    seconds: dict[str, list[list[float]]] = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4, device=device())
+        for name, (all_reduce, _) in ALL_REDUCES.items():
+            taken = []
+            for _ in range(1 + repeats):  # the first one warms up
+                dist.barrier()
+                start = time.perf_counter()
+                all_reduce(tensor)
+                taken.append(time.perf_counter() - start)
+            seconds.setdefault(name, []).append(taken[1:])
+    return seconds
+
+
+def measure(
+    run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], repeats: int = 5
+) -> dict[str, list[tuple[int, int, float]]]:
+    """Return ranks, bytes and seconds of each all_reduce: of the slowest rank, the median.
+
+    run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
+    """
+    points: dict[str, list[tuple[int, int, float]]] = {name: [] for name in ALL_REDUCES}
+    for n in world_sizes:
+        result = list(run(time_all_reduces, sizes, repeats, world_size=n))
+        for name, found in points.items():
+            for place, nbytes in enumerate(sizes):
+                slowest = map(max, zip(*(rank[name][place] for rank in result), strict=True))
+                found.append((n, nbytes, median(slowest)))
+    return points
+
+
+def compute_seconds(rank: int, world_size: int, steps: int = 20) -> tuple[float, float]:
+    """Return the median seconds of forward and backward of a Stack, without communication."""
+    stack, x = Stack().to(device()), torch.ones(128, 512, device=device())
+    seconds = []
+    for _ in range(steps + 3):
+        dist.barrier()
+        start = time.perf_counter()
+        loss = stack(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        seconds.append((middle - start, time.perf_counter() - middle))
+    forward, backward = zip(*seconds[3:], strict=True)
+    return median(forward), median(backward)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Hold the traces of real ranks against the model, print one line."""
+    options = lesson_parser("what_happens_at_1024", __doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        for name, (all_reduce, cost) in SENT.items():
+            prove_counts(ranks, name, all_reduce, cost)
+        prove_two_levels(ranks, 2 if n % 2 == 0 else n)
+        result = ranks(backwards_by_ring)
+        for rank, buckets in enumerate(result):
+            sent = [message.nbytes for message in result.trace.messages(src=rank)]
+            for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
+                ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
+                told = model.ddp_step(n, buckets, 0, 0, ring)
+                prove("DDP sends what the model says", counted == round(told))
+        ranks.say(f"what_happens_at_1024: {ranks}, 5 all_reduces and DDP send what the model says")
+
+
+def prove_counts(ranks, name: str, all_reduce: Callable, cost: Callable) -> None:
+    """Prove an all_reduce exact, and its messages those of the model: in a row, and in all."""
+    n, nbytes = ranks.world_size, 480 * ranks.world_size
+    prove(f"{name} is exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
+    trace = ranks(count, all_reduce, nbytes // 4).trace
+    for alpha, beta in ((1, 0), (0, 1)):
+        told = cost(n, nbytes, alpha, beta)
+        prove(f"{name} lasts as long", round(replay(trace, alpha, beta)) == round(told))
+    rounds = model.rounds(cost, n, nbytes)
+    prove(f"{name} has so many", len(trace.messages()) == sum(many for many, _ in rounds))
+    sent = sum(message.nbytes for message in trace.messages())
+    prove(f"{name} sends so much", sent == round(sum(many * size for many, size in rounds)))
+
+
+def prove_two_levels(ranks, per_host: int) -> None:
+    """Prove the same of two levels, with hosts that are made up."""
+    n, nbytes, free, one = ranks.world_size, 480 * ranks.world_size, Link(0, 0), Link(1, 0)
+    all_reduce = partial(two_level, per_host=per_host)
+    prove("two levels are exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
+    trace = ranks(count, all_reduce, nbytes // 4).trace
+    told = model.two_level(n, nbytes, per_host, one, one)
+    prove("two levels last as long", replay(trace, 1, 0) == told)
+    leaving = [m.nbytes for m in trace.messages() if m.src < per_host <= m.dst]
+    told = model.two_level(n, nbytes, per_host, free, Link(0, 1))
+    prove("the link of a host carries so much", sum(leaving) == round(told))
+    staying = [m.nbytes for m in trace.messages(src=0) if m.dst < per_host]
+    told = model.two_level(n, nbytes, per_host, Link(0, 1), free)
+    prove("a link in a host carries so much", sum(staying) == round(told))
+
+
+if __name__ == "__main__":
+    run_as_script(main)

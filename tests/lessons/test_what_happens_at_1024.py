@@ -1,0 +1,75 @@
+"""What happens at 1024: exact sums, the replay of a trace, and what is measured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit import model
+from ddp_kit.launch import open_ranks
+from ddp_kit.lessons import _all_reduces, ring_allreduce
+from ddp_kit.lessons import what_happens_at_1024 as lesson
+
+
+def test_an_all_reduce_is_wrong_where_sizes_do_not_divide():
+    def all_cases(rank, world_size):
+        two_level = partial(_all_reduces.two_level, per_host=2 if world_size % 2 == 0 else 1)
+        return [
+            (all_reduce, shape, dtype)
+            for all_reduce in (_all_reduces.tree, _all_reduces.halving_doubling, two_level)
+            for shape in [(1,), (2,), (5,), (7, 3), (1001,)]
+            for dtype in [torch.float32, torch.int32]
+            if not ring_allreduce.compare(rank, world_size, all_reduce, shape, dtype)
+        ]
+
+    for world_size in (1, 2, 3, 4, 5):
+        assert not any(kit.run(all_cases, world_size=world_size))
+
+
+def test_a_replay_lasts_another_time_than_the_longest_chain_of_messages():
+    def chain(rank, world_size):
+        tensor = torch.zeros(25)
+        if rank:
+            torch.distributed.recv(tensor, rank - 1)
+        if rank + 1 < world_size:
+            torch.distributed.send(tensor, rank + 1)
+
+    trace = kit.run(chain, world_size=3).trace
+    assert lesson.replay(trace, 10, 0.01) == pytest.approx(2 * (10 + 1))
+
+
+def test_messages_that_cross_are_replayed_one_after_the_other():
+    trace = kit.run(ring_allreduce.count, ring_allreduce.whole_ring, 25, world_size=2).trace
+    assert lesson.replay(trace, 10, 0.01) == pytest.approx(10 + 1)
+
+
+def test_the_lesson_holds_though_the_model_counts_wrong(monkeypatch):
+    wrong = {"tree": (_all_reduces.tree, model.naive_ring)}
+    monkeypatch.setattr(lesson, "SENT", wrong)
+    with pytest.raises(kit.ProofError, match="tree lasts as long"):
+        lesson.main(["--world-size", "3"])
+
+
+def test_two_levels_are_proved_on_one_host_only():
+    with open_ranks(4, "gloo") as ranks:
+        for per_host in (1, 2, 4):
+            lesson.prove_two_levels(ranks, per_host)
+
+
+def test_an_all_reduce_or_a_size_is_not_measured():
+    points = lesson.measure(kit.run, (2, 3), (400, 4_000), repeats=2)
+    assert list(points) == [
+        *("naive ring", "chunked ring", "tree", "halving-doubling", "built-in"),
+    ]
+    for found in points.values():
+        assert [(n, size) for n, size, _ in found] == [(2, 400), (2, 4000), (3, 400), (3, 4000)]
+        assert all(seconds > 0 for _, _, seconds in found)
+
+
+def test_forward_or_backward_is_not_timed():
+    for forward, backward in kit.run(lesson.compute_seconds, 3, world_size=2):
+        assert forward > 0
+        assert backward > 0
