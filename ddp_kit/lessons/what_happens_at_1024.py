@@ -78,38 +78,40 @@ def backwards_by_ring(rank: int, world_size: int) -> list[int]:
 
 
 def time_all_reduces(
-    rank: int, world_size: int, sizes: Iterable[int], repeats: int
-) -> dict[str, list[list[float]]]:
-    """Time each of ALL_REDUCES and the built-in one: seconds by name, size and repetition."""
-    seconds: dict[str, list[list[float]]] = {}
+    rank: int, world_size: int, sizes: Iterable[int]
+) -> dict[tuple[str, int], float]:
+    """Time each of ALL_REDUCES once, after a first call that warms up: by name and bytes."""
+    seconds: dict[tuple[str, int], float] = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4, device=device())
         for name, (all_reduce, _) in ALL_REDUCES.items():
-            taken = []
-            for _ in range(1 + repeats):  # the first one warms up
+            for _ in range(2):
                 dist.barrier()
                 start = time.perf_counter()
                 all_reduce(tensor)
-                taken.append(time.perf_counter() - start)
-            seconds.setdefault(name, []).append(taken[1:])
+                seconds[name, nbytes] = time.perf_counter() - start
     return seconds
 
 
 def measure(
-    run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], repeats: int = 5
+    run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], rounds: int = 3
 ) -> dict[str, list[tuple[int, int, float]]]:
-    """Return ranks, bytes and seconds of each all_reduce: of the slowest rank, the median.
+    """Return ranks, bytes and seconds of each all_reduce: of the slowest rank, the best round.
 
+    The best, because other programs can only make it longer. All are timed in each round, so
+    that a busy moment does not hit one of them alone.
     run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
     """
-    points: dict[str, list[tuple[int, int, float]]] = {name: [] for name in ALL_REDUCES}
-    for n in world_sizes:
-        result = list(run(time_all_reduces, sizes, repeats, world_size=n))
-        for name, found in points.items():
-            for place, nbytes in enumerate(sizes):
-                slowest = map(max, zip(*(rank[name][place] for rank in result), strict=True))
-                found.append((n, nbytes, median(slowest)))
-    return points
+    best: dict[str, dict[tuple[int, int], float]] = {name: {} for name in ALL_REDUCES}
+    for n in tuple(world_sizes) * rounds:
+        result = list(run(time_all_reduces, sizes, world_size=n))
+        for name, nbytes in result[0]:
+            slowest = max(seconds[name, nbytes] for seconds in result)
+            best[name][n, nbytes] = min(slowest, best[name].get((n, nbytes), slowest))
+    return {
+        name: [(n, nbytes, seconds) for (n, nbytes), seconds in found.items()]
+        for name, found in best.items()
+    }
 
 
 def compute_seconds(rank: int, world_size: int, steps: int = 20) -> tuple[float, float]:

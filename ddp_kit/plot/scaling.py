@@ -120,7 +120,9 @@ def _scale(ax: Axes, drawn: list[dict[int, float]], efficiency: bool) -> None:
     ax.set(yscale="log", ylim=(low * math.exp(-margin), high * math.exp(margin)))
     ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    )
 
 
 def _key(sheet: Axes, y: float, measured: bool, published: list[str]) -> None:

@@ -60,7 +60,7 @@ def test_two_levels_are_proved_on_one_host_only():
 
 
 def test_an_all_reduce_or_a_size_is_not_measured():
-    points = lesson.measure(kit.run, (2, 3), (400, 4_000), repeats=2)
+    points = lesson.measure(kit.run, (2, 3), (400, 4_000), rounds=2)
     assert list(points) == [
         *("naive ring", "chunked ring", "tree", "halving-doubling", "built-in"),
     ]
