@@ -466,3 +466,15 @@ def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
     assert "while True" not in str(caught.value)  # another line every time: not in the text
     assert any("spins" in line for line in caught.value._render_traceback_())
     assert kit.run(lambda rank, world_size: rank, world_size=2)[1] == 1
+
+
+def test_tensors_on_different_devices_are_told():
+    """PyTorch's "meta" device stands in for a GPU: it has a backend of its own, too."""
+
+    def worker(rank, world_size):
+        dist.all_reduce(torch.zeros(2, device="meta" if rank == 1 else "cpu"))
+
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2)
+    fact = "rank 0 calls all_reduce with a tensor on cpu, rank 1 with a tensor on meta"
+    assert caught.value.fact == fact

@@ -25,6 +25,7 @@ EVERY_FIELD = Event(
     *(1, 7, "all_to_all_single", "collective", "alltoall_base", Group("pair", (1, 2)), 3, 0, 4),
     *(2, "int64", ((2, 3), ()), ((1,),), ((1, 2), (0, 3)), "MAX", 48, 10, 11, 12),
     traces.pipeline(2).events[0].where,
+    *(True, "cuda"),
 )
 BY_HAND = {
     "short": traces.pipeline(3),

@@ -464,6 +464,9 @@ def vectors(*sizes):
 
 SAME_TENSORS = "All ranks must give a collective tensors of the same shape and dtype."
 SAME_PIECES = "What one rank gives to another must have the shape that the other takes."
+SAME_DEVICE = (
+    "All ranks must bring tensors on the same kind of device: .to(kit.device()) puts one there."
+)
 SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype as the one sent."
 
 MISMATCHES = {
@@ -615,6 +618,24 @@ MISMATCHES = {
             "rank 1 called recv(src=0) with 1,200 bytes of float32",
         ],
         SAME_BUFFER,
+    ),
+    "device": (
+        [call(0), call(1, device="cuda")],
+        "rank 0 calls all_reduce with a tensor on cpu, rank 1 with a tensor on cuda.",
+        [
+            "rank 0 called all_reduce with float32 of shape (4,)",
+            "rank 1 called all_reduce with float32 of shape (4,) on cuda",
+        ],
+        SAME_DEVICE,
+    ),
+    "device_of_a_message": (
+        [message("send", 0, 1), replace(message("recv", 1, 0), device="cuda")],
+        "rank 0 sends a tensor on cpu, rank 1 receives into one on cuda.",
+        [
+            "rank 0 called send(dst=1) with 400 bytes of float32",
+            "rank 1 called recv(src=0) with 400 bytes of float32 on cuda",
+        ],
+        SAME_DEVICE,
     ),
     "dtype_of_a_message": (
         [message("recv", 0, 1, 800, "float64"), message("send", 1, 0)],

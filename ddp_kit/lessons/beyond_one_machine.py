@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = lesson_parser("beyond_one_machine", __doc__)
     parser.add_argument("--checkpoint", metavar="DIR", help="train, and keep a checkpoint there")
     parser.add_argument("--steps", type=int, default=100, help="with --checkpoint (default 100)")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step of a lone rank")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds a lone rank waits a step")
     options = parser.parse_args(argv or [])
     if options.checkpoint is not None:
         with open_ranks(options.world_size, options.backend, options.trace) as ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     splits: tuple = ()
     inputs: tuple = ()  # (shape, dtype) of each tensor
     outputs: tuple = ()
+    device: str = "cpu"  # where its first tensor is
 
 
 def kind_of(method: str) -> str:
@@ -71,7 +73,16 @@ def describe(method: str, args: tuple) -> Call:
     if method in _SPLITTING and len(args) > 3:
         rows_from, rows_to = args[2:4]
         splits = (tuple(rows_to), tuple(rows_from)) if len(rows_to) or len(rows_from) else ()
-    return Call(method, root, reduce_op, splits, inputs, outputs)
+    return Call(method, root, reduce_op, splits, inputs, outputs, _device(args))
+
+
+def _device(values: Iterable[Any]) -> str:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
+            return _device(value)
+    return "cpu"
 
 
 def _described(value: Any) -> tuple:

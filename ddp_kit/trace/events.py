@@ -49,6 +49,7 @@ class Event:
     end: int | None = None  # when the wait was over; None: it never was, or nobody waited
     where: Frame | None = None  # the learner's own line
     given_up: bool = False  # a message whose work ended before anybody had waited for it
+    device: str = "cpu"  # where its tensors are: "cpu" or "cuda"
 
     @property
     def shape(self) -> Shape:

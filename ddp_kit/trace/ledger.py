@@ -91,7 +91,7 @@ class Ledger:
         shapes = [[list(shape) for shape, _ in side] for side in (call.inputs, call.outputs)]
         size = nbytes(call.outputs if call.method.startswith("recv") else call.inputs)
         text = ["call", op, kind_of(call.method), call.method, members.number, root, dtype]
-        return self._write(key, [*text, *shapes, call.splits, call.reduce_op, size])
+        return self._write(key, [*text, *shapes, call.splits, call.reduce_op, size, call.device])
 
     def count(self, kind: str, peer: int | None, tag: int, members: Members) -> Count:
         """Return the count of a channel, or of the collectives of a group."""

@@ -44,7 +44,7 @@ def _read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
             counted.append((kind, peer, tag, read[group] or _NOBODY))
             read.append(None)
         else:
-            op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes = text
+            op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes, device = text
             inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
             read.append(
                 {
@@ -59,6 +59,7 @@ def _read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
                     "splits": splits,
                     "reduce_op": reduce_op,
                     "nbytes": nbytes,
+                    "device": device,
                 }
             )
     return read, counted

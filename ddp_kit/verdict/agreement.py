@@ -41,9 +41,9 @@ def _gist(call: dict[str, Any]) -> tuple:
     """Return the kind of a call, its group, and what its partners must have in common."""
     kind, group = call["kind"], call["group"]
     if kind != "collective":
-        return kind, group, (call["nbytes"], call["dtype"])
+        return kind, group, (call["nbytes"], call["dtype"], call["device"])
     tensors = call["inputs"], call["outputs"]
-    names = ("method", "root", "dtype", "reduce_op", "splits")
+    names = ("method", "root", "dtype", "reduce_op", "splits", "device")
     alike = (*tensors, *(call[name] for name in names))
     if call["splits"] or (call["method"] in PIECEWISE and len({*tensors[0], *tensors[1]}) > 1):
         alike = (*alike, object())  # equal calls may be wrong here

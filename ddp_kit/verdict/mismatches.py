@@ -13,6 +13,9 @@ from ddp_kit.verdict.words import called_with, shapes, whose
 _SAME_CALLS = "All ranks of a group must call the same collectives, in one order."
 _SAME_TENSORS = "All ranks must give a collective tensors of the same shape and dtype."
 _SAME_PIECES = "What one rank gives to another must have the shape that the other takes."
+_SAME_DEVICE = (
+    "All ranks must bring tensors on the same kind of device: .to(kit.device()) puts one there."
+)
 _SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype as the one sent."
 
 
@@ -72,7 +75,7 @@ def _doubtful(events: list[Event], keys: list[tuple]) -> list[list[Event]]:
 
 def _alike(one: Event, other: Event) -> bool:
     """Tell calls that cannot disagree. It is quick, because nearly all are like this."""
-    if one.dtype != other.dtype:
+    if one.dtype != other.dtype or one.device != other.device:
         return False
     if one.kind != "collective":
         return one.nbytes == other.nbytes
@@ -93,6 +96,10 @@ def _message(calls: list[Event]) -> _Wrong | None:
     if len(ends) != 2:
         return None
     send, recv = ends["send"], ends["recv"]
+    if send.device != recv.device:
+        sent = f"a tensor on {send.device}"
+        fact = f"rank {send.rank} sends {sent}, rank {recv.rank} receives into one on {recv.device}"
+        return fact, _SAME_DEVICE, calls
     if send.dtype != recv.dtype and send.dtype and recv.dtype:
         sent, room = send.dtype, recv.dtype
     elif send.nbytes != recv.nbytes:
@@ -109,6 +116,11 @@ _COMMON: list[tuple[Callable[[Event], Hashable], Callable[[Event], str], str]] =
     (lambda e: e.root, lambda e: say_root(e.method, e.root), "All ranks must name the same root."),
     (lambda e: e.reduce_op, lambda e: f"op={e.reduce_op}", "All ranks must give the same op."),
     (lambda e: e.dtype, lambda e: e.dtype, _SAME_TENSORS),
+    (
+        lambda e: e.device if e.shape or e.dtype else None,
+        lambda e: f"a tensor on {e.device}",
+        _SAME_DEVICE,
+    ),
 ]
 
 

@@ -28,15 +28,16 @@ def called(event: Event, world: Iterable[int]) -> str:
 
 def called_with(event: Event, world: Iterable[int]) -> str:
     """Write an operation as it was called, and what tensors it was given."""
+    on = f" on {event.device}" if event.device != "cpu" else ""
     if event.kind != "collective":
         of = f" of {event.dtype}" if event.dtype else ""
-        return f"{called(event, world)} with {count(event.nbytes, 'byte')}{of}"
+        return f"{called(event, world)} with {count(event.nbytes, 'byte')}{of}{on}"
     if event.method == "new_group" or not event.inputs + event.outputs:
         return called(event, world)
     given = event.inputs or event.outputs
     into = f" into {shapes(event.outputs)}" if event.inputs and event.outputs else ""
     of = f"{event.dtype} of " if event.dtype else ""
-    return f"{called(event, world)} with {of}{shapes(given)}{into}"
+    return f"{called(event, world)} with {of}{shapes(given)}{into}{on}"
 
 
 def shapes(many: tuple[Shape, ...]) -> str:
