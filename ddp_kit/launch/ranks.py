@@ -20,6 +20,7 @@ from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.launch import place
 from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.result import Result, print_output
+from ddp_kit.pool.worker import end_with_parent
 from ddp_kit.trace import EMPTY, Log, Reading, Trace, TraceFolder, join, recording, unrecorded
 
 
@@ -185,6 +186,8 @@ def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+    if place.started_by_torchrun():
+        end_with_parent()  # a rank whose agent was killed would go on by itself
     rank, started, local_rank, local_size = place.read_place()
     _check_started("torchrun", "--nproc-per-node", started, world_size)
     chosen = backends.choose_backend(backend, local_size)

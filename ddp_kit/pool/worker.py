@@ -13,6 +13,7 @@ import traceback
 import warnings
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -196,20 +197,11 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 
 def _die_with(parent: int, pool: int | None) -> None:
     """End this process as soon as `parent` or the pool has ended, however that happened."""
+    end_with_parent()
     if sys.platform == "linux":
-        # A rank stuck in native code runs no Python; only the kernel can end it.
-        PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-        _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # What a rank's children leave running stays its own, so that the pool finds it.
+        PR_SET_CHILD_SUBREAPER = 36
         _C.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        # A fork forgets the first; the workers of a DataLoader are such forks. The signal also
-        # comes when the thread that forked ends, so only the main thread's children get it.
-        by_main: list[bool] = []
-        os.register_at_fork(
-            before=lambda: by_main.append(threading.current_thread() is threading.main_thread()),
-            after_in_parent=by_main.clear,
-            after_in_child=lambda: by_main[-1] and _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-        )
     if os.getppid() != parent:
         os._exit(1)
 
@@ -222,6 +214,26 @@ def _die_with(parent: int, pool: int | None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
+
+
+@cache
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, and its own forks when it ends.
+
+    Linux can do that, and nobody else: a rank stuck in native code runs no Python.
+    """
+    if sys.platform != "linux":
+        return
+    PR_SET_PDEATHSIG = 1
+    _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A fork forgets that; the workers of a DataLoader are such forks. The signal also comes
+    # when the thread that forked ends, so only the main thread's children get it.
+    by_main: list[bool] = []
+    os.register_at_fork(
+        before=lambda: by_main.append(threading.current_thread() is threading.main_thread()),
+        after_in_parent=by_main.clear,
+        after_in_child=lambda: by_main[-1] and _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
 
 
 def _leave_resource_tracker() -> None:
