@@ -26,7 +26,8 @@ from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._explain import MEANINGS, explain  # noqa: F401 - the notebook uses them
 from ddp_kit.lessons._noted_store import NotedStore, ranks_in
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+HERE = os.environ.get("MASTER_ADDR", LOOPBACK)  # torchrun names rank 0's host to all the others
 PATIENCE = timedelta(seconds=30)  # for a meeting that should succeed
 
 
@@ -78,7 +79,7 @@ def meeting_places(rank: int, world_size: int) -> dict[str, str | int]:
 def free_ports(count: int) -> list[int]:
     """Ask the system for ports that are free now; they are taken only when somebody listens."""
     with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(count)]
+        listeners = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
 
 
