@@ -1,0 +1,73 @@
+"""torchrun across two hosts: an agent on each, and what the agents and their ranks say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from hosts import LINK, Host
+
+PORT = "29400"  # where host 0 keeps the store
+RENDEZVOUS = ("c10d", "static")  # the ways in which agents meet
+
+
+class Torchrun:
+    """One program on `per_host` ranks of each host.
+
+    folder: a new folder for what the agents and ranks print.
+    program: a file, or -m and a module, with its arguments; "{host}" in one is the host's number.
+    rendezvous: one of RENDEZVOUS.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        *program: str,
+        rendezvous: str = "c10d",
+        per_host: int = 2,
+    ) -> None:
+        self.hosts, self.folder = hosts, folder
+        folder.mkdir()
+        self.agents = [self._start(n, rendezvous, per_host, program) for n in (0, 1)]
+
+    def _start(
+        self, number: int, rendezvous: str, per_host: int, program: Sequence[str]
+    ) -> psutil.Popen:
+        host, first = self.hosts[number], self.hosts[0].address
+        if rendezvous == "c10d":
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"]
+            meeting += ["--rdzv-id", "test", "--rdzv-conf", f"is_host={number == 0}".lower()]
+            # Otherwise the ranks are told the machine's name, which leads each host to itself.
+            meeting += ["--local-addr", host.address]
+        else:
+            meeting = ["--master-addr", first, "--master-port", PORT, "--node-rank", str(number)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command += ["--nproc-per-node", str(per_host), *meeting]
+        command += [part.replace("{host}", str(number)) for part in program]
+        around = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+        with self._file("out", number).open("w") as out, self._file("err", number).open("w") as err:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            return psutil.Popen(host.command(*command), env=around, **streams)
+
+    def _file(self, stream: str, number: int) -> Path:
+        return self.folder / f"{stream}-{number}"
+
+    def ranks(self) -> list[psutil.Process]:
+        """List the ranks that run, and what they have started."""
+        agents = {agent.pid for agent in self.agents}
+        return [p for host in self.hosts for p in host.processes() if p.pid not in agents]
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait until both agents have ended; return their exit codes."""
+        deadline = time.monotonic() + seconds
+        return [agent.wait(max(0, deadline - time.monotonic())) for agent in self.agents]
+
+    def said(self, stream: str) -> list[str]:
+        """Return what was printed on "out" or "err", by host."""
+        return [self._file(stream, number).read_text() for number in (0, 1)]
