@@ -1,0 +1,28 @@
+"""Ranks that talk without end: `torchrun talking.py FOLDER`.
+
+Each makes a file in FOLDER, named as its number, when all are in the midst of it.
+"""
+
+import sys
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit.launch import open_ranks
+
+PATIENCE = timedelta(seconds=10)  # a lesson's ranks wait five minutes for each other
+
+
+def talk(rank: int, world_size: int, folder: str) -> None:
+    tensor, group = torch.ones(250_000), dist.new_group(timeout=PATIENCE)
+    for turn in count():
+        dist.all_reduce(tensor, group=group)
+        if turn == 10:
+            Path(folder, str(rank)).touch()
+
+
+with open_ranks() as ranks:
+    ranks(talk, sys.argv[1])

@@ -1,0 +1,74 @@
+"""What goes wrong between hosts ends within bounds, is told, and leaves no process behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import assert_gone, wait_until
+from torchrun import RENDEZVOUS, Torchrun
+
+SLOW = """
+import torch
+from ddp_kit.launch import open_ranks
+from ddp_kit.lessons.ring_allreduce import whole_ring
+
+def add_up(rank, world_size):
+    tensor = torch.full((150_000,), rank + 1.0)
+    whole_ring(tensor)
+    return tensor.unique().tolist()
+
+with open_ranks() as ranks:
+    ranks.say(list(ranks(add_up)))
+"""
+TALKING = str(Path(__file__).with_name("talking.py"))
+START = 90  # seconds; every process imports PyTorch, and the machine may have other work
+END = 60
+GLOO = "gloo/transport/tcp"  # it tells what happened to a connection in many ways
+
+
+@pytest.fixture
+def talk(hosts, tmp_path):
+    """Start ranks, one on each host, and return when they are in the midst of a run."""
+
+    def start(rendezvous: str) -> Torchrun:
+        folder = tmp_path / "ranks"
+        folder.mkdir()
+        program = (TALKING, str(folder))
+        run = Torchrun(hosts, tmp_path / "said", *program, rendezvous=rendezvous, per_host=1)
+        wait_until(lambda: len(list(folder.iterdir())) == 2, START, "the ranks talk")
+        return run
+
+    return start
+
+
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+def test_ranks_or_agents_wait_for_ever_behind_a_dead_link(rendezvous, talk):
+    run = talk(rendezvous)
+    ranks = run.ranks()
+    run.hosts[1].link("down")
+    assert run.wait(END) == [1, 1], run.said("err")
+    assert_gone(ranks, "the link went down")
+    for said in run.said("err"):
+        assert GLOO in said or "RendezvousConnectionError" in said, said
+
+
+def test_the_ranks_of_a_killed_agent_live_on(talk):
+    run = talk("c10d")
+    ranks = run.ranks()
+    run.agents[1].kill()
+    assert run.wait(END) == [1, -9], run.said("err")
+    assert_gone(ranks, "an agent was killed")
+    said = run.said("err")[0]
+    assert GLOO in said, said
+
+
+def test_a_slow_run_is_given_up_or_wrong(hosts, tmp_path):
+    """A message takes 5 s, and those of the agents stand behind it in the queue."""
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW)
+    for host in hosts:
+        host.shape("1mbit")
+    run = Torchrun(hosts, tmp_path / "said", str(program), per_host=1)
+    codes = run.wait(START + END)
+    assert (codes, run.said("out")) == ([0, 0], ["[[3.0], [3.0]]\n", ""]), run.said("err")
