@@ -1,0 +1,25 @@
+"""all_reduce between two hosts takes the time that n, the bytes and the bandwidth predict."""
+
+from __future__ import annotations
+
+import pytest
+from measure import MODELS, times
+
+NBYTES = 2_500_000
+BETA = 8 / 100e6  # seconds a byte at 100 Mbit/s; headers make it 5 % more
+
+
+@pytest.fixture
+def seconds(hosts, tmp_path):
+    for host in hosts:
+        host.shape("100mbit")
+    found = times(hosts, tmp_path, per_host=2, rounds=2, sizes=[NBYTES])
+    return {name: points[0][1] for name, points in found["rings"].items()}
+
+
+def test_an_all_reduce_is_not_bound_by_the_link_or_sends_too_much(seconds):
+    for name, predicted in MODELS.items():
+        expected = predicted(4, NBYTES, 0, BETA)
+        slack = 2 if name == "chunked ring" else 1.5  # README.md says why it may wait for itself
+        assert expected < seconds[name] < slack * expected, name
+    assert seconds["chunked ring"] < 0.8 * seconds["whole ring"]

@@ -1,0 +1,20 @@
+"""Times on a shaped link: `torchrun timing.py FILE ROUNDS BYTES...` writes them to FILE as JSON.
+
+"rings": what lesson 04 measures, by contestant; "messages": what lesson 09 measures of a message
+between ranks 0 and 1. Both are pairs of bytes and seconds.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from ddp_kit.launch import open_ranks
+from ddp_kit.lessons._costs import series
+from ddp_kit.lessons.ring_allreduce import bandwidth
+
+file, rounds, *sizes = sys.argv[1:]
+sizes = tuple(map(int, sizes))
+with open_ranks() as ranks:
+    messages = series(ranks, "send and back", sizes)
+    rings = bandwidth(ranks, sizes, int(rounds))
+    Path(file).write_text(json.dumps({"rings": rings, "messages": messages}))
