@@ -31,7 +31,7 @@ from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.member import serve
 from ddp_kit.pool.mpi_member import CALL
 from ddp_kit.pool.torchrun_job import SOCKET
-from ddp_kit.pool.worker import GROUP_TIMEOUT, describe
+from ddp_kit.pool.worker import GROUP_TIMEOUT, describe, end_with_parent
 from ddp_kit.trace import EMPTY, Board, Clock, Part, Reading, join, recorder, recording, unrecorded
 
 COLLECT_TIMEOUT = 300.0  # seconds for the ranks of other hosts, after rank 0 has returned
@@ -143,6 +143,7 @@ def run(packed: str) -> None:
     path = _told.pop(SOCKET, None)
     rank = place.read_place().rank
     if path is None:
+        end_with_parent()
         _run_elsewhere(pickle.loads(base64.b64decode(packed)), rank)
         return
     line = socket.socket(socket.AF_UNIX)

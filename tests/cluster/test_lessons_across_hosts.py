@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lessons.test_every_lesson import PROOFS
+from lessons.test_every_lesson import PROOFS, QUICKLY
 from torchrun import Torchrun
 
 import ddp_kit as kit
@@ -22,9 +22,7 @@ TOLD = "".join(line.format("4 ranks") for line in PROOFS.values())
 )
 def test_a_lesson_fails_across_hosts_or_its_trace_has_gaps(rendezvous, folder, hosts, tmp_path):
     """All in one start, because a start takes seconds."""
-    lessons = list(PROOFS)
-    if rendezvous == "static":  # half of the time is this lesson's training, which c10d has
-        lessons[lessons.index("partitioned_sgd")] += " --epochs 0"
+    lessons = [" ".join([name, *QUICKLY.get(name, [])]) for name in PROOFS]
     program = [EVERY_LESSON, str(tmp_path / folder), *lessons]
     run = Torchrun(hosts, tmp_path / "said", *program, rendezvous=rendezvous)
     codes = run.wait(180)
