@@ -253,6 +253,14 @@ def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
     assert str(caught.value) == "mpiexec did not start 3 ranks: no slots"
 
 
+def test_an_mpi_that_cannot_be_loaded_is_told_in_its_own_words(monkeypatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/no/such/libmpi.so")
+    with kit.WorkerPool(2, backend="mpi") as pool, pytest.raises(kit.BackendError) as caught:
+        pool.run(total)
+    said = "the ranks ended before they were ready: BackendError: mpi4py finds no MPI library"
+    assert str(caught.value).startswith(said)
+
+
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch):
     lacking = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: lacking)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import os
 import shlex
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 
 import psutil
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons import beyond_one_machine
+from ddp_kit.lessons.init_methods import free_ports
 
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 
@@ -158,28 +161,38 @@ def test_an_interrupt_ends_a_run_and_its_agent():
 class OtherHost(io.StringIO):
     """A terminal whose reader starts each line that is printed for another host."""
 
-    def __init__(self):
+    def __init__(self, changes=()):
         super().__init__()
-        self.started = []
+        self.started, self._changes = [], dict(changes)
 
     def write(self, text):
         if text.startswith("  torchrun "):
+            for old, new in self._changes.items():
+                text = text.replace(old, new)
             words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(text)[1:]]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            pipes = {"stdout": self._said, "stderr": subprocess.STDOUT}
             around = os.environ | {"TMPDIR": self._folder}  # torchrun leaves a folder of its own
-            self.started.append(subprocess.Popen(words, text=True, env=around, **pipes))
+            self.started.append(subprocess.Popen(words, env=around, **pipes))
         return super().write(text)
 
     def __enter__(self):
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        self._said = self._stack.enter_context(tempfile.TemporaryFile("w+"))
         self._stack.enter_context(contextlib.redirect_stdout(self))
         return self
 
     def __exit__(self, *_exc):
-        for process in self.started:
-            process.wait(30)
-        self._stack.close()
+        try:
+            for process in self.started:
+                process.wait(60)
+        finally:
+            for process in self.started:
+                process.kill()
+                process.wait()
+            self._said.seek(0)
+            self.said = self._said.read()
+            self._stack.close()
 
 
 @pytest.fixture
@@ -212,7 +225,7 @@ def test_ranks_of_two_hosts_return_print_and_are_traced():
     assert result.output == ("rank 0 of 2, on host 0\n", "rank 1 of 2, on host 1\n")
     assert [(m.src, m.dst, m.nbytes) for m in result.trace.messages()] == [(0, 1, 8)]
     assert "[rank 1] rank 1 of 2, on host 1\n" in other_host.getvalue()
-    assert "rank 1 of 2, on host 1" in other_host.started[0].communicate(timeout=30)[0]
+    assert "rank 1 of 2, on host 1" in other_host.said
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
@@ -228,6 +241,38 @@ def test_what_a_rank_on_another_host_raises_is_told_here():
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
+@pytest.mark.usefixtures("beside_the_notebook")
+@pytest.mark.parametrize(
+    ("ends", "failed"),
+    [
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (threading.Lock, "TypeError: the worker returned a lock"),
+        (lambda: sys.exit(0), None),
+    ],
+    ids=["exit", "cannot be sent", "success"],
+)
+def test_how_a_worker_ends_on_another_host_is_told(ends, failed):
+    def worker(rank, world_size):
+        return ends() if rank == 1 else "fine"
+
+    with OtherHost():
+        if failed is None:
+            assert list(on_two_hosts(worker)) == ["fine", None]
+            return
+        with pytest.raises(kit.RankError) as caught:
+            on_two_hosts(worker)
+    assert str(caught.value.failures[1]).startswith(failed)
+
+
+@pytest.mark.usefixtures("beside_the_notebook")
+def test_another_number_of_ranks_on_the_other_host_is_told():
+    with (
+        OtherHost({"--nproc-per-node 1": "--nproc-per-node 2"}),
+        pytest.raises(kit.RankError, match="torchrun has started 3 ranks, and 2 were asked for"),
+    ):
+        on_two_hosts(lambda rank, world_size: dist.barrier())
+
+
 def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
     with pytest.raises(kit.PoolError, match="did not all come within 3 s: start those of host 1"):
         kit.torchrun(
@@ -255,6 +300,10 @@ def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
+        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= is for one host here"),
+        ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
+        ({"nnodes": 2, "master_port": 70000}, "master_port must be at most 65535, got 70000"),
+        ({"nnodes": 2, "master_addr": 5}, 'master_addr must be a name such as "host0", got 5'),
         ({"backend": "mpi"}, "torchrun starts no ranks of MPI; use kit.run"),
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
@@ -270,7 +319,33 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, said):
 
 def test_a_file_that_is_somebody_elses_is_not_written_over(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_place_on_2_hosts.py").write_text("important = True\n")
-    with pytest.raises(kit.PoolError, match=r"'my_place_on_2_hosts\.py' is in the way"):
-        kit.torchrun(beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1")
-    assert (tmp_path / "my_place_on_2_hosts.py").read_text() == "important = True\n"
+    (port,) = free_ports(1)
+    file = tmp_path / f"my_place_for_port_{port}.py"
+    file.write_text("important = True\n")
+    with pytest.raises(kit.PoolError, match=f"{file.name!r} is in the way"):
+        kit.torchrun(
+            beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1", master_port=port
+        )
+    assert file.read_text() == "important = True\n"
+
+
+def test_torchruns_own_variables_in_the_notebook_change_nothing(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
+    assert [place["RANK"] for place in torchrun(beyond_one_machine.my_place)] == [0, 1]
+
+
+def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():
+    with pytest.raises(kit.RankDiedError, match="exit code 0"):
+        kit.torchrun(
+            lambda rank, world_size: os._exit(0), nproc_per_node=1, max_restarts=1, join_timeout=60
+        )
+
+
+def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_one(monkeypatch):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("ddp_kit.launch.torchrun"), "Form", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kit.torchrun(beyond_one_machine.my_place, nproc_per_node=1)

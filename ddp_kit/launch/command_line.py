@@ -55,9 +55,7 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
     Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
     """
     shown_by_notebook = in_notebook()
-    if (
-        shown_by_notebook
-    ):  # %run -m adds that the failure is unknown, to an error which it has shown
+    if shown_by_notebook:  # to an error that was shown, %run -m adds that the failure is unknown
         warnings.filterwarnings("ignore", "Unknown failure executing module")
     try:
         main(sys.argv[1:])

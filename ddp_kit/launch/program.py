@@ -25,13 +25,16 @@ import cloudpickle
 import torch.distributed as dist
 
 from ddp_kit import backends
+from ddp_kit.errors import PoolError
 from ddp_kit.failures import RankFailure
 from ddp_kit.launch import place
 from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.member import serve
 from ddp_kit.pool.mpi_member import CALL
+from ddp_kit.pool.process import OUTPUT_LIMIT
 from ddp_kit.pool.torchrun_job import SOCKET
 from ddp_kit.pool.worker import GROUP_TIMEOUT, describe, end_with_parent
+from ddp_kit.pool.worker import pack as pack_value
 from ddp_kit.trace import EMPTY, Board, Clock, Part, Reading, join, recorder, recording, unrecorded
 
 COLLECT_TIMEOUT = 300.0  # seconds for the ranks of other hosts, after rank 0 has returned
@@ -74,9 +77,6 @@ class Script:
                 runpy.run_path(self.name, run_name="__main__")
             else:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        except SystemExit as leaving:
-            if leaving.code:
-                raise
         finally:
             sys.argv[:] = before
 
@@ -97,8 +97,14 @@ class Program:
         global _failed
         os.environ.clear()
         os.environ.update(_told)
-        others = range(place.read_place().local_size, world_size)
+        _, told, _, here = place.read_place()
+        others = range(here, world_size)
         try:
+            if told != world_size:
+                raise PoolError(
+                    f"torchrun has started {told} ranks, and {world_size} were asked for; every "
+                    "host must be started with the line as it was printed"
+                )
             value, _ = self.call(rank, world_size)
             return Said(value, _collect(others, COLLECT_TIMEOUT) if rank == 0 else {})
         except BaseException as error:
@@ -121,11 +127,22 @@ class Program:
         backends.share_cores(local_size)
         backends.take_device(self.backend or "gloo", local_rank)
         if self.backend is None:
-            return self.worker(rank, world_size, *self.args), clock
+            return self._value(rank, world_size), clock
         # On one host nothing but the notebook's own watch ends a wait.
         limit = place.JOIN_TIMEOUT if several_hosts else GROUP_TIMEOUT
         with _group(backends.for_group(self.backend), limit):
-            return self.worker(rank, world_size, *self.args), clock
+            return self._value(rank, world_size), clock
+
+    def _value(self, rank: int, world_size: int) -> Any:
+        """Call the worker. Leaving with exit code 0 is success, as torchrun has it."""
+        try:
+            value = self.worker(rank, world_size, *self.args)
+        except SystemExit as leaving:
+            if leaving.code:
+                raise
+            return None
+        pack_value(value).close()  # to tell what cannot be sent, and to fail because of it
+        return value
 
 
 @contextmanager
@@ -144,7 +161,7 @@ def run(packed: str) -> None:
     rank = place.read_place().rank
     if path is None:
         end_with_parent()
-        _run_elsewhere(pickle.loads(base64.b64decode(packed)), rank)
+        _run_elsewhere(packed, rank)
         return
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
@@ -162,7 +179,7 @@ def _key(rank: int) -> str:
     return f"ddp_kit told {place.attempt()} {rank}"
 
 
-def _run_elsewhere(program: Program, rank: int) -> None:
+def _run_elsewhere(packed: str, rank: int) -> None:
     """Run the program on another host; leave what came of it in the store."""
     world_size = place.read_place().world_size
     board, told, printed = Board(), Told(), io.StringIO()
@@ -170,8 +187,9 @@ def _run_elsewhere(program: Program, rank: int) -> None:
     clock = None
     try:
         with recording(board), redirect_stdout(out), redirect_stderr(err):
+            program: Program = pickle.loads(base64.b64decode(packed))
             told.value, clock = program.call(rank, world_size)
-    except Exception as error:
+    except BaseException as error:
         told.failure = describe(rank, error)
         raise
     finally:
@@ -201,15 +219,16 @@ def _collect(ranks: Iterable[int], seconds: float) -> dict[int, Told]:
     return found
 
 
-class _Both(io.TextIOBase):
+class _Both:
     """A stream that keeps what it passes on."""
 
     def __init__(self, kept: io.StringIO, stream: TextIO) -> None:
         self._kept, self._stream = kept, stream
 
     def write(self, text: str) -> int:
-        self._kept.write(text)
+        """Write, and keep as much as a rank of a pool may print."""
+        self._kept.write(text[: max(0, OUTPUT_LIMIT - self._kept.tell())])
         return self._stream.write(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -14,16 +14,17 @@ from typing import Any
 from ddp_kit.errors import PoolError
 from ddp_kit.launch.program import Program, Script, pack
 
-FIRST_LINE = '"""Written by kit.torchrun, for torchrun to start on each host. '
-
 
 def write(program: Program, path: Path) -> None:
-    """Write a program. Raises PoolError if something else is in the way."""
-    if path.exists() and not path.read_text(errors="replace").startswith(FIRST_LINE):
-        raise PoolError(f"a file {path.name!r} is in the way; move it, or rename the worker")
+    """Write a program. Raises PoolError if that cannot be, and then leaves nothing."""
+    text = _text(program)
     try:
-        path.write_text(_text(program), encoding="utf-8")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise PoolError(f"a file {path.name!r} is in the way; move it") from None
     except OSError as error:
+        path.unlink(missing_ok=True)
         raise PoolError(f"{path.name!r} cannot be written here: {error.strerror}") from error
 
 
@@ -57,7 +58,7 @@ def _text(program: Program) -> str:
         source = name_of(program.worker)
     source = textwrap.indent(source.rstrip(), "# ")
     packed = "\n".join(f'    "{line}"' for line in textwrap.wrap(pack(program), 96))
-    return f'''{FIRST_LINE}It runs this:"""
+    return f'''"""Written by kit.torchrun, for torchrun to start on each host. It runs this:"""
 
 {source}
 

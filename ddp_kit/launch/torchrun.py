@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ddp_kit.errors import (
 )
 from ddp_kit.failures import name_ranks
 from ddp_kit.launch import program_file
-from ddp_kit.launch.program import Program, Said, Told
+from ddp_kit.launch.program import COLLECT_TIMEOUT, Program, Said, Told
 from ddp_kit.pool import view
 from ddp_kit.pool.crew import send_job
 from ddp_kit.pool.folder import PrivateFolder, sweep
@@ -57,18 +58,22 @@ def torchrun(
     worker: a function; or the name of a module or of a file, which is run with `args` as its
         options, and forms a process group itself.
     nproc_per_node: ranks on each host. nnodes: hosts, this one among them. For each other one
-        a line is printed that starts its ranks; it needs the file that the line names.
+        a line is printed that starts its ranks; it needs the file that the line names, the kit, and
+        what the worker imports. A file that is run by name must have the same path there.
     master_addr, master_port: where the ranks meet: a name or address of this host that the
         others can reach, by default its name, and a port, by default a free one.
     backend: as for `run`, without "mpi". max_restarts: how often torchrun starts all ranks again
-        after one has failed.
+        after one has failed; on one host only.
     join_timeout: seconds for the ranks of all hosts to come. timeout: seconds from then on for the
-        worker to return on every rank; None lets it last.
+        worker to return on every rank, in each attempt; None lets it last.
 
     Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
-    five minutes, by PyTorch's own limit, and nothing is seen of their output before the end.
+    five minutes, by PyTorch's own limit. What they print from Python comes in the end, and they
+    must return at most five minutes after rank 0.
     """
-    chosen = _check(worker, args, nproc_per_node, nnodes, backend, max_restarts, master_port)
+    chosen = _check(
+        worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
+    )
     check_timeout(timeout)
     check_timeout(join_timeout, "join_timeout", optional=False)
     if isinstance(worker, str):
@@ -128,7 +133,7 @@ class _Run:
             self.folder = PrivateFolder()
             file = Path(self.folder.program)
             if self.hosts > 1:
-                name = f"{program_file.name_of(self.program.worker)}_on_{self.hosts}_hosts.py"
+                name = f"{program_file.name_of(self.program.worker)}_for_port_{port}.py"
                 file = Path(name).absolute()
             program_file.write(self.program, file)
             self.file = file
@@ -139,8 +144,12 @@ class _Run:
             self.job = TorchrunJob(self.here, self.folder, options, str(file), more, advice)
         self._tell_hosts(meeting, join_timeout)
         shown = view.open_view(self.world_size)
+        failed: KitError | None = None
         for attempt in range(self.restarts + 1):
-            self.job.wait(join_timeout)
+            try:
+                self.job.wait(join_timeout)
+            except KitError:
+                raise failed or sys.exc_info()[1] from None
             try:
                 return self._attempt(shown, around, attempt, timeout)
             except (DeadlockError, MismatchError, RunTimeoutError):
@@ -148,6 +157,7 @@ class _Run:
             except KitError as error:
                 if attempt == self.restarts:
                     raise
+                failed = error
                 print(f"{str(error).splitlines()[0]}")
                 print(f"torchrun starts all ranks again: {attempt + 1} of {self.restarts}")
                 self.job.forget()
@@ -157,10 +167,10 @@ class _Run:
         self, shown: view.View, around: Any, attempt: int, timeout: float | None
     ) -> Result:
         ranks = self.job.admit()
+        outcome = Outcome(ranks, shown)
         try:
             for number, rank in enumerate(ranks):
                 rank.send(Form(number, self.world_size, self.program.backend or "gloo", None))
-            outcome = Outcome(ranks, shown)
             if outcome.collect(START_TIMEOUT):
                 outcome = Outcome(ranks, shown, attempt + 1, watched=self.hosts == 1)
                 parcel = pack_worker(self.program, ())
@@ -176,9 +186,10 @@ class _Run:
         except BaseException:
             print_output(output)
             raise
+        joined = self._join(result)
         if self.hosts > 1:
             self.job.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
-        return self._join(result)
+        return joined
 
     def _join(self, result: Result) -> Result:
         """Put what ranks on other hosts have told beside what those of this one returned."""
@@ -194,7 +205,11 @@ class _Run:
             raise RankError(failures)
         lost = [rank for rank in range(self.here, self.world_size) if rank not in elsewhere]
         if lost:
-            raise PoolError(f"nothing came from {name_ranks(lost)}, on another host")
+            raise PoolError(
+                f"nothing came from {name_ranks(lost)}, on another host, within "
+                f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; a barrier at the end of the "
+                "worker has all ranks end together"
+            )
         values = [*(one.value for one in said), *(told.value for told in others)]
         trace = result.trace
         if others:
@@ -236,14 +251,26 @@ def _check(
     nnodes: int,
     backend: str,
     max_restarts: int,
+    master_addr: str | None,
     master_port: int | None,
 ) -> str:
     """Refuse what cannot be run, before anything starts; return the backend."""
     _check_number("nproc_per_node", nproc_per_node, 1)
     _check_number("nnodes", nnodes, 1)
     _check_number("max_restarts", max_restarts, 0)
+    if nnodes > 1 and max_restarts > 0:
+        raise PoolError(
+            "max_restarts= is for one host here; for several, start torchrun on each of them with "
+            "--rdzv-backend c10d, so that it starts all ranks again together"
+        )
+    if nnodes == 1 and (master_addr, master_port) != (None, None):
+        raise PoolError("one host needs no master_addr= and master_port=; leave them out")
+    if not isinstance(master_addr, str | None):
+        raise PoolError(f'master_addr must be a name such as "host0", got {master_addr!r}')
     if master_port is not None:
         _check_number("master_port", master_port, 1)
+        if master_port > 65535:
+            raise PoolError(f"master_port must be at most 65535, got {master_port}")
     pool.check_world_size(nproc_per_node)
     chosen = choose_backend(backend, nproc_per_node)
     if chosen == "mpi":
@@ -271,8 +298,8 @@ def _meeting_place(address: str | None, port: int | None) -> tuple[str, int, str
     address = address or socket.gethostname()
     doubt = ""
     try:
-        socket.getaddrinfo(address, None)
-        socket.create_server((address, 0)).close()
+        family, *_ = socket.getaddrinfo(address, None)[0]
+        socket.create_server((address, 0), family=family).close()
     except socket.gaierror:
         raise PoolError(
             f"this host does not know the name {address!r}; set master_addr= to a name or an "

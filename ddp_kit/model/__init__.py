@@ -4,9 +4,8 @@
     beta    seconds that each byte adds; its reciprocal is the bandwidth
     gamma   seconds to add up one byte; 0 where adding is free or counted in beta
 
-A function of `all_reduce` tells the seconds of one all_reduce, `ddp_step` those of a training step,
-and `fit` and
-`fit_link` get alpha and beta out of measured times. Nothing here needs a process or a tensor.
+A function of `all_reduce` tells the seconds of one all_reduce, `ddp_step` those of a training step.
+`fit` and `fit_link` get alpha and beta out of measured times. Nothing here needs a process.
 """
 
 from ddp_kit.model.all_reduce import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ddp_kit.errors import ModelError
-from ddp_kit.model.all_reduce import Link
+from ddp_kit.model.all_reduce import Link, check_times
 
 
 def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -18,6 +18,8 @@ def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     than two sizes.
     """
     points = list(points)
+    for nbytes, _ in points:
+        check_times(bytes=nbytes)
     sizes = sorted({nbytes for nbytes, _ in points})
     if len(sizes) < 2:
         raise ModelError(f"a line needs two sizes at least, got {sizes}")
@@ -42,8 +44,11 @@ def fit_link(
 
 def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
     """Return alpha and beta of messages * alpha + bytes * beta = seconds."""
+    if not any(messages or nbytes for messages, nbytes, _ in rows):
+        raise ModelError("no message was sent in these runs; measure two ranks or more")
     for _, _, seconds in rows:
-        if not seconds > 0:
+        check_times(seconds=seconds)
+        if seconds == 0:
             raise ModelError(f"a measured time must be more than 0, got {seconds!r}")
     scale = max(nbytes for _, nbytes, _ in rows) or 1.0  # so that both columns are of one order
     a = [messages / seconds for messages, _, seconds in rows]

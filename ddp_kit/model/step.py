@@ -57,6 +57,8 @@ def ddp_step(
         ready = [size / (sum(buckets) or 1) for size in accumulate(buckets)]
     elif len(ready) != len(buckets) or not all(0 <= share <= 1 for share in ready):
         raise ModelError(f"ready must hold {len(buckets)} shares from 0 to 1, got {list(ready)}")
+    elif list(ready) != sorted(ready):
+        raise ModelError(f"ready must rise, as buckets leave in order, got {list(ready)}")
     free = 0.0  # when the queue has sent what came before, counted from the start of the backward
     for size, share in zip(buckets, ready, strict=True):
         free = max(free, share * backward) + cost(n, size)

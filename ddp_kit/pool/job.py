@@ -7,6 +7,7 @@ answer to the call. Its processes live and die together; none can be added.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,8 +22,12 @@ from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool.mpi_member import CALL
 from ddp_kit.pool.process import Ends, RankProcess
 
+KEPT = 8000  # bytes of what the program prints that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for the program to end, and to take its files along
 LONGEST_PATH = 100  # bytes that a socket's path may have; some systems take a few more
+
+_PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
+_RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
 
 # The program must end with this process, also if that is killed; the ranks see it themselves, too.
 _END_WITH_PARENT = """
@@ -60,6 +65,7 @@ class Job:
         self._attempt = 0
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
+        self._last = ""  # what the program had printed when it was ended
         self._first: tuple[int | None, int | None] | None = None
         self._listener = socket.socket(socket.AF_UNIX)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": self._said, "stderr": self._said}
@@ -138,14 +144,14 @@ class Job:
     def said(self) -> str:
         """Return what the program has printed, its beginning and its end."""
         if self._said.closed:
-            return ""
-        self._said.seek(0, os.SEEK_END)
-        size = self._said.tell()
-        pieces = []
-        for start in {0, max(0, size - 8000)}:
-            self._said.seek(start)
-            pieces.append(self._said.read(8000).decode(errors="replace"))
-        return "\n".join(sorted(pieces, key=len, reverse=True))
+            return self._last
+        # Not by seek: the program writes where this file's position is.
+        file = self._said.fileno()
+        size = os.fstat(file).st_size
+        if size <= 2 * KEPT:
+            return os.pread(file, size, 0).decode(errors="replace")
+        ends = os.pread(file, KEPT, 0), os.pread(file, KEPT, size - KEPT)
+        return "\n".join(end.decode(errors="replace") for end in ends)
 
     def words(self) -> str:
         """Return what the program has said, in one line."""
@@ -153,6 +159,13 @@ class Job:
             return "it was ended"
         lines = self.said()[:4000].splitlines()
         return " ".join(line.strip(" -") for line in lines if line.strip(" -")) or "it said nothing"
+
+    def reason(self) -> str:
+        """Return what was printed last of what is wrong, in one line; "" if nothing was."""
+        lines = [_PREFIX.sub("", line) for line in self.said().splitlines()]
+        raised = [_RAISED.sub("", line, count=1) for line in lines if _RAISED.match(line)]
+        told = raised or [line for line in lines if line.startswith("The ")]
+        return told[-1].partition(" - retrying")[0][:300].rstrip(".") if told else ""
 
     @property
     def pid(self) -> int:
@@ -191,6 +204,7 @@ class Job:
             self._program.wait(PATIENCE)
         self._program.kill()
         self._program.wait()
+        self._last = self.said()
         self._said.close()
 
 
@@ -211,6 +225,10 @@ class _Member:
             _, code = self._job.first_end()
             self._code = 1 if code is None else code
         return self._code
+
+    def why_not_ready(self) -> str:
+        """Return what was printed last of why it did not become a rank; "" if nothing was."""
+        return self._job.reason()
 
     @property
     def followed(self) -> bool:

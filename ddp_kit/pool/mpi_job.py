@@ -29,7 +29,7 @@ class MPIJob(Job):
     cannot_start = BackendError
 
     def __init__(self, world_size: int, path: str) -> None:
-        program = [sys.executable, mpi_member.__file__, path, json.dumps(sys.path)]
+        program = [sys.executable, mpi_member.__file__, path, json.dumps([sys.path, sys.argv])]
         command = [*mpi.mpiexec(world_size), *program]
         super().__init__(world_size, path, command, os.environ | mpi.environment())
 

@@ -1,6 +1,7 @@
 """What a process does that mpiexec has started for a pool: it calls the pool, and becomes a rank.
 
-Run as a script; its arguments are the pool's socket and `sys.path`. mpiexec hands no pipes down,
+Run as a script; its arguments are the pool's socket, and the `sys.path` and `sys.argv` of
+the pool's process. mpiexec hands no pipes down,
 so the pool sends them in answer to the call. What is large is imported meanwhile.
 """
 
@@ -24,8 +25,7 @@ def main() -> None:
     line = socket.socket(socket.AF_UNIX)
     line.connect(sys.argv[1])
     line.sendall(CALL.pack(0, int(rank), os.getpid()))
-    sys.path[:] = json.loads(sys.argv[2])
-    sys.argv[:] = ["-c"]
+    sys.path[:], sys.argv[:] = json.loads(sys.argv[2])
 
     from ddp_kit import mpi
     from ddp_kit.pool.member import serve

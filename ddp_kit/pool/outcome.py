@@ -10,6 +10,7 @@ from multiprocessing import connection
 from typing import Any
 
 from ddp_kit.errors import (
+    BackendError,
     DeadlockError,
     MismatchError,
     PoolError,
@@ -47,7 +48,7 @@ class Outcome:
         run: int | None = None,
         watched: bool = True,
     ) -> None:
-        self.ranks = ranks
+        self.ranks = list(ranks)  # the pool may replace some before all is told
         self._run = run  # None: the replies are to Form; no worker was called yet
         self._view = shown
         self._timeout = math.inf
@@ -226,6 +227,10 @@ class Outcome:
     def _failure(self) -> Any:
         """Return the error that tells which ranks died or raised, or were too slow."""
         names = cells.cell_names() if self._died or self._raised or self._timed_out else {}
+        if self._died and self._run is None:
+            tells = getattr(self.ranks[0].process, "why_not_ready", str)
+            if reason := tells():
+                return BackendError(f"the ranks ended before they were ready: {reason}")
         if self._died:
             rank = min(self._died, key=lambda n: (followed(self.ranks[n].process), n))
             lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]

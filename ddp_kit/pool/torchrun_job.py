@@ -13,12 +13,10 @@ from ddp_kit.pool.folder import PrivateFolder
 from ddp_kit.pool.job import Job
 
 SOCKET = "DDP_KIT_SOCKET"  # tells a process that torchrun has started where to call
-TELLING = 5.0  # seconds for the agent to tell which process was the first to fail
+TELLING = 10.0  # seconds for the agent to tell which process was the first to fail
 
-# How the agent names it: exit code or minus the signal, local rank, process id.
-_PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
-_RAISED = re.compile(r"[\w.]*(Error|Exception): ")
-_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+# How the agent names the process that failed first: exit code or minus the signal, process id.
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
 class TorchrunJob(Job):
@@ -45,25 +43,20 @@ class TorchrunJob(Job):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
         command += [*options, "--log-dir", folder.logs, program]
         path = os.pathsep.join(filter(None, sys.path))
-        around = os.environ | environment | {SOCKET: folder.socket, "PYTHONPATH": path}
+        # torchrun would take its options from there, too, as some clusters set them.
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
+        around = own | environment | {SOCKET: folder.socket, "PYTHONPATH": path}
         super().__init__(count, folder.socket, command, around)
 
     def why_not(self, seconds: float) -> str:
         """Say in one sentence that the ranks did not come within that time, and why."""
-        reason = self._reason()
+        reason = self.reason()
         told = f"; torchrun's last words: {reason}" if reason else ""
         if self.ended:
             return f"torchrun ended before its ranks had started{told}"
         if self._advice:
             return f"the ranks did not all come within {seconds:g} s: {self._advice}{told}"
         return f"torchrun did not start {self.count} ranks within {seconds:g} s{told}"
-
-    def _reason(self) -> str:
-        """Return what torchrun said last of what is wrong, in one line; "" if it said nothing."""
-        lines = [_PREFIX.sub("", line) for line in self.said().splitlines()]
-        raised = [line for line in lines if _RAISED.match(line)]
-        told = raised or [line for line in lines if line.startswith("The ")]
-        return told[-1].partition(" - retrying")[0][:300].rstrip(".") if told else ""
 
     def forget(self) -> None:
         """Make ready for the next start of all processes: these have had their run."""
@@ -75,12 +68,11 @@ class TorchrunJob(Job):
         deadline = time.monotonic() + TELLING
         while self._first is None:
             over = self.ended or time.monotonic() > deadline
-            for code, _, pid in _FAILED.findall(self.said()):
+            for code, pid in _FAILED.findall(self.said()):
                 if int(pid) in pids:
                     self._first = pids[int(pid)], int(code)
             if self._first is None and over:
-                code = None if self._said.closed else self._program.poll()
-                self._first = None, 0 if code == 0 else None
+                self._first = None, 0  # it tells of every other exit code
             elif self._first is None:
                 time.sleep(0.02)
         return self._first

@@ -96,7 +96,7 @@ def _message(calls: list[Event]) -> _Wrong | None:
     if len(ends) != 2:
         return None
     send, recv = ends["send"], ends["recv"]
-    if send.device != recv.device:
+    if send.device != recv.device and _unfinished(calls):
         sent = f"a tensor on {send.device}"
         fact = f"rank {send.rank} sends {sent}, rank {recv.rank} receives into one on {recv.device}"
         return fact, _SAME_DEVICE, calls
@@ -116,11 +116,6 @@ _COMMON: list[tuple[Callable[[Event], Hashable], Callable[[Event], str], str]] =
     (lambda e: e.root, lambda e: say_root(e.method, e.root), "All ranks must name the same root."),
     (lambda e: e.reduce_op, lambda e: f"op={e.reduce_op}", "All ranks must give the same op."),
     (lambda e: e.dtype, lambda e: e.dtype, _SAME_TENSORS),
-    (
-        lambda e: e.device if e.shape or e.dtype else None,
-        lambda e: f"a tensor on {e.device}",
-        _SAME_DEVICE,
-    ),
 ]
 
 
@@ -135,6 +130,10 @@ def _collective(calls: list[Event]) -> _Wrong | None:
         if len({value(call) for call in calls} - {None, ""}) > 1:
             named = [call for call in calls if value(call) not in (None, "")]
             return _by_value(named, value, words), mend, calls
+    if _unfinished(calls) and len({call.device for call in calls if call.shape}) > 1:
+        holders = [call for call in calls if call.shape]
+        fact = _by_value(holders, lambda e: e.device, lambda e: f"a tensor on {e.device}")
+        return fact, _SAME_DEVICE, calls
     if first.method in PIECEWISE:
         return _piece(calls)
     if len({_tensors(call) for call in calls}) == 1:
@@ -145,6 +144,15 @@ def _collective(calls: list[Event]) -> _Wrong | None:
         return fact, mend, calls
     fact = _by_value(calls, _tensors, lambda e: shapes(_tensors(e)) if _tensors(e) else "nothing")
     return fact, _SAME_TENSORS, calls
+
+
+def _unfinished(calls: list[Event]) -> bool:
+    """Tell whether it never came to its end for somebody.
+
+    A device may have a backend of its own, as with nccl, and then the calls never meet. Where one
+    backend serves all devices, they do.
+    """
+    return any(call.end is None for call in calls)
 
 
 def _tensors(event: Event) -> tuple[Shape, ...]:
