@@ -75,7 +75,7 @@ def attempt() -> int:
 def store() -> dist.Store:
     """Connect to the store in which the ranks meet; once, because a rank may hold it.
 
-    Raises PoolError where nobody answers.
+    Raises PoolError where they do not meet.
     """
     try:
         found, *_ = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
@@ -91,12 +91,16 @@ def store() -> dist.Store:
 
 
 def join(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:
-    """Form the process group of all ranks. backend: as PyTorch names it.
+    """Form the process group of all ranks. backend: as PyTorch names it. Raises as `store`.
 
     The store keeps the addresses of every group that was, also of one before a restart. So each
     group has keys of its own.
     """
     rank, world_size, *_ = read_place()
     keys = dist.PrefixStore(f"ddp_kit {attempt()} {next(_groups)}", store())
+    if keys.add(f"rank {rank} came", 1) > 1:
+        raise PoolError(
+            f"two processes say that they are rank {rank}; give each host a --node-rank of its own"
+        )
     place = {"rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group(backend, store=keys, **place)
