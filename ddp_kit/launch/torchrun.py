@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_kit import pool
-from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
+from ddp_kit.backends import LOOPBACK_ENVIRONMENT, threads_per_rank
 from ddp_kit.errors import (
-    BackendError,
     DeadlockError,
     KitError,
     MismatchError,
@@ -24,6 +19,7 @@ from ddp_kit.errors import (
 )
 from ddp_kit.failures import name_ranks
 from ddp_kit.launch import program_file
+from ddp_kit.launch.meeting import check, meet
 from ddp_kit.launch.program import COLLECT_TIMEOUT, Program, Said, Told
 from ddp_kit.pool import view
 from ddp_kit.pool.crew import send_job
@@ -32,7 +28,7 @@ from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.messages import Form
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.process import RankProcess
-from ddp_kit.pool.request import check_signature, check_timeout, look_around
+from ddp_kit.pool.request import check_timeout, look_around
 from ddp_kit.pool.request import pack as pack_worker
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.pool.torchrun_job import TorchrunJob
@@ -71,7 +67,7 @@ def torchrun(
     five minutes, by PyTorch's own limit. What they print from Python comes in the end, and they
     must return at most five minutes after rank 0.
     """
-    chosen = _check(
+    chosen = check(
         worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
     )
     check_timeout(timeout)
@@ -95,12 +91,8 @@ class _Run:
     """One agent of torchrun's on this host, and what its ranks said."""
 
     def __init__(self, program: Program, nproc_per_node: int, nnodes: int, restarts: int) -> None:
-        self.program, self.here, self.hosts, self.restarts = (
-            program,
-            nproc_per_node,
-            nnodes,
-            restarts,
-        )
+        self.program, self.restarts = program, restarts
+        self.here, self.hosts = nproc_per_node, nnodes  # ranks on this host; hosts
         self.folder: PrivateFolder | None = None
         self.job: TorchrunJob | None = None
         self.file: Path | None = None
@@ -115,41 +107,29 @@ class _Run:
     ) -> Result:
         """Have torchrun start the ranks, as often as it may; return what came of it."""
         around = look_around()
-        meeting, advice = ["--standalone", "--local-addr", "127.0.0.1"], ""
-        if self.hosts > 1:
-            address, port, doubt = _meeting_place(address, port)
-            others = "host 1" if self.hosts == 2 else f"hosts 1 to {self.hosts - 1}"
-            advice = (
-                f"start those of {others} with the line above, each host with its own --node-rank, "
-                f"and check that they reach the address in it{doubt}"
-            )
-            meeting = [
-                *("--nnodes", str(self.hosts)),
-                *("--master-addr", address),
-                *("--master-port", str(port)),
-            ]
+        meeting = meet(self.hosts, address, port)
         with holding_interrupt():
             sweep()
             self.folder = PrivateFolder()
             file = Path(self.folder.program)
             if self.hosts > 1:
-                name = f"{program_file.name_of(self.program.worker)}_for_port_{port}.py"
+                name = f"{program_file.name_of(self.program.worker)}_for_port_{meeting.port}.py"
                 file = Path(name).absolute()
             program_file.write(self.program, file)
             self.file = file
-            options = [*meeting, "--max-restarts", str(self.restarts)]
+            options = [*meeting.options, "--max-restarts", str(self.restarts)]
             more = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 more |= LOOPBACK_ENVIRONMENT
-            self.job = TorchrunJob(self.here, self.folder, options, str(file), more, advice)
-        self._tell_hosts(meeting, join_timeout)
+            self.job = TorchrunJob(self.here, self.folder, options, str(file), more, meeting.advice)
+        meeting.tell_hosts(self.here, file, join_timeout)
         shown = view.open_view(self.world_size)
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
             try:
                 self.job.wait(join_timeout)
-            except KitError:
-                raise failed or sys.exc_info()[1] from None
+            except KitError as error:
+                raise failed or error from None
             try:
                 return self._attempt(shown, around, attempt, timeout)
             except (DeadlockError, MismatchError, RunTimeoutError):
@@ -218,14 +198,6 @@ class _Run:
             trace = join_parts([replace(part, world_size=self.world_size) for part in parts])
         return Result(tuple(values), tuple(output), trace)
 
-    def _tell_hosts(self, meeting: list[str], seconds: float) -> None:
-        """Print the line that starts the ranks of each other host."""
-        for host in range(1, self.hosts):
-            options = [*meeting, "--node-rank", str(host), "--nproc-per-node", str(self.here)]
-            options += ["--max-restarts", str(self.restarts)] if self.restarts else []
-            print(f"On host {host}, within {seconds:g} s; the file must be there, too:")
-            print(f"  {shlex.join(['torchrun', *options, str(self.file)])}", flush=True)
-
     def _let_go(self, ranks: list[RankProcess], wait: bool) -> None:
         """Have ranks that are done leave; by themselves, if others go by their exit codes."""
         for rank in ranks:
@@ -242,76 +214,3 @@ class _Run:
             self.file.unlink(missing_ok=True)
         if self.folder is not None:
             self.folder.remove()
-
-
-def _check(
-    worker: Callable[..., Any] | str,
-    args: tuple,
-    nproc_per_node: int,
-    nnodes: int,
-    backend: str,
-    max_restarts: int,
-    master_addr: str | None,
-    master_port: int | None,
-) -> str:
-    """Refuse what cannot be run, before anything starts; return the backend."""
-    _check_number("nproc_per_node", nproc_per_node, 1)
-    _check_number("nnodes", nnodes, 1)
-    _check_number("max_restarts", max_restarts, 0)
-    if nnodes > 1 and max_restarts > 0:
-        raise PoolError(
-            "max_restarts= is for one host here; for several, start torchrun on each of them with "
-            "--rdzv-backend c10d, so that it starts all ranks again together"
-        )
-    if nnodes == 1 and (master_addr, master_port) != (None, None):
-        raise PoolError("one host needs no master_addr= and master_port=; leave them out")
-    if not isinstance(master_addr, str | None):
-        raise PoolError(f'master_addr must be a name such as "host0", got {master_addr!r}')
-    if master_port is not None:
-        _check_number("master_port", master_port, 1)
-        if master_port > 65535:
-            raise PoolError(f"master_port must be at most 65535, got {master_port}")
-    pool.check_world_size(nproc_per_node)
-    chosen = choose_backend(backend, nproc_per_node)
-    if chosen == "mpi":
-        raise BackendError('torchrun starts no ranks of MPI; use kit.run(..., backend="mpi")')
-    if isinstance(worker, str):
-        for arg in args:
-            if not isinstance(arg, str):
-                raise PoolError(f"the options of a module or file are strings, got {arg!r}")
-    else:
-        check_signature(worker, args)
-        pack_worker(worker, args).close()  # to tell what cannot be sent
-    return chosen
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PoolError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def _meeting_place(address: str | None, port: int | None) -> tuple[str, int, str]:
-    """Return where the ranks meet, and what may be wrong with it. Raises PoolError if it cannot be.
-
-    The port is free now, and is taken only when torchrun listens.
-    """
-    address = address or socket.gethostname()
-    doubt = ""
-    try:
-        family, *_ = socket.getaddrinfo(address, None)[0]
-        socket.create_server((address, 0), family=family).close()
-    except socket.gaierror:
-        raise PoolError(
-            f"this host does not know the name {address!r}; set master_addr= to a name or an "
-            "address of this host that the other hosts can reach"
-        ) from None
-    except OSError:  # it may still be one that a router gives to this host
-        doubt = f", and {address!r} is no address that this host knows as its own"
-    try:
-        with socket.create_server(("", port or 0)) as listener:
-            return address, listener.getsockname()[1], doubt
-    except OSError as error:
-        raise PoolError(
-            f"port {port} of this host cannot be had ({error.strerror}); leave master_port= out, "
-            "and a free one is taken"
-        ) from None
