@@ -132,7 +132,7 @@ def test_ctrl_c_ends_a_lesson_in_a_terminal():
     wait_until(lambda: len(process.children()) == 2, 30, "the lesson has started its ranks")
     ranks = process.children()
     os.killpg(lesson.pid, signal.SIGINT)
-    out, err = lesson.communicate(timeout=BOUND)
+    out, err = lesson.communicate(timeout=30)  # Python tidies up PyTorch, on a machine at work
     assert (out, lesson.returncode) == ("", 130)
     assert err.splitlines()[0].startswith("KeyboardInterrupt: the run was stopped")
     assert "Traceback" not in err
