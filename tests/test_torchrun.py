@@ -117,6 +117,7 @@ def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
     with pytest.raises(kit.RankError) as caught:
         torchrun(worker)
     assert set(caught.value.failures) == {1}
+    assert [frame.function for frame in caught.value.failures[1].frames if frame.own] == ["worker"]
     assert caught.value.failures[1].where.source == 'raise ValueError("boom")'
     assert [wait.op for wait in caught.value.waits] == ["barrier"]
 
@@ -148,14 +149,20 @@ def test_the_time_limit_ends_a_run():
         torchrun(lambda rank, world_size: time.sleep(60), timeout=0.5)
 
 
-def test_an_interrupt_ends_a_run_and_its_agent():
+def test_an_interrupt_ends_a_run_and_its_agent_and_loses_no_output(capsys):
     def worker(rank, world_size, pid):
+        print("begun", flush=True)
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)  # rank 1 has begun, too
+        else:
+            dist.send(torch.zeros(1), 0)
         if rank == 0:
             os.kill(pid, signal.SIGINT)
         dist.recv(torch.zeros(1), 1 - rank)
 
     with pytest.raises(KeyboardInterrupt):
         torchrun(worker, os.getpid())
+    assert capsys.readouterr().out == "[rank 0] begun\n[rank 1] begun\n"
 
 
 class OtherHost(io.StringIO):
@@ -308,6 +315,7 @@ def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
         ({"worker": len}, "cannot be called as len(rank, world_size)"),
+        ({"worker": len}, "the number of ranks is set by nproc_per_node="),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):

@@ -147,7 +147,7 @@ class _Run:
         self, shown: view.View, around: Any, attempt: int, timeout: float | None
     ) -> Result:
         ranks = self.job.admit()
-        outcome = Outcome(ranks, shown)
+        outcome, over = Outcome(ranks, shown), False
         try:
             for number, rank in enumerate(ranks):
                 rank.send(Form(number, self.world_size, self.program.backend or "gloo", None))
@@ -156,10 +156,13 @@ class _Run:
                 parcel = pack_worker(self.program, ())
                 send_job(ranks, parcel, around, attempt + 1)
                 outcome.collect(timeout)
+            over = True
         finally:
             with holding_interrupt():
                 output = outcome.close()
                 self.where_ranks_were = outcome.told
+            if not over:  # it was interrupted
+                print_output(output)
         self._let_go(ranks, wait=self.hosts > 1 or attempt < self.restarts)
         try:
             result = outcome.result(output)

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from kernels import ENVIRONMENT, STUCK, interrupt, start_stuck
-from processes import BOUND, assert_gone, wait_until
+from processes import assert_gone, wait_until
 
 from ddp_kit.pool.outcome import Outcome
 
