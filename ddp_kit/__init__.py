@@ -9,7 +9,6 @@ result[2], result.output[2]              # what rank 2 returned and printed
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ddp_kit.backends import device
@@ -32,6 +31,7 @@ from ddp_kit.errors import (
 from ddp_kit.failures import RankFailure
 from ddp_kit.launch import torchrun
 from ddp_kit.pool import Result, WorkerPool, run
+from ddp_kit.pool.cells import shell
 from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+if shell() is not None:
     from ddp_kit import notebook
 
     notebook.take_over()

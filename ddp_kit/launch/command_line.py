@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ddp_kit.errors import KitError, PoolError, ProofError
-from ddp_kit.launch.place import in_notebook
+from ddp_kit.pool.cells import shell
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
     """In a notebook a wrong option is an error of the kit: an exit would fill a page there."""
 
     def error(self, message: str) -> NoReturn:
-        if in_notebook():
+        if shell() is not None:
             raise PoolError(f"{message}; the option --help lists the others")
         super().error(message)
 
@@ -54,7 +54,7 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
 
     Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
     """
-    shown_by_notebook = in_notebook()
+    shown_by_notebook = shell() is not None
     if shown_by_notebook:  # to an error that was shown, %run -m adds that the failure is unknown
         warnings.filterwarnings("ignore", "Unknown failure executing module")
     try:

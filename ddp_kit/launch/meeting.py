@@ -85,10 +85,7 @@ def check(
             if not isinstance(arg, str):
                 raise PoolError(f"the options of a module or file are strings, got {arg!r}")
     else:
-        try:
-            check_signature(worker, args)
-        except PoolError as error:  # it names the arguments of kit.run
-            raise PoolError(str(error).replace("world_size=", "nproc_per_node=")) from None
+        check_signature(worker, args, set_by="nproc_per_node=")
         pack_worker(worker, args).close()  # to tell what cannot be sent
     return chosen
 

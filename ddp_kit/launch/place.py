@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from datetime import timedelta
 from itertools import count
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ddp_kit.errors import PoolError
+from ddp_kit.pool.cells import shell
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to come, and for each of their collectives
@@ -35,12 +35,7 @@ def started_by_torchrun() -> bool:
 
 def started_by_hand() -> bool:
     """Tell whether somebody has set what torchrun would. A notebook is no rank, whatever is set."""
-    return not in_notebook() and bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
-
-
-def in_notebook() -> bool:
-    """Tell whether this process is the kernel of a notebook, or IPython in a terminal."""
-    return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
+    return shell() is None and bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
 
 
 def read_place() -> Place:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import linecache
 import sys
+from typing import Any
+
+
+def shell() -> Any:
+    """Return IPython's shell: of a notebook's kernel, or in a terminal. None: there is none."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 def cell_names() -> dict[str, str]:
     """Return how the notebook calls the file each cell was compiled in: "Cell In[7]"."""
-    if "IPython" not in sys.modules:
+    ipython = shell()
+    if ipython is None:
         return {}
-    shell = sys.modules["IPython"].get_ipython()
-    if shell is None:
-        return {}
-    names = {name: shell.compile.format_code_name(name) for name in list(linecache.cache)}
+    names = {name: ipython.compile.format_code_name(name) for name in list(linecache.cache)}
     return {name: " ".join(label) for name, label in names.items() if label}
 
 

@@ -1,8 +1,8 @@
 """What a process does that mpiexec has started for a pool: it calls the pool, and becomes a rank.
 
-Run as a script; its arguments are the pool's socket, and the `sys.path` and `sys.argv` of
-the pool's process. mpiexec hands no pipes down,
-so the pool sends them in answer to the call. What is large is imported meanwhile.
+Run as a script; its arguments are the pool's socket, and the `sys.path` and `sys.argv` of the
+pool's process. mpiexec hands no pipes down, so the pool sends them in answer to the call. What is
+large is imported meanwhile.
 """
 
 import sys

@@ -21,7 +21,7 @@ from ddp_kit.errors import (
 from ddp_kit.failures import RankFailure, Wait, tell_returned, tell_unawaited, tell_waits
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Raised, Returned
-from ddp_kit.pool.process import RankProcess, followed
+from ddp_kit.pool.process import RankProcess, followed, why_not_ready
 from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.watch import Watch
@@ -227,10 +227,8 @@ class Outcome:
     def _failure(self) -> Any:
         """Return the error that tells which ranks died or raised, or were too slow."""
         names = cells.cell_names() if self._died or self._raised or self._timed_out else {}
-        if self._died and self._run is None:
-            tells = getattr(self.ranks[0].process, "why_not_ready", str)
-            if reason := tells():
-                return BackendError(f"the ranks ended before they were ready: {reason}")
+        if self._died and self._run is None and (why := why_not_ready(self.ranks[0].process)):
+            return BackendError(f"the ranks ended before they were ready: {why}")
         if self._died:
             rank = min(self._died, key=lambda n: (followed(self.ranks[n].process), n))
             lost = [replace(r.inside, rank=n) for n, r in self._raised.items() if r.inside]

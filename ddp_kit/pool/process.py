@@ -55,6 +55,11 @@ def followed(process: Process) -> bool:
     return getattr(process, "followed", False)
 
 
+def why_not_ready(process: Process) -> str:
+    """Return what a program has said last of why its ranks did not come; "" if it said nothing."""
+    return getattr(process, "why_not_ready", str)()
+
+
 def spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
     """Start a process with these ends; return it, and what tidies up after it."""
     with (

@@ -86,8 +86,11 @@ def check_timeout(timeout: float | None, name: str = "timeout", optional: bool =
         raise PoolError(f"{name} must be a positive number of seconds{none}, got {timeout!r}")
 
 
-def check_signature(worker: Callable[..., Any], args: tuple) -> None:
-    """Raise PoolError unless `worker(rank, world_size, *args)` is a possible call."""
+def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "world_size=") -> None:
+    """Raise PoolError unless `worker(rank, world_size, *args)` is a possible call.
+
+    set_by: the argument that sets the number of ranks, for the error.
+    """
     name = getattr(worker, "__name__", None) or type(worker).__name__
     if not callable(worker):
         raise PoolError(f"the worker must be a function, got {worker!r}")
@@ -111,7 +114,7 @@ def check_signature(worker: Callable[..., Any], args: tuple) -> None:
         passed = "".join(f", {reprlib.repr(arg)}" for arg in args)
         raise PoolError(
             f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); what follows "
-            "the worker is passed on to it, and the number of ranks is set by world_size="
+            f"the worker is passed on to it, and the number of ranks is set by {set_by}"
         ) from None
 
 

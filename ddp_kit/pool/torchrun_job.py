@@ -23,8 +23,7 @@ class TorchrunJob(Job):
     """What torchrun's agent starts. When one process fails, it ends all, and may start them again.
 
     options: torchrun's own; program: the file that each process runs; environment: what else it
-    finds in its environment; advice: what to do if ranks of other
-    hosts do not come.
+    finds in its environment; advice: what to do if ranks of other hosts do not come.
     """
 
     name = "torchrun"

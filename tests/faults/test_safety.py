@@ -89,11 +89,13 @@ def test_nothing_is_unpickled_that_did_not_come_through_the_pools_pipe(tmp_path)
     pool = pool_module._shared["spawn"]
     for rank in pool._crew.ranks:
         rank._tidy_up.func.__self__.write_bytes(bomb)  # the error file of torch
-    Path(pool._crew.folder.path, "bomb").write_bytes(bomb)
+    planted = Path(pool._crew.folder.path, "bomb")
+    planted.write_bytes(bomb)
     with pytest.raises(kit.RankDiedError):
         kit.run(lambda rank, world_size: rank or os._exit(1), world_size=2)
     kit.run(total, world_size=2)
     assert not trace.exists()
+    planted.unlink()  # the pool leaves what is not its own, and with it the folder
     pickle.loads(bomb)
     assert trace.exists(), "the bomb itself works"
 
