@@ -80,6 +80,13 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+def load_ipython_extension(ipython: Any) -> None:
+    """Give a notebook `%%ranks` and `%ranks`; `%load_ext ddp_kit` calls this."""
+    from ddp_kit.notebook import magics
+
+    magics.load(ipython)
+
+
 if shell() is not None:
     from ddp_kit import notebook
 

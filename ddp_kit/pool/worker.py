@@ -124,12 +124,14 @@ class _Member:
         for name, source in job.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        groups, keeps = _count_groups(), False
         with recording(self.board, job.number) as recorder, warnings.catch_warnings():
             try:
                 if not self.tidied:
                     self._restore()
                 self.tidied = False
                 worker, args = job.parcel.unpack()
+                keeps = getattr(worker, "keeps_groups", False)
                 value = worker(rank, world_size, *args)
                 parcel = pack(value)
             except SystemExit as leaving:
@@ -138,7 +140,7 @@ class _Member:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
                 return Raised(failure, self._left(False), inside if broken == id(error) else None)
-        return Returned(parcel, self._left(recorder.all_awaited))
+        return Returned(parcel, self._left(recorder.all_awaited, None if keeps else groups))
 
     def tidy(self) -> None:
         """Get ready for the next run, now that the pool has the reply and nobody waits."""
@@ -153,15 +155,19 @@ class _Member:
         assert self.around, "and its surroundings with the first Run"
         self.state.restore(self.place, self.around)
 
-    def _left(self, all_awaited: bool) -> Left:
-        intact = all_awaited and self._group_is_intact()
+    def _left(self, all_awaited: bool, groups: int | None = None) -> Left:
+        intact = all_awaited and self._group_is_intact(groups)
         return Left(self.imports.take(), intact, thread_left_running())
 
-    def _group_is_intact(self) -> bool:
-        world = dist.distributed_c10d._world  # no public way to list the sub-groups
-        if self.group is None and world.group_count:  # one that failed has counted
-            return False
-        return dist.group.WORLD is self.group and len(world.pg_map) == (self.group is not None)
+    def _group_is_intact(self, groups: int | None) -> bool:
+        """Whether there are as many groups as there were; None: more of them may stay."""
+        if self.group is None and dist.distributed_c10d._world.group_count:
+            return False  # one that failed has counted
+        return dist.group.WORLD is self.group and groups in (None, _count_groups())
+
+
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)  # no public way to list the sub-groups
 
 
 def pack(value: object) -> values.Parcel:

@@ -1,0 +1,252 @@
+"""`%%ranks`: a cell that runs on every rank. `%ranks`: what is left there of such cells."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from IPython.core.completer import SimpleCompletion, completion_matcher
+from IPython.core.displayhook import DisplayHook
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from ddp_kit import pool
+from ddp_kit.errors import BackendError, KitError, PoolError
+from ddp_kit.failures import name_ranks
+from ddp_kit.pool import Result, session
+
+_RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
+
+RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
+
+
+@magics_class
+class RanksMagics(Magics):
+    """The two magics, and what they remember between cells."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self.known: dict[str, list[str]] = {}  # the names of rank 0, and the names inside each
+        self._forget()
+
+    def _forget(self) -> None:
+        self.known = {}
+        self._world_size, self._backend = 4, "auto"
+        # The ranks on which a cell has run. Those that mpiexec starts are processes of their own.
+        self._had: dict[bool, tuple[int, ...]] = {True: (), False: ()}
+
+    @magic_arguments()
+    @argument("-n", "--world-size", type=int, help="how many ranks; as before, and 4 at first")
+    @argument("--only", metavar="0,2", help="run the cell on these ranks; the others do nothing")
+    @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
+    @argument("--backend", help='"gloo", "nccl", "cuda:gloo", "mpi" or "auto"; as before')
+    @cell_magic("ranks")
+    def run_cell(self, line: str, body: str) -> None:
+        """Run this cell on every rank, and show what each prints and what its last line gives.
+
+        Names stay on each rank from cell to cell, until `%ranks reset`. `rank`, `world_size`,
+        `torch`, `dist`, `kit` and `display` are there. Python's, NumPy's and torch's random
+        numbers go on; all else is as at the start of `kit.run`. `_ranks` is the result.
+
+        A name is gone with its process: when a rank died, was stuck, or was started afresh.
+        """
+        arguments = self._parse(line)
+        size, backend = self._size(arguments.world_size), arguments.backend or self._backend
+        only = _read_only(arguments.only, size)
+        source, file = self._name_source(body)
+        quiet = _check(source, file)
+        cell = session.Cell(source, file, only, quiet, self._had[backend == "mpi"])
+        result = self._run(cell, size, backend, arguments.timeout)
+        shown = [said or session.Shown(None, [], {}) for said in result]
+        values = tuple(said.value for said in shown)
+        self.shell.user_ns[RESULT] = replace(result, values=values)
+        if only is None or 0 in only:
+            self.known = shown[0].names
+        for rank, said in enumerate(shown):
+            _show(rank, said.bundles)
+
+    @line_magic("ranks")
+    def manage(self, line: str) -> None:
+        """Look after the names that `%%ranks` cells have left on the ranks.
+
+            %ranks                  which names there are
+            %ranks pull NAME ...    make NAME here a list of the ranks' values, in rank order
+            %ranks push NAME ...    give the ranks a copy of NAME as it is here
+            %ranks reset            forget all names, and the -n and --backend of earlier cells
+
+        Behind the names, `--only 0,2` means these ranks; with `--only 0`, pull gives its value
+        itself and no list.
+        """
+        what, *names = line.split() or ["names"]
+        only = None
+        if "--only" in names:
+            at = names.index("--only")
+            only = _read_only("".join(names[at + 1 :]), self._world_size)
+            names = names[:at]
+        if what in ("pull", "push"):
+            if not names or not all(map(str.isidentifier, names)):
+                raise PoolError(f"%ranks {what} needs names, as in: %ranks {what} loss")
+            (self._pull if what == "pull" else self._push)(tuple(names), only)
+        elif what in ("names", "reset") and not names and only is None:
+            (self._tell if what == "names" else self._reset)()
+        else:
+            raise PoolError(
+                f"%ranks does not know {line.strip()!r}; it knows pull NAME, push NAME and reset"
+            )
+
+    def _parse(self, line: str) -> Any:
+        try:
+            return parse_argstring(RanksMagics.run_cell, line)
+        except UsageError as error:  # it would be a line on stderr, and no error for nbval
+            raise PoolError(f"%%ranks: {error}; %%ranks? lists its options") from None
+
+    def _size(self, asked: int | None) -> int:
+        size = self._world_size if asked is None else asked
+        pool.check_world_size(size)
+        return size
+
+    def _name_source(self, body: str) -> tuple[str, str]:
+        """Return the body at the lines it has in its cell, and the name of the cell's file."""
+        parent = self.shell.get_parent() if hasattr(self.shell, "get_parent") else {}
+        whole = parent.get("content", {}).get("code", "")
+        begun = whole.rfind(body.rstrip())  # %%time may stand above
+        above = whole[:begun].count("\n") if begun > 0 else 1
+        source = "\n" * above + body
+        return source, self.shell.compile.cache(source, self.shell.execution_count, source)
+
+    def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
+        try:
+            result = pool.run(worker, world_size=size, backend=backend, timeout=timeout)
+        except (PoolError, BackendError):
+            raise  # nothing has run
+        except KitError as error:
+            self.shell.user_ns[RESULT] = error
+            self._remember(worker, size, backend)
+            raise
+        except KeyboardInterrupt:
+            self._remember(worker, size, backend)
+            raise
+        self._remember(worker, size, backend)
+        return result
+
+    def _remember(self, worker: Any, size: int, backend: str) -> None:
+        self._world_size, self._backend = size, backend
+        ran = range(size) if worker.only is None else worker.only
+        by_mpiexec = backend == "mpi"
+        self._had[by_mpiexec] = tuple(sorted({*self._had[by_mpiexec], *ran}))
+
+    def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
+        ranks = range(self._world_size) if only is None else only
+        found = self._ask(session.Pull(names, only))
+        for name in names:
+            if missing := [rank for rank in ranks if name not in found[rank]]:
+                raise PoolError(f"there is no {name!r} on {name_ranks(missing)}; %ranks lists all")
+        for name in names:
+            pulled = [found[rank][name] for rank in ranks]
+            self.shell.user_ns[name] = pulled[0] if only and len(only) == 1 else pulled
+
+    def _push(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
+        if missing := [name for name in names if name not in self.shell.user_ns]:
+            raise PoolError(f"the notebook has no {missing[0]!r} to push")
+        values = {name: self.shell.user_ns[name] for name in names}
+        had = self._had[self._backend == "mpi"]
+        self._run(session.Push(values, only, had), self._world_size, self._backend)
+        if only is None or 0 in only:
+            self.known |= {name: [] for name in names}
+
+    def _tell(self) -> None:
+        held = self._ask(session.Names()) if any(self._had.values()) else []
+        where: dict[str, list[int]] = {}
+        for rank, names in enumerate(held):
+            for name in names:
+                where.setdefault(name, []).append(rank)
+        if not where:
+            print("no %%ranks cell has left a name")
+        for ranks in sorted(set(map(tuple, where.values())), key=lambda some: (-len(some), some)):
+            names = ", ".join(name for name in where if tuple(where[name]) == ranks)
+            print(f"on {name_ranks(list(ranks))}: {names}")
+
+    def _reset(self) -> None:
+        for by_mpiexec, had in self._had.items():
+            if had:
+                backend = "mpi" if by_mpiexec else "auto"
+                pool.run(session.Reset(), world_size=max(had) + 1, backend=backend)
+        self._forget()
+
+    def _ask(self, worker: Any) -> Result:
+        return pool.run(worker, world_size=self._world_size, backend=self._backend)
+
+
+def _read_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        ranks = tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        ranks = ()
+    if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
+        raise PoolError(
+            f"--only needs ranks below {world_size} with commas between, as in --only 0,2; "
+            f"got {text!r}"
+        )
+    return ranks
+
+
+def _check(source: str, file: str) -> bool:
+    """Raise SyntaxError where a rank would; return whether a semicolon hides the last value."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks give them
+            compile(source, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        _refuse_magic(error, source)
+        raise
+    return bool(source.strip()) and DisplayHook.semicolon_at_end_of_expression(source)
+
+
+def _refuse_magic(error: SyntaxError, source: str) -> None:
+    line = source.split("\n")[(error.lineno or 1) - 1].strip()
+    if line.startswith(("%", "!")):
+        raise PoolError(
+            f"a rank runs Python only, and {line.split()[0]!r} is for the notebook; "
+            "%%time may stand above %%ranks"
+        ) from None
+
+
+def _show(rank: int, bundles: list[session.Bundle]) -> None:
+    """Show what a rank's cell has displayed below a heading; text alone stands beside it."""
+    head = f"rank {rank}: "
+    for data, metadata in bundles:
+        if set(data) == {"text/plain"}:
+            print(head + textwrap.indent(data["text/plain"], " " * len(head)).lstrip())
+        else:
+            print(head.rstrip())
+            display(data, metadata=metadata, raw=True)
+
+
+def load(shell: InteractiveShell) -> None:
+    """Give a notebook the magics, and the completion of names that live in rank 0."""
+    # Loaded once more, it still knows what is on the ranks.
+    magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
+    shell.register_magics(magics)
+
+    @completion_matcher(identifier="ddp_kit.ranks", api_version=2)
+    def complete(context: Any) -> dict[str, Any]:
+        found: list[str] = []
+        above, dot, begun = context.token.rpartition(".")
+        if _RANKS_CELL.match(context.full_text):
+            inside = magics.known.get(above, []) if dot else magics.known.keys() - shell.user_ns
+            found = [above + dot + name for name in sorted(inside) if name.startswith(begun)]
+        completions = [SimpleCompletion(name, type="instance") for name in found]
+        # What the notebook knows of the same name is about another value.
+        return {"completions": completions, "suppress": bool(dot and found)}
+
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [m for m in matchers if getattr(m, "matcher_identifier", "") != "ddp_kit.ranks"]
+    matchers.append(complete)

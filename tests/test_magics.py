@@ -1,0 +1,278 @@
+"""`%%ranks` and `%ranks` in a real kernel. Tests are named after what would go wrong."""
+
+from __future__ import annotations
+
+import pytest
+from kernels import Kernel, interrupt
+from processes import assert_gone, wait_until
+
+
+@pytest.fixture
+def notebook(shared) -> Kernel:
+    """A kernel with warm ranks that knows the magics, and has no names on the ranks."""
+    shared.run("%reload_ext ddp_kit")
+    shared.run("%ranks reset")
+    return shared
+
+
+def complete(kernel: Kernel, code: str) -> list[str]:
+    asked = kernel.client.complete(code, len(code))
+    while True:
+        reply = kernel.client.get_shell_msg(timeout=30)
+        if reply["parent_header"].get("msg_id") == asked:
+            return reply["content"]["matches"]
+
+
+# --- a cell on every rank --------------------------------------------------------------------
+
+
+def test_a_cell_runs_on_all_ranks_and_shows_prints_and_last_values_in_rank_order(notebook):
+    cell = notebook.run(
+        "%%ranks\n"
+        "x = torch.ones(2) * rank\n"
+        "dist.all_reduce(x)\n"
+        "print('I am', rank, kit.device())\n"
+        "x"
+    )
+    printed = "".join(f"[rank {rank}] I am {rank} cpu\n" for rank in range(4))
+    assert cell.stdout == printed + "".join(f"rank {rank}: tensor([6., 6.])\n" for rank in range(4))
+
+
+def test_names_stay_on_each_rank_until_reset(notebook):
+    notebook.run("%%ranks -n 2\nheld = [rank]\ndef grow():\n    held.append(world_size)")
+    # Without -n it is as many ranks as before, and a function of an earlier cell sees their names.
+    assert notebook.run("%%ranks\ngrow()\nheld").stdout == "rank 0: [0, 2]\nrank 1: [1, 2]\n"
+    assert notebook.run("%ranks").stdout == "on ranks 0 and 1: grow, held\n"
+    notebook.run("kit.run(lambda rank, world_size: None, world_size=4)")
+    more = notebook.raises("%%ranks -n 4\nheld")
+    assert "ranks 2 and 3 raised NameError: name 'held'" in more.rendered
+    assert "ranks 0" not in more.rendered
+    notebook.run("%ranks reset")
+    assert notebook.run("%ranks").stdout == "no %%ranks cell has left a name\n"
+    assert "4 ranks" in str(notebook.run("%%ranks\nprint(f'{world_size} ranks')").stdout)
+    assert "NameError: name 'held'" in notebook.raises("%%ranks\nheld").rendered
+
+
+def test_only_some_ranks_run_the_cell(notebook):
+    cell = notebook.run("%%ranks --only 3,1\nmine = rank\nmine, world_size")
+    assert cell.stdout == "rank 1: (1, 4)\nrank 3: (3, 4)\n"
+    assert notebook.run("%ranks").stdout == "on ranks 1 and 3: mine\n"
+    assert notebook.value("list(_ranks)") == "[None, (1, 4), None, (3, 4)]"
+
+
+def test_groups_and_random_numbers_go_on_in_the_next_cell(notebook):
+    cells = (
+        "%%ranks -n 2\ntorch.manual_seed(1)\npair = dist.new_group([0, 1])",
+        ("%%ranks\none = torch.rand(1)\ndist.all_reduce(one, group=pair)\none"),
+    )
+    notebook.run(cells[0])
+    first = notebook.run(cells[1]).stdout
+    notebook.run("kit.run(lambda rank, world_size: torch.manual_seed(5), world_size=2)")
+    second = notebook.run(cells[1]).stdout
+    assert first != second
+    notebook.run("%%ranks\ntorch.manual_seed(1)\nboth = torch.rand(2) * 2\nboth")
+    assert notebook.value("[round(v, 4) for v in _ranks[0].tolist()]") == (
+        f"[{first.split('[')[1].split(']')[0]}, {second.split('[')[1].split(']')[0]}]"
+    )
+
+
+def test_what_kit_run_leaves_is_still_taken_away(notebook):
+    ranks = notebook.ranks(2)
+    notebook.run("kit.run(lambda rank, world_size: dist.new_group([0, 1]) and None, world_size=2)")
+    count = "len(kit.run(lambda r, w: len(dist.distributed_c10d._world.pg_map), world_size=2)[0:1])"
+    assert notebook.value(count) == "1"
+    assert notebook.ranks(2) == ranks
+
+
+def test_a_class_of_a_cell_can_be_saved_and_pulled(notebook):
+    notebook.run(
+        "%%ranks -n 2\n"
+        "import io\n"
+        "class Net(torch.nn.Linear):\n"
+        "    pass\n"
+        "net = Net(1, rank + 1)\n"
+        "torch.save(net, io.BytesIO())\n"
+    )
+    notebook.run("%ranks pull net")
+    assert notebook.value("[type(n).__name__ + str(n.out_features) for n in net]") == (
+        "['Net1', 'Net2']"
+    )
+
+
+# --- what is shown -----------------------------------------------------------------------------
+
+
+def test_a_figure_appears_once_below_its_ranks_heading(notebook):
+    # As last value, open; shown by plt.show; left open; and as text where the value is none.
+    for body in ("figure", "plt.show()", "None", "display(figure)\nplt.close()"):
+        cell = notebook.run(
+            "%%ranks -n 2\nimport matplotlib.pyplot as plt\n"
+            f"figure, axes = plt.subplots()\naxes.plot([0, rank])\n{body}"
+        )
+        shown = [kind for kind, _ in cell.messages if kind in ("stream", "display_data")]
+        pictures = [c["data"] for c in cell.contents("display_data") if "image/png" in c["data"]]
+        assert len(pictures) == 2, body
+        assert cell.stdout == "rank 0:\nrank 1:\n", body
+        assert shown[-4:] == ["stream", "display_data"] * 2, body  # the heading stands above
+        assert pictures[0]["image/png"] != pictures[1]["image/png"]
+        assert pictures[0]["text/plain"] == "<Figure size 640x480 with 1 Axes>"
+
+
+def test_values_are_shown_as_ipython_shows_them(notebook):
+    cell = notebook.run(
+        "%%ranks -n 2\n"
+        "class Bold:\n"
+        "    def __repr__(self):\n"
+        "        return 'bold'\n"
+        "    def _repr_html_(self):\n"
+        "        return f'<b>{rank}</b>'\n"
+        "display(Bold(), 'text')\n"
+        "Bold()"
+    )
+    html = [c["data"]["text/html"] for c in cell.contents("display_data") if c["data"]]
+    assert html == ["<b>0</b>", "<b>0</b>", "<b>1</b>", "<b>1</b>"]
+    assert cell.stdout.count("'text'") == 2
+    assert notebook.run("%%ranks\nrank;").stdout == ""
+    assert notebook.run("%%ranks\nrank  # a comment;").stdout == "rank 0: 0\nrank 1: 1\n"
+    assert notebook.run("%%ranks\nNone").stdout == ""
+    lines = notebook.run("%%ranks\ntorch.arange(4).view(2, 2)").stdout.splitlines()
+    assert lines[:2] == ["rank 0: tensor([[0, 1],", "                [2, 3]])"]
+
+
+def test_the_result_has_values_output_and_trace(notebook):
+    notebook.run("%%ranks -n 2\nprint('hello')\ndist.all_reduce(torch.ones(3))\nrank * 10")
+    assert notebook.value("list(_ranks), _ranks.output[1], len(_ranks.trace.events)") == (
+        "([0, 10], 'hello\\n', 2)"
+    )
+    # What cannot travel is there as its text.
+    notebook.run("%%ranks\nlambda: 1\n(i for i in range(3))")
+    assert notebook.value("_ranks[0].split(' at ')[0]") == "'<generator object <genexpr>'"
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_an_error_names_the_line_of_the_cell(notebook):
+    cell = notebook.raises("%%ranks -n 2\ndef fails():\n    return 1 / 0\n\nrank or fails()")
+    assert cell.error["ename"] == "RankError"
+    assert "line 5, in <module>\n    rank or fails()" in cell.rendered
+    assert "line 3, in fails\n    return 1 / 0" in cell.rendered
+    assert notebook.value("_ranks.failures[0].type") == "'ZeroDivisionError'"
+    # Nobody was stuck: the names are still there.
+    assert notebook.run("%ranks").stdout == "on ranks 0 and 1: fails\n"
+    nested = notebook.raises("%%time\n%%ranks\n1 / 0")
+    assert "line 3, in <module>" in nested.rendered
+
+
+WRONG = [
+    ("%%ranks\nx = = 3", "SyntaxError", "line 2"),
+    ("%%ranks\n\n\nreturn 3", "SyntaxError", "line 4"),
+    ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
+    ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
+    ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
+    ("%%ranks --only 4\nrank", "PoolError", "ranks below 4"),
+    ("%%ranks --only 0,a\nrank", "PoolError", "got '0,a'"),
+    ("%%ranks --timeout -1\nrank", "PoolError", "positive number of seconds"),
+    ("%%ranks --backend none\nrank", "BackendError", "none"),
+    ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
+    ("%%ranks\n!ls", "PoolError", "'!ls' is for the notebook"),
+    ("%ranks fetch x", "PoolError", "it knows pull NAME, push NAME and reset"),
+    ("%ranks pull", "PoolError", "needs names"),
+    ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
+    ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
+    ("%ranks pull x --only 9", "PoolError", "ranks below 4"),
+]
+
+
+def test_what_cannot_be_is_an_error_in_one_sentence_and_nothing_is_lost(notebook):
+    notebook.run("%%ranks\nkept = rank")
+    for cell, kind, said in WRONG:
+        wrong = notebook.raises(cell)
+        assert wrong.error["ename"] == kind, cell
+        assert said in wrong.rendered, cell
+        assert wrong.stderr == "", cell
+    # None of them has changed how many ranks the next cell has, or what is on them.
+    assert notebook.run("%%ranks\nkept").stdout == "".join(f"rank {r}: {r}\n" for r in range(4))
+
+
+def test_a_timeout_and_an_interrupt_end_a_cell_and_the_next_one_says_what_is_gone(kernel):
+    kernel.run("%load_ext ddp_kit")
+    ranks = kernel.ranks(2)
+    late = kernel.raises("%%ranks -n 2 --timeout 0.5\nheld = 3\nif rank: time = 1; time.sleep()")
+    assert late.error["ename"] == "RankError"  # rank 0 has returned, so nobody was stopped
+    late = kernel.raises("%%ranks --timeout 0.5\nimport time\nif rank: time.sleep(60)")
+    assert late.error["ename"] == "RunTimeoutError"
+    assert_gone(ranks[1:], "a timeout")
+    after = kernel.run("%%ranks\nheld if rank == 0 else 'held' in globals()")
+    assert after.stdout == (
+        "[rank 1] this rank started afresh; the names of earlier cells are gone\n"
+        "rank 0: 3\nrank 1: False\n"
+    )
+    ranks = kernel.ranks(2)
+    cell = kernel.send("%%ranks\nprint('begun', flush=True)\nwhile True: pass")
+    cell.read_until(lambda cell: "begun" in str(cell.messages))
+    interrupt(kernel, cell, "a loop in a cell")
+    assert_gone(ranks, "an interrupt")
+    after = kernel.run("%%ranks\nrank").stdout.splitlines()
+    assert [line for line in after if "afresh" in line] == [
+        f"[rank {rank}] this rank started afresh; the names of earlier cells are gone"
+        for rank in range(2)
+    ]
+    assert after[2:] == ["rank 0: 0", "rank 1: 1"]
+    assert kernel.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_deadlock_in_a_cell_is_told_with_its_line(kernel):
+    kernel.run("%load_ext ddp_kit")
+    stuck = kernel.raises("%%ranks -n 2\n\ndist.recv(torch.zeros(1), src=1 - rank)")
+    assert stuck.error["ename"] == "DeadlockError"
+    assert "line 3, in <module>\n    dist.recv(torch.zeros(1), src=1 - rank)" in stuck.rendered
+    assert kernel.value("len(_ranks.waits)") == "2"
+    alone = kernel.raises("%%ranks -n 2 --only 0\ndist.barrier()")
+    assert alone.error["ename"] == "DeadlockError"
+    assert "for rank 1, which has returned without calling it" in alone.rendered
+
+
+# --- between the notebook and the ranks ----------------------------------------------------------
+
+
+def test_push_copies_to_the_ranks_and_pull_brings_back_a_list(notebook):
+    notebook.run("table, scale = {'a': 1}, lambda x: 10 * x")
+    notebook.run("%%ranks -n 2\npass")
+    notebook.run("%ranks push table scale")
+    notebook.run("%%ranks\ntable['a'] += scale(rank)\nall_of_it = torch.full((100_000,), rank)")
+    notebook.run("%ranks pull table all_of_it")
+    assert notebook.value("table, [t.sum().item() for t in all_of_it]") == (
+        "([{'a': 1}, {'a': 11}], [0, 100000])"
+    )
+    notebook.run("%ranks pull table --only 1")
+    assert notebook.value("table") == "{'a': 11}"
+    notebook.run("best = 7")
+    notebook.run("%ranks push best --only 0")
+    missing = notebook.raises("%ranks pull best")
+    assert "no 'best' on rank 1" in missing.rendered
+    notebook.run("%%ranks\nopen_file = open('/dev/null')")
+    unsendable = notebook.raises("%ranks pull open_file")
+    assert "open_file is a TextIOWrapper, which cannot be sent" in unsendable.rendered
+
+
+def test_names_of_rank_0_are_completed_in_its_cells_only(notebook):
+    notebook.run("here_only = 1")
+    notebook.run("%%ranks -n 2\nthere_only = torch.ones(1)")
+    assert complete(notebook, "%%ranks\nthere_o") == ["there_only"]
+    assert complete(notebook, "%%time\n%%ranks -n 2\nx = there_only.allc") == [
+        "there_only.allclose"
+    ]
+    assert complete(notebook, "there_o") == []
+    notebook.run("%ranks reset")
+    assert complete(notebook, "%%ranks\nthere_o") == []
+
+
+def test_a_rank_that_a_cell_kept_waiting_is_not_called_stuck_by_a_later_one(notebook):
+    """A group that a cell has made, and work that it left behind, do not confuse the next run."""
+    cell = notebook.run(
+        "%%ranks -n 2\nwork = dist.isend(torch.ones(1), 1) if rank == 0 else None\nrank"
+    )
+    assert "rank 0" in cell.stdout
+    wait_until(lambda: notebook.run("%%ranks\ndist.barrier()\nrank").stdout, 60, "the next cell")
+    assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
