@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import linecache
 import multiprocessing
@@ -66,6 +67,7 @@ def main(
     _keep_descriptors_from_children()
     _die_with(parent, pool)
     _send_prints_to(output)
+    builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
     board.answer_with_stacks()
     member = _Member(board)
     while True:
@@ -270,6 +272,19 @@ def _send_prints_to(output: Connection) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _refuse_input(prompt: object = "") -> NoReturn:
+    raise RuntimeError(
+        "a rank has no keyboard; ask in the notebook, and pass the answer on: "
+        "kit.run(worker, answer)"
+    )
+
+
+def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        "a rank has no keyboard for a debugger; print there, or debug what it calls in the notebook"
+    )
 
 
 def _leave(code: object) -> NoReturn:

@@ -331,3 +331,15 @@ def test_every_rank_of_a_deadlock_is_told_and_not_only_the_first_that_is_ended()
     with pytest.raises(kit.DeadlockError) as caught:
         kit.run(send_first)
     assert [wait.op for wait in caught.value.waits] == [f"send(dst={d})" for d in (1, 2, 3, 0)]
+
+
+def asks(rank, world_size):
+    return input("go on? ") if rank else breakpoint()
+
+
+def test_a_worker_that_asks_is_told_that_nobody_answers():
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(asks, world_size=2)
+    said = [caught.value.failures[rank].message for rank in range(2)]
+    assert "no keyboard for a debugger" in said[0]
+    assert "pass the answer on: kit.run(worker, answer)" in said[1]
