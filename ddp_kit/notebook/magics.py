@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
+import tokenize
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from IPython.core.completer import SimpleCompletion, completion_matcher
-from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -199,7 +200,7 @@ def _read_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
 
 
 def _check(source: str, file: str) -> bool:
-    """Raise SyntaxError where a rank would; return whether a semicolon hides the last value."""
+    """Raise SyntaxError where a rank would; return whether a last semicolon hides the value."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks give them
@@ -207,7 +208,9 @@ def _check(source: str, file: str) -> bool:
     except SyntaxError as error:
         _refuse_magic(error, source)
         raise
-    return bool(source.strip()) and DisplayHook.semicolon_at_end_of_expression(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = [t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip()]
+    return code[-1:] == [";"]
 
 
 def _refuse_magic(error: SyntaxError, source: str) -> None:
@@ -235,6 +238,14 @@ def load(shell: InteractiveShell) -> None:
     # Loaded once more, it still knows what is on the ranks.
     magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
     shell.register_magics(magics)
+
+    with suppress(ImportError):  # IPython 7, as in Colab, asks nobody else for names
+        _complete_names(shell, magics)
+
+
+def _complete_names(shell: InteractiveShell, magics: RanksMagics) -> None:
+    """Have Tab know the names of rank 0, in a cell that runs on ranks."""
+    from IPython.core.completer import SimpleCompletion, completion_matcher
 
     @completion_matcher(identifier="ddp_kit.ranks", api_version=2)
     def complete(context: Any) -> dict[str, Any]:

@@ -17,6 +17,8 @@ def cell_names() -> dict[str, str]:
     ipython = shell()
     if ipython is None:
         return {}
+    if not hasattr(ipython.compile, "format_code_name"):  # IPython 7, as in Colab: no numbers
+        return dict.fromkeys(linecache._ipython_cache, "Cell")  # type: ignore[attr-defined]
     names = {name: ipython.compile.format_code_name(name) for name in list(linecache.cache)}
     return {name: " ".join(label) for name, label in names.items() if label}
 
