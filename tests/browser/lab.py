@@ -1,7 +1,7 @@
 """JupyterLab in Chromium: one server and one browser for all tests of a file.
 
-    Server      a JupyterLab on an empty folder, with settings of its own
-    Document    a notebook open in a page of the browser, and what a learner does with it
+Server      a JupyterLab on an empty folder, with settings of its own
+Document    a notebook open in a page of the browser, and what a learner does with it
 """
 
 from __future__ import annotations
