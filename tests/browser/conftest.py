@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "notebooks"))
 
-import lab  # noqa: E402 - the line above is for it
+import lab
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,13 @@ PROMPTS = """count => {
 NUMBERED = """index => /\\[\\d+\\]/.test(
     document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[index].textContent)
 """
-PICTURES = """count => {
-    const pictures = [...document.querySelectorAll('.jp-RenderedImage img')];
-    return pictures.length === count && pictures.every(e => e.naturalWidth > 100);
+# A page is filled in pieces here too.
+SHOWS = """([pictures, outputs, tables]) => {
+    const all = selector => [...document.querySelectorAll(`.jp-Notebook ${selector}`)];
+    const images = all('.jp-RenderedImage img');
+    return images.length === pictures && images.every(e => e.naturalWidth > 100)
+        && all('.jp-OutputArea-output').length === outputs
+        && all('.jp-RenderedMarkdown table').length === tables;
 }"""
 DEAD = ("Error displaying widget", "Loading widget")
 
@@ -190,9 +194,9 @@ class Document:
         """Put the learner into a code cell."""
         self.cell(cell).locator(".jp-InputPrompt").click()
 
-    def wait_for_pictures(self, count: int) -> None:
-        """Wait until so many pictures are there, none of them broken."""
-        self.wait(PICTURES, arg=count)
+    def wait_until_it_shows(self, pictures: int, outputs: int, tables: int) -> None:
+        """Wait until so many of each are there; pictures count when they are not broken."""
+        self.wait(SHOWS, arg=[pictures, outputs, tables])
 
     def shown(self, cell: int) -> str:
         """All that a cell shows below its code."""
@@ -215,15 +219,6 @@ def notebook(*sources: str):
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     # Without a kernel's name JupyterLab asks in a dialog which kernel to start, and starts none.
     return nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
-
-
-def without_outputs(path: Path):
-    """Return a notebook as if nobody had run it."""
-    empty = nbformat.read(path, as_version=4)
-    for cell in empty.cells:
-        if cell.cell_type == "code":
-            cell.update(outputs=[], execution_count=None)
-    return empty
 
 
 # Cells of a run that cannot end and is no deadlock: rank 0 might send at any moment. They name

@@ -1,13 +1,50 @@
-"""Each notebook in JupyterLab, from top to bottom."""
+"""Each notebook in JupyterLab: as it was saved, and from top to bottom.
+
+Both in one page with one kernel, because opening costs as much as many a notebook.
+"""
 
 from __future__ import annotations
 
-import lab
+import re
+
+import nbformat
 import pytest
 from regenerate import all_notebooks
+from test_audit import (
+    errors_where_announced,
+    executed_in_order,
+    nothing_on_stderr,
+    shown_everywhere,
+)
+
+MOST = 600  # seconds for all cells of a notebook, on a machine that does other things too
+RULER = re.compile(r"^\|[\s:|-]+\|$", re.MULTILINE)  # the line below the header of a table
+
+
+def shows(notebook) -> tuple[int, int, int]:
+    """Count pictures, outputs and tables; an empty output is what a live view leaves."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [o for cell in code for o in cell.outputs if o.get("data") != {}]
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    prose = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    return pictures, len(outputs), len(RULER.findall(prose))
 
 
 @pytest.mark.parametrize("path", all_notebooks(), ids=lambda path: path.stem)
-def test_runs_from_top_to_bottom(open_notebook, path):
-    document = open_notebook(lab.without_outputs(path), path.stem)
-    document.run_all(600)
+def test_a_notebook_shows_all_as_saved_and_runs_from_top_to_bottom(open_notebook, path):
+    saved = nbformat.read(path, as_version=4)
+    pictures, outputs, tables = shows(saved)
+    document = open_notebook(saved, path.stem)
+    document.wait_until_it_shows(pictures, outputs, tables)
+    assert document.dead_widgets() == []
+
+    document.command("notebook:clear-all-cell-outputs")
+    document.wait_until_it_shows(0, 0, tables)
+    document.run_all(MOST)
+    ran = document.saved()
+    for rule in (executed_in_order, nothing_on_stderr, errors_where_announced, shown_everywhere):
+        assert list(rule(ran)) == []
+    now = shows(nbformat.from_dict(ran))
+    assert now[0] == pictures
+    document.wait_until_it_shows(*now)
+    assert document.dead_widgets() == []
