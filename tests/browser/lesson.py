@@ -1,4 +1,4 @@
-"""Each notebook in JupyterLab: as it was saved, and from top to bottom.
+"""A lesson in JupyterLab: as it was saved, and from top to bottom.
 
 Both in one page with one kernel, because opening costs as much as many a notebook.
 """
@@ -6,10 +6,10 @@ Both in one page with one kernel, because opening costs as much as many a notebo
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import lab
 import nbformat
-import pytest
-from regenerate import all_notebooks
 from test_audit import (
     errors_where_announced,
     executed_in_order,
@@ -30,8 +30,8 @@ def shows(notebook) -> tuple[int, int, int]:
     return pictures, len(outputs), len(RULER.findall(prose))
 
 
-@pytest.mark.parametrize("path", all_notebooks(), ids=lambda path: path.stem)
-def test_a_notebook_shows_all_as_saved_and_runs_from_top_to_bottom(open_notebook, path):
+def check(open_notebook: lab.OpenNotebook, path: Path) -> None:
+    """Open a committed notebook, look at it, clear it, run it, and look again."""
     saved = nbformat.read(path, as_version=4)
     pictures, outputs, tables = shows(saved)
     document = open_notebook(saved, path.stem)
