@@ -72,6 +72,8 @@ class Server:
         command += [f"--ServerApp.root_dir={self.folder}", "--ServerApp.port=0"]
         command += ["--ServerApp.ip=127.0.0.1", "--IdentityProvider.token="]
         command += ["--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True"]
+        # Else it asks a server on the internet whether there is a newer JupyterLab.
+        command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
         # The PATH is that of `make lab`.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         log = folder / "lab.log"
