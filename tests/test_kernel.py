@@ -8,7 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from kernels import ROOT, Cell, call
+from kernels import ROOT, call
 
 from ddp_kit.lessons import point_to_point
 
@@ -201,36 +201,6 @@ def test_bad_input_in_a_cell_is_answered_with_one_sentence(shared):
 # --- what a run shows ----------------------------------------------------------------------
 
 
-def test_lines_of_ranks_arrive_live_and_leave_no_trace_in_the_display(shared, tmp_path):
-    shared.run(
-        "def talk(rank, world_size, go):\n"
-        "    for line in ('one', 'two'):\n"
-        "        print(line, rank)\n"
-        "        while not pathlib.Path(go, line).exists():\n"
-        "            time.sleep(0.01)\n"
-    )
-    cell = shared.send(
-        f"print('before')\nkit.run(talk, {str(tmp_path)!r}, world_size=2)\nprint('after')"
-    )
-    try:
-        for line in ("one", "two"):  # no rank goes on before its line is on the screen
-            newest = f"[rank 0] {line} 0\n[rank 1] {line} 1"
-            cell.read_until(lambda cell, newest=newest: newest in on_screen(cell), seconds=20)
-            assert not cell.ended, f"{line!r} was not shown while the ranks were at work"
-            (tmp_path / line).touch()
-    finally:
-        for line in ("one", "two"):
-            (tmp_path / line).touch()
-        cell.finish()
-    first, *updates = cell.contents("display_data", "update_display_data")
-    assert updates[-1] == first, "nbval compares the first content with the last"
-    assert len(cell.contents("display_data")) == 1
-    assert cell.stdout == (
-        "before\n[rank 0] one 0\n[rank 0] two 0\n[rank 1] one 1\n[rank 1] two 1\nafter\n"
-    )
-    assert cell.stderr == ""
-
-
 def test_pictures_are_loaded_while_the_first_ranks_start(shared):
     shared.run("kit.run(lambda rank, world_size: None)")
     cell = shared.run(
@@ -241,39 +211,6 @@ def test_pictures_are_loaded_while_the_first_ranks_start(shared):
         "print('ddp_kit.plot' in sys.modules)"
     )
     assert cell.stdout == "True\n"
-
-
-def test_a_bar_for_each_rank_is_there_while_its_loop_lasts_and_not_afterwards(shared, tmp_path):
-    shared.run(
-        "def counts(rank, world_size, go):\n"
-        "    for step in kit.progress(range(4)):\n"
-        "        while step == 1 + rank and not pathlib.Path(go, 'on').exists():\n"
-        "            time.sleep(0.01)\n"
-        "    print('counted')\n"
-        "    while not pathlib.Path(go, 'end').exists():\n"
-        "        time.sleep(0.01)\n"
-    )
-    cell = shared.send(f"kit.run(counts, {str(tmp_path)!r}, world_size=2)\nprint('after')")
-    quarter, half = f"{'█' * 5}{'░' * 15} 1 of 4", f"{'█' * 10}{'░' * 10} 2 of 4"
-    try:
-        bars = f"[rank 0] {quarter}\n[rank 1] {half}"
-        cell.read_until(lambda cell: bars in on_screen(cell), seconds=20)
-        (tmp_path / "on").touch()
-        ended = "[rank 0] counted\n[rank 1] counted"
-        cell.read_until(lambda cell: ended in on_screen(cell), seconds=20)
-    finally:
-        (tmp_path / "on").touch()
-        (tmp_path / "end").touch()
-        cell.finish()
-    first, *updates = cell.contents("display_data", "update_display_data")
-    assert updates[-1] == first
-    assert "of 4" not in cell.stdout
-
-
-def on_screen(cell: Cell) -> str:
-    """What the cell's display shows at the moment."""
-    displays = cell.contents("display_data", "update_display_data")
-    return displays[-1]["data"].get("text/plain", "") if displays else ""
 
 
 def test_what_ranks_write_outside_python_stands_in_the_ranks_block(shared):

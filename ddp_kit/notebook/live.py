@@ -6,16 +6,20 @@ import functools
 import importlib
 import threading
 import warnings
+from collections.abc import Sequence
+from html import escape
 
 from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
 from ddp_kit.pool import leave, view
+from ddp_kit.pool.view import RankLine, heading
+from ddp_kit.trace import draw_bar, say_progress
 
 
 class NotebookView:
-    """A display that shows the newest line of each rank, and ends empty, as it began.
+    """A display that shows what each rank does, and ends empty, as it began.
 
     nbval compares what a display showed first, and the saved notebook holds what it showed
     last; both are nothing at all, so the live part disturbs neither. All runs of one cell
@@ -27,25 +31,60 @@ class NotebookView:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._shown = ""
+        self._shown: Sequence[RankLine] = []
         _load_pictures()
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
             NotebookView._handle = display({}, raw=True, display_id=True)
 
-    def update(self, newest: list[str], starting: bool = False) -> None:
-        """Show the newest line of each rank below a heading."""
-        lines = [f"[rank {rank}] {line[:100]}" for rank, line in enumerate(newest) if line]
-        text = "\n".join([view.heading(self._world_size, starting), *lines])
-        if text != self._shown:
-            self._shown = text
-            self._handle.update({"text/plain": text}, raw=True)
+    def update(self, lines: Sequence[RankLine]) -> None:
+        """Show what each rank does below a heading, as a table and as text."""
+        if lines != self._shown:
+            self._shown = lines
+            title = heading(self._world_size, lines)
+            both = {"text/html": as_table(title, lines), "text/plain": as_text(title, lines)}
+            self._handle.update(both, raw=True)
 
     def close(self) -> None:
         """Show nothing any more."""
         if self._shown:
+            self._shown = []
             self._handle.update({}, raw=True)
+
+
+def as_table(title: str, lines: Sequence[RankLine]) -> str:
+    """Write what ranks do as HTML that every front end shows: no style, no script."""
+    rows = "".join(_row(rank, line) for rank, line in enumerate(lines))
+    return f"<div>{title}</div><table>{rows}</table>"
+
+
+def _row(rank: int, line: RankLine) -> str:
+    done, total = line.progress or (0, None)
+    bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
+    number = say_progress(done, total) if line.progress else ""
+    # Only what was printed may take two lines: the table would be higher and lower all the time.
+    cells = [_unbroken(str(line)), bar, _unbroken(number), f"<samp>{escape(line.newest)}</samp>"]
+    # Front ends align cells to the right, as if all were numbers.
+    aligned = "".join(f'<td><div align="left">{cell}</div></td>' for cell in cells)
+    return f"<tr><th>{_unbroken(f'rank {rank}')}</th>{aligned}</tr>"
+
+
+def _unbroken(text: str) -> str:
+    return escape(text).replace(" ", "&nbsp;")
+
+
+def as_text(title: str, lines: Sequence[RankLine]) -> str:
+    """Write the same as text."""
+    doing = _padded([f"{line}  " for line in lines])
+    bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for line in lines])
+    rows = (f"[rank {r}] {doing[r]}{bars[r]}{line.newest}" for r, line in enumerate(lines))
+    return "\n".join([title, *map(str.rstrip, rows)])
+
+
+def _padded(cells: list[str]) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) for cell in cells]
 
 
 @functools.cache

@@ -25,13 +25,14 @@ from ddp_kit.pool.process import RankProcess, followed, why_not_ready
 from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.watch import Watch
-from ddp_kit.trace import EMPTY, Reading, join
+from ddp_kit.trace import EMPTY, Reading, join, read_wait
 from ddp_kit.verdict import mismatch, plainly_agree
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
 GRACE = 0.3  # seconds after each failure in which ranks that wait may yet report
 LONGEST_GRACE = 1.5  # seconds after the first failure when nobody is waited for any more
 REFRESH = 0.1  # seconds between two looks at the live view
+SHORTEST_WAIT = 200_000_000  # nanoseconds after which the live view says that a rank waits
 
 
 class Outcome:
@@ -105,8 +106,7 @@ class Outcome:
             now = time.monotonic()
             if now - self._looked >= REFRESH:
                 self._looked = now
-                newest = [rank.newest_line() for rank in self.ranks]
-                self._view.update(newest, starting=self._run is None)
+                self._view.update([self._line(number) for number in range(len(self.ranks))])
                 if not bad and self._cannot_end(now):
                     return False
             if len(self._raised) + len(self._died) > bad:  # each report may bring others
@@ -118,6 +118,24 @@ class Outcome:
             if now >= first_bad + LONGEST_GRACE or (now >= newest_bad + GRACE and self._all_wait()):
                 break
         return not bad
+
+    def _line(self, number: int) -> view.RankLine:
+        """Say in a line what a rank does at the moment."""
+        rank, seconds = self.ranks[number], None
+        if number in self._returned:
+            doing = "done"
+        elif number in self._raised:
+            doing = "raised"
+        elif number in self._died:
+            doing = "ended"
+        elif self._run is None or rank.board.head().run != self._run:
+            doing = "starting"
+        else:
+            doing = "computing"
+            now = time.monotonic_ns()
+            if wait := read_wait(rank.board, self._run, now - SHORTEST_WAIT):
+                doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
+        return view.RankLine(doing, seconds, rank.board.progress(), view.newest_line(rank.newest))
 
     def _cannot_end(self, now: float) -> bool:
         """Ask the watch, which looks only where nothing moves."""

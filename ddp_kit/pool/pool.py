@@ -2,7 +2,7 @@
 
      cell ── worker, args ──▶ WorkerPool ── cloudpickle bytes, one pipe a rank ──▶ worker.main
                                 │  ▲                                                   │
-      view ◀── newest lines ────┤  ├──── what it printed (fd 1 and 2) ─────────────────┤
+      view ◀── a line a rank ───┤  ├──── what it printed (fd 1 and 2) ─────────────────┤
     result ◀────────────────────┘  └──── what it returned, sent or raised ─────────────┘
 
 One thread, the cell's own, does all of the parent's work. It waits on the pipes and on the

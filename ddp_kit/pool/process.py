@@ -24,10 +24,11 @@ from ddp_kit.pool.children import MARK, descendants, handle_of, kill, marked
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Surroundings
 from ddp_kit.pool.modules import Stamp
-from ddp_kit.trace import Board, draw_bar, stacks
+from ddp_kit.trace import Board, stacks
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # no larger than a pipe holds, so one read empties it
+_NEWEST = 1000  # bytes of what was printed last that are there for the live view
 
 
 class Ends(NamedTuple):
@@ -106,6 +107,7 @@ class RankProcess:
         self.printing = True  # False once it has closed both its stdout and its stderr
         self._output = bytearray()
         self._cut = False
+        self.newest = b""  # what it has printed last
 
     @property
     def sentinel(self) -> int:
@@ -137,6 +139,7 @@ class RankProcess:
         self.printing = bool(data)
         room = OUTPUT_LIMIT - len(self._output)
         self._output += data[:room]
+        self.newest = (self.newest + data[-_NEWEST:])[-_NEWEST:]
         self._cut = self._cut or len(data) > room
         return bool(data)
 
@@ -151,15 +154,8 @@ class RankProcess:
         text = self._output.decode("utf-8", errors="replace")
         if self._cut:
             text += f"\n... cut here: a rank may print {OUTPUT_LIMIT:,} bytes in one run\n"
-        self._output, self._cut = bytearray(), False
+        self._output, self._cut, self.newest = bytearray(), False, b""
         return text
-
-    def newest_line(self) -> str:
-        """Return the last line printed so far, behind the bar of a loop that tells its progress."""
-        lines = bytes(self._output[-400:]).decode("utf-8", errors="replace").split("\n")
-        printed = next((line for line in reversed(lines) if line.strip()), "")
-        at = self.board.progress()
-        return printed if at is None else f"{draw_bar(*at)}  {printed}".rstrip()
 
     def stacks(self) -> list[list[Frame]]:
         """Ask the rank which lines it runs: those of each thread, the main thread's first.

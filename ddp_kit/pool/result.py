@@ -45,5 +45,9 @@ def print_output(output: Sequence[str]) -> None:
     """Print what the ranks printed: ranks ascending, each line behind its rank."""
     for rank, text in enumerate(output):
         for line in text.removesuffix("\n").split("\n") if text else []:
-            # A terminal would show what follows the last carriage return.
-            print(f"[rank {rank}] {line.rstrip(chr(13)).rsplit(chr(13), 1)[-1]}".rstrip())
+            print(f"[rank {rank}] {as_seen(line)}".rstrip())
+
+
+def as_seen(line: str) -> str:
+    """Return what a terminal would show of a line: what follows its last carriage return."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]

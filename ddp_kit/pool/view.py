@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Protocol
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ddp_kit.failures import count
+from ddp_kit.pool.result import as_seen
+from ddp_kit.trace import draw_bar
+
+LONGEST_LINE = 100  # characters that are shown of what a rank printed
+
+# Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
+
+
+class RankLine(NamedTuple):
+    """What one rank does at one moment of a run."""
+
+    doing: str  # "starting", "computing", "waiting in recv(src=1)", "done", "raised" or "ended"
+    seconds: float | None = None  # for how long it has waited, to a tenth; None: it does not
+    progress: tuple[int, int | None] | None = None  # of a loop: steps done, and all, if known
+    newest: str = ""  # the last line that it printed
+
+    def __str__(self) -> str:
+        return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,.1f} s"
 
 
 class View(Protocol):
-    """Shows the newest line of each rank while a run lasts."""
+    """Shows what each rank does while a run lasts."""
 
-    def update(self, newest: list[str], starting: bool = False) -> None:
-        """Show the newest line of each rank; called ten times a second at most.
-
-        starting: the processes are still on their way, and no worker was called yet.
-        """
+    def update(self, lines: Sequence[RankLine]) -> None:
+        """Show what each rank does; called ten times a second at most."""
 
     def close(self) -> None:
         """Take away what `update` has shown."""
 
 
-def heading(world_size: int, starting: bool) -> str:
-    """Say what the ranks do: "4 ranks at work"."""
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    if starting:
+def heading(world_size: int, lines: Sequence[RankLine]) -> str:
+    """Say what the ranks do together: "4 ranks at work"."""
+    ranks = count(world_size, "rank")
+    if all(line.doing == "starting" for line in lines):
         return f"{ranks} {'is' if world_size == 1 else 'are'} starting"
     return f"{ranks} at work"
+
+
+def newest_line(printed: bytes) -> str:
+    """Return the last line that says something, or its beginning, without control characters."""
+    lines = printed.decode("utf-8", errors="replace").split("\n")
+    shown = (_ESCAPE.sub("", as_seen(line)).strip()[:LONGEST_LINE] for line in reversed(lines))
+    text = next(filter(None, shown), "")
+    return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
 class TerminalView:
@@ -35,20 +65,53 @@ class TerminalView:
         self._world_size = world_size
         self._shown = ""
 
-    def update(self, newest: list[str], starting: bool = False) -> None:
-        """Show the newest line of the lowest rank that has printed."""
-        line = next((f"[rank {r}] {text}" for r, text in enumerate(newest) if text), "")
-        line = line or heading(self._world_size, starting)
-        if sys.stderr.isatty() and line != self._shown:
+    def update(self, lines: Sequence[RankLine]) -> None:
+        """Show what there is to say in one line."""
+        if not sys.stderr.isatty():
+            return
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        line = _cut(self._in_one(lines), columns - 1)  # a full line would wrap
+        if line != self._shown:
             self._shown = line
-            sys.stderr.write(f"\r\x1b[K{line[:78]}")
+            sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
+
+    def _in_one(self, lines: Sequence[RankLine]) -> str:
+        """Say how far the slowest rank is, or who waits, or what was printed last."""
+        loops = [(line.progress, rank) for rank, line in enumerate(lines) if line.progress]
+        if loops:
+            (done, total), rank = min(loops, key=lambda at: at[0][0] / (at[0][1] or 1))
+            return f"[rank {rank}] {draw_bar(done, total)}"
+        if {line.doing for line in lines} - {"starting", "computing"}:
+            return in_short(lines)
+        printed = (f"[rank {rank}] {line.newest}" for rank, line in enumerate(lines) if line.newest)
+        return next(printed, heading(self._world_size, lines))
 
     def close(self) -> None:
         """Wipe the line."""
         if self._shown:
+            self._shown = ""
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def in_short(lines: Sequence[RankLine]) -> str:
+    """Count what ranks do: "4 ranks: 2 computing, 2 waiting in recv 3.1 s", the longest wait."""
+    kinds = [line._replace(doing=line.doing.partition("(")[0]) for line in lines]
+    said = []
+    for doing, many in Counter(line.doing for line in kinds).items():
+        longest = max((line for line in kinds if line.doing == doing), key=lambda k: k.seconds or 0)
+        said.append(f"{many} {longest}")
+    return f"{count(len(lines), 'rank')}: {', '.join(said)}"
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return what fits into so many columns of a terminal."""
+    for at, char in enumerate(text):
+        columns -= 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if columns < 0:
+            return text[:at]
+    return text
 
 
 # `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.

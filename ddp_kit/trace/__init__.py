@@ -13,8 +13,8 @@ from ddp_kit.trace.call_site import describe_line, is_own, own_frame
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.folder import TraceFolder, load_trace
 from ddp_kit.trace.parts import Clock, Part, join_parts
-from ddp_kit.trace.progress import draw_bar, progress
-from ddp_kit.trace.reading import Reading, join
+from ddp_kit.trace.progress import draw_bar, progress, say_progress
+from ddp_kit.trace.reading import Reading, join, read_wait
 from ddp_kit.trace.recording import recording, unrecorded
 from ddp_kit.trace.unnamed import unnamed_file
 
@@ -38,7 +38,9 @@ __all__ = [
     "load_trace",
     "own_frame",
     "progress",
+    "read_wait",
     "recording",
+    "say_progress",
     "unnamed_file",
     "unrecorded",
 ]

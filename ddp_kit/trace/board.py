@@ -118,6 +118,7 @@ class Board:
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
         self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
+        self._found = 0, 0, b""  # the text that was looked up last: its run, its number
 
     def __reduce__(self) -> tuple:
         return Board, (reduction.DupFd(self._file.fileno()),)  # while a process is being spawned
@@ -257,6 +258,24 @@ class Board:
             if self.head() == head:
                 return Log(head, counts, texts, rows)
         return Log(head._replace(waiting=-1), counts, texts, rows)
+
+    def waiting(self, run: int, since: int) -> tuple[Row, bytes] | None:
+        """Return the event that the worker waits for, and its text; quicker than to `read` all.
+
+        None: it is not in this run, does not wait, began to after `since`, or has just moved on.
+        """
+        head = self.head()
+        if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
+            return None
+        row = Row(*_ROW.unpack_from(self._page, _row_at(head.waiting)))
+        texts = b""
+        if row.waited <= since and self._found[:2] != (run, row.what):
+            texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
+        if self.head() != head or row.waited > since or not row.what:
+            return None
+        if texts:
+            self._found = run, row.what, texts.split(b"\n", row.what)[row.what - 1]
+        return row, self._found[2]
 
     def read_stacks(self) -> str:
         """Return what the rank has answered so far in this run."""

@@ -16,10 +16,11 @@ from ddp_kit.trace.board import (
     LIMITED,
     LOOKED_AFTER,
     VOID,
+    Board,
     Log,
     Row,
 )
-from ddp_kit.trace.events import Event, Group, Trace
+from ddp_kit.trace.events import Event, Group, Trace, say_call
 
 _NOBODY = Group("", ())
 _BLOCKING = ("send", "recv")  # they give nothing that one could wait for
@@ -44,25 +45,47 @@ def _read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
             counted.append((kind, peer, tag, read[group] or _NOBODY))
             read.append(None)
         else:
-            op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes, device = text
-            inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
-            read.append(
-                {
-                    "op": op,
-                    "kind": "recv" if kind == "any" else kind,
-                    "method": method,
-                    "group": read[group] or _NOBODY,
-                    "root": root,
-                    "dtype": dtype,
-                    "inputs": inputs,
-                    "outputs": outputs,
-                    "splits": splits,
-                    "reduce_op": reduce_op,
-                    "nbytes": nbytes,
-                    "device": device,
-                }
-            )
+            call = _read_call(*text)
+            read.append(call | {"group": read[call["group"]] or _NOBODY})
     return read, counted
+
+
+def _read_call(op: str, kind: str, method: str, group: int, *text: Any) -> dict[str, Any]:
+    """Return what the text of a call says, by the names of Event; the group is a number still."""
+    root, dtype, *shapes, reduce_op, nbytes, device = text
+    inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
+    return {
+        "op": op,
+        "kind": "recv" if kind == "any" else kind,
+        "method": method,
+        "group": group,
+        "root": root,
+        "dtype": dtype,
+        "inputs": inputs,
+        "outputs": outputs,
+        "splits": splits,
+        "reduce_op": reduce_op,
+        "nbytes": nbytes,
+        "device": device,
+    }
+
+
+def read_wait(board: Board, run: int, since: int) -> tuple[str, int] | None:
+    """Return what a rank waits in, as in "recv(src=1)", and when that began; None: in nothing.
+
+    A wait that began after `since` is left out. Times are nanoseconds of the monotonic clock.
+    """
+    found = board.waiting(run, since)
+    if found is None:
+        return None
+    row, text = found
+    return _call(row.peer, row.tag, text), row.waited
+
+
+@functools.lru_cache(maxsize=256)
+def _call(peer: int, tag: int, text: bytes) -> str:
+    call = _read_call(*json.loads(text)[1:])
+    return say_call(call["op"], call["method"], None if peer < 0 else peer, tag, call["root"])
 
 
 class Reading:

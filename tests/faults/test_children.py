@@ -55,7 +55,7 @@ def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
         return f"{path}{rank}"
 
     class Watching:
-        def update(self, newest, starting=False):
+        def update(self, lines):
             if os.path.exists(f"{path}0.done") and not found:
                 with open(f"{path}0.done") as file:
                     found.extend(psutil.Process(int(number)) for number in file.read().split())

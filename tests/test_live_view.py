@@ -1,0 +1,366 @@
+"""What a learner sees while a run lasts: in a real kernel, on a terminal, and as plain data."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from html import unescape
+from pathlib import Path
+
+import pytest
+from kernels import ENVIRONMENT, Cell
+
+import ddp_kit as kit
+from ddp_kit.notebook.live import as_table, as_text
+from ddp_kit.pool.view import RankLine, TerminalView, heading, in_short, newest_line
+from ddp_kit.trace import Board, Reading, read_wait
+from ddp_kit.trace.board import EVENTS
+
+# --- in a notebook -------------------------------------------------------------------------
+
+DEMO = """
+def seen(go, name):
+    while not pathlib.Path(go, name).exists():
+        time.sleep(0.01)
+
+def demo(rank, world_size, go):
+    print("\\x1b[31mred\\x1b[0m", rank, "<b>bold</b> & more\\n")
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)
+    elif rank == 1:
+        for step in kit.progress(range(4)):
+            if step == 3:
+                print("10%\\r75%\\r", end="", flush=True)
+                seen(go, "on")
+        dist.send(torch.zeros(1), dst=0)
+        seen(go, "end")
+"""
+WAITING = re.compile(r"waiting in recv\(src=1\) +(\d+\.\d) s")
+
+
+def texts(cell: Cell) -> list[str]:
+    """What the cell's display has shown, as text, from the first content to the newest."""
+    displays = cell.contents("display_data", "update_display_data")
+    return [content["data"].get("text/plain", "") for content in displays]
+
+
+def on_screen(cell: Cell) -> str:
+    return next(iter(texts(cell)[-1:]), "")
+
+
+def words(html: str) -> list[list[str]]:
+    """The cells of each row of the table, tags aside."""
+    rows = re.findall(r"<tr>(.*?)</tr>", html)
+    cells = ([re.sub("<.*?>", "", c) for c in re.findall(r"<t[hd]>(.*?)</t[hd]>", r)] for r in rows)
+    return [[unescape(cell).replace("\xa0", " ") for cell in row] for row in cells]
+
+
+def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, tmp_path):
+    shared.run(DEMO)
+    sent = time.monotonic()
+    cell = shared.send(f"print('before')\nkit.run(demo, {str(tmp_path)!r}, world_size=3)")
+
+    def waits_for_a_while(cell: Cell) -> bool:
+        found = WAITING.search(on_screen(cell))
+        return found is not None and float(found[1]) >= 0.6
+
+    try:
+        cell.read_until(waits_for_a_while, seconds=20)
+        assert not cell.ended, "the wait was not shown while it lasted"
+        stuck = cell.contents("update_display_data")[-1]["data"]
+        (tmp_path / "on").touch()
+        cell.read_until(lambda cell: "[rank 0] done" in on_screen(cell), seconds=20)
+        assert not cell.ended, "a rank that is done was not shown beside one at work"
+        late = on_screen(cell)
+    finally:
+        (tmp_path / "on").touch()
+        (tmp_path / "end").touch()
+        cell.finish()
+    lasted = time.monotonic() - sent
+
+    assert stuck.keys() == {"text/html", "text/plain"}
+    waited = WAITING.search(stuck["text/plain"])[0]
+    bar = f"{'█' * 15}{'░' * 5} 3 of 4"
+    assert stuck["text/plain"].splitlines() == [
+        "3 ranks at work",
+        f"[rank 0] {waited}  {' ' * len(bar)}  red 0 <b>bold</b> & more",
+        f"[rank 1] {'computing':{len(waited)}}  {bar}  75%",
+        f"[rank 2] {'done':{len(waited)}}  {' ' * len(bar)}  red 2 <b>bold</b> & more",
+    ]
+    assert words(stuck["text/html"]) == [
+        ["rank 0", waited, "", "", "red 0 <b>bold</b> & more"],
+        ["rank 1", "computing", "", "3 of 4", "75%"],
+        ["rank 2", "done", "", "", "red 2 <b>bold</b> & more"],
+    ]
+    assert stuck["text/html"].startswith("<div>3 ranks at work</div>")
+    assert stuck["text/html"].count('<progress value="3" max="4"></progress>') == 1
+    assert "<b>" not in stuck["text/html"], "what a rank prints is no HTML"
+    assert re.search(r"\[rank 1\] computing +75%", late), "the bar went with its loop"
+
+    seconds = [float(found[1]) for text in texts(cell) if (found := WAITING.search(text))]
+    assert seconds == sorted(set(seconds)), "a wait grows, and each content is a new one"
+    assert min(seconds) >= 0.2, "a wait is told when it has lasted a little"
+    first, *updates = cell.contents("display_data", "update_display_data")
+    assert first["data"] == {} == updates[-1]["data"], "nbval compares the two"
+    assert len(cell.contents("display_data")) == 1
+    assert len(updates) <= 10 * lasted + 1
+    red = "\x1b[31mred\x1b[0m"
+    assert cell.stdout == (
+        f"before\n[rank 0] {red} 0 <b>bold</b> & more\n[rank 0]\n"
+        f"[rank 1] {red} 1 <b>bold</b> & more\n[rank 1]\n[rank 1] 75%\n"
+        f"[rank 2] {red} 2 <b>bold</b> & more\n[rank 2]\n"
+    )
+    assert cell.stderr == ""
+
+
+# --- on a terminal -------------------------------------------------------------------------
+
+SCRIPT = """
+import time
+import torch, torch.distributed as dist
+import ddp_kit as kit
+
+def worker(rank, world_size):
+    print("printed by", rank)
+    time.sleep(0.5)
+    if rank == 0:
+        dist.recv(torch.zeros(1), src=1)
+    elif rank == 1:
+        time.sleep(1)
+        for step in kit.progress(range(2)):
+            time.sleep(0.5)
+        dist.send(torch.zeros(1), dst=0)
+
+kit.run(worker, world_size=2)
+print("after")
+"""
+
+
+def run_on_terminal(script: Path, columns: int) -> tuple[str, str]:
+    """Run a script whose stderr is a terminal; return what it wrote to stdout, and to there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, str(script)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": theirs}
+    process = subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes)
+    os.close(theirs)
+    shown = b""
+    try:
+        while True:
+            try:
+                shown += os.read(ours, 1 << 16)
+            except OSError:  # nobody has the other end any more
+                break
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return printed, shown.decode()
+
+
+def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    said = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
+    printed, shown = run_on_terminal(script, columns=50)
+    assert printed == said
+    lines = shown.split("\r\x1b[K")
+    assert lines[0] == lines[-1] == "", "it began and ended with nothing"
+    assert "2 ranks are starting" in lines
+    assert "[rank 0] printed by 0" in lines
+    assert any(re.fullmatch(r"2 ranks: 1 waiting in recv 0\.\d s, 1 computing", x) for x in lines)
+    assert f"[rank 1] {'█' * 10}{'░' * 10} 1 of 2" in lines
+    assert "\n" not in shown
+
+    done = subprocess.run(
+        [sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (said, "")
+
+
+class Terminal:
+    """Stands for stderr: a terminal of so many columns, which remembers what was written."""
+
+    def __init__(self, columns: int) -> None:
+        self.ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.written = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.theirs
+
+    def write(self, text: str) -> None:
+        self.written += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "line"),
+    [
+        (80, [RankLine("starting")] * 2, "2 ranks are starting"),
+        (80, [RankLine("computing")] * 2, "2 ranks at work"),
+        (80, [RankLine("computing"), RankLine("computing", newest="loss 1")], "[rank 1] loss 1"),
+        (
+            80,
+            [RankLine("done", newest="loss 1"), RankLine("computing")],
+            "2 ranks: 1 done, 1 computing",
+        ),
+        (
+            80,
+            [RankLine("waiting in barrier", 2.0), RankLine("computing", None, (3, None))],
+            "[rank 1] 3",
+        ),
+        (
+            80,
+            [RankLine("computing", None, (3, 4)), RankLine("computing", None, (1, 2))],
+            f"[rank 1] {'█' * 10}{'░' * 10} 1 of 2",
+        ),
+        (20, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 10}"),
+        (20, [RankLine("computing", newest="語" * 90)], f"[rank 0] {'語' * 5}"),
+        (0, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 70}"),  # nobody knows
+    ],
+)
+def test_the_line_of_a_terminal_says_one_thing_and_fits(monkeypatch, columns, lines, line):
+    terminal = Terminal(columns)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    view = TerminalView(len(lines))
+    view.update(lines)
+    view.update(lines)  # the same is not written again
+    view.close()
+    view.close()
+    assert terminal.written == f"\r\x1b[K{line}\r\x1b[K"
+    os.close(terminal.ours)
+    os.close(terminal.theirs)
+
+
+# --- as plain data -------------------------------------------------------------------------
+
+
+def test_ranks_that_do_the_same_are_counted():
+    waits = [RankLine(f"waiting in recv(src={src})", src / 10) for src in (31, 1)]
+    lines = [*waits, RankLine("computing"), RankLine("raised"), RankLine("computing")]
+    assert in_short(lines) == "5 ranks: 2 waiting in recv 3.1 s, 2 computing, 1 raised"
+    assert in_short([RankLine("done")]) == "1 rank: 1 done"
+    assert heading(1, [RankLine("starting")]) == "1 rank is starting"
+    assert heading(2, [RankLine("starting"), RankLine("computing")]) == "2 ranks at work"
+
+
+def test_a_loop_of_unknown_length_has_a_number_in_place_of_a_bar():
+    lines = [RankLine("computing", None, (1200, None))]
+    assert as_text("1 rank at work", lines) == "1 rank at work\n[rank 0] computing  1,200"
+    assert words(as_table("1 rank at work", lines)) == [["rank 0", "computing", "", "1,200", ""]]
+    assert "<progress" not in as_table("1 rank at work", lines)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (b"", ""),
+        (b"one\ntwo\n\n  \n", "two"),
+        (b"one\ntw", "tw"),
+        (b"10%\r20%\r30%", "30%"),
+        (b"10%\r20%\r", "20%"),
+        (b"windows\r\n", "windows"),
+        (b"\x1b[1;31mred\x1b[0m\x1b[K \x1b]0;title\x07text\x1b[A\n", "red text"),
+        (b"cut short\x1b[3", "cut short"),
+        (b"line\n\x1b[0m\n", "line"),
+        (b"a\x00\x08\tb\x7fc\xc2\x9bd", "a   b c d"),
+        ("left\u202eright".encode(), "left right"),
+        (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}" * 2),
+        (b"x" * 1000, "x" * 100),
+    ],
+)
+def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
+    assert newest_line(printed) == shown
+
+
+def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
+    def flood(rank, world_size):
+        print("x" * 10_000_000)
+        print("newest")
+        while not Path(tmp_path, "seen").exists():
+            time.sleep(0.01)
+
+    class Watching:
+        def update(self, lines):
+            shown.append(lines[0].newest)
+            if shown[-1] == "newest":
+                Path(tmp_path, "seen").touch()
+
+        def close(self):
+            pass
+
+    shown: list[str] = []
+    monkeypatch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+    kit.run(flood, world_size=1, timeout=60)
+    assert shown[-1] == "newest", "what is printed beyond the limit of the output is shown"
+    assert set(shown) <= {"", "x" * 100, "newest"}
+
+
+# --- what the board tells ------------------------------------------------------------------
+
+TEXTS = [["group", "g", [0, 1]], ["count", "recv", 1, 0, 1], ["line", "f", 1, "w", "recv()"]]
+CALL = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], None, 4, "cpu"]
+NOW = 10**12
+
+
+def waiting_board(events: int = 1) -> Board:
+    """A board on which the newest event, in run 7, is waited for since NOW."""
+    board = Board()
+    board.begin(7, NOW)
+    for text in [*TEXTS, ["call", "send", *CALL[2:]], CALL]:
+        board.add_text(text)
+    for index in range(events):
+        board.add_row(4 + (index == events - 1), 3, 1, 0, 5, 0, NOW, 0, 0)
+    board.begin_wait(events - 1, NOW, False, True)
+    return board
+
+
+def test_a_wait_is_read_as_a_reading_of_the_whole_board_has_it():
+    for events in (1, EVENTS, EVENTS + 3):
+        board = waiting_board(events)
+        assert read_wait(board, 7, NOW) == ("recv(src=1, tag=5)", NOW)
+        assert Reading(0, board.read()).waiting.call == "recv(src=1, tag=5)"
+        assert read_wait(board, 7, NOW - 1) is None, "it is too short"
+        assert read_wait(board, 6, NOW) is None, "it is of another run"
+        board.end_wait(events - 1, NOW, True)
+        assert read_wait(board, 7, NOW) is None, "it is over"
+        board.begin(8, NOW)
+        board.add_text(["group", "g", [0, 1]])
+        board.add_text(["call", "barrier", "collective", "barrier", *CALL[4:]])
+        board.begin_wait(board.add_row(2, 0, -1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
+        assert read_wait(board, 8, NOW) == ("barrier", NOW), "no text of the run before is shown"
+        board.close()
+
+
+def test_a_wait_without_room_for_its_text_or_its_row_is_not_told():
+    board = waiting_board()
+    board.begin_wait(board.add_row(0, 0, 1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
+    assert read_wait(board, 7, NOW) is None
+    board.begin_wait(0, NOW, False, True)
+    for _ in range(EVENTS):
+        board.add_row(4, 3, 1, 0, 0, 0, NOW, 0, 0)
+    assert read_wait(board, 7, NOW) is None
+    board.close()
+
+
+def test_a_rank_that_moves_on_while_it_is_read_does_not_wait(monkeypatch):
+    board = waiting_board()
+    head = board.head
+    heads = [head(), head()._replace(moves=99)]
+    monkeypatch.setattr(board, "head", lambda: heads.pop(0))
+    assert read_wait(board, 7, NOW) is None
+    board.close()
