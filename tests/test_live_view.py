@@ -339,9 +339,9 @@ def test_a_wait_is_read_as_a_reading_of_the_whole_board_has_it():
         board.end_wait(events - 1, NOW, True)
         assert read_wait(board, 7, NOW) is None, "it is over"
         board.begin(8, NOW)
-        board.add_text(["group", "g", [0, 1]])
-        board.add_text(["call", "barrier", "collective", "barrier", *CALL[4:]])
-        board.begin_wait(board.add_row(2, 0, -1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
+        for text in [*TEXTS, CALL, ["call", "barrier", "collective", "barrier", *CALL[4:]]]:
+            board.add_text(text)
+        board.begin_wait(board.add_row(5, 0, -1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
         assert read_wait(board, 8, NOW) == ("barrier", NOW), "no text of the run before is shown"
         board.close()
 
