@@ -18,6 +18,7 @@ from ddp_kit.errors import (
     BackendError,
     DataError,
     DeadlockError,
+    ExerciseError,
     KitError,
     MismatchError,
     ModelError,
@@ -35,7 +36,7 @@ from ddp_kit.pool.cells import shell
 from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
-    from ddp_kit import lessons, model, plot
+    from ddp_kit import check, lessons, model, plot
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "BackendError",
     "DataError",
     "DeadlockError",
+    "ExerciseError",
     "KitError",
     "MismatchError",
     "ModelError",
@@ -55,6 +57,7 @@ __all__ = [
     "RunTimeoutError",
     "TraceError",
     "WorkerPool",
+    "check",
     "device",
     "doctor",
     "lessons",
@@ -67,7 +70,8 @@ __all__ = [
     "torchrun",
 ]
 
-_LAZY = {"lessons", "model", "plot"}  # a rank has no use for them, and matplotlib takes its time
+# A rank has no use for them, and matplotlib takes its time.
+_LAZY = {"check", "lessons", "model", "plot"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,8 @@
     ├── RunTimeoutError       timeout= went by        .unfinished
     ├── DeadlockError         ranks wait for ever     .fact, .waits, .returned, .mend
     ├── MismatchError         ranks do not agree      .fact, .calls, .mend, .failures, .result
-    └── ProofError            a lesson's claim did not hold
+    ├── ProofError            a lesson's claim did not hold
+    └── ExerciseError         an answer is not right yet  .error, .trace
 
     try:
         kit.run(worker)
@@ -77,6 +78,26 @@ class ModelError(KitError, ValueError):
 
 class ProofError(KitError, AssertionError):
     """What a lesson claims did not hold on this machine."""
+
+
+class ExerciseError(KitError, AssertionError):
+    """An answer to an exercise is not right yet.
+
+    error: the kit's own error if the run failed, such as a DeadlockError, else None. trace: the
+    Trace of the run that was wrong, None where there is none.
+    """
+
+    def __init__(self, said: str, error: KitError | None = None, trace: Any = None):
+        self.error, self.trace = error, trace
+        super().__init__(said, error, trace)
+
+    def __str__(self) -> str:
+        return "\n".join([self.args[0], *([str(self.error)] if self.error else [])])
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the sentence, and the run's own error with its cells (IPython calls this)."""
+        inner = self.error._render_traceback_() if self.error else []
+        return [f"{type(self).__name__}: {self.args[0]}", *inner]
 
 
 class _RunError(KitError):

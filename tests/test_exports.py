@@ -19,12 +19,17 @@ def test_public_names_are_sorted_and_exist():
 
 def test_every_error_is_a_kit_error():
     errors = [getattr(kit, name) for name in kit.__all__ if name.endswith("Error")]
-    assert len(errors) == 12
+    assert len(errors) == 13
     assert all(issubclass(error, kit.KitError) for error in errors)
 
 
 def test_completion_offers_pictures_and_no_modules():
     assert dir(kit.plot) == sorted(kit.plot.__all__)
+
+
+def test_completion_offers_graders_and_no_modules():
+    assert dir(kit.check) == sorted(kit.check.__all__)
+    assert all(name.startswith("exercise_") for name in kit.check.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():

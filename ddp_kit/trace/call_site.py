@@ -15,7 +15,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
     | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
-    | {os.path.join(_PACKAGE, name) + os.sep for name in ("launch", "mpi", "pool", "trace")}
+    | {
+        os.path.join(_PACKAGE, name) + os.sep
+        for name in ("check", "launch", "mpi", "pool", "trace")
+    }
     | {"<frozen "}
 )
 

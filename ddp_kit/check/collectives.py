@@ -1,0 +1,208 @@
+"""Graders of lesson 02: collectives made of messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+from ddp_kit.failures import count, name_ranks
+from ddp_kit.trace import Trace
+from ddp_kit.trace.logical import steps
+
+
+def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
+    """Grade `broadcast(tensor, src)` on 1 to 5 ranks, from each of them.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("2.1", "broadcast(tensor, src)", broadcast)
+    for world_size in SIZES:
+        for src in range(world_size):
+            held = brought(world_size, 5)
+            case = f"broadcast(tensor, src={src})"
+            result = grader.run(in_place, held, src, world_size=world_size, case=case)
+            grader.only_messages()
+            grader.compare(
+                [held[src]] * world_size,
+                result,
+                "hold",
+                lambda: (
+                    "Rank `src` sends, and that need not be rank 0. All others receive into "
+                    "their own `tensor`."
+                ),
+            )
+            others = world_size - 1
+            grader.sends(others, 20 * others, "Each rank but `src` must receive just once.")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, from every src")
+
+
+def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
+    """Grade `tree_reduce(tensor)` on 1 to 5 ranks: the sum on rank 0, in log2 rounds.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("2.2", "tree_reduce(tensor)", tree_reduce)
+    for world_size in SIZES:
+        held = brought(world_size, 5)
+        result = grader.run(in_place, held, world_size=world_size)
+        grader.only_messages()
+        grader.compare(
+            [sum(held[1:], held[0])],
+            result.values[:1],
+            "hold",
+            lambda: (
+                "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
+                "round still takes part in the next one: 3 and 5 are no powers of two."
+            ),
+        )
+        others = world_size - 1
+        grader.sends(others, 20 * others, "Each rank but 0 sends once, and is then done.")
+        needed, most = rounds(result.trace), math.ceil(math.log2(world_size))
+        if needed > most:
+            grader.fail(
+                f"right, but it takes {count(needed, 'round')}, where {most} are enough",
+                hint="In a round every rank can be in one message. Let pairs of ranks work at the "
+                "same time, so that half of those who still have something send it.",
+            )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, in 0, 1, 2, 2 and 3 rounds")
+
+
+def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
+    """Grade `all_gather(pieces, tensor)` on 1 to 5 ranks, in bytes, too.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("2.3", "all_gather(pieces, tensor)", all_gather)
+    for world_size in SIZES:
+        held = brought(world_size, 3)
+        result = grader.run(_all_gather, held, world_size=world_size)
+        grader.only_messages()
+        grader.compare(
+            [held] * world_size,
+            result,
+            "hold",
+            lambda: (
+                "`pieces[r]` is what rank r brought, on every rank. What a rank passes on in "
+                "a step is the piece that came in the step before."
+            ),
+        )
+        messages = world_size * (world_size - 1)
+        grader.sends(
+            messages,
+            12 * messages,
+            "Each rank lacks the pieces of all others, and needs each of them once.",
+        )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece came to each rank once")
+
+
+def exercise_2_4(gather: Callable[[torch.Tensor, int], Any]) -> None:
+    """Grade `gather(tensor, dst)` on 1 to 5 ranks whose tensors have unequal lengths.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("2.4", "gather(tensor, dst)", gather)
+    for world_size in SIZES:
+        # Lengths 2, 0, 3, 1, 5: an empty tensor is among them.
+        held = [
+            tensor[: (2, 0, 3, 1, 5)[rank]] for rank, tensor in enumerate(brought(world_size, 5))
+        ]
+        for dst in range(world_size):
+            case = f"gather(tensor, dst={dst})"
+            result = grader.run(_gather, held, dst, world_size=world_size, case=case)
+            grader.only_messages()
+            grader.compare(
+                [held if rank == dst else None for rank in range(world_size)],
+                result,
+                "return",
+                lambda: (
+                    "Rank `dst` returns what each rank brought, in rank order; all others "
+                    "return None. `dst` must make room for as many numbers as will come."
+                ),
+            )
+            others = world_size - 1
+            numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
+            grader.sends(
+                2 * others,
+                8 * others + 4 * numbers,
+                "A length and then as many numbers: each rank but `dst` sends these two, to `dst`.",
+            )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, to every dst, also for an empty tensor")
+
+
+def exercise_2_5(barrier: Callable[[], Any]) -> None:
+    """Grade `barrier()` on 1 to 5 ranks, by what each rank could know when it left.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("2.5", "barrier()", barrier)
+    for world_size in SIZES:
+        result = grader.run(_barrier, world_size=world_size)
+        grader.only_messages()
+        early = {
+            rank: unknown
+            for rank, known in enumerate(known_at_the_end(result.trace))
+            if (unknown := set(range(world_size)) - known)
+        }
+        if early:
+            grader.fail(
+                "a rank may leave too early",
+                *(
+                    f"rank {rank} leaves without having heard of {name_ranks(unknown)}"
+                    for rank, unknown in early.items()
+                ),
+                hint="A rank hears that another has come by a message from it, or from somebody "
+                "who had heard of it before. A send tells its sender nothing.",
+            )
+        grader.sends(
+            world_size * (world_size - 1),
+            64 * world_size * (world_size - 1),
+            "One message from each rank to each other is more than enough.",
+        )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come")
+
+
+def rounds(trace: Trace) -> int:
+    """Return how many rounds a run needs in which every rank takes part in one message."""
+    order = steps(trace)
+    taken = [message for message in trace.messages() if message.recv is not None]
+    taken.sort(key=lambda m: (order[m.recv.rank, m.recv.index], m.dst))
+    busy = [0] * trace.world_size  # rounds that a rank has behind it
+    for message in taken:
+        busy[message.src] = busy[message.dst] = max(busy[message.src], busy[message.dst]) + 1
+    return max(busy)
+
+
+def known_at_the_end(trace: Trace) -> list[set[int]]:
+    """Return, for each rank, of which ranks it knew at the end that they had begun.
+
+    A message tells its receiver what its sender knew when it sent. Nothing else counts: not the
+    time, and not that a send has ended, because a backend may keep a small message aside.
+    """
+    known = [{rank} for rank in range(trace.world_size)]
+    told: dict[tuple[int, int], set[int]] = {}  # what a receive will tell, by (rank, index)
+    order = steps(trace)
+    receives = {(m.send.rank, m.send.index): m.recv for m in trace.messages()}
+    for event in sorted(trace, key=lambda e: (order[e.rank, e.index], e.rank)):
+        if event.kind == "recv":
+            known[event.rank] |= told.pop((event.rank, event.index), set())
+        elif event.kind == "send" and (recv := receives[event.rank, event.index]) is not None:
+            told[recv.rank, recv.index] = set(known[event.rank])
+    return known
+
+
+def _all_gather(rank: int, world_size: int, all_gather: Callable, held: list) -> list:
+    pieces = [torch.full_like(tensor, -1) for tensor in held]
+    all_gather(pieces, held[rank])
+    return pieces
+
+
+def _gather(rank: int, world_size: int, gather: Callable, held: list, dst: int) -> Any:
+    return gather(held[rank], dst)
+
+
+def _barrier(rank: int, world_size: int, barrier: Callable) -> None:
+    barrier()

@@ -1,0 +1,178 @@
+"""Graders of lesson 08: buckets that leave during backward, and one's own sampler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_kit.check.grader import SIZES, Grader
+from ddp_kit.check.partitioned_sgd import hint_for_mean
+from ddp_kit.failures import count, name_ranks
+
+BUCKETS = 3
+_START = (
+    "Call all_reduce with async_op=True in the hook, as soon as the last gradient of the bucket is "
+    "there. Keep the Work, and wait for it in `finish` only."
+)
+
+
+def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any]) -> None:
+    """Grade `average_in_backward(buckets)` on 1 to 5 ranks, in two backwards of one model.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("8.1", "average_in_backward(buckets)", average_in_backward)
+    for world_size in SIZES:
+        result = grader.run(_backwards, world_size=world_size)
+        for step in range(2):
+            _check_gradients(grader, step)
+        calls = [event for event in result.trace if event.rank == 0 and event.kind == "collective"]
+        if len(calls) > 2 * BUCKETS:
+            grader.fail(
+                f"right, but {count(len(calls), 'collective')} in two backwards of "
+                f"{BUCKETS} buckets",
+                hint="One all_reduce for each bucket, in each backward.",
+            )
+        for step in range(2):
+            for number, event in enumerate(calls[step * BUCKETS : (step + 1) * BUCKETS]):
+                last_ready, done = result[0]["moments"][step]
+                if number < BUCKETS - 1 and event.start > last_ready:
+                    grader.fail(
+                        f"right, but bucket {number} waited for the gradients of all buckets",
+                        hint=_START,
+                    )
+                if event.waited is not None and event.waited < done:
+                    grader.fail(
+                        f"right, but backward stood still until bucket {number} was reduced",
+                        hint=_START,
+                    )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward")
+
+
+def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
+    """Grade the class `OwnSampler(data, seed)` on 1 to 5 ranks and several lengths.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler)
+    for world_size in SIZES:
+        for length in (12, 10, 23, 2):
+            case = f"OwnSampler(range({length}), seed=7)"
+            result = grader.run(_deal, length, world_size=world_size, case=case)
+            if len(result.trace):
+                grader.fail(
+                    f"{result.trace.events[0].op} was called",
+                    hint="A sampler sends nothing. All ranks draw the same order from the same "
+                    "seed, and each takes its own part.",
+                )
+            _check_hands(grader, length)
+            first, other, again = ([hands[i] for hands in result] for i in range(3))
+            if length >= 10 and first == other:
+                grader.fail(
+                    "epochs 0 and 1 have the same order",
+                    hint="The order comes from the seed plus the epoch that set_epoch was told.",
+                )
+            if first != again:
+                grader.fail(
+                    "epoch 0 has another order the second time",
+                    hint="The order depends on seed and epoch only: make a new torch.Generator "
+                    "for each epoch, and seed it.",
+                )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
+
+
+def _check_hands(grader: Grader, length: int) -> None:
+    """Fail unless all ranks have equally many positions, and all positions somebody."""
+    result = grader.result
+    assert result is not None, "asked after a run"
+    each = -(-length // len(result))
+    for epoch in range(2):
+        hands = [tuple(hands[epoch]) for hands in result]
+        wrong = [rank for rank, hand in enumerate(hands) if len(hand) != each]
+        if wrong:
+            grader.fail(
+                f"{name_ranks(wrong)} should get {count(each, 'position')}",
+                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                hint="All ranks get equally many, or one would wait in its last all_reduce. Fill "
+                "the order up from its beginning, as often as that takes, before you deal it.",
+            )
+        missing = sorted(set(range(length)) - set(chain(*hands)))
+        if missing:
+            grader.fail(
+                f"nobody gets position {missing[0]}",
+                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                hint="Every position goes to somebody. All ranks must shuffle alike, so seed a "
+                "torch.Generator; and no two may take the same part of the order.",
+            )
+
+
+def _check_gradients(grader: Grader, step: int) -> None:
+    result = grader.result
+    assert result is not None, "asked after a run"
+    n = len(result)
+    for number, name in enumerate(result[0]["names"]):
+        own = [_own_gradients(rank, step)[number] for rank in range(n)]
+        mean = sum(own[1:], own[0]) / n
+        found = [value["gradients"][step][number] for value in result]
+        grader.compare(
+            [mean] * n,
+            found,
+            "hold",
+            lambda mean=mean, found=found, own=own: (
+                hint_for_mean(mean, found, own)
+                if step == 0
+                else "The first backward was right. Begin to count anew for the next one."
+            ),
+            place=f" in {name}.grad after backward {step + 1}",
+        )
+
+
+def _model() -> nn.Sequential:
+    """Make three layers of whole numbers, so that gradients are exact."""
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 + 1)
+    return layers
+
+
+def _backward(layers: nn.Module, rank: int, step: int) -> None:
+    layers.zero_grad()
+    layers(torch.full((1, 2), rank + 1.0 + 10 * step)).sum().backward()
+
+
+def _own_gradients(rank: int, step: int) -> list[torch.Tensor]:
+    layers = _model()
+    _backward(layers, rank, step)
+    return [parameter.grad for parameter in layers.parameters()]
+
+
+def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dict:
+    """Run backward twice, and note when the last gradient was there and when backward was done."""
+    layers = _model()
+    ready: list[int] = []
+    for parameter in layers.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: ready.append(time.monotonic_ns()))
+    finish = average_in_backward([list(layer.parameters()) for layer in reversed(layers)])
+    gradients, moments = [], []
+    for step in range(2):
+        _backward(layers, rank, step)
+        moments.append((ready[-1], time.monotonic_ns()))
+        finish()
+        gradients.append([parameter.grad.clone() for parameter in layers.parameters()])
+    names = [name for name, _ in layers.named_parameters()]
+    return {"names": names, "gradients": gradients, "moments": moments}
+
+
+def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> list[list[int]]:
+    sampler = own_sampler(range(length), 7)
+    hands = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        hands.append(list(sampler))
+    return hands

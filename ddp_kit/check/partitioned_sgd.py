@@ -1,0 +1,139 @@
+"""Graders of lesson 03: averaged gradients, one by one and in flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.failures import count
+from ddp_kit.trace import Event
+
+
+def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:
+    """Grade `average_gradients(model)` on 1 to 5 ranks; one layer of the model is frozen.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("3.1", "average_gradients(model)", average_gradients)
+    for world_size in SIZES:
+        grader.run(_average, True, world_size=world_size)
+        reduced = check_means(grader, True)
+        gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
+        _cost(grader, reduced, gradients, "One all_reduce for each gradient does it.")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each gradient")
+
+
+def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
+    """Grade `average_in_buckets(model, most)` on 1 to 5 ranks and three sizes of bucket.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("3.2", "average_in_buckets(model, most)", average_in_buckets)
+    for world_size in SIZES:
+        for most, buckets in ((100, 1), (10, 3), (1, 6)):
+            case = f"average_in_buckets(model, most={most})"
+            grader.run(_average, False, most, world_size=world_size, case=case)
+            reduced = check_means(grader, False)
+            _cost(grader, reduced, buckets, "One all_reduce for each bucket does it.")
+            if len(reduced) < buckets:
+                grader.fail(
+                    f"right, but {count(len(reduced), 'all_reduce')} for {buckets} buckets",
+                    hint=f"A bucket holds no more than {most} numbers, unless one gradient alone "
+                    "does. Reduce each of `buckets` by itself.",
+                )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each bucket")
+
+
+def model(frozen: bool) -> nn.Sequential:
+    """Make a small model; if `frozen`, its middle layer needs no gradient."""
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4), nn.Linear(4, 1))
+    layers[1].requires_grad_(not frozen)
+    return layers
+
+
+def _gradient(rank: float, parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return what a rank brings as a gradient: means over 1 to 5 ranks are whole numbers."""
+    if not parameter.requires_grad:
+        return None
+    return 60 * (rank + 1) + torch.arange(float(parameter.numel())).view_as(parameter)
+
+
+def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most: int) -> dict:
+    layers = model(frozen)
+    for parameter in layers.parameters():
+        parameter.grad = _gradient(rank, parameter)
+    before = {name: parameter.clone() for name, parameter in layers.named_parameters()}
+    average(layers, *most)
+    parameters = dict(layers.named_parameters())
+    return {
+        "gradients": {name: parameter.grad for name, parameter in parameters.items()},
+        "changed": [
+            name for name, held in parameters.items() if not torch.equal(held, before[name])
+        ],
+    }
+
+
+def check_means(grader: Grader, frozen: bool) -> list[Event]:
+    """Fail unless each gradient is the mean and the model is as it was.
+
+    Returns the all_reduces of rank 0.
+    """
+    result = grader.result
+    assert result is not None, "asked after a run"
+    n = len(result)
+    for name, parameter in model(frozen).named_parameters():
+        mean = _gradient((n - 1) / 2, parameter)
+        found = [value["gradients"][name] for value in result]
+        own = [_gradient(rank, parameter) for rank in range(n)]
+        grader.compare(
+            [mean] * n,
+            found,
+            "hold",
+            lambda mean=mean, found=found, own=own: hint_for_mean(mean, found, own),
+            place=f" in {name}.grad",
+        )
+    for rank, value in enumerate(result):
+        if value["changed"]:
+            grader.fail(
+                f"the gradients are right, but rank {rank} has another {value['changed'][0]}",
+                hint="It is the gradients that are averaged. The parameters stay as they are.",
+            )
+    return [event for event in result.trace if event.rank == 0 and event.kind == "collective"]
+
+
+def hint_for_mean(mean: Any, found: list, own: list) -> str:
+    """Say what most often gives such gradients instead of the mean."""
+    n = len(found)
+    if mean is None:
+        return "A parameter whose grad is None takes no part. Leave it alone."
+    if all(same(mean * n, have) for have in found):
+        return "That is the sum. A mean is the sum divided by the world size."
+    if all(same(mean / n, have) for have in found):
+        return "That is the mean divided by the world size once more."
+    if all(map(same, own, found)):
+        return (
+            "Each rank still has its own. all_reduce changes the tensor it is given: give it the "
+            "gradient itself, or copy the result back."
+        )
+    return "The mean is the sum over all ranks, divided by the world size, for every gradient."
+
+
+def _cost(grader: Grader, reduced: list[Event], calls: int, hint: str) -> None:
+    assert grader.result is not None, "asked after a run"
+    for event in reduced:
+        if event.op != "all_reduce":
+            grader.fail(f"right, but {event.op} was called", hint=hint)
+    gradients = grader.result[0]["gradients"].values()
+    nbytes = sum(4 * gradient.numel() for gradient in gradients if gradient is not None)
+    grader.enough(
+        " in all_reduces by rank 0", sum(event.nbytes for event in reduced), nbytes, "byte", hint
+    )
+    if len(reduced) > calls:
+        grader.fail(
+            f"right, but all_reduce was called {len(reduced)} times, where {calls} would do",
+            hint=hint,
+        )

@@ -1,0 +1,125 @@
+"""Graders of lesson 01: ping-pong, and three deadlocks to find and mend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+
+
+def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
+    """Grade `ping_pong(counter, rounds)` on 2, 3 and 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("1.1", "ping_pong(counter, rounds)", ping_pong)
+    for world_size in (2, 3, 5):
+        for rounds in (1, 3):
+            held = [torch.tensor([100 * rank]) for rank in range(world_size)]
+            case = f"ping_pong(counter, rounds={rounds})"
+            result = grader.run(in_place, held, rounds, world_size=world_size, case=case)
+            wanted = [torch.tensor([2 * rounds]), torch.tensor([2 * rounds - 1]), *held[2:]]
+            grader.only_messages()
+            grader.compare(
+                wanted,
+                result,
+                "hold",
+                lambda: (
+                    "Each message carries the counter on, and whoever receives it adds 1: "
+                    "rank 1 first, then rank 0, and so on. All other ranks leave theirs alone."
+                ),
+            )
+            grader.sends(2 * rounds, 16 * rounds, "One message to and one fro make a round.")
+    grader.passed("right on 2, 3 and 5 ranks, two messages a round")
+
+
+def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
+    """Grade `shift(tensor)`, the first deadlock mended, on 2 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("1.2", "shift(tensor)", shift)
+    for world_size in (2, 3, 4, 5):
+        held = brought(world_size, 4)
+        result = grader.run(_returned_and_held, held, world_size=world_size)
+        grader.only_messages()
+        wanted = [held[rank - 1] for rank in range(world_size)]
+        grader.compare(
+            wanted,
+            [returned for returned, _ in result],
+            "return",
+            lambda: "The tensor goes to `right`, and what arrives comes from `left`.",
+        )
+        grader.compare(
+            held,
+            [kept for _, kept in result],
+            "hold",
+            lambda: "Receive into `arriving`: `tensor` is to stay as it was.",
+        )
+        grader.sends(world_size, 16 * world_size, "One message from each rank is enough.")
+    grader.passed("right on 2, 3, 4 and 5 ranks, one message a rank")
+
+
+def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
+    """Grade `running_sum(tensor)`, the second deadlock mended, on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("1.3", "running_sum(tensor)", running_sum)
+    for world_size in SIZES:
+        held = brought(world_size, 3)
+        result = grader.run(in_place, held, world_size=world_size)
+        grader.only_messages()
+        wanted = [sum(held[1 : rank + 1], held[0]) for rank in range(world_size)]
+        grader.compare(
+            wanted,
+            result,
+            "hold",
+            lambda: (
+                "A rank adds what comes from the left to its `tensor`, in place. What it "
+                "passes on is that sum, so it adds before it sends."
+            ),
+        )
+        grader.sends(
+            world_size - 1,
+            12 * (world_size - 1),
+            "A line of ranks has one gap less than it has ranks. Each gap needs one message.",
+        )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message from each rank but the last")
+
+
+def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
+    """Grade `stream(items)`, the third deadlock mended, on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("1.4", "stream(items)", stream)
+    for world_size in SIZES:
+        for items in ([3, 1, 4], []):
+            case = f"stream({items})"
+            result = grader.run(_stream, items, world_size=world_size, case=case)
+            grader.only_messages()
+            grader.compare(
+                [items] * world_size,
+                result,
+                "return",
+                lambda: (
+                    "Every item goes to every other rank, in order; then END does, which is "
+                    "no item. Rank 0 returns its items, too."
+                ),
+            )
+            messages = (len(items) + 1) * (world_size - 1)
+            grader.sends(messages, 8 * messages, "Each item, and END, goes to each rank once.")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, also for an empty list")
+
+
+def _returned_and_held(rank: int, world_size: int, shift: Callable, held: list) -> tuple:
+    tensor = held[rank].clone()
+    return shift(tensor), tensor
+
+
+def _stream(rank: int, world_size: int, stream: Callable, items: list[int]) -> Any:
+    return stream(items if rank == 0 else None)

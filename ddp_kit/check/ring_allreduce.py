@@ -1,0 +1,98 @@
+"""Graders of lesson 04: all_reduce as a ring of chunks, and as a pipeline of their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+from ddp_kit.failures import count
+from ddp_kit.trace import Trace
+
+SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
+_CHUNKS = (
+    "In step s, rank r passes on chunk (r - s) % n, and what arrives is chunk (r - s - 1) % n. In "
+    "the first n - 1 steps it is added, in the others it takes the chunk's place."
+)
+_BYTES = (
+    "One chunk, a part in n of the tensor, travels in each step. A whole tensor in each step, or "
+    "one rank through which everything goes, moves more."
+)
+
+
+def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> None:
+    """Grade `chunked_ring(tensor)` on 1 to 5 ranks, also where the size does not divide.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("4.1", "chunked_ring(tensor)", chunked_ring)
+    for world_size in SIZES:
+        for shape in SHAPES:
+            case = f"chunked_ring(tensor of shape {shape})"
+            _sum(grader, shape, world_size, case)
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
+
+
+def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
+    """Grade `pipelined_ring(tensor, pieces)` on 1 to 5 ranks: is each piece passed on at once?
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("4.2", "pipelined_ring(tensor, pieces)", pipelined_ring)
+    for world_size in SIZES:
+        for shape, pieces in (((60,), 3), ((7,), 2), ((60,), 1)):
+            case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
+            trace = _sum(grader, shape, world_size, case, pieces)
+            if shape != (60,) or world_size == 1:
+                continue  # some pieces are empty, and need not be sent
+            messages = 2 * (world_size - 1) * pieces
+            for rank in range(world_size):
+                _as_a_pipeline(grader, trace, rank, messages, pieces)
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there")
+
+
+def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
+    """Run one case, check the sum and the bytes, and return what was sent."""
+    held = brought(world_size, *shape)
+    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
+    grader.only_messages()
+    grader.compare(
+        [sum(held[1:], held[0])] * world_size,
+        result,
+        "hold",
+        lambda: _unchanged(held, result.values) or _CHUNKS,
+    )
+    longest = -(-held[0].numel() // world_size)
+    grader.each_sends(2 * (world_size - 1) * longest * 4, _BYTES)
+    return result.trace
+
+
+def _unchanged(held: list[torch.Tensor], found: tuple) -> str:
+    if not all(map(torch.equal, held, found)):
+        return ""
+    return (
+        "Every rank has what it brought. The tensor is to change in place: `a += b` and "
+        "`a.copy_(b)` write into it, and `a = a + b` makes another one."
+    )
+
+
+def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, pieces: int) -> None:
+    """Fail unless `rank` sent piece by piece, and each before it waited for the one after it."""
+    mine = [event for event in trace if event.rank == rank]
+    sends = sorted(event.start for event in mine if event.kind == "send")
+    if len(sends) < messages:
+        grader.fail(
+            f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}",
+            hint="Each chunk travels in `pieces` messages.",
+        )
+    # The first sends are those of the rank's own chunk. The next one passes on what came.
+    passed_on = sends[pieces]
+    before = sum(event.kind == "recv" and (event.waited or 0) < passed_on for event in mine)
+    if before > 1:
+        grader.fail(
+            f"right, but rank {rank} waited for {before} pieces before it passed on the first",
+            hint="Send a piece on as soon as it has arrived and was added, and then wait for the "
+            "next one. So the right neighbour has work while this rank waits.",
+        )

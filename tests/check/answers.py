@@ -1,0 +1,16 @@
+"""What a grader says to an answer that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import ddp_kit as kit
+
+
+def told(grade: Callable, answer: object) -> str:
+    """Grade an answer, and return the text of the ExerciseError that must come of it."""
+    with pytest.raises(kit.ExerciseError) as caught:
+        grade(answer)
+    return str(caught.value)

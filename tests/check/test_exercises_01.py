@@ -1,0 +1,194 @@
+"""Wrong answers to the exercises of lesson 01, and what the learner is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from answers import told
+
+import ddp_kit as kit
+from ddp_kit import errors
+
+
+def test_a_counter_that_only_one_rank_adds_to():
+    def ping_pong(counter, rounds):
+        rank = dist.get_rank()
+        for turn in range(2 * rounds):
+            if rank == turn % 2:
+                dist.send(counter, dst=1 - turn % 2)
+            elif rank == 1 - turn % 2:
+                dist.recv(counter, src=turn % 2)
+                counter += rank
+
+    said = told(kit.check.exercise_1_1, ping_pong)
+    assert said.startswith("exercise 1.1, ping_pong(counter, rounds=1) on 2 ranks: wrong\n")
+    assert "rank 0 should hold [2], and holds [1]\n" in said
+    assert said.endswith("All other ranks leave theirs alone.")
+
+
+def test_an_onlooker_who_waits_is_told_and_drawn_as_a_deadlock(monkeypatch):
+    def ping_pong(counter, rounds):
+        rank = dist.get_rank()
+        for turn in range(2 * rounds):
+            if rank == turn % 2:
+                dist.send(counter, dst=1 - turn % 2)
+            else:
+                dist.recv(counter, src=turn % 2)
+                counter += 1
+
+    with pytest.raises(kit.ExerciseError) as caught:
+        kit.check.exercise_1_1(ping_pong)
+    error = caught.value
+    assert str(error) == (
+        "exercise 1.1, ping_pong(counter, rounds=1) on 3 ranks: it never ends\n" + str(error.error)
+    )
+    assert isinstance(error.error, kit.DeadlockError)
+    assert error.__cause__ is error.error
+    assert "rank 2 was waiting for rank 0 in recv(src=0)" in str(error)
+    assert " of ping_pong: dist.recv(counter, src=turn % 2)" in str(error)
+    drawn = []
+    monkeypatch.setattr(errors, "draw_waits", drawn.append)
+    shown = error._render_traceback_()  # what IPython shows
+    assert drawn == [error.error]
+    assert shown[1].startswith("DeadlockError: rank 2 waits for a message from rank 0")
+    assert kit.plot.waits(error.error).twin
+    assert list(kit.run(lambda rank, world_size: rank, world_size=3)) == [0, 1, 2]
+
+
+def test_a_counter_that_is_sent_twice():
+    def ping_pong(counter, rounds):
+        rank = dist.get_rank()
+        for turn in range(2 * rounds):
+            for _ in range(2):
+                if rank == turn % 2:
+                    dist.send(counter, dst=1 - turn % 2)
+                elif rank == 1 - turn % 2:
+                    dist.recv(counter, src=turn % 2)
+            if rank == 1 - turn % 2:
+                counter += 1
+
+    said = told(kit.check.exercise_1_1, ping_pong)
+    assert "right, but 32 bytes were sent, where 16 would do\nOne message to" in said
+
+
+def test_a_shift_the_other_way():
+    def shift(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        arriving = torch.empty_like(tensor)
+        sending = dist.isend(tensor, (rank - 1) % n)
+        dist.recv(arriving, (rank + 1) % n)
+        sending.wait()
+        return arriving
+
+    said = told(kit.check.exercise_1_2, shift)
+    assert "shift(tensor) on 3 ranks: wrong\n" in said  # on 2 both ways are one
+    assert "rank 0 should return [30, 31, 32, 33], and returns [20, 21, 22, 23]\n" in said
+    assert said.endswith("The tensor goes to `right`, and what arrives comes from `left`.")
+
+
+def test_a_shift_that_does_not_wait_for_its_send():
+    def shift(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        arriving, thanks = torch.empty_like(tensor), torch.empty(1)
+        work = dist.isend(tensor, (rank + 1) % n)
+        dist.recv(arriving, (rank - 1) % n)
+        for src in range(n):  # without it, the message is lost or not, as luck will have it
+            if rank == src:
+                dist.send(thanks, (src - 1) % n)
+            elif rank == (src - 1) % n:
+                dist.recv(thanks, src)
+        del work
+        return arriving
+
+    said = told(kit.check.exercise_1_2, shift)
+    assert (
+        "on 2 ranks: ranks 0 and 1 never waited for isend, as in isend(dst=1)\nKeep the Work"
+        in said
+    )
+
+
+def test_a_shift_that_writes_over_the_tensor():
+    def shift(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        going = tensor.clone()
+        sending = dist.isend(going, (rank + 1) % n)
+        dist.recv(tensor, (rank - 1) % n)
+        sending.wait()
+        return tensor
+
+    assert "Receive into `arriving`" in told(kit.check.exercise_1_2, shift)
+
+
+def test_a_running_sum_that_forgets_what_came_before():
+    def running_sum(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        arriving, own = torch.empty_like(tensor), tensor.clone()
+        if rank > 0:
+            dist.recv(arriving, rank - 1)
+            tensor += arriving
+        if rank < n - 1:
+            dist.send(own, rank + 1)
+
+    said = told(kit.check.exercise_1_3, running_sum)
+    assert "running_sum(tensor) on 3 ranks: wrong\n" in said
+    assert "rank 2 should hold [60, 63, 66], and holds [50, 52, 54]\n" in said
+    assert said.endswith("so it adds before it sends.")
+
+
+def test_a_running_sum_where_everybody_sends_to_all():
+    def running_sum(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        own = tensor.clone()
+        for src in range(n):
+            for dst in range(src + 1, n):
+                if rank == src:
+                    dist.send(own, dst)
+                elif rank == dst:
+                    arriving = torch.empty_like(own)
+                    dist.recv(arriving, src)
+                    tensor += arriving
+
+    said = told(kit.check.exercise_1_3, running_sum)
+    assert "on 3 ranks: right, but 36 bytes were sent, where 24 would do\nA line" in said
+
+
+def test_a_running_sum_by_gathering():
+    def running_sum(tensor):
+        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, tensor)
+        tensor.copy_(sum(pieces[: dist.get_rank() + 1]))
+
+    said = told(kit.check.exercise_1_3, running_sum)
+    assert "on 2 ranks: all_gather was called\nThis one is to be made of send" in said
+
+
+def test_a_stream_that_rank_0_does_not_return():
+    assert "rank 0 should return [3, 1, 4], and returns None\n" in told(
+        kit.check.exercise_1_4, stream([3, 1, 4], returned=False)
+    )
+
+
+def test_a_stream_without_its_last_item():
+    said = told(kit.check.exercise_1_4, stream([3, 1], returned=True))
+    assert "stream([3, 1, 4]) on 2 ranks: wrong\n" in said
+    assert "rank 1 should return [3, 1, 4], and returns [3, 1]\nEvery item goes to" in said
+
+
+def stream(sent, returned):
+    """Return an answer to 1.4 that sends other items than it was given."""
+
+    def answer(items):
+        n, received, number = dist.get_world_size(), [], torch.tensor([0])
+        if dist.get_rank() == 0:
+            for item in [*sent, -1]:
+                for dst in range(1, n):
+                    dist.send(torch.tensor([item]), dst)
+            return items if returned else None
+        dist.recv(number, 0)
+        while number.item() != -1:
+            received.append(number.item())
+            dist.recv(number, 0)
+        return received
+
+    return answer

@@ -1,0 +1,199 @@
+"""Wrong answers to the exercises of lesson 02, and what the learner is told."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from answers import told
+
+import ddp_kit as kit
+
+
+def test_a_broadcast_that_always_comes_from_rank_0():
+    def broadcast(tensor, src):
+        if dist.get_rank() == 0:
+            for dst in range(1, dist.get_world_size()):
+                dist.send(tensor, dst)
+        else:
+            dist.recv(tensor, 0)
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert said.startswith("exercise 2.1, broadcast(tensor, src=1) on 2 ranks: wrong\n")
+    assert "rank 0 should hold [20, 21, 22, 23, 24], and holds [10, 11, 12, 13, 14]\n" in said
+    assert "Rank `src` sends, and that need not be rank 0." in said
+
+
+def test_a_broadcast_that_calls_broadcast():
+    def broadcast(tensor, src):
+        dist.broadcast(tensor, src)
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert "on 2 ranks: broadcast was called\nThis one is to be made of send and recv" in said
+
+
+def test_a_broadcast_that_fails_on_one_rank():
+    def broadcast(tensor, src):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if rank == src:
+            for step in range(max(1, n - 1)):
+                dist.send(tensor, (src + 1 + step) % n)
+        else:
+            dist.recv(tensor, src)
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert "broadcast(tensor, src=0) on 1 rank: an error came up\nrank 0 raised ValueError:" in said
+    assert " of broadcast: dist.send(tensor, (src + 1 + step) % n)" in said
+
+
+def test_a_tree_with_too_few_rounds_for_five():
+    def tree_reduce(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        arriving = torch.empty_like(tensor)
+        for distance in (1, 2):
+            if rank % (2 * distance) == distance:
+                dist.send(tensor, rank - distance)
+            elif rank % (2 * distance) == 0 and rank + distance < n:
+                dist.recv(arriving, rank + distance)
+                tensor += arriving
+
+    said = told(kit.check.exercise_2_2, tree_reduce)
+    assert "tree_reduce(tensor) on 5 ranks: wrong\n" in said
+    assert "rank 0 should hold [150, 155, 160, 165, 170], and holds [100, 104," in said
+    assert said.endswith("3 and 5 are no powers of two.")
+
+
+def test_a_tree_that_is_a_star_or_a_line():
+    def star(tensor):
+        rank, arriving = dist.get_rank(), torch.empty_like(tensor)
+        if rank > 0:
+            dist.send(tensor, 0)
+        else:
+            for src in range(1, dist.get_world_size()):
+                dist.recv(arriving, src)
+                tensor += arriving
+
+    def line(tensor):
+        rank, arriving = dist.get_rank(), torch.empty_like(tensor)
+        if rank < dist.get_world_size() - 1:
+            dist.recv(arriving, rank + 1)
+            tensor += arriving
+        if rank > 0:
+            dist.send(tensor, rank - 1)
+
+    for answer in (star, line):
+        said = told(kit.check.exercise_2_2, answer)
+        assert "on 4 ranks: right, but it takes 3 rounds, where 2 are enough\nIn a round" in said
+
+
+def test_pieces_in_the_order_in_which_they_came():
+    def all_gather(pieces, tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        pieces[0].copy_(tensor)
+        for step in range(n - 1):
+            sending = dist.isend(pieces[step], (rank + 1) % n)
+            dist.recv(pieces[step + 1], (rank - 1) % n)
+            sending.wait()
+
+    said = told(kit.check.exercise_2_3, all_gather)
+    assert "all_gather(pieces, tensor) on 2 ranks: wrong\n" in said
+    assert "rank 1 should hold [[10, 11, 12], [20, 21, 22]], and holds [[20, 21, 22], [10" in said
+    assert "`pieces[r]` is what rank r brought" in said
+
+
+def test_pieces_that_come_twice():
+    def all_gather(pieces, tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        together = torch.zeros(n, len(tensor))
+        together[rank] = tensor
+        for _ in range(n - 1):  # every message is the whole list
+            arriving = torch.empty_like(together)
+            sending = dist.isend(together, (rank + 1) % n)
+            dist.recv(arriving, (rank - 1) % n)
+            sending.wait()
+            together = torch.maximum(together, arriving)
+        for piece, row in zip(pieces, together, strict=True):
+            piece.copy_(row)
+
+    said = told(kit.check.exercise_2_3, all_gather)
+    assert "on 2 ranks: right, but 48 bytes were sent, where 24 would do\n" in said
+    assert said.endswith("needs each of them once.")
+
+
+def test_a_gather_that_every_rank_returns():
+    said = told(kit.check.exercise_2_4, gather(returned_by_all=True))
+    assert "gather(tensor, dst=0) on 2 ranks: wrong\nrank 1 should return None" in said
+
+
+def test_a_gather_of_equal_sizes():
+    said = told(kit.check.exercise_2_4, gather(room=5))
+    assert "gather(tensor, dst=0) on 2 ranks: the ranks do not agree\n" in said
+    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20.\n" in said
+
+
+def test_a_gather_in_reverse():
+    said = told(kit.check.exercise_2_4, gather(reverse=True))
+    assert "rank 0 should return [[10, 11], []], and returns [[], [10, 11]]\n" in said
+    assert "in rank order" in said
+
+
+def gather(returned_by_all=False, room=None, reverse=False):
+    """Return an answer to 2.4 with one thing wrong."""
+
+    def answer(tensor, dst):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        pieces, length = [tensor] * n, torch.tensor([len(tensor)])
+        for src in [src for src in range(n) if src != dst]:
+            if rank == src:
+                dist.send(length, dst)
+                dist.send(tensor, dst)
+            elif rank == dst:
+                dist.recv(length, src)
+                pieces[src] = torch.empty(room or length.item())
+                dist.recv(pieces[src], src)
+        return (pieces[::-1] if reverse else pieces) if returned_by_all or rank == dst else None
+
+    return answer
+
+
+def test_a_barrier_that_lets_the_reporting_ranks_go():
+    def barrier():
+        rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
+        if rank > 0:
+            dist.send(token, 0)
+        else:
+            for src in range(1, n):
+                dist.recv(token, src)
+
+    said = told(kit.check.exercise_2_5, barrier)
+    assert "barrier() on 2 ranks: a rank may leave too early\n" in said
+    assert "rank 1 leaves without having heard of rank 0\nA rank hears" in said
+
+
+def test_a_barrier_that_goes_round_only_once():
+    def barrier():
+        rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
+        if rank > 0:
+            dist.recv(token, rank - 1)
+        if n > 1:
+            dist.send(token, (rank + 1) % n)
+        if rank == 0 and n > 1:
+            dist.recv(token, n - 1)
+
+    said = told(kit.check.exercise_2_5, barrier)
+    assert "barrier() on 3 ranks: a rank may leave too early\n" in said
+    assert "\nrank 1 leaves without having heard of rank 2\nA rank hears" in said
+
+
+def test_a_barrier_by_exchange_is_right(capsys):
+    def barrier():
+        rank, n, distance = dist.get_rank(), dist.get_world_size(), 1
+        while distance < n:
+            sending = dist.isend(torch.zeros(1), (rank + distance) % n)
+            dist.recv(torch.zeros(1), (rank - distance) % n)
+            sending.wait()
+            distance *= 2
+
+    kit.check.exercise_2_5(barrier)
+    assert capsys.readouterr().out == (
+        "Exercise 2.5: right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come.\n"
+    )

@@ -1,0 +1,121 @@
+"""Wrong answers to the exercises of lesson 03, and what the learner is told."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from answers import told
+
+import ddp_kit as kit
+
+
+def gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_sum_instead_of_a_mean():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert said.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong\n")
+    assert "rank 1 should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad, and holds [180," in said
+    assert said.endswith("That is the sum. A mean is the sum divided by the world size.")
+
+
+def test_a_mean_that_does_not_know_of_frozen_layers():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: an error came up\nranks 0 and 1 raised TypeError" in said
+    assert " of average_gradients: dist.all_reduce(parameter.grad)" in said
+
+
+def test_a_mean_of_the_parameters_too():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+                parameter.data /= 2
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "the gradients are right, but rank 0 has another 0.weight\n" in said
+
+
+def test_a_mean_by_reduce_and_broadcast():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.reduce(parameter.grad, dst=0)
+                dist.broadcast(parameter.grad, src=0)
+                parameter.grad /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in said
+
+
+def test_a_mean_that_moves_twice_the_bytes():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                wide = parameter.grad.double()
+                dist.all_reduce(wide)
+                parameter.grad.copy_(wide / dist.get_world_size())
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "right, but 104 bytes were sent in all_reduces by rank 0, where 52 would do" in said
+
+
+def buckets_of(model, most):
+    found, room = [], 0
+    for parameter in model.parameters():
+        if parameter.grad.numel() > room:
+            found.append([])
+            room = most
+        found[-1].append(parameter.grad)
+        room -= parameter.grad.numel()
+    return found
+
+
+def test_a_bucket_that_is_not_copied_back():
+    def average_in_buckets(model, most):
+        for bucket in buckets_of(model, most):
+            flat = torch.cat([gradient.view(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_2, average_in_buckets)
+    assert "average_in_buckets(model, most=100) on 2 ranks: wrong\n" in said
+    assert "Each rank still has its own." in said
+    assert said.endswith("or copy the result back.")
+
+
+def test_one_bucket_for_all():
+    said = told(kit.check.exercise_3_2, buckets_as_if(1000))
+    assert "most=10) on 2 ranks: right, but 1 all_reduce for 3 buckets\nA bucket holds no" in said
+
+
+def test_one_call_for_each_gradient():
+    said = told(kit.check.exercise_3_2, buckets_as_if(1))
+    assert "most=100) on 2 ranks: right, but all_reduce was called 6 times, where 1 would" in said
+
+
+def buckets_as_if(other):
+    """Return an answer to 3.2 that does not look at `most`."""
+
+    def answer(model, most):
+        for bucket in buckets_of(model, other):
+            flat = torch.cat([gradient.view(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            pieces = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+
+    return answer

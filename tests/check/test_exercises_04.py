@@ -1,0 +1,97 @@
+"""Wrong answers to the exercises of lesson 04, and what the learner is told."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from answers import told
+
+import ddp_kit as kit
+from ddp_kit.lessons import ring_allreduce
+from ddp_kit.lessons.ring_allreduce import exchange, neighbours
+
+
+def ring_of(chunks, replace=True):
+    """Go round with chunks of one length. replace: what comes in the second half is not added."""
+    (rank, n), (left, right) = (dist.get_rank(), dist.get_world_size()), neighbours()
+    for step in range(2 * (n - 1)):
+        going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        arriving = torch.empty_like(coming)
+        exchange(going, right, arriving, left)
+        coming.copy_(arriving if replace and step >= n - 1 else coming + arriving)
+
+
+def test_a_ring_that_leaves_out_what_does_not_divide():
+    def chunked_ring(tensor):
+        flat, n = tensor.view(-1), dist.get_world_size()
+        each = len(flat) // n
+        ring_of([flat[i * each : (i + 1) * each] for i in range(n)])
+
+    said = told(kit.check.exercise_4_1, chunked_ring)
+    assert said.startswith("exercise 4.1, chunked_ring(tensor of shape (7,)) on 2 ranks: wrong\n")
+    assert "rank 0 should hold [30, 32, 34, 36, 38, 40, 42], and holds [30, 32, 34, 36, 38, 40, 16]"
+
+
+def test_a_ring_that_goes_on_adding():
+    def chunked_ring(tensor):
+        ring_of(tensor.view(-1).tensor_split(dist.get_world_size()), replace=False)
+
+    said = told(kit.check.exercise_4_1, chunked_ring)
+    assert "chunked_ring(tensor of shape (60,)) on 2 ranks: wrong\n" in said
+    assert "...], where number 0 is 40 and not 30\n" in said
+    assert said.endswith("in the others it takes the chunk's place.")
+
+
+def test_a_ring_of_a_copy():
+    def chunked_ring(tensor):
+        tensor = tensor.clone()
+        ring_allreduce.chunked_ring(tensor)
+
+    said = told(kit.check.exercise_4_1, chunked_ring)
+    assert "Every rank has what it brought. The tensor is to change in place" in said
+
+
+def test_a_ring_that_moves_twice_the_bytes():
+    said = told(kit.check.exercise_4_1, ring_allreduce.whole_ring)
+    assert "on 3 ranks: right, but 480 bytes were sent by rank 0, where 320 would do\nOne" in said
+
+
+def test_a_ring_that_calls_all_reduce():
+    def chunked_ring(tensor):
+        dist.all_reduce(tensor)
+
+    assert "on 2 ranks: all_reduce was called\n" in told(kit.check.exercise_4_1, chunked_ring)
+
+
+def test_a_pipeline_that_waits_for_all_pieces_of_a_step():
+    def pipelined_ring(tensor, pieces):
+        (rank, n), (left, right) = (dist.get_rank(), dist.get_world_size()), neighbours()
+        chunks = [chunk.tensor_split(pieces) for chunk in tensor.view(-1).tensor_split(n)]
+        for step in range(2 * (n - 1)):
+            coming = chunks[(rank - step - 1) % n]
+            sends = [dist.isend(piece, right) for piece in chunks[(rank - step) % n]]
+            for piece in coming:
+                into = torch.empty_like(piece)
+                dist.recv(into, left)
+                piece.copy_(into if step >= n - 1 else piece + into)
+            for sending in sends:
+                sending.wait()
+
+    said = told(kit.check.exercise_4_2, pipelined_ring)
+    assert "pipelined_ring(tensor of shape (60,), pieces=3) on 2 ranks: right, but rank 0" in said
+    assert "rank 0 waited for 3 pieces before it passed on the first\nSend a piece on" in said
+
+
+def test_a_pipeline_without_pieces():
+    def pipelined_ring(tensor, pieces):
+        ring_allreduce.chunked_ring(tensor)
+
+    said = told(kit.check.exercise_4_2, pipelined_ring)
+    assert "on 2 ranks: right, but rank 0 sent 2 messages instead of 6\nEach chunk" in said
+
+
+def test_a_pipeline_that_goes_on_adding():
+    def pipelined_ring(tensor, pieces):
+        ring_of(tensor.view(-1).tensor_split(dist.get_world_size()), replace=False)
+
+    assert "where number 0 is 40 and not 30" in told(kit.check.exercise_4_2, pipelined_ring)

@@ -1,0 +1,112 @@
+"""What all graders have in common: what they take, what they show, and what they pass on."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from answers import told
+
+import ddp_kit as kit
+from ddp_kit.check.grader import say
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"), [(None, "None"), (torch.zeros(1), "a value of type Tensor")]
+)
+def test_what_is_no_function_is_refused_in_a_sentence(answer, got):
+    assert told(kit.check.exercise_2_1, answer) == (
+        f"exercise 2.1: kit.check.exercise_2_1(broadcast) takes what you wrote, uncalled; got {got}"
+    )
+
+
+def test_other_arguments_are_refused_in_a_sentence():
+    def broadcast(tensor):
+        pass
+
+    assert told(kit.check.exercise_2_1, broadcast) == (
+        "exercise 2.1: what you write is called as broadcast(tensor, src), "
+        "and broadcast(tensor) cannot be"
+    )
+
+
+def test_a_stub_fails_with_its_own_error_and_shows_nothing_of_the_kit(capsys):
+    def broadcast(tensor, src):
+        raise NotImplementedError("Exercise 2.1: send")
+
+    with pytest.raises(NotImplementedError) as caught:
+        kit.check.exercise_2_1(broadcast)
+    assert type(caught.value) is NotImplementedError
+    assert str(caught.value) == "Exercise 2.1: send"
+    assert caught.value.__suppress_context__
+    assert caught.value._render_traceback_() == ["NotImplementedError: Exercise 2.1: send"]
+    assert capsys.readouterr().out == ""
+
+
+def test_prints_of_a_wrong_answer_are_shown_for_the_run_that_failed_only(capsys):
+    def broadcast(tensor, src):
+        print("src is", src)
+        if src == 0:
+            move(tensor, 0)
+
+    told(kit.check.exercise_2_1, broadcast)
+    assert capsys.readouterr().out == "[rank 0] src is 1\n[rank 1] src is 1\n"
+
+
+def test_prints_of_a_right_answer_are_shown_once(capsys):
+    def broadcast(tensor, src):
+        print("src is", src)
+        move(tensor, src)
+
+    kit.check.exercise_2_1(broadcast)
+    assert capsys.readouterr().out == (
+        "[rank 0] src is 0\n[rank 1] src is 0\n"
+        "Exercise 2.1: right on 1, 2, 3, 4 and 5 ranks, from every src.\n"
+    )
+
+
+def move(tensor, src):
+    for dst in range(dist.get_world_size()):
+        if dist.get_rank() == src != dst:
+            dist.send(tensor, dst)
+        elif dist.get_rank() == dst != src:
+            dist.recv(tensor, src)
+
+
+def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
+    def all_gather(pieces, tensor):
+        dist.barrier()
+        pieces[7].copy_(tensor)
+
+    with pytest.raises(kit.ExerciseError) as caught:
+        kit.check.exercise_2_3(all_gather)
+    error = caught.value
+    line = all_gather.__code__.co_firstlineno + 2
+    assert str(error) == (
+        "exercise 2.3, all_gather(pieces, tensor) on 2 ranks: an error came up\n"
+        "ranks 0 and 1 raised IndexError: list index out of range\n"
+        f"    line {line} of all_gather: pieces[7].copy_(tensor)"
+    )
+    shown = "\n".join(error._render_traceback_())
+    assert shown.startswith("ExerciseError: exercise 2.3, all_gather(pieces, tensor) on 2 ranks")
+    assert "RankError:" in shown
+    assert "in all_gather" in shown
+    assert "_all_gather" not in shown
+    assert kit.plot.timeline(error).twin  # the error has the trace
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_long_tensor_is_told_by_the_first_place_where_it_differs():
+    want, have = torch.arange(60.0), torch.arange(60.0)
+    have[17] = -1
+    assert say(have, against=want) == (
+        "[0, 1, 2, 3, 4, 5, 6, 7, ...], where number 17 is -1 and not 17"
+    )
+
+
+def test_another_shape_or_dtype_is_named():
+    assert say(torch.zeros(2), against=torch.zeros(2, dtype=torch.int64)) == (
+        "[0, 0] (float32 of shape (2,), not int64 of shape (2,))"
+    )
