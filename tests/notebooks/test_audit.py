@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from regenerate import METADATA, all_notebooks
+from regenerate import FOLDER, METADATA, all_notebooks
 
 TAGS = {"nbval-ignore-output", "raises-exception"}
 MOST_LINES = 20
@@ -173,8 +173,10 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("path", all_notebooks(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", all_notebooks(), ids=lambda p: str(p.relative_to(FOLDER)))
 def test_notebook_keeps(rule, path):
+    if rule is right_length and path.parent != FOLDER:
+        return  # exercises are as long as their number makes them
     assert list(rule(json.loads(path.read_text("utf-8")))) == []
 
 
