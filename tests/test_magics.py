@@ -210,7 +210,7 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     )
     ranks = kernel.ranks(2)
     cell = kernel.send("%%ranks\nprint('begun', flush=True)\nwhile True: pass")
-    cell.read_until(lambda cell: "begun" in str(cell.messages))
+    cell.read_until(lambda cell: "begun" in str(cell.contents("update_display_data")))
     interrupt(kernel, cell, "a loop in a cell")
     assert_gone(ranks, "an interrupt")
     after = kernel.run("%%ranks\nrank").stdout.splitlines()

@@ -188,7 +188,7 @@ def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
         *("Picture", "bandwidth", "buckets", "losses", "memory", "messages", "rank_color", "ring"),
-        *("scaling", "step_times", "support", "tensors", "timeline", "waits"),
+        *("ring_step", "scaling", "step_times", "support", "tensors", "timeline", "waits"),
     ]
 
 

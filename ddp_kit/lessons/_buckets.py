@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit import device
 from ddp_kit.lessons.partitioned_sgd import SEED
 from ddp_kit.trace import Trace
+
+if TYPE_CHECKING:
+    from ddp_kit.notebook.controls import Explorer
+
+USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
 
 class Stack(nn.Module):
@@ -87,6 +93,28 @@ def typical(trace: Trace) -> int:
     reduced = [event for event in trace if event.rank == 0 and event.op == "DDP all_reduce"]
     waits = [event.end - event.waited for event in reduced if event.end and event.waited][1:]
     return 1 + waits.index(sorted(waits)[len(waits) // 2])
+
+
+def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
+    """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
+
+    The drawing's `interact()` gives controls. Raises ValueError or PoolError for what cannot be
+    chosen.
+    """
+    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit.notebook.controls import Explorer, positive
+
+    caps = positive("bucket_cap_mb", bucket_cap_mb, USUAL_CAPS)
+    return Explorer(
+        "ddp",
+        {"bucket_cap_mb": bucket_cap_mb, "world_size": world_size},
+        choices=lambda settings: {
+            "bucket_cap_mb": caps,
+            "world_size": range(1, max(4, world_size) + 1),
+        },
+        ask=lambda settings: (backwards, settings["bucket_cap_mb"]),
+        draw=lambda result, settings: plot.buckets(result, step=typical(result.trace)),
+    )
 
 
 OPTIONS = {

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+
+if TYPE_CHECKING:
+    from ddp_kit.notebook.controls import Explorer
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
@@ -24,35 +28,35 @@ def own_tensor(rank: int, world_size: int) -> torch.Tensor:
     return 10.0 * rank + torch.arange(world_size, device=device())
 
 
-def broadcast(rank: int, world_size: int) -> dict:
-    """Copy rank 0's tensor to every rank."""
+def broadcast(rank: int, world_size: int, src: int = 0) -> dict:
+    """Copy one rank's tensor to every rank."""
     tensor = own_tensor(rank, world_size)
     before = tensor.clone()
-    dist.broadcast(tensor, src=0)
+    dist.broadcast(tensor, src=src)
     return {"before": before, "after": tensor}
 
 
-def scatter(rank: int, world_size: int) -> dict:
-    """Deal out rank 0's list: tensor i goes to rank i."""
-    pieces = list(own_tensor(rank, world_size).split(1)) if rank == 0 else None
+def scatter(rank: int, world_size: int, src: int = 0) -> dict:
+    """Deal out one rank's list: tensor i goes to rank i."""
+    pieces = list(own_tensor(rank, world_size).split(1)) if rank == src else None
     tensor = torch.empty(1, device=device())
-    dist.scatter(tensor, pieces, src=0)
+    dist.scatter(tensor, pieces, src=src)
     return {"before": pieces, "after": tensor}
 
 
-def gather(rank: int, world_size: int) -> dict:
-    """Collect one tensor of every rank in a list on rank 0."""
+def gather(rank: int, world_size: int, dst: int = 0) -> dict:
+    """Collect one tensor of every rank in a list on one rank."""
     tensor = torch.tensor([10.0 * rank], device=device())
-    pieces = [torch.empty_like(tensor) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(tensor, pieces, dst=0)
+    pieces = [torch.empty_like(tensor) for _ in range(world_size)] if rank == dst else None
+    dist.gather(tensor, pieces, dst=dst)
     return {"before": tensor, "after": pieces}
 
 
-def reduce(rank: int, world_size: int, op: str = "SUM") -> dict:
-    """Combine all tensors on rank 0. What the other ranks then hold is of no use."""
+def reduce(rank: int, world_size: int, op: str = "SUM", dst: int = 0) -> dict:
+    """Combine all tensors on one rank. What the other ranks then hold is of no use."""
     tensor = own_tensor(rank, world_size)
     before = tensor.clone()
-    dist.reduce(tensor, dst=0, op=getattr(dist.ReduceOp, op))
+    dist.reduce(tensor, dst=dst, op=getattr(dist.ReduceOp, op))
     return {"before": before, "after": tensor}
 
 
@@ -110,20 +114,21 @@ def barrier(rank: int, world_size: int) -> dict[str, int]:
     return {"arrived": arrived, "left": time.monotonic_ns()}
 
 
-def reference(name: str, held: list[torch.Tensor], op: str = "SUM") -> list:
+def reference(name: str, held: list[torch.Tensor], op: str = "SUM", root: int = 0) -> list:
     """Say what each rank must hold after a collective, worked out in this one process.
 
-    held: what `own_tensor` gave each rank. None stands for "nothing that one may use".
+    held: what `own_tensor` gave each rank. root: the `src` or `dst` of those that have one.
+    None stands for "nothing that one may use".
     """
     n = len(held)
     stacked = torch.stack(held)  # row: rank, column: entry
     if name == "broadcast":
-        return [held[0]] * n
+        return [held[root]] * n
     if name == "scatter":
-        return list(held[0].split(1))
+        return list(held[root].split(1))
     if name in ("gather", "all_gather"):
         firsts = list(stacked[:, :1])
-        return [firsts] * n if name == "all_gather" else [firsts] + [None] * (n - 1)
+        return [firsts if name == "all_gather" or rank == root else None for rank in range(n)]
     if name == "all_to_all":
         return [list(column.split(1)) for column in stacked.T]
     if name == "all_reduce_in_a_group":
@@ -137,7 +142,7 @@ def reference(name: str, held: list[torch.Tensor], op: str = "SUM") -> list:
         "AVG": stacked.mean(0),
     }[op]
     if name == "reduce":
-        return [combined] + [None] * (n - 1)
+        return [combined if rank == root else None for rank in range(n)]
     if name == "reduce_scatter":
         return list(combined.split(1))
     return [combined] * n
@@ -155,6 +160,7 @@ COLLECTIVES: tuple[Callable, ...] = (
     all_reduce_in_a_group,
 )
 WITH_OP: tuple[Callable, ...] = (reduce, all_reduce, reduce_scatter)
+WITH_ROOT: dict[Callable, str] = {broadcast: "src", scatter: "src", gather: "dst", reduce: "dst"}
 
 
 def agrees(result, expected: list) -> bool:
@@ -167,6 +173,56 @@ def agrees(result, expected: list) -> bool:
 
 def _flat(value: torch.Tensor | list[torch.Tensor]) -> list[float]:
     return (torch.cat(value) if isinstance(value, list) else value).tolist()
+
+
+def explore(
+    collective: str = "all_reduce", op: str = "SUM", world_size: int = 4, root: int = 0
+) -> Explorer:
+    """Run one collective and draw what each rank held before and after.
+
+    root: the `src` or `dst` of those that have one. The drawing's `interact()` gives controls.
+    Raises ValueError or PoolError for what cannot be chosen.
+    """
+    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit.notebook.controls import Explorer
+
+    def choices(settings: dict) -> dict:
+        n = settings["world_size"]
+        names = tuple(worker.__name__ for worker in COLLECTIVES)
+        sizes = range(1, max(8, n) + 1)
+        return {"collective": names, "op": OPS, "world_size": sizes, "root": range(n)}
+
+    settings = {"collective": collective, "op": op, "world_size": world_size, "root": root}
+    return Explorer(
+        "collectives",
+        settings,
+        choices,
+        ask=_call,
+        draw=lambda result, settings: plot.tensors(result, title=_title(settings)),
+        idle=_without_effect,
+    )
+
+
+def _call(settings: dict) -> tuple:
+    """Return the worker that is meant, and its arguments."""
+    worker = globals()[settings["collective"]]
+    arguments = [settings["op"]] if worker in WITH_OP else []
+    return worker, *arguments, *([settings["root"]] if worker in WITH_ROOT else [])
+
+
+def _without_effect(settings: dict) -> set[str]:
+    worker, *_ = _call(settings)
+    used = {"op": worker in WITH_OP, "root": worker in WITH_ROOT}
+    return {name for name, useful in used.items() if not useful}
+
+
+def _title(settings: dict) -> str:
+    """Say what the ranks call: "reduce(op=SUM, dst=0) on 4 ranks"."""
+    worker, *_ = _call(settings)
+    said = [f"op={settings['op']}"] if worker in WITH_OP else []
+    said += [f"{WITH_ROOT[worker]}={settings['root']}"] if worker in WITH_ROOT else []
+    ranks = "1 rank" if settings["world_size"] == 1 else f"{settings['world_size']} ranks"
+    return f"{worker.__name__}({', '.join(said)}) on {ranks}"
 
 
 def main(argv: list[str] | None = None) -> None:

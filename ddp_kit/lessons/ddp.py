@@ -26,6 +26,7 @@ from ddp_kit.lessons._buckets import (  # noqa: F401 - the notebook uses them
     Stack,
     backwards,
     carry_slowly,
+    explore,
     step_seconds,
     typical,
     watch,

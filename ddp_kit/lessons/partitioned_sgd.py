@@ -8,78 +8,32 @@ PyTorch", section Distributed Training.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from random import Random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import device, mnist, progress
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons._digits import (  # noqa: F401 - the notebook uses them
+    SEED,
+    DataPartitioner,
+    Net,
+    Partition,
+    as_batch,
+    first_digits,
+)
+
+if TYPE_CHECKING:
+    from ddp_kit.notebook.controls import Explorer
 
 GLOBAL_BATCH = 128
-SEED = 1234
-
-
-class Partition(Dataset):
-    """The part of a dataset that an index list names."""
-
-    def __init__(self, data: Dataset, index: Sequence[int]) -> None:
-        self.data, self.index = data, index
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, position: int):
-        return self.data[self.index[position]]
-
-
-class DataPartitioner:
-    """Cut a dataset at random into parts of the given sizes, the same on every rank.
-
-    sizes: fractions of the whole, such as (0.25, 0.25, 0.25, 0.25).
-    """
-
-    def __init__(self, data: Dataset, sizes: Sequence[float], seed: int = SEED) -> None:
-        self.data = data
-        self.partitions: list[list[int]] = []
-        index = list(range(len(data)))
-        Random(seed).shuffle(index)
-        for size in sizes:
-            length = int(size * len(data))
-            self.partitions.append(index[:length])
-            index = index[length:]
-
-    def use(self, part: int) -> Partition:
-        """Return one of the parts."""
-        return Partition(self.data, self.partitions[part])
-
-
-class Net(nn.Module):
-    """The tutorial's network: two convolutions, two linear layers, 21,840 parameters.
-
-    Takes (batch, 1, 28, 28), gives log-probabilities of shape (batch, 10).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
-        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
-        self.conv2_drop = nn.Dropout2d()
-        self.fc1 = nn.Linear(320, 50)
-        self.fc2 = nn.Linear(50, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the log-probabilities."""
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
-        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
-        x = F.relu(self.fc1(x.flatten(1)))
-        x = F.dropout(x, training=self.training)
-        return F.log_softmax(self.fc2(x), dim=1)
+USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -150,6 +104,53 @@ def train_alone(epochs: int = 3, lr: float = 0.01, momentum: float = 0.5) -> dic
     return train(0, 1, epochs, keep_gradients, lr, momentum)
 
 
+def first_steps(
+    rank: int, world_size: int, lr: float = 0.03, steps: int = 24, batches: int = 8
+) -> list[float]:
+    """Train one replica for some steps, again and again through the first few batches.
+
+    A batch has 128 digits for all ranks together. Dropout is off, so that every world size takes
+    the same course but for rounding. Returns this rank's loss in each step.
+    """
+    torch.manual_seed(SEED)
+    model = Net().to(device()).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    images, labels = (part.split(GLOBAL_BATCH) for part in first_digits(GLOBAL_BATCH * batches))
+    losses = []
+    for step in range(steps):
+        x, y = images[step % batches][rank::world_size], labels[step % batches][rank::world_size]
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(x), y)
+        loss.backward()
+        average_gradients_flat(model)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
+    """Train for 24 steps and draw each rank's loss; `interact()` gives controls.
+
+    Raises ValueError or PoolError for what cannot be chosen.
+    """
+    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit.notebook.controls import Explorer, positive
+
+    rates = positive("lr", lr, USUAL_RATES)
+    return Explorer(
+        "partitioned_sgd",
+        {"world_size": world_size, "lr": lr},
+        choices=lambda settings: {"world_size": range(1, max(8, world_size) + 1), "lr": rates},
+        ask=lambda settings: (first_steps, settings["lr"]),
+        draw=lambda result, settings: plot.losses(result, _title(settings), xlabel="step"),
+    )
+
+
+def _title(settings: dict) -> str:
+    ranks = "1 rank" if settings["world_size"] == 1 else f"{settings['world_size']} ranks"
+    return f"The first steps of {ranks} with learning rate {settings['lr']:g}"
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
     """Return the fraction of test digits that the model names rightly."""
@@ -158,19 +159,6 @@ def accuracy(model: nn.Module) -> float:
     right = (model(images).argmax(1) == labels).sum().item()
     model.train()
     return right / len(labels)
-
-
-def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a dataset into one batch: images (count, 1, 28, 28), labels (count,)."""
-    images, labels = zip(*(digits[i] for i in range(len(digits))), strict=True)
-    return torch.stack(images).to(device()), torch.tensor(labels, device=device())
-
-
-def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first training digits as one batch."""
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
-    return as_batch(Partition(mnist(), range(count)))
 
 
 def flat(tensors) -> torch.Tensor:

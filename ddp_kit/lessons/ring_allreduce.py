@@ -16,12 +16,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+
+if TYPE_CHECKING:
+    from ddp_kit.notebook.controls import Explorer
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 
@@ -132,6 +136,25 @@ def watch(rank: int, world_size: int) -> torch.Tensor:
     steps = [tensor.clone()]
     chunked_ring(tensor, after_step=lambda: steps.append(tensor.clone()))
     return torch.stack(steps)
+
+
+def explore(world_size: int = 4) -> Explorer:
+    """Watch the chunked ring and draw all its steps; `interact()` shows them one by one.
+
+    Raises ValueError or PoolError for a world size that cannot be drawn or run.
+    """
+    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit.notebook.controls import Explorer
+
+    return Explorer(
+        "ring_allreduce",
+        {"world_size": world_size},
+        choices=lambda settings: {"world_size": range(1, 9)},
+        ask=lambda settings: (watch,),
+        draw=lambda result, settings: plot.ring(result),
+        frames=lambda result: len(result[0]),
+        frame=plot.ring_step,
+    )
 
 
 def expected_cost(ring: Callable, world_size: int, nbytes: int) -> tuple[int, float]:

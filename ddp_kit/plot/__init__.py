@@ -11,6 +11,7 @@ from ddp_kit.plot.memory import memory
 from ddp_kit.plot.messages import messages
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import ring
+from ddp_kit.plot.ring_step import ring_step
 from ddp_kit.plot.scaling import scaling
 from ddp_kit.plot.step_times import step_times
 from ddp_kit.plot.style import rank_color
@@ -28,6 +29,7 @@ __all__ = [
     "messages",
     "rank_color",
     "ring",
+    "ring_step",
     "scaling",
     "step_times",
     "support",

@@ -41,9 +41,9 @@ def ring(result: Sequence[Any], title: str | None = None) -> Picture:
 
     ValueError if the result is empty, a shape is another, or a cell is not a whole number.
     """
-    held = _read(list(result))
+    held = read(list(result))
     n, steps = len(held), len(held[0])
-    names = ["start", *(f"{p} {i}" for p in ("reduce-scatter", "all-gather") for i in range(1, n))]
+    names = step_names(n)
     complete = (10**n - 1) // 9
     if title is None:
         title = "Ring all-reduce on 1 rank: nothing to send"
@@ -87,11 +87,11 @@ def ring(result: Sequence[Any], title: str | None = None) -> Picture:
             box(ax, x - 0.05, y + r * tall + 0.02, 0.03, tall - 0.04, rank_color(r), "none")
             for c in range(n):
                 value = held[r][step][c]
-                fill = _fill(value, n)
                 place = (x + c * wide, y + r * tall)
-                _cell(ax, *place, wide, tall, fill, str(value) if n <= MOST_NUMBERS else "", size)
+                text = str(value) if n <= MOST_NUMBERS else ""
+                _cell(ax, *place, wide, tall, fill(value, n), text, size)
                 if changed[r][step][c]:
-                    _outline(ax, *place, wide, tall, rank_color((r - 1) % n))
+                    outline(ax, *place, wide, tall, rank_color((r - 1) % n))
     if n > 1:
         _key(ax, 0.02, TOP + HEAD + bands * (HEAD + n * tall + GAP), n)
     for i, line in enumerate(caption):
@@ -99,7 +99,12 @@ def ring(result: Sequence[Any], title: str | None = None) -> Picture:
     return picture
 
 
-def _read(values: list[Any]) -> list[list[list[int]]]:
+def step_names(n: int) -> list[str]:
+    """Name what a ring of n ranks holds: at the start, and after each of its 2 * (n - 1) steps."""
+    return ["start", *(f"{p} {i}" for p in ("reduce-scatter", "all-gather") for i in range(1, n))]
+
+
+def read(values: list[Any]) -> list[list[list[int]]]:
     """Return held[rank][step][chunk] as whole numbers."""
     n = len(values)
     if not n:
@@ -130,7 +135,8 @@ def _measure(n: int) -> tuple[float, float, float, int]:
     return side / n, side / n, 0, 4 if n <= 8 else 6
 
 
-def _fill(value: int, n: int) -> str:
+def fill(value: int, n: int) -> str:
+    """Return the colour of a cell: darker with every rank in it."""
     count = str(value).count("1")
     if value == (10**n - 1) // 9:
         return COMPLETE
@@ -140,13 +146,14 @@ def _fill(value: int, n: int) -> str:
     return to_hex([a + (b - a) * share for a, b in zip(to_rgb(FEW), to_rgb(MANY), strict=True)])
 
 
-def _cell(ax, x, y, wide, tall, fill, text, size) -> None:
-    box(ax, x, y, wide, tall, fill, PAPER, linewidth=1)
+def _cell(ax, x, y, wide, tall, color, text, size) -> None:
+    box(ax, x, y, wide, tall, color, PAPER, linewidth=1)
     if text:
-        write(ax, x + wide / 2, y + tall / 2, text, size, color=text_color(fill), ha="center")
+        write(ax, x + wide / 2, y + tall / 2, text, size, color=text_color(color), ha="center")
 
 
-def _outline(ax, x, y, wide, tall, color) -> None:
+def outline(ax, x, y, wide, tall, color) -> None:
+    """Outline a cell that has just changed."""
     inset = 0.022
     edge = {"linewidth": 1.8 if wide > 0.15 else 1.1, "joinstyle": "miter"}
     box(ax, x + inset, y + inset, wide - 2 * inset, tall - 2 * inset, "none", color, **edge)
@@ -161,10 +168,10 @@ def _key(ax, x: float, y: float, n: int) -> None:
     entries.append((int("1" * n), "complete"))
     for i, (value, text) in enumerate(entries):
         top = y + i * 0.22
-        box(ax, x, top, 0.24, 0.18, _fill(value, n), "none")
+        box(ax, x, top, 0.24, 0.18, fill(value, n), "none")
         write(ax, x + 0.32, top + 0.09, text, 8.5, color=INK)
     top = y + len(entries) * 0.22
-    _outline(ax, x, top, 0.24, 0.18, rank_color(0))
+    outline(ax, x, top, 0.24, 0.18, rank_color(0))
     write(ax, x + 0.32, top + 0.09, "from rank 0", 8.5, color=INK)
 
 

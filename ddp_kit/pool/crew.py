@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.failures import name_ranks
-from ddp_kit.pool import cells, modules
+from ddp_kit.pool import cells, modules, view
 from ddp_kit.pool.folder import PrivateFolder
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.messages import Form, Run, Surroundings
@@ -114,7 +114,7 @@ class Crew:
                 for number in old:
                     self.ranks[number].stop()
             names = " and ".join(sorted({os.path.basename(file) for file in set().union(*files)}))
-            print(f"{names} changed on disk: starting {name_ranks(old)} afresh")
+            view.say(f"{names} changed on disk: starting {name_ranks(old)} afresh")
 
     def end(self) -> None:
         """End every process."""

@@ -1,4 +1,4 @@
-"""Holding a KeyboardInterrupt back while something must not be left half done."""
+"""Holding a KeyboardInterrupt back while something must be whole; letting one in elsewhere."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ def holding_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)  # last, so that nothing is raised before it is done
         if came:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let one SIGINT raise KeyboardInterrupt in this block, also where the kernel ignores it.
+
+    Between two cells ipykernel ignores SIGINT, so ■ would not reach a run that begins there. A
+    second one, or one that comes too late, does nothing: it would end the kernel's event loop.
+    """
+    pending = [True]
+
+    def stop(*_: object) -> None:
+        if pending:
+            pending.clear()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        try:
+            yield
+        finally:
+            pending.clear()
+    finally:  # also if the interrupt came on the way out of the block
+        pending.clear()
+        signal.signal(signal.SIGINT, before)
 
 
 def show_interrupt(interrupt: KeyboardInterrupt, told: list[str]) -> None:

@@ -130,12 +130,12 @@ class WorkerPool:
     def _tell(self, outcome: Outcome) -> None:
         """Say what happened on the side, and would surprise a learner who was not told."""
         for rank, thread in outcome.threads.items():
-            print(f"rank {rank} starts afresh: the worker left its thread {thread!r} running")
+            view.say(f"rank {rank} starts afresh: the worker left its thread {thread!r} running")
         for line in outcome.tell_unawaited():
-            print(line)
+            view.say(line)
         if outcome.from_gpu and not self._told_of_gpu:
             self._told_of_gpu = True
-            print("tensors that ranks returned from a GPU are on the CPU here")
+            view.say("tensors that ranks returned from a GPU are on the CPU here")
 
     def restart(self) -> None:
         """End every process and start fresh ones."""

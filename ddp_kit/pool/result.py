@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_kit.pool import view
 from ddp_kit.trace import Trace
 
 
@@ -45,9 +46,4 @@ def print_output(output: Sequence[str]) -> None:
     """Print what the ranks printed: ranks ascending, each line behind its rank."""
     for rank, text in enumerate(output):
         for line in text.removesuffix("\n").split("\n") if text else []:
-            print(f"[rank {rank}] {as_seen(line)}".rstrip())
-
-
-def as_seen(line: str) -> str:
-    """Return what a terminal would show of a line: what follows its last carriage return."""
-    return line.rstrip("\r").rsplit("\r", 1)[-1]
+            view.say(f"[rank {rank}] {view.as_seen(line)}".rstrip())

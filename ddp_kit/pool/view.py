@@ -7,11 +7,11 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from ddp_kit.failures import count
-from ddp_kit.pool.result import as_seen
 from ddp_kit.trace import draw_bar
 
 LONGEST_LINE = 100  # characters that are shown of what a rank printed
@@ -48,6 +48,11 @@ def heading(world_size: int, lines: Sequence[RankLine]) -> str:
     if all(line.doing == "starting" for line in lines):
         return f"{ranks} {'is' if world_size == 1 else 'are'} starting"
     return f"{ranks} at work"
+
+
+def as_seen(line: str) -> str:
+    """Return what a terminal would show of a line: what follows its last carriage return."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def newest_line(printed: bytes) -> str:
@@ -116,3 +121,34 @@ def _cut(text: str, columns: int) -> str:
 
 # `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.
 open_view: Callable[[int], View] = TerminalView
+
+# How the parent tells below the cell what ranks printed, and what happened on the side.
+say: Callable[[str], None] = print
+
+
+class NoView:
+    """Shows nothing."""
+
+    def __init__(self, world_size: int) -> None:
+        pass
+
+    def update(self, lines: Sequence[RankLine]) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Take nothing away."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Have runs in this block show nothing and print nothing: they belong to no cell.
+
+    What ranks printed is in the result.
+    """
+    global open_view, say
+    before = open_view, say
+    open_view, say = NoView, lambda line: None
+    try:
+        yield
+    finally:
+        open_view, say = before
