@@ -41,7 +41,7 @@ class Panel:
         }
         self._again = widgets.Button(description="Run again")
         self._line = widgets.HTML()
-        self._image = widgets.Image(format="png")
+        self._image = widgets.Image(format="png", layout=_own_size())
         rows = [widgets.HBox([*self._settings.values(), self._again], layout=_wrapping())]
         self._step = self._play = None
         if explorer.frames is not None:
@@ -128,6 +128,10 @@ def _offer(chooser: widgets.Widget, options: Sequence) -> None:
 
 def _ranks(world_size: int) -> str:
     return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _own_size() -> widgets.Layout:
+    return widgets.Layout(align_self="flex-start", max_width="100%")
 
 
 def _wrapping() -> widgets.Layout:

@@ -41,10 +41,10 @@ class Turn:
     def ask(self, wish: Any) -> None:
         """Have this wish carried out, in place of one that has not begun. From any thread."""
         with self._changed:
-            self._wish = wish
+            waiting, self._wish = self._wish is not None, wish
             self._loop.call_soon_threadsafe(self._wait_for_newer)
-            if threading.current_thread() is threading.main_thread():
-                return  # its loop goes on when this has returned
+            if waiting or threading.current_thread() is threading.main_thread():
+                return  # it was told already; or the loop goes on when this has returned
             if not self._changed.wait_for(lambda: self._wish is not wish, PATIENCE):
                 self._on_wait()  # with the lock held: what is said when it begins comes later
 

@@ -46,3 +46,12 @@ def test_a_wrong_answer_does_not_agree():
 def test_the_group_is_a_true_subset():
     result = kit.run(collectives.all_reduce_in_a_group)
     assert [value["after"][0].item() for value in result] == [20, 10, 20, 30]
+
+
+def test_any_rank_can_be_the_root():
+    held = [collectives.own_tensor(rank, 3) for rank in range(3)]
+    for worker in collectives.WITH_ROOT:
+        op = ["SUM"] if worker in collectives.WITH_OP else []
+        result = kit.run(worker, *op, 2, world_size=3)
+        name = worker.__name__
+        assert collectives.agrees(result, collectives.reference(name, held, root=2)), name

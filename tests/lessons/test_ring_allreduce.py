@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ddp_kit as kit
+from ddp_kit import plot
 from ddp_kit.lessons import ring_allreduce
 
 
@@ -64,3 +65,31 @@ def test_bandwidth_measures_every_contestant():
     for points in series.values():
         assert [nbytes for nbytes, _ in points] == [400, 4_000]
         assert all(seconds > 0 for _, seconds in points)
+
+
+def test_a_step_shows_the_messages_that_travelled_in_it():
+    result = kit.run(ring_allreduce.watch, world_size=2)
+    assert [repr(plot.ring_step(result, step)) for step in (0, 1, 2)] == [
+        "Ring all-reduce on 2 ranks, before the first step\n"
+        "        chunks  received\n"
+        "rank 0  1 1     -\n"
+        "rank 1  10 10   -",
+        "Ring all-reduce on 2 ranks, step 1 of 2: reduce-scatter 1\n"
+        "        chunks  received\n"
+        "rank 0  1 11*   8 B from rank 1\n"
+        "rank 1  11* 10  8 B from rank 0",
+        "Ring all-reduce on 2 ranks, step 2 of 2: all-gather 1\n"
+        "        chunks  received\n"
+        "rank 0  11* 11  8 B from rank 1\n"
+        "rank 1  11 11*  8 B from rank 0",
+    ]
+    with pytest.raises(ValueError, match="step must be from 0 to 2, got 3"):
+        plot.ring_step(result, 3)
+    with pytest.raises(TypeError, match="needs a result with a .trace"):
+        plot.ring_step(list(result), 1)
+
+
+def test_a_ring_that_is_too_large_for_one_picture_of_a_step_says_so():
+    held = [torch.full((17, 9), 10**rank) for rank in range(9)]
+    with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
+        plot.ring_step(held, 1)
