@@ -221,8 +221,8 @@ def _title(settings: dict) -> str:
     worker, *_ = _call(settings)
     said = [f"op={settings['op']}"] if worker in WITH_OP else []
     said += [f"{WITH_ROOT[worker]}={settings['root']}"] if worker in WITH_ROOT else []
-    ranks = "1 rank" if settings["world_size"] == 1 else f"{settings['world_size']} ranks"
-    return f"{worker.__name__}({', '.join(said)}) on {ranks}"
+    n = settings["world_size"]
+    return f"{worker.__name__}({', '.join(said)}) on {n} rank{'s' * (n > 1)}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -147,8 +147,8 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
 
 
 def _title(settings: dict) -> str:
-    ranks = "1 rank" if settings["world_size"] == 1 else f"{settings['world_size']} ranks"
-    return f"The first steps of {ranks} with learning rate {settings['lr']:g}"
+    n = settings["world_size"]
+    return f"The first steps of {n} rank{'s' * (n > 1)} with learning rate {settings['lr']:g}"
 
 
 @torch.no_grad()

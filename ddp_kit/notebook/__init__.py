@@ -1,4 +1,4 @@
-"""What only a notebook needs: the live view of a run."""
+"""What only a notebook needs: the live view of a run, magics, controls."""
 
 from ddp_kit.notebook.live import take_over
 

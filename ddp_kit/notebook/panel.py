@@ -80,7 +80,8 @@ class Panel:
         try:
             with interruptible(), view.unseen():
                 if wish.again or wish.settings != self._explorer.settings:
-                    self._say(f"running on {_ranks(wish.settings['world_size'])} ...")
+                    n = wish.settings["world_size"]
+                    self._say(f"running on {n} rank{'s' * (n > 1)} ...")
                     self._explorer.run(wish.settings)
                 self._show(wish.step)
         except KeyboardInterrupt:
@@ -89,7 +90,7 @@ class Panel:
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
 
     def _tell_wait(self) -> None:
-        self._say("queued: it runs when the cell has ended")
+        self._say("queued: it runs when what runs now has ended")
 
     def _show(self, step: int = 0) -> None:
         """Show the explorer's picture, or one step of its run."""
@@ -124,10 +125,6 @@ def _offer(chooser: widgets.Widget, options: Sequence) -> None:
     """Change what can be chosen; a slider keeps its value within its ends."""
     if isinstance(options, range):
         chooser.max = options[-1]
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def _own_size() -> widgets.Layout:
