@@ -313,7 +313,7 @@ def test_another_value_than_the_usual_ones_can_be_chosen():
     assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]
 
 
-def test_every_world_size_takes_the_same_course():
+def test_one_rank_and_four_take_the_same_course():
     alone = partitioned_sgd.explore(world_size=1).result[0]
     together = partitioned_sgd.explore(world_size=4).result
     means = [sum(step) / 4 for step in zip(*together, strict=True)]

@@ -109,8 +109,8 @@ def first_steps(
 ) -> list[float]:
     """Train one replica for some steps, again and again through the first few batches.
 
-    A batch has 128 digits for all ranks together. Dropout is off, so that every world size takes
-    the same course but for rounding. Returns this rank's loss in each step.
+    A batch has 128 digits for all ranks together. Dropout is off, so that 1, 2, 4 and 8 ranks
+    take the same course but for rounding. Returns this rank's loss in each step.
     """
     torch.manual_seed(SEED)
     model = Net().to(device()).eval()
