@@ -45,6 +45,7 @@ test: $(STAMP)  ## check style, imports, tests and every cell of every notebook
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m compileall -q ddp_kit  # else every rank does, where Python writes no bytecode
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 browser: $(STAMP)  ## only the tests in a real JupyterLab; they need Chromium
