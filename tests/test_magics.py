@@ -67,6 +67,7 @@ def test_groups_and_random_numbers_go_on_in_the_next_cell(notebook):
     )
     notebook.run(cells[0])
     first = notebook.run(cells[1]).stdout
+    notebook.raises("%%ranks\nundefined")  # an error on every rank leaves nobody in a group's way
     notebook.run("kit.run(lambda rank, world_size: torch.manual_seed(5), world_size=2)")
     second = notebook.run(cells[1]).stdout
     assert first != second
@@ -74,6 +75,18 @@ def test_groups_and_random_numbers_go_on_in_the_next_cell(notebook):
     assert notebook.value("[round(v, 4) for v in _ranks[0].tolist()]") == (
         f"[{first.split('[')[1].split(']')[0]}, {second.split('[')[1].split(']')[0]}]"
     )
+
+
+def test_a_group_that_is_over_is_said_to_be(notebook):
+    notebook.run("%%ranks -n 2\npair = dist.new_group([0, 1])")
+    notebook.run("kit.run(lambda rank, world_size: None, world_size=3)")
+    printed = notebook.run("%%ranks\nprint('next')").stdout.splitlines()
+    over = "the process group was formed anew; groups and DDP models of earlier cells are over"
+    assert printed == [f"[rank {rank}] {line}" for rank in (0, 1) for line in (over, "next")]
+    assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
+    notebook.run("%ranks reset")
+    groups = "list(kit.run(lambda r, w: len(dist.distributed_c10d._world.pg_map), world_size=2))"
+    assert notebook.value(groups) == "[1, 1]"
 
 
 def test_what_kit_run_leaves_is_still_taken_away(notebook):
@@ -116,6 +129,11 @@ def test_a_figure_appears_once_below_its_ranks_heading(notebook):
         assert shown[-4:] == ["stream", "display_data"] * 2, body  # the heading stands above
         assert pictures[0]["image/png"] != pictures[1]["image/png"]
         assert pictures[0]["text/plain"] == "<Figure size 640x480 with 1 Axes>"
+    notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
+    assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
+    assert notebook.value("kit.run(lambda r, w: os.environ['MPLBACKEND'], world_size=2)[0]") == (
+        notebook.value("os.environ['MPLBACKEND']")
+    )
 
 
 def test_values_are_shown_as_ipython_shows_them(notebook):
@@ -147,6 +165,19 @@ def test_the_result_has_values_output_and_trace(notebook):
     # What cannot travel is there as its text.
     notebook.run("%%ranks\nlambda: 1\n(i for i in range(3))")
     assert notebook.value("_ranks[0].split(' at ')[0]") == "'<generator object <genexpr>'"
+    # And so is what only a rank can rebuild.
+    notebook.run(
+        "%%ranks\n"
+        "class Homesick:\n"
+        "    def __repr__(self):\n"
+        "        return 'homesick'\n"
+        "    def __setstate__(self, state):\n"
+        "        dist.get_rank()\n"
+        "home = Homesick()\nhome.x = 1\nhome"
+    )
+    assert notebook.value("list(_ranks)") == "['homesick', 'homesick']"
+    notebook.run("%%ranks\n{'a': torch.ones(100_000), 'b': [rank]}")
+    assert notebook.value("_ranks[1]['a'].sum().item(), _ranks[1]['b']") == "(100000.0, [1])"
 
 
 # --- what goes wrong ---------------------------------------------------------------------------

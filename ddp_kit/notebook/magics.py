@@ -21,6 +21,7 @@ from ddp_kit import pool
 from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import Result, session
+from ddp_kit.pool.shown import Bundle, Sealed, Shown
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
@@ -55,7 +56,9 @@ class RanksMagics(Magics):
         `torch`, `dist`, `kit` and `display` are there. Python's, NumPy's and torch's random
         numbers go on; all else is as at the start of `kit.run`. `_ranks` is the result.
 
-        A name is gone with its process: when a rank died, was stuck, or was started afresh.
+        A name is gone with its process: when a rank died, was stuck, or was started afresh. A group
+        and a DDP model are over when the ranks form another group, as with another -n. Of a cell
+        that raised, only the prints are shown.
         """
         arguments = self._parse(line)
         size, backend = self._size(arguments.world_size), arguments.backend or self._backend
@@ -64,8 +67,8 @@ class RanksMagics(Magics):
         quiet = _check(source, file)
         cell = session.Cell(source, file, only, quiet, self._had[backend == "mpi"])
         result = self._run(cell, size, backend, arguments.timeout)
-        shown = [said or session.Shown(None, [], {}) for said in result]
-        values = tuple(said.value for said in shown)
+        shown = [said or Shown(None, [], {}) for said in result]
+        values = tuple(_opened(said.value) for said in shown)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = shown[0].names
@@ -222,7 +225,11 @@ def _refuse_magic(error: SyntaxError, source: str) -> None:
         ) from None
 
 
-def _show(rank: int, bundles: list[session.Bundle]) -> None:
+def _opened(value: Any) -> Any:
+    return value.open() if isinstance(value, Sealed) else value
+
+
+def _show(rank: int, bundles: list[Bundle]) -> None:
     """Show what a rank's cell has displayed below a heading; text alone stands beside it."""
     head = f"rank {rank}: "
     for data, metadata in bundles:

@@ -78,7 +78,7 @@ class Panel:
     def _carry_out(self, wish: Wish) -> None:
         """Run if that is needed, and draw. On the main thread, when no cell runs."""
         try:
-            with interruptible(), view.unseen():
+            with view.unseen(), interruptible():
                 if wish.again or wish.settings != self._explorer.settings:
                     n = wish.settings["world_size"]
                     self._say(f"running on {n} rank{'s' * (n > 1)} ...")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ddp_kit.pool import session
+from ddp_kit.pool import shown
 
 
 class FigureManager(FigureManagerBase):
@@ -17,7 +17,7 @@ class FigureManager(FigureManagerBase):
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
         """Show all open figures below the prints of this rank."""
-        session.show_figures()
+        shown.show_figures()
 
 
 class FigureCanvas(FigureCanvasAgg):

@@ -44,7 +44,7 @@ def interruptible() -> Iterator[None]:
     Between two cells ipykernel ignores SIGINT, so ■ would not reach a run that begins there. A
     second one, or one that comes too late, does nothing: it would end the kernel's event loop.
     """
-    pending = [True]
+    pending: list[bool] = []
 
     def stop(*_: object) -> None:
         if pending:
@@ -54,6 +54,7 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, stop)
     try:
         try:
+            pending.append(True)
             yield
         finally:
             pending.clear()

@@ -65,10 +65,9 @@ class Outcome:
 
     @property
     def group_intact(self) -> bool:
-        """Every rank returned, and left the process group as it was."""
-        return len(self._returned) == len(self.ranks) and all(
-            reply.left.group_intact for reply in self._returned.values()
-        )
+        """Every rank replied, and left the process group as it was."""
+        replies = [*self._returned.values(), *self._raised.values()]
+        return len(replies) == len(self.ranks) and all(r.left.group_intact for r in replies)
 
     def told(self) -> list[str]:
         """Say where the ranks were when the run was stopped."""

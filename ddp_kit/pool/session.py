@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
-import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.pool import values
+from ddp_kit.pool.shown import Shown, can_be_sent, collecting, display, seal, show_figures
 
-FIGURES = "module://ddp_kit.pool.figures"  # what pyplot draws with in a cell
-_ATTRIBUTES = 300  # names inside one value that are told for completion
-
-# How IPython shows a value: text, HTML, PNG or what else there is, by MIME type; and metadata.
-Bundle = tuple[dict[str, Any], dict[str, Any]]
+_ATTRIBUTES = 2000  # names inside one value that are told for completion
 
 
 @dataclass
@@ -35,20 +30,11 @@ class Session:
     """The names of earlier cells, and the state of random numbers that they have left."""
 
     main: types.ModuleType
+    world: dist.ProcessGroup | None = None  # the group of all ranks, as the last cell had it
     random: tuple | None = None
-    shown: list[Bundle] = field(default_factory=list)  # by the cell that runs now
 
 
 _session: Session | None = None  # None: no cell has run in this process
-
-
-@dataclass(frozen=True)
-class Shown:
-    """To the notebook: the value of a cell's last expression, and all that the cell displayed."""
-
-    value: Any
-    bundles: list[Bundle]
-    names: dict[str, list[str]]  # of rank 0: each name, and the names inside its value
 
 
 @dataclass(frozen=True)
@@ -73,13 +59,13 @@ class Cell:
         if self.only is not None and rank not in self.only:
             return None
         session = _open(rank, world_size, self.had)
-        with _as_main(session):
+        with _as_main(session), collecting() as bundles:
             value = self._run(vars(session.main))
             if value is not None and not self.quiet:
                 display(value)
             show_figures(besides=value)
         names = _names(vars(session.main)) if rank == 0 else {}
-        return Shown(_sendable(value), session.shown, names)
+        return Shown(seal(value), list(bundles), names)
 
     def _run(self, names: dict[str, Any]) -> Any:
         tree = ast.parse(self.source, self.file)
@@ -121,7 +107,7 @@ class Pull:
         held = vars(_session.main) if _session else {}
         found = {name: held[name] for name in self.names if name in held}
         for name, value in found.items():
-            if not _can_be_sent(value):
+            if not can_be_sent(value):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}, which cannot be sent to the notebook; "
                     "pull tensors, numbers, strings, or lists and dicts of them"
@@ -142,12 +128,14 @@ class Names:
 
 @dataclass(frozen=True)
 class Reset:
-    """A worker that forgets all names of cells."""
+    """A worker that forgets all names of cells, and the groups that they have made."""
 
     def __call__(self, rank: int, world_size: int) -> None:
-        """Forget the names of this rank."""
+        """Forget the names of this rank, and leave the group: the pool forms it anew."""
         global _session
         _session = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _open(rank: int, world_size: int, had: tuple[int, ...]) -> Session:
@@ -157,6 +145,9 @@ def _open(rank: int, world_size: int, had: tuple[int, ...]) -> Session:
         if rank in had:
             print("this rank started afresh; the names of earlier cells are gone")
         _session = Session(types.ModuleType("__main__"))
+    if _session.world not in (None, dist.group.WORLD) and _holds_group(vars(_session.main)):
+        print("the process group was formed anew; groups and DDP models of earlier cells are over")
+    _session.world = dist.group.WORLD
     given = {"torch": torch, "dist": dist, "kit": sys.modules["ddp_kit"], "display": display}
     for name, value in given.items():
         vars(_session.main).setdefault(name, value)
@@ -164,17 +155,18 @@ def _open(rank: int, world_size: int, had: tuple[int, ...]) -> Session:
     return _session
 
 
+def _holds_group(names: dict[str, Any]) -> bool:
+    kinds = (dist.ProcessGroup, DistributedDataParallel)
+    return any(isinstance(value, kinds) for value in names.values())
+
+
 @contextmanager
 def _as_main(session: Session) -> Iterator[None]:
-    """Be `__main__`, go on with the random numbers of the cell before, and collect figures."""
+    """Be `__main__`, go on with the random numbers of the cell before, and leave no trace of it."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = session.main
-    session.shown = []
     if session.random is not None:
         _set_random(session.random)
-    os.environ["MPLBACKEND"] = FIGURES
-    if "matplotlib" in sys.modules:
-        sys.modules["matplotlib"].use(FIGURES)
     try:
         yield
     finally:
@@ -184,7 +176,8 @@ def _as_main(session: Session) -> Iterator[None]:
 
 def _random() -> tuple:
     numpy = sys.modules.get("numpy.random")
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(), gpus
 
 
 def _set_random(state: tuple) -> None:
@@ -192,52 +185,8 @@ def _set_random(state: tuple) -> None:
     random.setstate(state[1])
     if state[2] is not None:
         sys.modules["numpy.random"].set_state(state[2])
-
-
-def display(*values: Any) -> None:
-    """Show values below the prints of this rank, as a cell of the notebook would."""
-    assert _session is not None, "only a cell can call it"
-    _session.shown += filter(any, map(_formatter(), values))
-
-
-def show_figures(besides: Any = None) -> None:
-    """Show what pyplot has drawn, besides what was shown already, and close it."""
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is None or _session is None:
-        return
-    for figure in map(pyplot.figure, pyplot.get_fignums()):
-        if figure is not besides:
-            display(figure)
-    pyplot.close("all")
-
-
-@functools.cache
-def _formatter() -> Callable[[Any], Bundle]:
-    """Return what tells how IPython shows a value: its text, and HTML, PNG or what there is."""
-    from IPython.core.formatters import DisplayFormatter
-    from IPython.core.pylabtools import print_figure
-
-    formatter = DisplayFormatter()
-    draw = functools.partial(print_figure, fmt="png", base64=True)
-    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
-    return formatter.format
-
-
-def _sendable(value: Any) -> Any:
-    """Return a value, or what stands for it in text if it cannot travel to the notebook."""
-    return value if _can_be_sent(value) else repr(value)
-
-
-def _can_be_sent(value: Any) -> bool:
-    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
-        return True
-    try:
-        if values.holds_module(value):
-            return False
-        values.pack(value).close()
-    except Exception:
-        return False
-    return True
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])
 
 
 def _own_names(held: dict[str, Any]) -> dict[str, Any]:

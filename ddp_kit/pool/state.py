@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import weakref
+from typing import NoReturn
 
 import torch
 
@@ -39,6 +41,7 @@ class State:
             if not _same_file(descriptor, self._output):
                 os.dup2(self._output, descriptor)
         sys.stdout, sys.stderr = self._streams
+        builtins.input = sys.breakpointhook = _refuse_to_ask
         sys.argv[:] = self._argv
         logging.root.handlers[:] = self._log_handlers
         if logging.root.level != self._log_level:  # the setter empties a cache
@@ -64,6 +67,13 @@ class State:
         random.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
+
+
+def _refuse_to_ask(*_args: object, **_kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        "a rank has no keyboard, for input() or a debugger; ask in the notebook, and pass the "
+        "answer on: kit.run(worker, answer)"
+    )
 
 
 _learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that own code started

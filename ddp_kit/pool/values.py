@@ -102,6 +102,13 @@ def pack(value: Any) -> Parcel:
     return parcel
 
 
+def pickle_whole(value: Any) -> bytes:
+    """Pickle a value with all of its memory; raise what cloudpickle raises."""
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=5).dump(value)
+    return pickled.getvalue()
+
+
 def _remember_submodules() -> None:
     """Have cloudpickle look through all loaded modules once a worker, not once a run.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import linecache
 import multiprocessing
@@ -67,7 +66,6 @@ def main(
     _keep_descriptors_from_children()
     _die_with(parent, pool)
     _send_prints_to(output)
-    builtins.input, sys.breakpointhook = _refuse_input, _refuse_breakpoint
     board.answer_with_stacks()
     member = _Member(board)
     while True:
@@ -141,7 +139,9 @@ class _Member:
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
-                return Raised(failure, self._left(False), inside if broken == id(error) else None)
+                whole = keeps and broken is None and recorder.all_awaited
+                left = self._left(whole, groups)
+                return Raised(failure, left, inside if broken == id(error) else None)
         return Returned(parcel, self._left(recorder.all_awaited, None if keeps else groups))
 
     def tidy(self) -> None:
@@ -157,19 +157,21 @@ class _Member:
         assert self.around, "and its surroundings with the first Run"
         self.state.restore(self.place, self.around)
 
-    def _left(self, all_awaited: bool, groups: int | None = None) -> Left:
-        intact = all_awaited and self._group_is_intact(groups)
+    def _left(self, whole: bool, groups: tuple | None = None) -> Left:
+        intact = whole and self._group_is_intact(groups)
         return Left(self.imports.take(), intact, thread_left_running())
 
-    def _group_is_intact(self, groups: int | None) -> bool:
-        """Whether there are as many groups as there were; None: more of them may stay."""
+    def _group_is_intact(self, groups: tuple | None) -> bool:
+        """Whether there are the groups that there were; None: more of them may stay."""
         if self.group is None and dist.distributed_c10d._world.group_count:
             return False  # one that failed has counted
         return dist.group.WORLD is self.group and groups in (None, _count_groups())
 
 
-def _count_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)  # no public way to list the sub-groups
+def _count_groups() -> tuple[int, int]:
+    """Return how many groups there are, and how many were made; there is no public way."""
+    world = dist.distributed_c10d._world
+    return len(world.pg_map), world.group_count
 
 
 def pack(value: object) -> values.Parcel:
@@ -272,19 +274,6 @@ def _send_prints_to(output: Connection) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-
-
-def _refuse_input(prompt: object = "") -> NoReturn:
-    raise RuntimeError(
-        "a rank has no keyboard; ask in the notebook, and pass the answer on: "
-        "kit.run(worker, answer)"
-    )
-
-
-def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:
-    raise RuntimeError(
-        "a rank has no keyboard for a debugger; print there, or debug what it calls in the notebook"
-    )
 
 
 def _leave(code: object) -> NoReturn:

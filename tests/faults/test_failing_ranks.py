@@ -341,5 +341,5 @@ def test_a_worker_that_asks_is_told_that_nobody_answers():
     with pytest.raises(kit.RankError) as caught:
         kit.run(asks, world_size=2)
     said = [caught.value.failures[rank].message for rank in range(2)]
-    assert "no keyboard for a debugger" in said[0]
+    assert "no keyboard, for input() or a debugger" in said[0]
     assert "pass the answer on: kit.run(worker, answer)" in said[1]
