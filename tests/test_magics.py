@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+from types import SimpleNamespace
+
 import pytest
 from kernels import Kernel, interrupt
 from processes import assert_gone, wait_until
+
+from ddp_kit.pool import cells
 
 
 @pytest.fixture
@@ -302,3 +307,13 @@ def test_a_rank_that_a_cell_kept_waiting_is_not_called_stuck_by_a_later_one(note
     assert "rank 0" in cell.stdout
     wait_until(lambda: notebook.run("%%ranks\ndist.barrier()\nrank").stdout, 60, "the next cell")
     assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
+
+
+# --- the IPython of Colab, version 7 -------------------------------------------------------------
+
+
+def test_cells_without_numbers_are_still_told_from_files(monkeypatch):
+    old = SimpleNamespace(compile=object())
+    monkeypatch.setattr(cells, "shell", lambda: old)
+    monkeypatch.setattr(linecache, "_ipython_cache", {"<ipython-input-1-a>": ()}, raising=False)
+    assert cells.cell_names() == {"<ipython-input-1-a>": "Cell"}
