@@ -48,8 +48,8 @@ test: $(STAMP)  ## check style, imports, tests and every cell of every notebook
 	@$(BIN)/python -m compileall -q ddp_kit  # else every rank does, where Python writes no bytecode
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-browser: $(STAMP)  ## only the tests in a real JupyterLab; they need Chromium
-	@$(BIN)/python -m pytest tests/browser
+browser: $(STAMP)  ## the tests in a real JupyterLab, every notebook included; they need Chromium
+	@$(BIN)/python -m pytest -m "long or not long" -n 2 --dist load tests/browser
 
 lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \

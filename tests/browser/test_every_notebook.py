@@ -1,0 +1,28 @@
+"""Notebooks in JupyterLab, from top to bottom.
+
+Running all of them takes as long as nbval does, which runs them without a browser. So `make test`
+runs a few here, of each kind one, and `make browser` runs all.
+"""
+
+from __future__ import annotations
+
+import lesson
+import pytest
+from regenerate import FOLDER, all_notebooks
+
+FEW = ("00_start_here", "02_collectives", "exercises/04_ring_allreduce", "solutions/02_collectives")
+
+
+def as_parameter(path):
+    name = str(path.relative_to(FOLDER).with_suffix(""))
+    return pytest.param(path, id=name, marks=[] if name in FEW else pytest.mark.long)
+
+
+@pytest.mark.parametrize("path", [as_parameter(path) for path in all_notebooks()])
+def test_a_notebook_runs_from_top_to_bottom(open_notebook, path):
+    lesson.check_run(open_notebook, path)
+
+
+def test_the_few_are_there():
+    names = {str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
+    assert set(FEW) < names
