@@ -35,6 +35,7 @@ from ddp_kit.failures import (
     Call,
     RankFailure,
     Wait,
+    advise,
     name_ranks,
     tell_calls,
     tell_failures,
@@ -44,8 +45,6 @@ from ddp_kit.failures import (
 
 # `ddp_kit.notebook` puts a picture here, which is shown with the error.
 draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
-
-_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 class KitError(Exception):
@@ -233,16 +232,9 @@ class RunTimeoutError(_RunError):
         return tuple(sorted(wait.rank for wait in self.waits))
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        ops = [wait.op for wait in self.waits]
-        if not all(ops):
-            advice = "Raise timeout= if the work needs longer."
-        elif all(op and op.startswith(_POINT_TO_POINT) for op in ops):
-            advice = "Look for a message that nobody sends or nobody receives."
-        else:
-            advice = "All ranks must call the same collectives, in one order and with equal shapes."
         said = f"the run did not end within {self.timeout:g} s."
         waits = tell_waits(self.waits, cell_names)
-        return [said, *waits, *tell_returned(self.returned), advice]
+        return [said, *waits, *tell_returned(self.returned), advise(self.waits)]
 
 
 class DeadlockError(_RunError):

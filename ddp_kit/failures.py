@@ -87,6 +87,7 @@ def count(number: int, noun: str) -> str:
 
 
 _MOST_TOLD = 8  # calls that were never waited for
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -108,6 +109,16 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
         were = ("was ", "were ") if wait.op else ("", "")
         told.append((wait, were, wait.doing if wait.op else "had not returned"))
     return _tell_places(told, cell_names)
+
+
+def advise(waits: Iterable[Wait]) -> str:
+    """Say what most often helps where a run took too long. waits: where its ranks were."""
+    ops = [wait.op for wait in waits]
+    if not all(ops):
+        return "Raise timeout= if the work needs longer."
+    if all(op and op.startswith(_POINT_TO_POINT) for op in ops):
+        return "Look for a message that nobody sends or nobody receives."
+    return "All ranks must call the same collectives, in one order and with equal shapes."
 
 
 def tell_unawaited(waits: Iterable[Wait]) -> list[str]:
