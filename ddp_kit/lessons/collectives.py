@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device
+from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 if TYPE_CHECKING:
@@ -221,8 +222,7 @@ def _title(settings: dict) -> str:
     worker, *_ = _call(settings)
     said = [f"op={settings['op']}"] if worker in WITH_OP else []
     said += [f"{WITH_ROOT[worker]}={settings['root']}"] if worker in WITH_ROOT else []
-    n = settings["world_size"]
-    return f"{worker.__name__}({', '.join(said)}) on {n} rank{'s' * (n > 1)}"
+    return f"{worker.__name__}({', '.join(said)}) on {count(settings['world_size'], 'rank')}"
 
 
 def main(argv: list[str] | None = None) -> None:

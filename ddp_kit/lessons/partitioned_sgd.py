@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_kit import device, mnist, progress
+from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._digits import (  # noqa: F401 - the notebook uses them
     SEED,
@@ -147,8 +148,8 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
 
 
 def _title(settings: dict) -> str:
-    n = settings["world_size"]
-    return f"The first steps of {n} rank{'s' * (n > 1)} with learning rate {settings['lr']:g}"
+    ranks = count(settings["world_size"], "rank")
+    return f"The first steps of {ranks} with learning rate {settings['lr']:g}"
 
 
 @torch.no_grad()
