@@ -45,6 +45,25 @@ def test_a_stub_fails_with_its_own_error_and_shows_nothing_of_the_kit(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_pytorchs_own_not_implemented_error_is_told_with_its_line():
+    def broadcast(tensor, src):
+        torch.empty(1, device="meta").cpu()
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert "on 2 ranks: an error came up\nranks 0 and 1 raised NotImplementedError: " in said
+    assert ' of broadcast: torch.empty(1, device="meta").cpu()' in said
+
+
+def test_an_answer_that_cannot_be_sent_to_the_ranks_is_a_pool_error():
+    unsendable = (number for number in range(3))
+
+    def broadcast(tensor, src):
+        next(unsendable)
+
+    with pytest.raises(kit.PoolError, match="cannot be sent to the ranks"):
+        kit.check.exercise_2_1(broadcast)
+
+
 def test_prints_of_a_wrong_answer_are_shown_for_the_run_that_failed_only(capsys):
     def broadcast(tensor, src):
         print("src is", src)
