@@ -20,11 +20,15 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import count, name_ranks
+from ddp_kit.failures import Wait, count, name_ranks, tell_unawaited
 from ddp_kit.pool import Result, run
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
+IN_PLACE = (
+    "The tensor is to change in place: `a += b` and `a.copy_(b)` write into it, and `a = a + b` "
+    "makes another one."
+)
 _MOST_SHOWN = 8  # numbers of a tensor
 _FAILED: dict[type[Exception], str] = {
     RankError: "an error came up",
@@ -163,15 +167,16 @@ class Grader:
 
     def _all_waited_for(self) -> None:
         assert self.result is not None, "asked after a run"
-        started = [event for event in self.result.trace if event.op in ("isend", "irecv")]
-        left = [event for event in started if event.waited is None and event.end is None]
+        left = {
+            Wait(event.rank, event.call, event.where)
+            for event in self.result.trace
+            if event.waited is None and event.end is None and event.op not in ("send", "recv")
+        }
         if left:
-            ranks = name_ranks({event.rank for event in left})
-            self.fail(
-                f"{ranks} never waited for {left[0].op}, as in {left[0].call}",
-                hint="Keep the Work that isend or irecv returns, and call its wait() before you "
-                "return. Until then nothing is promised.",
-            )
+            told = tell_unawaited(left)
+            # The run has said so, below what the ranks printed. Once is enough.
+            self._printed[-1] = self._printed[-1].removesuffix("\n".join([*told, ""]))
+            self.fail("not all that was started was waited for", *told)
 
     def _refuse(self, said: str) -> NoReturn:
         raise ExerciseError(f"exercise {self.number}: {said}")

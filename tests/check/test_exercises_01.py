@@ -87,7 +87,7 @@ def test_a_shift_the_other_way():
     assert said.endswith("The tensor goes to `right`, and what arrives comes from `left`.")
 
 
-def test_a_shift_that_does_not_wait_for_its_send():
+def test_a_shift_that_does_not_wait_for_its_send(capsys):
     def shift(tensor):
         rank, n = dist.get_rank(), dist.get_world_size()
         arriving, thanks = torch.empty_like(tensor), torch.empty(1)
@@ -99,13 +99,19 @@ def test_a_shift_that_does_not_wait_for_its_send():
             elif rank == (src - 1) % n:
                 dist.recv(thanks, src)
         del work
+        print("shifted")
         return arriving
 
     said = told(kit.check.exercise_1_2, shift)
-    assert (
-        "on 2 ranks: ranks 0 and 1 never waited for isend, as in isend(dst=1)\nKeep the Work"
-        in said
+    words = "which may not be done; keep what it returns and call wait()\n"
+    line = shift.__code__.co_firstlineno + 3
+    assert said == (
+        "exercise 1.2, shift(tensor) on 2 ranks: not all that was started was waited for\n"
+        f"rank 0 never waited for isend(dst=1), {words}"
+        f"rank 1 never waited for isend(dst=0), {words}"
+        f"    line {line} of shift: work = dist.isend(tensor, (rank + 1) % n)"
     )
+    assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # said once
 
 
 def test_a_shift_that_writes_over_the_tensor():
