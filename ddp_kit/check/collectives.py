@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
 from ddp_kit.failures import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.logical import steps
@@ -54,8 +54,9 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
             [sum(held[1:], held[0])],
             result.values[:1],
             "hold",
-            lambda: (
-                "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
+            lambda held=held, result=result: (
+                hint_if_unchanged(held, result.values)
+                or "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
                 "round still takes part in the next one: 3 and 5 are no powers of two."
             ),
         )

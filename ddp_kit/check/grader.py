@@ -207,10 +207,10 @@ def _told(error: Exception) -> list[str]:
     return [f"{type(error).__name__}: {error}"]
 
 
-def brought(world_size: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     """Return what each rank brings: rank 2 has 30, 31, 32 and so on. Sums of them are exact."""
     counted = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    return [(10 * (rank + 1) + counted).to(dtype) for rank in range(world_size)]
+    return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
 
 def in_place(
@@ -220,6 +220,12 @@ def in_place(
     tensor = held[rank].clone()
     answer(tensor, *args)
     return tensor
+
+
+def hint_if_unchanged(held: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
+    """Say what most often leaves every rank with what it brought; "" if one has changed."""
+    changed = not all(map(torch.equal, held, found))
+    return "" if changed else f"Every rank has what it brought. {IN_PLACE}"
 
 
 def same(want: Any, have: Any) -> bool:

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+from ddp_kit.check.grader import (
+    IN_PLACE,
+    SIZES,
+    Grader,
+    brought,
+    hint_if_unchanged,
+    in_place,
+    same,
+)
 
 
 def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
@@ -23,12 +31,15 @@ def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
             result = grader.run(in_place, held, rounds, world_size=world_size, case=case)
             wanted = [torch.tensor([2 * rounds]), torch.tensor([2 * rounds - 1]), *held[2:]]
             grader.only_messages()
+            first_came = [torch.tensor([1]), torch.tensor([0])]  # what the first message brought
             grader.compare(
                 wanted,
                 result,
                 "hold",
-                lambda: (
-                    "Each message carries the counter on, and whoever receives it adds 1: "
+                lambda first_came=first_came, result=result: (
+                    f"Ranks 0 and 1 have what came to them, and nothing added to it. {IN_PLACE}"
+                    if same(first_came, list(result.values[:2]))
+                    else "Each message carries the counter on, and whoever receives it adds 1: "
                     "rank 1 first, then rank 0, and so on. All other ranks leave theirs alone."
                 ),
             )
@@ -78,8 +89,9 @@ def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
             wanted,
             result,
             "hold",
-            lambda: (
-                "A rank adds what comes from the left to its `tensor`, in place. What it "
+            lambda held=held, result=result: (
+                hint_if_unchanged(held, result.values)
+                or "A rank adds what comes from the left to its `tensor`, in place. What it "
                 "passes on is that sum, so it adds before it sends."
             ),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, in_place
+from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
 from ddp_kit.failures import count
 from ddp_kit.trace import Trace
 
@@ -62,20 +62,11 @@ def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int)
         [sum(held[1:], held[0])] * world_size,
         result,
         "hold",
-        lambda: _unchanged(held, result.values) or _CHUNKS,
+        lambda: hint_if_unchanged(held, result.values) or _CHUNKS,
     )
     longest = -(-held[0].numel() // world_size)
     grader.each_sends(2 * (world_size - 1) * longest * 4, _BYTES)
     return result.trace
-
-
-def _unchanged(held: list[torch.Tensor], found: tuple) -> str:
-    if not all(map(torch.equal, held, found)):
-        return ""
-    return (
-        "Every rank has what it brought. The tensor is to change in place: `a += b` and "
-        "`a.copy_(b)` write into it, and `a = a + b` makes another one."
-    )
 
 
 def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, pieces: int) -> None:

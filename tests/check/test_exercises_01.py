@@ -27,6 +27,20 @@ def test_a_counter_that_only_one_rank_adds_to():
     assert said.endswith("All other ranks leave theirs alone.")
 
 
+def test_a_counter_that_is_replaced_instead_of_changed():
+    def ping_pong(counter, rounds):
+        rank = dist.get_rank()
+        for turn in range(2 * rounds):
+            if rank == turn % 2:
+                dist.send(counter, dst=1 - turn % 2)
+            elif rank == 1 - turn % 2:
+                dist.recv(counter, src=turn % 2)
+                counter = counter + 1
+
+    said = told(kit.check.exercise_1_1, ping_pong)
+    assert "nothing added to it. The tensor is to change in place: `a += b`" in said
+
+
 def test_an_onlooker_who_waits_is_told_and_drawn_as_a_deadlock(monkeypatch):
     def ping_pong(counter, rounds):
         rank = dist.get_rank()
@@ -140,6 +154,20 @@ def test_a_running_sum_that_forgets_what_came_before():
     assert "running_sum(tensor) on 3 ranks: wrong\n" in said
     assert "rank 2 should hold [60, 63, 66], and holds [50, 52, 54]\n" in said
     assert said.endswith("so it adds before it sends.")
+
+
+def test_a_running_sum_that_is_another_tensor():
+    def running_sum(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        arriving = torch.empty_like(tensor)
+        if rank > 0:
+            dist.recv(arriving, rank - 1)
+            tensor = tensor + arriving
+        if rank < n - 1:
+            dist.send(tensor, rank + 1)
+
+    said = told(kit.check.exercise_1_3, running_sum)
+    assert "Every rank has what it brought. The tensor is to change in place: `a += b`" in said
 
 
 def test_a_running_sum_where_everybody_sends_to_all():

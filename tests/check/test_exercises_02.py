@@ -62,6 +62,22 @@ def test_a_tree_with_too_few_rounds_for_five():
     assert said.endswith("3 and 5 are no powers of two.")
 
 
+def test_a_tree_that_makes_another_tensor():
+    def tree_reduce(tensor):
+        rank, n, distance = dist.get_rank(), dist.get_world_size(), 1
+        arriving = torch.empty_like(tensor)
+        while distance < n:
+            if rank % (2 * distance) == distance:
+                dist.send(tensor, rank - distance)
+            elif rank % (2 * distance) == 0 and rank + distance < n:
+                dist.recv(arriving, rank + distance)
+                tensor = tensor + arriving
+            distance *= 2
+
+    said = told(kit.check.exercise_2_2, tree_reduce)
+    assert "Every rank has what it brought. The tensor is to change in place: `a += b`" in said
+
+
 def test_a_tree_that_is_a_star_or_a_line():
     def star(tensor):
         rank, arriving = dist.get_rank(), torch.empty_like(tensor)
