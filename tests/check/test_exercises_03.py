@@ -7,6 +7,7 @@ import torch.distributed as dist
 from answers import told
 
 import ddp_kit as kit
+from ddp_kit.lessons import ring_allreduce
 
 
 def gradients(model):
@@ -72,6 +73,51 @@ def test_a_mean_that_moves_twice_the_bytes():
     assert "right, but 104 bytes were sent in all_reduces by rank 0, where 52 would do" in said
 
 
+def test_a_mean_that_nobody_waits_for(capsys):
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, async_op=True)
+                parameter.grad /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: not all that was started was waited for\nranks 0 and 1 never" in said
+    assert "never waited for all_reduce, which may not be done; keep what it returns" in said
+    assert capsys.readouterr().out == ""  # said once
+
+
+def test_a_mean_by_messages():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                ring_allreduce.chunked_ring(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: right, but by messages\nOne all_reduce for each" in said
+
+
+def test_one_flat_mean_is_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
+    def average_gradients(model):
+        flat = torch.cat([gradient.view(-1) for gradient in gradients(model)])
+        dist.all_reduce(flat)
+        pieces = flat.split([gradient.numel() for gradient in gradients(model)])
+        for gradient, piece in zip(gradients(model), pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient) / dist.get_world_size())
+
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        kit.check.exercise_3_1(average_gradients)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr().out == (
+        "Exercise 3.1: right on 1, 2, 3, 4 and 5 ranks, "
+        "no more than one all_reduce for each gradient.\n"
+    )
+
+
 def buckets_of(model, most):
     found, room = [], 0
     for parameter in model.parameters():
@@ -101,6 +147,15 @@ def test_one_bucket_for_all():
     assert "most=10) on 2 ranks: right, but 1 all_reduce for 3 buckets\nA bucket holds no" in said
 
 
+def test_no_call_on_one_rank_is_right(capsys):
+    def average_in_buckets(model, most):
+        if dist.get_world_size() > 1:
+            bucketed(model, most)
+
+    kit.check.exercise_3_2(average_in_buckets)
+    assert capsys.readouterr().out.startswith("Exercise 3.2: right on 1, 2, 3, 4 and 5 ranks")
+
+
 def test_one_call_for_each_gradient():
     said = told(kit.check.exercise_3_2, buckets_as_if(1))
     assert "most=100) on 2 ranks: right, but all_reduce was called 6 times, where 1 would" in said
@@ -109,13 +164,14 @@ def test_one_call_for_each_gradient():
 def buckets_as_if(other):
     """Return an answer to 3.2 that does not look at `most`."""
 
-    def answer(model, most):
-        for bucket in buckets_of(model, other):
-            flat = torch.cat([gradient.view(-1) for gradient in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            pieces = flat.split([gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+    return lambda model, most: bucketed(model, other)
 
-    return answer
+
+def bucketed(model, most):
+    for bucket in buckets_of(model, most):
+        flat = torch.cat([gradient.view(-1) for gradient in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        pieces = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
