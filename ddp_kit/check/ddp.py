@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from ddp_kit.check.grader import SIZES, Grader
-from ddp_kit.check.partitioned_sgd import hint_for_mean
+from ddp_kit.check.partitioned_sgd import hint_for_mean, small_layers
 from ddp_kit.failures import count, name_ranks
 
 BUCKETS = 3
+SEEDS = (7, 1000)  # further apart than the epochs are
+_ONCE = "One all_reduce for each bucket, in each backward, of the gradients as they are."
 _START = (
     "Call all_reduce with async_op=True in the hook, as soon as the last gradient of the bucket is "
     "there. Keep the Work, and wait for it in `finish` only."
@@ -27,17 +30,20 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("8.1", "average_in_backward(buckets)", average_in_backward)
+    numbers = sum(parameter.numel() for parameter in _model().parameters())
     for world_size in SIZES:
         result = grader.run(_backwards, world_size=world_size)
         for step in range(2):
             _check_gradients(grader, step)
         calls = [event for event in result.trace if event.rank == 0 and event.kind == "collective"]
-        if len(calls) > 2 * BUCKETS:
+        if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
             grader.fail(
                 f"right, but {count(len(calls), 'collective')} in two backwards of "
                 f"{BUCKETS} buckets",
-                hint="One all_reduce for each bucket, in each backward.",
+                hint=_ONCE,
             )
+        sent, needed = sum(event.nbytes for event in calls), 2 * 4 * numbers
+        grader.enough(" in collectives by rank 0", sent, needed, "byte", _ONCE)
         for step in range(2):
             for number, event in enumerate(calls[step * BUCKETS : (step + 1) * BUCKETS]):
                 last_ready, done = result[0]["moments"][step]
@@ -62,7 +68,7 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
     grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler)
     for world_size in SIZES:
         for length in (12, 10, 23, 2):
-            case = f"OwnSampler(range({length}), seed=7)"
+            case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
             result = grader.run(_deal, length, world_size=world_size, case=case)
             if len(result.trace):
                 grader.fail(
@@ -71,12 +77,10 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
                     "seed, and each takes its own part.",
                 )
             _check_hands(grader, length)
-            first, other, again = ([hands[i] for hands in result] for i in range(3))
-            if length >= 10 and first == other:
-                grader.fail(
-                    "epochs 0 and 1 have the same order",
-                    hint="The order comes from the seed plus the epoch that set_epoch was told.",
-                )
+            first, other, again, reseeded = ([hands[i] for hands in result] for i in range(4))
+            if length >= 10:  # fewer may be shuffled twice alike
+                _check_shuffled(grader, "epochs 0 and 1 have", first, other)
+                _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
             if first != again:
                 grader.fail(
                     "epoch 0 has another order the second time",
@@ -84,6 +88,22 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
                     "for each epoch, and seed it.",
                 )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
+
+
+def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
+    """Fail if two orders, dealt to all ranks, are one; of a single rank also if one is turned."""
+    if hands == others:
+        grader.fail(
+            f"{whose} the same order",
+            hint="The order comes from the seed plus the epoch that set_epoch was told.",
+        )
+    order, other = hands[0], others[0]
+    if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
+        grader.fail(
+            f"{whose} the same order, begun at another place",
+            hint="Shuffle anew: seed a torch.Generator with the seed plus the epoch, and give it "
+            "to torch.randperm.",
+        )
 
 
 def _check_hands(grader: Grader, length: int) -> None:
@@ -134,7 +154,7 @@ def _check_gradients(grader: Grader, step: int) -> None:
 
 def _model() -> nn.Sequential:
     """Make three layers of whole numbers, so that gradients are exact."""
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+    layers = small_layers(2, 3, 2, 1)
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 + 1)
@@ -143,7 +163,8 @@ def _model() -> nn.Sequential:
 
 def _backward(layers: nn.Module, rank: int, step: int) -> None:
     layers.zero_grad()
-    layers(torch.full((1, 2), rank + 1.0 + 10 * step)).sum().backward()
+    given = torch.full((1, 2), rank + 1 + 10 * step, dtype=torch.float32)
+    layers(given).sum().backward()
 
 
 def _own_gradients(rank: int, step: int) -> list[torch.Tensor]:
@@ -170,9 +191,9 @@ def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dic
 
 
 def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> list[list[int]]:
-    sampler = own_sampler(range(length), 7)
+    sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
     hands = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        hands.append(list(sampler))
+    for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
+        dealer.set_epoch(epoch)
+        hands.append([operator.index(position) for position in dealer])  # it may be a tensor
     return hands

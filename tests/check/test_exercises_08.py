@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.distributed as dist
 from answers import told
 
 import ddp_kit as kit
+from ddp_kit.lessons import ring_allreduce
 
 
-def reducing(starts="in the hook", waits="in finish", anew=True, divide=True):
+def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wide=False):
     """Return an answer to 8.1; each argument can make it wrong in one way."""
 
     def answer(buckets):
@@ -18,6 +21,7 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True):
 
         def start(bucket):
             flat = torch.cat([parameter.grad.view(-1) for parameter in bucket])
+            flat = flat.double() if wide else flat
             started.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
             if waits == "in the hook":
                 started[-1][2].wait()
@@ -32,7 +36,8 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True):
             for bucket in buckets if starts == "in finish" else []:
                 start(bucket)
             for bucket, flat, work in started:
-                work.wait()
+                if waits != "never":
+                    work.wait()
                 pieces = flat.split([parameter.numel() for parameter in bucket])
                 for parameter, piece in zip(bucket, pieces, strict=True):
                     world_size = dist.get_world_size() if divide else 1
@@ -55,6 +60,11 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True):
             "in 0.weight.grad after backward 1, and holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
         ),
         ({"anew": False}, "Begin to count anew for the next one."),
+        ({"waits": "never"}, "never waited for all_reduce, which may not be done; keep what"),
+        (
+            {"wide": True},
+            "right, but 320 bytes were sent in collectives by rank 0, where 160 would",
+        ),
         ({"starts": "in finish"}, "right, but bucket 0 waited for the gradients of all buckets\n"),
         ({"waits": "in the hook"}, "right, but backward stood still until bucket 0 was reduced\n"),
     ],
@@ -63,6 +73,30 @@ def test_buckets_that_are(wrong, words):
     said = told(kit.check.exercise_8_1, reducing(**wrong))
     assert said.startswith("exercise 8.1, average_in_backward(buckets) on 2 ranks: ")
     assert words in said
+
+
+def test_buckets_that_go_round_as_messages():
+    def average_in_backward(buckets):
+        def finish():
+            for parameter in chain(*buckets):
+                ring_allreduce.chunked_ring(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+        return finish
+
+    said = told(kit.check.exercise_8_1, average_in_backward)
+    assert "on 2 ranks: right, but 0 collectives in two backwards of 3 buckets\nOne all" in said
+
+
+def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        kit.check.exercise_8_1(reducing())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr().out.startswith("Exercise 8.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True):
@@ -114,6 +148,35 @@ def test_a_sampler_that_shuffles_without_a_seed():
 
     said = told(kit.check.exercise_8_2, OwnSampler)
     assert "epoch 0 has another order the second time\n" in said
+
+
+def test_positions_may_be_tensors(capsys):
+    class OwnSampler(sampler()):
+        def __iter__(self):
+            return iter(torch.tensor(list(super().__iter__()), dtype=torch.int64))
+
+    kit.check.exercise_8_2(OwnSampler)
+    assert capsys.readouterr().out.startswith("Exercise 8.2: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def test_a_sampler_without_its_seed():
+    class OwnSampler(sampler()):
+        def __init__(self, data, seed=0):
+            super().__init__(data)
+
+    said = told(kit.check.exercise_8_2, OwnSampler)
+    assert "on 2 ranks: seeds 7 and 1000 give the same order\nThe order comes" in said
+
+
+def test_a_sampler_that_only_begins_elsewhere():
+    class OwnSampler(sampler()):
+        def __iter__(self):
+            rank, n = dist.get_rank(), dist.get_world_size()
+            order = [(i + self.seed + self.epoch) % self.length for i in range(self.length)]
+            return iter((order * n)[: -(-self.length // n) * n][rank::n])
+
+    said = told(kit.check.exercise_8_2, OwnSampler)
+    assert "on 1 rank: epochs 0 and 1 have the same order, begun at another place\nShuffle" in said
 
 
 def test_a_sampler_that_sends():
