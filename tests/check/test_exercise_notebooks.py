@@ -44,7 +44,7 @@ def test_every_exercise_has_a_solution_and_belongs_to_a_lesson():
     for name in NAMES:
         assert (FOLDER / name).exists(), name
         lesson = "".join("".join(cell["source"]) for cell in cells(".", name).values())
-        assert f"`exercises/{name}`" in lesson
+        assert f"(exercises/{name})" in lesson
 
 
 def test_every_grader_has_its_exercise():
