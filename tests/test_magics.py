@@ -191,6 +191,9 @@ def test_the_result_has_values_output_and_trace(notebook):
 def test_an_error_names_the_line_of_the_cell(notebook):
     cell = notebook.raises("%%ranks -n 2\ndef fails():\n    return 1 / 0\n\nrank or fails()")
     assert cell.error["ename"] == "RankError"
+    assert (
+        f"Cell In[{cell.contents('execute_input')[0]['execution_count']}], line 5" in cell.rendered
+    )
     assert "line 5, in <module>\n    rank or fails()" in cell.rendered
     assert "line 3, in fails\n    return 1 / 0" in cell.rendered
     assert notebook.value("_ranks.failures[0].type") == "'ZeroDivisionError'"

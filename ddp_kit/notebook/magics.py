@@ -101,7 +101,8 @@ class RanksMagics(Magics):
             (self._tell if what == "names" else self._reset)()
         else:
             raise PoolError(
-                f"%ranks does not know {line.strip()!r}; it knows pull NAME, push NAME and reset"
+                f"%ranks does not know {line.strip()!r}; it knows pull NAME, push NAME and reset, "
+                "and --only behind the names"
             )
 
     def _parse(self, line: str) -> Any:
@@ -121,8 +122,13 @@ class RanksMagics(Magics):
         whole = parent.get("content", {}).get("code", "")
         begun = whole.rfind(body.rstrip())  # %%time may stand above
         above = whole[:begun].count("\n") if begun > 0 else 1
-        source = "\n" * above + body
-        return source, self.shell.compile.cache(source, self.shell.execution_count, source)
+        source, compiler = "\n" * above + body, self.shell.compile
+        # The shell counts this cell already; what it has named last has the number that is shown,
+        # unless a kernel has named the same text before.
+        named = getattr(compiler, "_filename_map", None) or {"": self.shell.execution_count}
+        own = compiler.get_code_name(whole, whole, self.shell.execution_count)
+        number = named.get(own, list(named.values())[-1])
+        return source, compiler.cache(source, number, source)
 
     def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
         try:
