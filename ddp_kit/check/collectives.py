@@ -30,10 +30,8 @@ def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
                 [held[src]] * world_size,
                 result,
                 "hold",
-                lambda: (
-                    "Rank `src` sends, and that need not be rank 0. All others receive into "
-                    "their own `tensor`."
-                ),
+                "Rank `src` sends, and that need not be rank 0. All others receive into "
+                "their own `tensor`.",
             )
             others = world_size - 1
             grader.sends(others, 20 * others, "Each rank but `src` must receive just once.")
@@ -54,11 +52,9 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
             [sum(held[1:], held[0])],
             result.values[:1],
             "hold",
-            lambda held=held, result=result: (
-                hint_if_unchanged(held, result.values)
-                or "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
-                "round still takes part in the next one: 3 and 5 are no powers of two."
-            ),
+            hint_if_unchanged(held, result.values)
+            or "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
+            "round still takes part in the next one: 3 and 5 are no powers of two.",
         )
         others = world_size - 1
         grader.sends(others, 20 * others, "Each rank but 0 sends once, and is then done.")
@@ -86,10 +82,8 @@ def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) 
             [held] * world_size,
             result,
             "hold",
-            lambda: (
-                "`pieces[r]` is what rank r brought, on every rank. What a rank passes on in "
-                "a step is the piece that came in the step before."
-            ),
+            "`pieces[r]` is what rank r brought, on every rank. What a rank passes on in "
+            "a step is the piece that came in the step before.",
         )
         messages = world_size * (world_size - 1)
         grader.sends(
@@ -119,10 +113,8 @@ def exercise_2_4(gather: Callable[[torch.Tensor, int], Any]) -> None:
                 [held if rank == dst else None for rank in range(world_size)],
                 result,
                 "return",
-                lambda: (
-                    "Rank `dst` returns what each rank brought, in rank order; all others "
-                    "return None. `dst` must make room for as many numbers as will come."
-                ),
+                "Rank `dst` returns what each rank brought, in rank order; all others "
+                "return None. `dst` must make room for as many numbers as will come.",
             )
             others = world_size - 1
             numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)

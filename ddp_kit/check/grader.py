@@ -22,6 +22,7 @@ from ddp_kit.errors import (
 )
 from ddp_kit.failures import Wait, count, name_ranks, tell_unawaited
 from ddp_kit.pool import Result, run
+from ddp_kit.trace import Event
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -50,7 +51,7 @@ class Grader:
 
     def __init__(self, number: str, form: str, answer: Callable[..., Any]) -> None:
         self.number, self.form, self.answer = number, form, answer
-        self.result: Result | None = None  # of the latest run
+        self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # what came out of each run
         check = f"kit.check.exercise_{number.replace('.', '_')}"
@@ -62,6 +63,12 @@ class Grader:
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
             self._refuse(f"what you write is called as {form}, and {given} cannot be")
 
+    @property
+    def result(self) -> Result:
+        """What came of the latest run."""
+        assert self._result is not None, "asked after a run"
+        return self._result
+
     def run(
         self, worker: Callable[..., Any], *args: Any, world_size: int, case: str | None = None
     ) -> Result:
@@ -72,11 +79,11 @@ class Grader:
         Raises NotImplementedError for a stub, ExerciseError if the run fails, PoolError if the
         answer cannot be sent to the ranks, and BackendError if gloo is not here.
         """
-        self._case, self.result = f"{case or self.form} on {count(world_size, 'rank')}", None
+        self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
         printed = io.StringIO()
         try:
             with redirect_stdout(printed):
-                self.result = run(
+                self._result = run(
                     worker,
                     self.answer,
                     *args,
@@ -100,13 +107,13 @@ class Grader:
         wanted: Sequence[Any],
         found: Iterable[Any],
         verb: str,
-        hint: Callable[[], str],
+        hint: str,
         place: str = "",
     ) -> None:
         """Fail unless each rank's value is what it should be.
 
-        wanted, found: a value for each rank. verb: "hold" or "return". hint: asked on failure.
-        place: where the value stands, for the message, as in " in weight.grad".
+        wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
+        stands, for the message, as in " in weight.grad".
         """
         told = [
             f"rank {rank} should {verb} {say(want)}{place}, and {verb}s {say(have, against=want)}"
@@ -114,11 +121,15 @@ class Grader:
             if not same(want, have)
         ]
         if told:
-            self.fail("wrong", *told, hint=hint())
+            self.fail("wrong", *told, hint=hint)
+
+    def collectives(self) -> list[Event]:
+        """Return the collectives that rank 0 has called in the latest run."""
+        events = self.result.trace
+        return [event for event in events if event.rank == 0 and event.kind == "collective"]
 
     def only_messages(self) -> None:
         """Fail if the latest run called a collective."""
-        assert self.result is not None, "asked after a run"
         for members in self.result.trace.collectives:
             op = next(iter(members.values())).op
             self.fail(
@@ -128,14 +139,12 @@ class Grader:
 
     def sends(self, messages: int, nbytes: int, hint: str) -> None:
         """Fail if all ranks together have sent more messages or bytes than these."""
-        assert self.result is not None, "asked after a run"
         sent = self.result.trace.messages()
         self.enough("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.enough("", len(sent), messages, "message", hint)
 
     def each_sends(self, nbytes: int, hint: str) -> None:
         """Fail if one rank has sent more bytes than these."""
-        assert self.result is not None, "asked after a run"
         for rank in range(len(self.result)):
             sent = self.result.trace.bytes_sent(rank)
             self.enough(f" by {name_ranks([rank])}", sent, nbytes, "byte", hint)
@@ -157,7 +166,7 @@ class Grader:
         raise ExerciseError(
             "\n".join([*lines, hint] if hint else lines),
             error,
-            getattr(error or self.result, "trace", None),
+            getattr(error or self._result, "trace", None),
         ) from error
 
     def passed(self, praise: str) -> None:
@@ -166,7 +175,6 @@ class Grader:
         print(f"Exercise {self.number}: {praise}.")
 
     def _all_waited_for(self) -> None:
-        assert self.result is not None, "asked after a run"
         left = {
             Wait(event.rank, event.call, event.where)
             for event in self.result.trace

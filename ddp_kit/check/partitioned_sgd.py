@@ -91,9 +91,7 @@ def check_means(grader: Grader, frozen: bool) -> list[Event]:
 
     Returns the all_reduces of rank 0.
     """
-    result = grader.result
-    assert result is not None, "asked after a run"
-    n = len(result)
+    result, n = grader.result, len(grader.result)
     for name, parameter in model(frozen).named_parameters():
         mean = _gradient((n - 1) / 2, parameter)
         found = [value["gradients"][name] for value in result]
@@ -102,7 +100,7 @@ def check_means(grader: Grader, frozen: bool) -> list[Event]:
             [mean] * n,
             found,
             "hold",
-            lambda mean=mean, found=found, own=own: hint_for_mean(mean, found, own),
+            hint_for_mean(mean, found, own),
             place=f" in {name}.grad",
         )
     for rank, value in enumerate(result):
@@ -111,7 +109,7 @@ def check_means(grader: Grader, frozen: bool) -> list[Event]:
                 f"the gradients are right, but rank {rank} has another {value['changed'][0]}",
                 hint="It is the gradients that are averaged. The parameters stay as they are.",
             )
-    return [event for event in result.trace if event.rank == 0 and event.kind == "collective"]
+    return grader.collectives()
 
 
 def hint_for_mean(mean: Any, found: list, own: list) -> str:
@@ -132,7 +130,6 @@ def hint_for_mean(mean: Any, found: list, own: list) -> str:
 
 
 def _cost(grader: Grader, reduced: list[Event], calls: int, hint: str) -> None:
-    assert grader.result is not None, "asked after a run"
     if grader.result.trace.messages():
         grader.fail("right, but by messages", hint=hint)
     for event in reduced:

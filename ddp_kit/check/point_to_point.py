@@ -36,12 +36,10 @@ def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
                 wanted,
                 result,
                 "hold",
-                lambda first_came=first_came, result=result: (
-                    f"Ranks 0 and 1 have what came to them, and nothing added to it. {IN_PLACE}"
-                    if same(first_came, list(result.values[:2]))
-                    else "Each message carries the counter on, and whoever receives it adds 1: "
-                    "rank 1 first, then rank 0, and so on. All other ranks leave theirs alone."
-                ),
+                f"Ranks 0 and 1 have what came to them, and nothing added to it. {IN_PLACE}"
+                if same(first_came, list(result.values[:2]))
+                else "Each message carries the counter on, and whoever receives it adds 1: "
+                "rank 1 first, then rank 0, and so on. All other ranks leave theirs alone.",
             )
             grader.sends(2 * rounds, 16 * rounds, "One message to and one fro make a round.")
     grader.passed("right on 2, 3 and 5 ranks, two messages a round")
@@ -62,13 +60,13 @@ def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
             wanted,
             [returned for returned, _ in result],
             "return",
-            lambda: "The tensor goes to `right`, and what arrives comes from `left`.",
+            "The tensor goes to `right`, and what arrives comes from `left`.",
         )
         grader.compare(
             held,
             [kept for _, kept in result],
             "hold",
-            lambda: "Receive into `arriving`: `tensor` is to stay as it was.",
+            "Receive into `arriving`: `tensor` is to stay as it was.",
         )
         grader.sends(world_size, 16 * world_size, "One message from each rank is enough.")
     grader.passed("right on 2, 3, 4 and 5 ranks, one message a rank")
@@ -89,11 +87,9 @@ def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
             wanted,
             result,
             "hold",
-            lambda held=held, result=result: (
-                hint_if_unchanged(held, result.values)
-                or "A rank adds what comes from the left to its `tensor`, in place. What it "
-                "passes on is that sum, so it adds before it sends."
-            ),
+            hint_if_unchanged(held, result.values)
+            or "A rank adds what comes from the left to its `tensor`, in place. What it "
+            "passes on is that sum, so it adds before it sends.",
         )
         grader.sends(
             world_size - 1,
@@ -118,10 +114,8 @@ def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
                 [items] * world_size,
                 result,
                 "return",
-                lambda: (
-                    "Every item goes to every other rank, in order; then END does, which is "
-                    "no item. Rank 0 returns its items, too."
-                ),
+                "Every item goes to every other rank, in order; then END does, which is "
+                "no item. Rank 0 returns its items, too.",
             )
             messages = (len(items) + 1) * (world_size - 1)
             grader.sends(messages, 8 * messages, "Each item, and END, goes to each rank once.")

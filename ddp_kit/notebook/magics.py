@@ -22,6 +22,7 @@ from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import Result, session
 from ddp_kit.pool.shown import Bundle, Sealed, Shown
+from ddp_kit.pool.starters import starter_of
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
@@ -40,8 +41,7 @@ class RanksMagics(Magics):
     def _forget(self) -> None:
         self.known = {}
         self._world_size, self._backend = 4, "auto"
-        # The ranks on which a cell has run. Those that mpiexec starts are processes of their own.
-        self._had: dict[bool, tuple[int, ...]] = {True: (), False: ()}
+        self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by starter
 
     @magic_arguments()
     @argument("-n", "--world-size", type=int, help="how many ranks; as before, and 4 at first")
@@ -65,7 +65,7 @@ class RanksMagics(Magics):
         only = _read_only(arguments.only, size)
         source, file = self._name_source(body)
         quiet = _check(source, file)
-        cell = session.Cell(source, file, only, quiet, self._had[backend == "mpi"])
+        cell = session.Cell(source, file, only, quiet, self._with_names(backend))
         result = self._run(cell, size, backend, arguments.timeout)
         shown = [said or Shown(None, [], {}) for said in result]
         values = tuple(_opened(said.value) for said in shown)
@@ -131,25 +131,24 @@ class RanksMagics(Magics):
         return source, compiler.cache(source, number, source)
 
     def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
+        ran = True
         try:
-            result = pool.run(worker, world_size=size, backend=backend, timeout=timeout)
+            return pool.run(worker, world_size=size, backend=backend, timeout=timeout)
         except (PoolError, BackendError):
-            raise  # nothing has run
+            ran = False
+            raise
         except KitError as error:
             self.shell.user_ns[RESULT] = error
-            self._remember(worker, size, backend)
             raise
-        except KeyboardInterrupt:
-            self._remember(worker, size, backend)
-            raise
-        self._remember(worker, size, backend)
-        return result
+        finally:
+            if ran:
+                self._world_size, self._backend = size, backend
+                on = range(size) if worker.only is None else worker.only
+                self._had[starter_of(backend)] = self._with_names(backend).union(on)
 
-    def _remember(self, worker: Any, size: int, backend: str) -> None:
-        self._world_size, self._backend = size, backend
-        ran = range(size) if worker.only is None else worker.only
-        by_mpiexec = backend == "mpi"
-        self._had[by_mpiexec] = tuple(sorted({*self._had[by_mpiexec], *ran}))
+    def _with_names(self, backend: str) -> frozenset[int]:
+        """Return the ranks on which a cell has run."""
+        return self._had.get(starter_of(backend), frozenset())
 
     def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
         ranks = range(self._world_size) if only is None else only
@@ -165,13 +164,13 @@ class RanksMagics(Magics):
         if missing := [name for name in names if name not in self.shell.user_ns]:
             raise PoolError(f"the notebook has no {missing[0]!r} to push")
         values = {name: self.shell.user_ns[name] for name in names}
-        had = self._had[self._backend == "mpi"]
-        self._run(session.Push(values, only, had), self._world_size, self._backend)
+        push = session.Push(values, only, self._with_names(self._backend))
+        self._run(push, self._world_size, self._backend)
         if only is None or 0 in only:
             self.known |= {name: [] for name in names}
 
     def _tell(self) -> None:
-        held = self._ask(session.Names()) if any(self._had.values()) else []
+        held = self._ask(session.Names()) if self._had else []
         where: dict[str, list[int]] = {}
         for rank, names in enumerate(held):
             for name in names:
@@ -183,10 +182,9 @@ class RanksMagics(Magics):
             print(f"on {name_ranks(list(ranks))}: {names}")
 
     def _reset(self) -> None:
-        for by_mpiexec, had in self._had.items():
-            if had:
-                backend = "mpi" if by_mpiexec else "auto"
-                pool.run(session.Reset(), world_size=max(had) + 1, backend=backend)
+        for starter, ranks in self._had.items():
+            backend = "mpi" if starter == "mpiexec" else "auto"
+            pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()
 
     def _ask(self, worker: Any) -> Result:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 
+from ddp_kit.failures import count
 from ddp_kit.notebook.controls import Explorer, Settings
 from ddp_kit.notebook.turn import Turn
 from ddp_kit.pool import interruptible, view
@@ -80,8 +81,7 @@ class Panel:
         try:
             with view.unseen(), interruptible():
                 if wish.again or wish.settings != self._explorer.settings:
-                    n = wish.settings["world_size"]
-                    self._say(f"running on {n} rank{'s' * (n > 1)} ...")
+                    self._say(f"running on {count(wish.settings['world_size'], 'rank')} ...")
                     self._explorer.run(wish.settings)
                 self._show(wish.step)
         except KeyboardInterrupt:

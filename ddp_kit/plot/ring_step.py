@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from ddp_kit.failures import count
 from ddp_kit.plot.numbers import size, table
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.ring import fill, outline, read, step_names
@@ -52,7 +53,7 @@ def ring_step(result: Sequence[Any], step: int) -> Picture:
     for src in range(n) if step else ():
         sent = trace.messages(src=src)[step - 1]
         came[sent.dst] = sent
-    title = f"Ring all-reduce on {n} rank{'s' * (n > 1)}, "
+    title = f"Ring all-reduce on {count(n, 'rank')}, "
     title += f"step {step} of {len(names) - 1}: {names[step]}" if step else "before the first step"
     rows = [
         [

@@ -29,6 +29,7 @@ from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
 from ddp_kit.pool.request import check_world_size, look_around, prepare
 from ddp_kit.pool.result import Result, print_output
+from ddp_kit.pool.starters import starter_of
 from ddp_kit.pool.values import Parcel
 
 
@@ -184,7 +185,7 @@ def _close_if_alive(reference: weakref.ref) -> None:
         pool.close()
 
 
-_shared: dict[str, WorkerPool] = {}  # by who starts the ranks: "spawn", "mpiexec"
+_shared: dict[str, WorkerPool] = {}  # by starter
 
 
 def run(
@@ -206,7 +207,7 @@ def run(
     ever, MismatchError if they do not agree, RunTimeoutError after `timeout`. The next run works.
     """
     chosen, parcel = prepare(worker, args, world_size, backend, timeout)
-    starter = "mpiexec" if chosen == "mpi" else "spawn"
+    starter = starter_of(chosen)
     pool = _shared.get(starter)
     if pool is None or pool._closed:
         pool = _shared[starter] = WorkerPool(world_size, backend)

@@ -52,7 +52,7 @@ class Cell:
     file: str
     only: tuple[int, ...] | None = None
     quiet: bool = False
-    had: tuple[int, ...] = ()
+    had: frozenset[int] = frozenset()
 
     def __call__(self, rank: int, world_size: int) -> Shown | None:
         """Run the cell on this rank."""
@@ -83,7 +83,7 @@ class Push:
 
     values: dict[str, Any]
     only: tuple[int, ...] | None = None
-    had: tuple[int, ...] = ()
+    had: frozenset[int] = frozenset()
     keeps_groups: ClassVar[bool] = True
 
     def __call__(self, rank: int, world_size: int) -> None:
@@ -138,7 +138,7 @@ class Reset:
             dist.destroy_process_group()
 
 
-def _open(rank: int, world_size: int, had: tuple[int, ...]) -> Session:
+def _open(rank: int, world_size: int, had: frozenset[int]) -> Session:
     """Return the session of this process; say so if one that should be there is gone."""
     global _session
     if _session is None:

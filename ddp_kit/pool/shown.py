@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,18 @@ def seal(value: Any) -> Any:
     """Return a value as it travels: sealed, unless it is so plain that nothing can go wrong."""
     if value is None or type(value) in (bool, int, float, str, torch.Tensor):
         return value
+    pickled = None
+    with suppress(Exception):  # it cannot travel
+        if not values.holds_module(value):
+            pickled = values.pickle_whole(value)
+    return Sealed(pickled, _text(value))
+
+
+def _text(value: Any) -> str:
     try:
-        return Sealed(
-            None if values.holds_module(value) else values.pickle_whole(value), repr(value)
-        )
-    except Exception:  # it cannot travel
-        return Sealed(None, repr(value))
+        return repr(value)
+    except Exception:  # the learner's own __repr__
+        return f"(a {type(value).__name__} whose text could not be made)"
 
 
 def can_be_sent(value: Any) -> bool:

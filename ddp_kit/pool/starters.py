@@ -7,6 +7,11 @@ from ddp_kit.pool.mpi_job import START_TIMEOUT, MPIJob
 from ddp_kit.pool.process import RankProcess
 
 
+def starter_of(backend: str) -> str:
+    """Return who starts the ranks of a backend; ranks of another starter are other processes."""
+    return "mpiexec" if backend == "mpi" else "spawn"
+
+
 class Spawn:
     """Starts each process by itself, so that one can be replaced or added."""
 

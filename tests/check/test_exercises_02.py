@@ -186,30 +186,12 @@ def test_a_barrier_that_lets_the_reporting_ranks_go():
 
 
 def test_a_barrier_that_goes_round_only_once():
-    def barrier():
-        rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
-        if rank > 0:
-            dist.recv(token, rank - 1)
-        if n > 1:
-            dist.send(token, (rank + 1) % n)
-        if rank == 0 and n > 1:
-            dist.recv(token, n - 1)
-
-    said = told(kit.check.exercise_2_5, barrier)
+    said = told(kit.check.exercise_2_5, token(turns=1))
     assert "barrier() on 3 ranks: a rank may leave too early\n" in said
     assert "\nrank 1 leaves without having heard of rank 2\nA rank hears" in said
 
 
 def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(capsys):
-    def token_twice():
-        rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
-        for turn in range(2 if n > 1 else 0):
-            if rank > 0 or turn > 0:
-                dist.recv(token, (rank - 1) % n)
-            dist.send(token, (rank + 1) % n)
-        if rank == 0 and n > 1:
-            dist.recv(token, n - 1)
-
     def exchange():
         rank, n, distance = dist.get_rank(), dist.get_world_size(), 1
         while distance < n:
@@ -218,7 +200,7 @@ def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(caps
             sending.wait()
             distance *= 2
 
-    for barrier in (exchange, token_twice):
+    for barrier in (exchange, token(turns=2)):
         kit.check.exercise_2_5(barrier)
         assert capsys.readouterr().out == (
             "Exercise 2.5: right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come.\n"
@@ -226,14 +208,20 @@ def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(caps
 
 
 def test_a_barrier_that_goes_round_three_times():
+    said = told(kit.check.exercise_2_5, token(turns=3))
+    assert "on 2 ranks: right, but 6 messages were sent, where 4 would do\nA token" in said
+
+
+def token(turns):
+    """Return an answer to 2.5 that sends a token round the ring so many times."""
+
     def barrier():
         rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)
-        for turn in range(3 if n > 1 else 0):
+        for turn in range(turns if n > 1 else 0):
             if rank > 0 or turn > 0:
                 dist.recv(token, (rank - 1) % n)
             dist.send(token, (rank + 1) % n)
         if rank == 0 and n > 1:
             dist.recv(token, n - 1)
 
-    said = told(kit.check.exercise_2_5, barrier)
-    assert "on 2 ranks: right, but 6 messages were sent, where 4 would do\nA token" in said
+    return barrier
