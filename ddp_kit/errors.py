@@ -54,6 +54,10 @@ class KitError(Exception):
         """Show the sentence and nothing of the kit's inside (IPython calls this)."""
         return [f"{type(self).__name__}: {self}"]
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same where it is a cell's value, as `_ranks` may be."""
+        printer.text(f"{type(self).__name__}: {self}")
+
 
 class PoolError(KitError, ValueError):
     """A pool or a run cannot be had as it was asked for."""

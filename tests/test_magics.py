@@ -199,6 +199,7 @@ def test_an_error_names_the_line_of_the_cell(notebook):
     assert "line 5, in <module>\n    rank or fails()" in cell.rendered
     assert "line 3, in fails\n    return 1 / 0" in cell.rendered
     assert notebook.value("_ranks.failures[0].type") == "'ZeroDivisionError'"
+    assert notebook.value("_ranks").startswith("RankError: rank 0 raised ZeroDivisionError")
     # Nobody was stuck: the names are still there.
     assert notebook.run("%ranks").stdout == "on ranks 0 and 1: fails\n"
     nested = notebook.raises("%%time\n%%ranks\n1 / 0")
@@ -206,8 +207,12 @@ def test_an_error_names_the_line_of_the_cell(notebook):
 
 
 WRONG = [
-    ("%%ranks\nx = = 3", "SyntaxError", "line 2"),
-    ("%%ranks\n\n\nreturn 3", "SyntaxError", "line 4"),
+    (
+        "%%ranks\nx = = 3",
+        "PoolError",
+        "line 2 of the cell: SyntaxError: invalid syntax\n    x = = 3",
+    ),
+    ("%%ranks\n\n\nreturn 3", "PoolError", "line 4 of the cell: SyntaxError: 'return' outside"),
     ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
     ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),

@@ -314,8 +314,8 @@ def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_twin():
     ("result", "message"),
     [
         ([], "the result is empty"),
-        ([{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
-        ([{}], "rank 0 must return a dict .* got {}"),
+        ([{"a": t(1)}, t(7)], r"rank 1 must give a dict .* got tensor\(\[7\]\)"),
+        ([{}], "rank 0 must give a dict .* got {}"),
         ([{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
         ([{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
         ([{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two dim.*\(2, 3, 4\)"),
@@ -390,9 +390,9 @@ def test_infinite_loss_is_named_at_its_last_finite_point():
     ("result", "message"),
     [
         ([], "the result is empty"),
-        ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
-        ([None], "rank 0 must return a sequence of losses, got None"),
-        ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
+        ([[1.0], []], r"rank 1 must give a sequence of losses, got \[\]"),
+        ([None], "rank 0 must give a sequence of losses, got None"),
+        ([torch.zeros(2, 2)], "rank 0 must give a sequence of losses, got tensor"),
     ],
 )
 def test_losses_says_what_it_cannot_draw(result, message):
@@ -473,7 +473,7 @@ def test_ring_of_one_is_one_panel():
             [torch.ones(3, 2), torch.ones(2, 2)],
             r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
         ),
-        ([None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 ranks, got None"),
+        ([None], r"rank 0 must give a tensor of shape \(1, 1\) on 1 rank, got None"),
         ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is no sum of powers of ten"),
         ([t(float("nan")).view(1, 1)], "rank 0 holds nan"),
     ],

@@ -182,7 +182,7 @@ def explore(
     """Run one collective and draw what each rank held before and after.
 
     root: the `src` or `dst` of those that have one. The drawing's `interact()` gives controls.
-    Raises ValueError or PoolError for what cannot be chosen.
+    Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
     from ddp_kit.notebook.controls import Explorer

@@ -132,7 +132,7 @@ def first_steps(
 def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
     """Train for 24 steps and draw each rank's loss; `interact()` gives controls.
 
-    Raises ValueError or PoolError for what cannot be chosen.
+    Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
     from ddp_kit.notebook.controls import Explorer, positive

@@ -141,7 +141,7 @@ def watch(rank: int, world_size: int) -> torch.Tensor:
 def explore(world_size: int = 4) -> Explorer:
     """Watch the chunked ring and draw all its steps; `interact()` shows them one by one.
 
-    Raises ValueError or PoolError for a world size that cannot be drawn or run.
+    Raises PoolError for a world size that cannot be drawn or run.
     """
     from ddp_kit import plot  # ranks have no use for it
     from ddp_kit.notebook.controls import Explorer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddp_kit.errors import PoolError
 from ddp_kit.pool import Result, check_world_size, run
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Explorer:
         looked at step by step.
     lesson: the module in which the learner finds the worker.
 
-    Raises ValueError for a setting that is not among its choices, and what `kit.run` raises.
+    Raises PoolError for a setting that is not among its choices, and what `kit.run` raises.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class Explorer:
 
 
 def check_choice(name: str, value: Any, options: Sequence) -> None:
-    """Raise ValueError unless a setting is one of its options."""
+    """Raise PoolError unless a setting is one of its options."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value in options and (whole or not isinstance(options, range)):
         return
     if isinstance(options, range):
-        raise ValueError(
+        raise PoolError(
             f"{name} must be a whole number from {options[0]} to {options[-1]}, got {value!r}"
         )
-    raise ValueError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
+    raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
 
 
 def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:
     """Return the usual values of a setting and this one, in order.
 
-    Raises ValueError unless it is a positive number.
+    Raises PoolError unless it is a positive number.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+        raise PoolError(f"{name} must be a positive number, got {value!r}")
     return sorted({*usual, value})
 
 

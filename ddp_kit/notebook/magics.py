@@ -6,10 +6,11 @@ import io
 import re
 import textwrap
 import tokenize
+import traceback
 import warnings
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -207,26 +208,28 @@ def _read_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
 
 
 def _check(source: str, file: str) -> bool:
-    """Raise SyntaxError where a rank would; return whether a last semicolon hides the value."""
+    """Raise PoolError for what is no Python; return whether a last semicolon hides the value."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks give them
             compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
-        _refuse_magic(error, source)
-        raise
+        _refuse(error, source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = [t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip()]
     return code[-1:] == [";"]
 
 
-def _refuse_magic(error: SyntaxError, source: str) -> None:
+def _refuse(error: SyntaxError, source: str) -> NoReturn:
     line = source.split("\n")[(error.lineno or 1) - 1].strip()
     if line.startswith(("%", "!")):
         raise PoolError(
             f"a rank runs Python only, and {line.split()[0]!r} is for the notebook; "
             "%%time may stand above %%ranks"
         ) from None
+    # Of a SyntaxError out of a magic, IPython would show its own frames and ours.
+    *place, said = "".join(traceback.format_exception_only(error)).splitlines()
+    raise PoolError("\n".join([f"line {error.lineno} of the cell: {said}", *place[1:]])) from None
 
 
 def _opened(value: Any) -> Any:

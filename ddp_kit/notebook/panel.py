@@ -85,6 +85,7 @@ class Panel:
                     self._explorer.run(wish.settings)
                 self._show(wish.step)
         except KeyboardInterrupt:
+            self._turn.forget()
             self._say(f"stopped by an interrupt. {STAYS}")
         except Exception as error:  # nobody else would tell it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")

@@ -48,6 +48,12 @@ class Turn:
             if not self._changed.wait_for(lambda: self._wish is not wish, PATIENCE):
                 self._on_wait()  # with the lock held: what is said when it begins comes later
 
+    def forget(self) -> None:
+        """Carry out no wish that was asked until now. On the main thread."""
+        with self._changed:
+            self._wish = None
+            self._changed.notify_all()
+
     def _wait_for_newer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

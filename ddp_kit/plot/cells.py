@@ -28,7 +28,7 @@ def read(result: Sequence[Any]) -> list[dict[str, list[Column]]]:
         raise ValueError("the result is empty: there is no rank to draw")
     for r, value in enumerate(ranks):
         if not isinstance(value, dict) or not value:
-            raise ValueError(f"rank {r} must return a dict of stage name to tensor, got {value!r}")
+            raise ValueError(f"rank {r} must give a dict of stage name to tensor, got {value!r}")
         if set(value) != set(ranks[0]):
             raise ValueError(
                 f"every rank must have the same stages: rank 0 has {list(ranks[0])}, "

@@ -69,7 +69,7 @@ def _read(rank: int, value: Sequence[float]) -> list[float]:
     except (TypeError, ValueError):
         numbers = []
     if not numbers:
-        raise ValueError(f"rank {rank} must return a sequence of losses, got {value!r}")
+        raise ValueError(f"rank {rank} must give a sequence of losses, got {value!r}")
     return numbers
 
 

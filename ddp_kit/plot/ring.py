@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.colors import to_hex, to_rgb
 
-from ddp_kit.failures import name_ranks
+from ddp_kit.failures import count, name_ranks
 from ddp_kit.plot.numbers import table
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.style import (
@@ -114,9 +114,8 @@ def read(values: list[Any]) -> list[list[list[int]]]:
         shape = tuple(getattr(value, "shape", ()))
         if shape != expected:
             got = f"shape {shape}" if hasattr(value, "shape") else repr(value)
-            raise ValueError(
-                f"rank {rank} must return a tensor of shape {expected} on {n} ranks, got {got}"
-            )
+            wanted = f"a tensor of shape {expected} on {count(n, 'rank')}"
+            raise ValueError(f"rank {rank} must give {wanted}, got {got}")
     held = [value.tolist() for value in values]
     for rank, steps in enumerate(held):
         for cell in (cell for step in steps for cell in step):
@@ -137,12 +136,12 @@ def _measure(n: int) -> tuple[float, float, float, int]:
 
 def fill(value: int, n: int) -> str:
     """Return the colour of a cell: darker with every rank in it."""
-    count = str(value).count("1")
+    have = str(value).count("1")
     if value == (10**n - 1) // 9:
         return COMPLETE
-    if count == 0:
+    if have == 0:
         return PAPER
-    share = (count - 1) / max(1, n - 2)
+    share = (have - 1) / max(1, n - 2)
     return to_hex([a + (b - a) * share for a, b in zip(to_rgb(FEW), to_rgb(MANY), strict=True)])
 
 
@@ -162,7 +161,7 @@ def outline(ax, x, y, wide, tall, color) -> None:
 def _key(ax, x: float, y: float, n: int) -> None:
     """Say what shade and outline mean, in the place of the panel that is not there."""
     counts = [1, 2, n - 1] if n > 3 else list(range(1, n))
-    entries = [(int("1" * count), f"{count} rank{'s' * (count > 1)}") for count in counts]
+    entries = [(int("1" * many), count(many, "rank")) for many in counts]
     if n > 4:
         entries[-1] = (entries[-1][0], f"… {n - 1} ranks")
     entries.append((int("1" * n), "complete"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
+from ddp_kit.failures import count
 from ddp_kit.plot import bins, legend, marks
 from ddp_kit.plot.lanes import Lanes, by_steps, by_time
 from ddp_kit.plot.numbers import significant, table
@@ -83,8 +84,8 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
 def _title(trace: Trace, timed: bool) -> str:
     messages, collectives = len(trace.messages()), len(trace.collectives)
     counts = [(messages, "message"), (collectives, "collective")]
-    said = " and ".join(f"{c:,} {noun}{'s' * (c != 1)}" for c, noun in counts if c)
-    ranks = f"{trace.world_size} rank{'s' * (trace.world_size != 1)}"
+    said = " and ".join(count(number, noun) for number, noun in counts if number)
+    ranks = count(trace.world_size, "rank")
     return f"{said or 'No message'} on {ranks}, {'in time' if timed else 'step by step'}"
 
 

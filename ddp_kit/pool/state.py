@@ -72,7 +72,7 @@ class State:
 def _refuse_to_ask(*_args: object, **_kwargs: object) -> NoReturn:
     raise RuntimeError(
         "a rank has no keyboard, for input() or a debugger; ask in the notebook, and pass the "
-        "answer on: kit.run(worker, answer)"
+        "answer on: as an argument of kit.run, or with %ranks push"
     )
 
 
