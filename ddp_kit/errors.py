@@ -50,13 +50,20 @@ draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
 class KitError(Exception):
     """Any error that ddp_kit raises on purpose."""
 
-    def _render_traceback_(self) -> list[str]:
-        """Show the sentence and nothing of the kit's inside (IPython calls this)."""
+    def _lines(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
+    def _draw(self) -> None:
+        """Show a picture above the error, where it has one."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the sentence and nothing of the kit's inside (IPython calls this)."""
+        self._draw()
+        return self._lines()
+
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the same where it is a cell's value, as `_ranks` may be."""
-        printer.text(f"{type(self).__name__}: {self}")
+        """Show the same where the error is a cell's value, as `_ranks` may be."""
+        printer.text("\n".join(self._lines()).rstrip())
 
 
 class PoolError(KitError, ValueError):
@@ -97,10 +104,14 @@ class ExerciseError(KitError, AssertionError):
     def __str__(self) -> str:
         return "\n".join([self.args[0], *([str(self.error)] if self.error else [])])
 
-    def _render_traceback_(self) -> list[str]:
-        """Show the sentence, and the run's own error with its cells (IPython calls this)."""
-        inner = self.error._render_traceback_() if self.error else []
+    def _lines(self) -> list[str]:
+        """Return the sentence, and what the run's own error says, with its cells."""
+        inner = self.error._lines() if self.error else []
         return [f"{type(self).__name__}: {self.args[0]}", *inner]
+
+    def _draw(self) -> None:
+        if self.error:
+            self.error._draw()
 
 
 class _RunError(KitError):
@@ -123,8 +134,8 @@ class _RunError(KitError):
     def __str__(self) -> str:
         return "\n".join(self._told(None))
 
-    def _render_traceback_(self) -> list[str]:
-        """Show the learner's own lines of each rank, instead of the kit's (IPython calls this)."""
+    def _lines(self) -> list[str]:
+        """Return the learner's own lines of each rank, instead of the kit's."""
         first, *others = self._told(self.cell_names)
         return [f"{type(self).__name__}: {first}", *others]
 
@@ -152,7 +163,7 @@ class RankError(_RunError):
             self.waits, cell_names
         )
 
-    def _render_traceback_(self) -> list[str]:
+    def _lines(self) -> list[str]:
         return [f"{type(self).__name__}:", *self._told(self.cell_names)]
 
 
@@ -265,11 +276,10 @@ class DeadlockError(_RunError):
         waits = tell_waits(self.waits, cell_names)
         return [f"{self.fact}.", *waits, *tell_returned(self.returned), self.mend]
 
-    def _render_traceback_(self) -> list[str]:
+    def _draw(self) -> None:
         if not self._drawn:  # a kernel asks twice
             self._drawn = True
             draw_waits(self)
-        return super()._render_traceback_()
 
 
 class MismatchError(_RunError):

@@ -115,7 +115,7 @@ def advise(waits: Iterable[Wait]) -> str:
     """Say what most often helps where a run took too long. waits: where its ranks were."""
     ops = [wait.op for wait in waits]
     if not all(ops):
-        return "Raise the timeout if the work needs longer."
+        return "Look for a loop that does not end. If the work needs longer, raise the timeout."
     if all(op and op.startswith(_POINT_TO_POINT) for op in ops):
         return "Look for a message that nobody sends or nobody receives."
     return "All ranks must call the same collectives, in one order and with equal shapes."

@@ -129,7 +129,9 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
         "All ranks must call the same collectives, in one order and with equal shapes.",
     ]
     slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
-    assert slow.endswith("rank 0 had not returned\nRaise the timeout if the work needs longer.")
+    assert slow.endswith(
+        "\nLook for a loop that does not end. If the work needs longer, raise the timeout."
+    )
 
 
 def test_a_lost_exit_code_is_not_told_as_zero():

@@ -182,7 +182,7 @@ def test_the_result_has_values_output_and_trace(notebook):
     )
     assert notebook.value("list(_ranks)") == "['homesick', 'homesick']"
     notebook.run("%%ranks\nHomesick.__repr__ = lambda self: 1 / 0\nhome;")
-    assert "a Homesick whose text could not be made" in notebook.value("_ranks[0]")
+    assert "a value of type Homesick, whose text could not be made" in notebook.value("_ranks[0]")
     notebook.run("%%ranks\n{'a': torch.ones(100_000), 'b': [rank]}")
     assert notebook.value("_ranks[1]['a'].sum().item(), _ranks[1]['b']") == "(100000.0, [1])"
 
@@ -199,7 +199,11 @@ def test_an_error_names_the_line_of_the_cell(notebook):
     assert "line 5, in <module>\n    rank or fails()" in cell.rendered
     assert "line 3, in fails\n    return 1 / 0" in cell.rendered
     assert notebook.value("_ranks.failures[0].type") == "'ZeroDivisionError'"
-    assert notebook.value("_ranks").startswith("RankError: rank 0 raised ZeroDivisionError")
+    shown = notebook.value("_ranks")
+    assert shown.startswith(
+        "RankError:\nrank 0 raised ZeroDivisionError: division by zero\n  Cell In"
+    )
+    assert "line 3, in fails\n    return 1 / 0" in shown
     # Nobody was stuck: the names are still there.
     assert notebook.run("%ranks").stdout == "on ranks 0 and 1: fails\n"
     nested = notebook.raises("%%time\n%%ranks\n1 / 0")
@@ -212,7 +216,10 @@ WRONG = [
         "PoolError",
         "line 2 of the cell: SyntaxError: invalid syntax\n    x = = 3",
     ),
-    ("%%ranks\n\n\nreturn 3", "PoolError", "line 4 of the cell: SyntaxError: 'return' outside"),
+    ("%%ranks\n\n\nreturn 3", "PoolError", "'return' outside function\n    return 3\n"),
+    ("%%ranks\n\n\nreturn 3", "PoolError", "line 4 of the cell: SyntaxError"),
+    ("%%ranks\n('a'\n    % (1 2))", "PoolError", "SyntaxError: invalid syntax. Perhaps you forgot"),
+    ("%%ranks\nx = '\0'", "PoolError", "null bytes"),
     ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
     ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
@@ -227,10 +234,11 @@ WRONG = [
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
     ("%ranks pull x --only 9", "PoolError", "ranks below 4"),
+    ("%ranks pull kept --only 0 1", "PoolError", "got '0 1'"),
 ]
 
 
-def test_what_cannot_be_is_an_error_in_one_sentence_and_nothing_is_lost(notebook):
+def test_what_cannot_be_is_an_error_of_the_kit_and_nothing_is_lost(notebook):
     notebook.run("%%ranks\nkept = rank")
     for cell, kind, said in WRONG:
         wrong = notebook.raises(cell)

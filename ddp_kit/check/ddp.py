@@ -91,7 +91,7 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
 
 
 def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
-    """Fail if two orders, dealt to all ranks, are one; of a single rank also if one is turned."""
+    """Fail if two orders are the same, or on a single rank the same but for where they begin."""
     if hands == others:
         grader.fail(
             f"{whose} the same order",
@@ -107,7 +107,7 @@ def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[
 
 
 def _check_hands(grader: Grader, length: int) -> None:
-    """Fail unless all ranks have equally many positions, and all positions somebody."""
+    """Fail unless all ranks have equally many positions, and each position is somebody's."""
     result = grader.result
     each = -(-length // len(result))
     for epoch in range(2):
@@ -119,6 +119,14 @@ def _check_hands(grader: Grader, length: int) -> None:
                 *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
                 hint="All ranks get equally many, or one would wait in its last all_reduce. Fill "
                 "the order up from its beginning, as often as that takes, before you deal it.",
+            )
+        beyond = sorted(set(chain(*hands)) - set(range(length)))
+        if beyond:
+            grader.fail(
+                f"there is no position {beyond[0]}",
+                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                hint=f"Shuffle the positions 0 to {length - 1}, and fill the order up from its "
+                "beginning.",
             )
         missing = sorted(set(range(length)) - set(chain(*hands)))
         if missing:

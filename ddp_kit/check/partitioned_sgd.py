@@ -89,7 +89,7 @@ def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most:
 def check_means(grader: Grader, frozen: bool) -> list[Event]:
     """Fail unless each gradient is the mean and the model is as it was.
 
-    Returns the all_reduces of rank 0.
+    Returns the collectives of rank 0.
     """
     result, n = grader.result, len(grader.result)
     for name, parameter in model(frozen).named_parameters():

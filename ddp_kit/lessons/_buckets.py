@@ -98,8 +98,7 @@ def typical(trace: Trace) -> int:
 def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
 
-    The drawing's `interact()` gives controls. Raises PoolError for what cannot be
-    chosen.
+    The drawing's `interact()` gives controls. Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
     from ddp_kit.notebook.controls import Explorer, positive

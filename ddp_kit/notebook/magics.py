@@ -27,6 +27,8 @@ from ddp_kit.pool.starters import starter_of
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
+_MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)")
+
 RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
 
 
@@ -63,11 +65,17 @@ class RanksMagics(Magics):
         """
         arguments = self._parse(line)
         size, backend = self._size(arguments.world_size), arguments.backend or self._backend
-        only = _read_only(arguments.only, size)
+        only = _parse_only(arguments.only, size)
         source, file = self._name_source(body)
         quiet = _check(source, file)
         cell = session.Cell(source, file, only, quiet, self._with_names(backend))
-        result = self._run(cell, size, backend, arguments.timeout)
+        try:
+            result = self._run(cell, size, backend, arguments.timeout)
+        except (PoolError, BackendError):
+            raise  # nothing has run
+        except KitError as error:
+            self.shell.user_ns[RESULT] = error
+            raise
         shown = [said or Shown(None, [], {}) for said in result]
         values = tuple(_opened(said.value) for said in shown)
         self.shell.user_ns[RESULT] = replace(result, values=values)
@@ -92,7 +100,7 @@ class RanksMagics(Magics):
         only = None
         if "--only" in names:
             at = names.index("--only")
-            only = _read_only("".join(names[at + 1 :]), self._world_size)
+            only = _parse_only(" ".join(names[at + 1 :]), self._world_size)
             names = names[:at]
         if what in ("pull", "push"):
             if not names or not all(map(str.isidentifier, names)):
@@ -132,23 +140,20 @@ class RanksMagics(Magics):
         return source, compiler.cache(source, number, source)
 
     def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
-        ran = True
+        refused = False
         try:
             return pool.run(worker, world_size=size, backend=backend, timeout=timeout)
         except (PoolError, BackendError):
-            ran = False
-            raise
-        except KitError as error:
-            self.shell.user_ns[RESULT] = error
+            refused = True
             raise
         finally:
-            if ran:
+            if not refused:
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
                 self._had[starter_of(backend)] = self._with_names(backend).union(on)
 
     def _with_names(self, backend: str) -> frozenset[int]:
-        """Return the ranks on which a cell has run."""
+        """Return the ranks that a cell or a push has been on, of this backend's processes."""
         return self._had.get(starter_of(backend), frozenset())
 
     def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
@@ -192,7 +197,7 @@ class RanksMagics(Magics):
         return pool.run(worker, world_size=self._world_size, backend=self._backend)
 
 
-def _read_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
+def _parse_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
@@ -215,21 +220,25 @@ def _check(source: str, file: str) -> bool:
             compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         _refuse(error, source)
+    except ValueError as error:  # a character that no file may hold
+        raise PoolError(f"the cell cannot be read: {error}") from None
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = [t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip()]
     return code[-1:] == [";"]
 
 
 def _refuse(error: SyntaxError, source: str) -> NoReturn:
-    line = source.split("\n")[(error.lineno or 1) - 1].strip()
-    if line.startswith(("%", "!")):
+    line = source.split("\n")[(error.lineno or 1) - 1]
+    if magic := _MAGIC.match(line):
+        above = "; %%time may stand above %%ranks" if magic["name"] == "time" else ""
         raise PoolError(
-            f"a rank runs Python only, and {line.split()[0]!r} is for the notebook; "
-            "%%time may stand above %%ranks"
+            f"a rank runs Python only, and {magic[0].strip()!r} is for the notebook{above}"
         ) from None
+    error.text = error.text or line  # the compiler tells it for some mistakes only
     # Of a SyntaxError out of a magic, IPython would show its own frames and ours.
     *place, said = "".join(traceback.format_exception_only(error)).splitlines()
-    raise PoolError("\n".join([f"line {error.lineno} of the cell: {said}", *place[1:]])) from None
+    where = f"line {error.lineno} of the cell: " if error.lineno else ""
+    raise PoolError("\n".join([where + said, *place[1:]])) from None
 
 
 def _opened(value: Any) -> Any:

@@ -86,7 +86,7 @@ class Panel:
                 self._show(wish.step)
         except KeyboardInterrupt:
             self._turn.forget()
-            self._say(f"stopped by an interrupt. {STAYS}")
+            self._say(f'stopped by an interrupt. {STAYS} "Run again" runs what the controls say.')
         except Exception as error:  # nobody else would tell it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
 

@@ -49,7 +49,10 @@ class Turn:
                 self._on_wait()  # with the lock held: what is said when it begins comes later
 
     def forget(self) -> None:
-        """Carry out no wish that was asked until now. On the main thread."""
+        """Forget the wish that waits, if there is one.
+
+        One that the front end has sent and the kernel has not read yet is carried out.
+        """
         with self._changed:
             self._wish = None
             self._changed.notify_all()

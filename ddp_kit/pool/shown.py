@@ -114,7 +114,7 @@ def _text(value: Any) -> str:
     try:
         return repr(value)
     except Exception:  # the learner's own __repr__
-        return f"(a {type(value).__name__} whose text could not be made)"
+        return f"(a value of type {type(value).__name__}, whose text could not be made)"
 
 
 def can_be_sent(value: Any) -> bool:

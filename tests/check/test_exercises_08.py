@@ -99,7 +99,7 @@ def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
     assert capsys.readouterr().out.startswith("Exercise 8.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
-def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True):
+def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True, within=True):
     """Return an answer to 8.2; each argument can make it wrong in one way."""
 
     class OwnSampler:
@@ -113,7 +113,8 @@ def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True)
             rank, n = dist.get_rank(), dist.get_world_size()
             seed = self.seed + self.epoch + (0 if same_seed else 100 * rank)
             generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(self.length, generator=generator).tolist()
+            length = self.length if within else -(-self.length // n) * n
+            order = torch.randperm(length, generator=generator).tolist()
             if pad:
                 order = (order * (n if repeat else 2))[: -(-self.length // n) * n]
             return iter(order[rank if offset else 0 :: n])
@@ -132,6 +133,7 @@ def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True)
         ({"told_epoch": False}, "on 2 ranks: epochs 0 and 1 have the same order\nThe order comes"),
         ({"same_seed": False}, "on 2 ranks: nobody gets position "),
         ({"offset": False}, "on 2 ranks: nobody gets position "),
+        ({"within": False}, "range(23), seed=7) on 2 ranks: there is no position 23\nrank 0 gets"),
     ],
 )
 def test_a_sampler_that_is(wrong, words):

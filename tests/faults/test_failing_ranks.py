@@ -319,7 +319,7 @@ def test_a_run_ends_at_its_timeout():
         "rank 0 was waiting in recv(src=1)",
         f"    {line_of(one_is_late, 2)}: dist.recv(torch.zeros(1), src=1)",
         "rank 1 had not returned",
-        "Raise the timeout if the work needs longer.",
+        "Look for a loop that does not end. If the work needs longer, raise the timeout.",
     ]
     assert kit.run(total, world_size=2)[0] == 1
 
