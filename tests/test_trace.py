@@ -481,6 +481,20 @@ def test_a_rank_that_is_not_there_is_named():
             ask(9)
 
 
+def test_a_rank_that_receives_from_itself_is_told_so():
+    def in_a_group(rank, world_size):
+        group = dist.new_group([1])
+        if rank == 1:
+            dist.recv(torch.zeros(1), group_src=0, group=group)
+
+    for worker in (lambda rank, world_size: dist.recv(torch.zeros(1), src=rank), in_a_group):
+        with pytest.raises(kit.RankError) as caught:
+            kit.run(worker, world_size=2)
+        failure = caught.value.failures[1]
+        assert failure.type == "ValueError"
+        assert failure.message == "a rank cannot receive from itself: src is its own rank"
+
+
 def test_a_message_says_who_sent_how_much_to_whom():
     def worker(rank, world_size):
         if rank == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place, same
 from ddp_kit.failures import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.logical import steps
@@ -30,7 +30,8 @@ def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
                 [held[src]] * world_size,
                 result,
                 "hold",
-                "Rank `src` sends, and that need not be rank 0. All others receive into "
+                hint_if_unchanged(held, result.values)
+                or "Rank `src` sends, and that need not be rank 0. All others receive into "
                 "their own `tensor`.",
             )
             others = world_size - 1
@@ -52,9 +53,7 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
             [sum(held[1:], held[0])],
             result.values[:1],
             "hold",
-            hint_if_unchanged(held, result.values)
-            or "Each rank's numbers must come to rank 0 once. A rank without a partner in a "
-            "round still takes part in the next one: 3 and 5 are no powers of two.",
+            hint_if_unchanged(held, result.values) or _hint_for_sum(held, result[0]),
         )
         others = world_size - 1
         grader.sends(others, 20 * others, "Each rank but 0 sends once, and is then done.")
@@ -66,6 +65,21 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
                 "same time, so that half of those who still have something send it.",
             )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, in 0, 1, 2, 2 and 3 rounds")
+
+
+def _hint_for_sum(held: list[torch.Tensor], found: torch.Tensor) -> str:
+    """Say what most often gives this instead of the sum of what the ranks held."""
+    if same(held[0], found):
+        return "Nothing came to rank 0. Of each pair the upper rank sends, and the lower one adds."
+    if any(same(other, found) for other in held[1:]):
+        return "Rank 0 has lost its own numbers. Receive into `arriving`, and add that to `tensor`."
+    whole = "Each rank's numbers must come to rank 0 once."
+    if len(held) == 2:
+        return whole
+    return (
+        f"{whole} A rank without a partner in a round still takes part in the next one: 3 and 5 "
+        "are no powers of two."
+    )
 
 
 def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:

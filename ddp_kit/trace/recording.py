@@ -113,6 +113,8 @@ def _point_to_point(
 ) -> Work | None:
     given = (*args, *kwargs.values())
     *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
+    if method == "recv" and peer[0] == group.rank():  # PyTorch refuses a send to oneself only
+        raise ValueError("a rank cannot receive from itself: src is its own rank")
     posted = recorder.post(group, calls.describe(method, given), *peer, tag=tag)
     return _start(recorder, posted, original, group, *args, **kwargs)
 

@@ -23,6 +23,36 @@ def test_a_broadcast_that_always_comes_from_rank_0():
     assert "Rank `src` sends, and that need not be rank 0." in said
 
 
+def test_a_broadcast_that_all_receive_from_rank_0():
+    def broadcast(tensor, src):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if rank == src:
+            for dst in set(range(n)) - {src}:
+                dist.send(tensor, dst)
+        else:
+            dist.recv(tensor, 0)
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert (
+        "broadcast(tensor, src=1) on 2 ranks: an error came up\nrank 0 raised ValueError: " in said
+    )
+    assert "ValueError: a rank cannot receive from itself: src is its own rank\n" in said
+
+
+def test_a_broadcast_that_receives_into_another_tensor():
+    def broadcast(tensor, src):
+        for dst in set(range(dist.get_world_size())) - {src}:
+            if dist.get_rank() == src:
+                dist.send(tensor, dst)
+            elif dist.get_rank() == dst:
+                tensor = torch.empty_like(tensor)
+                dist.recv(tensor, src)
+
+    said = told(kit.check.exercise_2_1, broadcast)
+    assert "src=0) on 2 ranks: wrong\nrank 1 should hold [10, 11, 12, 13, 14]" in said
+    assert "\nEvery rank has what it brought. The tensor is to change in place" in said
+
+
 def test_a_broadcast_that_calls_broadcast():
     def broadcast(tensor, src):
         dist.broadcast(tensor, src)
@@ -60,6 +90,30 @@ def test_a_tree_with_too_few_rounds_for_five():
     assert "tree_reduce(tensor) on 5 ranks: wrong\n" in said
     assert "rank 0 should hold [150, 155, 160, 165, 170], and holds [100, 104," in said
     assert said.endswith("3 and 5 are no powers of two.")
+
+
+def test_a_tree_that_grows_upward_or_does_not_add():
+    def upward(tensor):
+        rank, arriving = dist.get_rank(), torch.empty_like(tensor)
+        if rank == 1:
+            dist.recv(arriving, 0)
+            tensor += arriving
+        elif rank == 0 and dist.get_world_size() > 1:
+            dist.send(tensor, 1)
+
+    def replacing(tensor):
+        if dist.get_rank() == 1:
+            dist.send(tensor, 0)
+        elif dist.get_rank() == 0 and dist.get_world_size() > 1:
+            dist.recv(tensor, 1)
+
+    for answer, hint in (
+        (upward, "and holds [10, 11, 12, 13, 14]\nNothing came to rank 0."),
+        (replacing, "and holds [20, 21, 22, 23, 24]\nRank 0 has lost its own numbers."),
+    ):
+        said = told(kit.check.exercise_2_2, answer)
+        assert "tree_reduce(tensor) on 2 ranks: wrong\n" in said
+        assert hint in said
 
 
 def test_a_tree_that_makes_another_tensor():
