@@ -229,6 +229,7 @@ WRONG = [
     ("%%ranks --backend none\nrank", "BackendError", "none"),
     ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
     ("%%ranks\n!ls", "PoolError", "'!ls' is for the notebook"),
+    ("%%ranks\ntorch.ones?", "PoolError", "'torch.ones?' is for the notebook"),
     ("%ranks fetch x", "PoolError", "it knows pull NAME, push NAME and reset"),
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
@@ -247,6 +248,11 @@ def test_what_cannot_be_is_an_error_of_the_kit_and_nothing_is_lost(notebook):
         assert wrong.stderr == "", cell
     # None of them has changed how many ranks the next cell has, or what is on them.
     assert notebook.run("%%ranks\nkept").stdout == "".join(f"rank {r}: {r}\n" for r in range(4))
+
+
+def test_the_help_begins_with_the_name_of_the_magic(notebook):
+    help_begins = "get_ipython().find_cell_magic('ranks').__doc__.split()[:2]"
+    assert notebook.value(help_begins) == "['::', '%%ranks']"
 
 
 def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(kernel):
@@ -280,6 +286,9 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     assert kernel.value("len(_ranks.waits)") == "2"
     alone = kernel.raises("%%ranks --only 0\ndist.barrier()")
     assert "for rank 1, which has returned without calling it" in alone.rendered
+    assert alone.rendered.endswith(
+        "--only leaves the other ranks out, and what they have to do as well."
+    )
 
 
 # --- between the notebook and the ranks ----------------------------------------------------------

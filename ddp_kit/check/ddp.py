@@ -81,6 +81,12 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
             if length >= 10:  # fewer may be shuffled twice alike
                 _check_shuffled(grader, "epochs 0 and 1 have", first, other)
                 _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
+            if any(hands[4] for hands in result):
+                grader.fail(
+                    "the random numbers of the whole process were changed",
+                    hint="Seed a torch.Generator of the sampler's own, and give it to "
+                    "torch.randperm.",
+                )
             if first != again:
                 grader.fail(
                     "epoch 0 has another order the second time",
@@ -194,10 +200,12 @@ def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dic
     return {"names": names, "gradients": gradients, "moments": moments}
 
 
-def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> list[list[int]]:
+def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> list:
+    """Return four hands of positions, and whether torch's own random numbers have changed."""
+    before = torch.get_rng_state()
     sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
     hands = []
     for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
         dealer.set_epoch(epoch)
         hands.append([operator.index(position) for position in dealer])  # it may be a tensor
-    return hands
+    return [*hands, not torch.equal(torch.get_rng_state(), before)]

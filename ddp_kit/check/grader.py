@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -70,11 +71,17 @@ class Grader:
         return self._result
 
     def run(
-        self, worker: Callable[..., Any], *args: Any, world_size: int, case: str | None = None
+        self,
+        worker: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        case: str | None = None,
+        hints: Mapping[type[Exception], str] = MappingProxyType({}),
     ) -> Result:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
-        case: the call in this run, for messages, where it says more than the form.
+        case: the call in this run, for messages, where it says more than the form. hints: what
+        most often makes the run fail in such a way.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails, PoolError if the
         answer cannot be sent to the ranks, and BackendError if gloo is not here.
@@ -94,7 +101,7 @@ class Grader:
         except tuple(_FAILED) as error:
             self._printed.append(printed.getvalue())
             _pass_on_what_is_missing(error, self.number)
-            self.fail(_FAILED[type(error)], error=error)
+            self.fail(_FAILED[type(error)], hint=hints.get(type(error), ""), error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.failures import count
 from ddp_kit.trace import Trace
 
@@ -15,6 +16,11 @@ SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is les
 _CHUNKS = (
     "In step s, rank r passes on chunk (r - s) % n, and what arrives is chunk (r - s - 1) % n. In "
     "the first n - 1 steps it is added, in the others it takes the chunk's place."
+)
+_LENGTHS = "Chunks may differ in length: cut `arriving` to that of the chunk that comes."
+_PIECES = (
+    "In each of the 2 * (n - 1) steps a rank receives every piece of one chunk from its left. It "
+    "passes them on in all steps but the last."
 )
 _BYTES = (
     "One chunk, a part in n of the tensor, travels in each step. A whole tensor in each step, or "
@@ -31,7 +37,7 @@ def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> None:
     for world_size in SIZES:
         for shape in SHAPES:
             case = f"chunked_ring(tensor of shape {shape})"
-            _sum(grader, shape, world_size, case)
+            _sum(grader, shape, world_size, case, hints={MismatchError: _LENGTHS})
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
 
 
@@ -44,7 +50,8 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
     for world_size in SIZES:
         for shape, pieces in (((60,), 3), ((7,), 2), ((60,), 1)):
             case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-            trace = _sum(grader, shape, world_size, case, pieces)
+            hints = {DeadlockError: _PIECES}
+            trace = _sum(grader, shape, world_size, case, pieces, hints=hints)
             if shape != (60,) or world_size == 1:
                 continue  # some pieces are empty, and need not be sent
             messages = 2 * (world_size - 1) * pieces
@@ -53,10 +60,17 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there")
 
 
-def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
+def _sum(
+    grader: Grader,
+    shape: tuple,
+    world_size: int,
+    case: str,
+    *pieces: int,
+    hints: dict[type[Exception], str],
+) -> Trace:
     """Run one case, check the sum and the bytes, and return what was sent."""
     held = brought(world_size, *shape)
-    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
+    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case, hints=hints)
     grader.only_messages()
     grader.compare(
         [sum(held[1:], held[0])] * world_size,

@@ -19,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from ddp_kit import pool
-from ddp_kit.errors import BackendError, KitError, PoolError
+from ddp_kit.errors import BackendError, DeadlockError, KitError, PoolError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import Result, session
 from ddp_kit.pool.shown import Bundle, Sealed, Shown
@@ -27,7 +27,7 @@ from ddp_kit.pool.starters import starter_of
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
-_MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)")
+_MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)|\s*[\w.]+\?+\s*$")
 
 RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
 
@@ -46,7 +46,7 @@ class RanksMagics(Magics):
         self._world_size, self._backend = 4, "auto"
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by starter
 
-    @magic_arguments()
+    @magic_arguments("%ranks")
     @argument("-n", "--world-size", type=int, help="how many ranks; as before, and 4 at first")
     @argument("--only", metavar="0,2", help="run the cell on these ranks; the others do nothing")
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
@@ -75,6 +75,8 @@ class RanksMagics(Magics):
             raise  # nothing has run
         except KitError as error:
             self.shell.user_ns[RESULT] = error
+            if only is not None and isinstance(error, DeadlockError) and error.returned:
+                error.mend = "--only leaves the other ranks out, and what they have to do as well."
             raise
         shown = [said or Shown(None, [], {}) for said in result]
         values = tuple(_opened(said.value) for said in shown)

@@ -23,7 +23,32 @@ def test_a_sum_instead_of_a_mean():
     said = told(kit.check.exercise_3_1, average_gradients)
     assert said.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong\n")
     assert "rank 1 should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad, and holds [180," in said
-    assert said.endswith("That is the sum. A mean is the sum divided by the world size.")
+    assert "\nThat is the sum. A mean is the sum divided by the world size, in place: `a" in said
+
+
+def test_a_mean_that_knows_of_four_ranks_only():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 4
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: wrong\n" in said
+    assert said.endswith("\nThat is the sum divided by 4, and the world size is 2.")
+
+
+def test_a_mean_that_ends_at_a_frozen_layer():
+    def average_gradients(model):
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                return
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    said = told(kit.check.exercise_3_1, average_gradients)
+    assert "in 2.weight.grad, and holds " in said
+    assert said.endswith("Go on to the next parameter where one has no grad.")
 
 
 def test_a_mean_that_does_not_know_of_frozen_layers():

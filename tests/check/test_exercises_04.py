@@ -82,6 +82,39 @@ def test_a_pipeline_that_waits_for_all_pieces_of_a_step():
     assert "rank 0 waited for 3 pieces before it passed on the first\nSend a piece on" in said
 
 
+def test_a_ring_whose_arriving_chunk_is_not_cut():
+    def chunked_ring(tensor):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        chunks = tensor.view(-1).tensor_split(n)
+        arriving = torch.empty_like(chunks[0])
+        for step in range(2 * (n - 1)):
+            coming = chunks[(rank - step - 1) % n]
+            exchange(chunks[(rank - step) % n], (rank + 1) % n, arriving, (rank - 1) % n)
+            coming.copy_(arriving + coming if step < n - 1 else arriving)
+
+    said = told(kit.check.exercise_4_1, chunked_ring)
+    assert "shape (7,)) on 2 ranks: the ranks do not agree\nChunks may differ in length" in said
+
+
+def test_a_pipeline_that_goes_on_in_the_last_step():
+    def pipelined_ring(tensor, pieces):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        chunks = [chunk.tensor_split(pieces) for chunk in tensor.view(-1).tensor_split(n)]
+        sends = [dist.isend(piece, (rank + 1) % n) for piece in chunks[rank]] if n > 1 else []
+        for step in range(2 * (n - 1)):
+            for piece in chunks[(rank - step - 1) % n]:
+                into = torch.empty_like(piece) if step < n - 1 else piece
+                dist.recv(into, (rank - 1) % n)
+                if step < n - 1:
+                    piece += into
+                sends.append(dist.isend(piece, (rank + 1) % n))
+        for sending in sends:
+            sending.wait()
+
+    said = told(kit.check.exercise_4_2, pipelined_ring)
+    assert "on 2 ranks: it never ends\nIn each of the 2 * (n - 1) steps" in said
+
+
 def test_a_pipeline_without_pieces():
     def pipelined_ring(tensor, pieces):
         ring_allreduce.chunked_ring(tensor)

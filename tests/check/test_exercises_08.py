@@ -152,6 +152,16 @@ def test_a_sampler_that_shuffles_without_a_seed():
     assert "epoch 0 has another order the second time\n" in said
 
 
+def test_a_sampler_that_seeds_the_whole_process():
+    class OwnSampler(sampler()):
+        def __iter__(self):
+            torch.manual_seed(self.seed + self.epoch)
+            return super().__iter__()
+
+    said = told(kit.check.exercise_8_2, OwnSampler)
+    assert "on 2 ranks: the random numbers of the whole process were changed\nSeed a" in said
+
+
 def test_positions_may_be_tensors(capsys):
     class OwnSampler(sampler()):
         def __iter__(self):
