@@ -27,7 +27,6 @@ Cell numbers do change, so they stand in the rendered traceback only.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,8 +35,9 @@ from ddp_kit.failures import (
     RankFailure,
     Wait,
     advise,
-    name_ranks,
+    signal_name,
     tell_calls,
+    tell_death,
     tell_failures,
     tell_returned,
     tell_waits,
@@ -114,7 +114,7 @@ class ExerciseError(KitError, AssertionError):
             self.error._draw()
 
 
-class _RunError(KitError):
+class RunError(KitError):
     """A run that did not come to its end, told rank by rank.
 
     waits: where the ranks were that had not returned.
@@ -140,7 +140,7 @@ class _RunError(KitError):
         return [f"{type(self).__name__}: {first}", *others]
 
 
-class RankError(_RunError):
+class RankError(RunError):
     """One rank or more raised; equal failures are told once.
 
     failures: every rank that raised, by rank.
@@ -167,7 +167,7 @@ class RankError(_RunError):
         return [f"{type(self).__name__}:", *self._told(self.cell_names)]
 
 
-class RankDiedError(_RunError):
+class RankDiedError(RunError):
     """A rank's process ended in the middle of a run.
 
     rank: the rank that died first, as far as one knows, else the lowest; exitcode: as in
@@ -194,37 +194,15 @@ class RankDiedError(_RunError):
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended the process, such as "SIGKILL"."""
-        if self.exitcode is None or self.exitcode >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exitcode).name
-        except ValueError:
-            return f"signal {-self.exitcode}"
-
-    @property
-    def cause(self) -> str:
-        """What most often ends a process in this way."""
-        if self.signal == "SIGKILL":
-            return "it was killed from outside, most often because memory ran out"
-        if self.signal in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
-            return "native code crashed; what it printed last may say why"
-        if self.signal:
-            return "it was stopped from outside"
-        if self.exitcode is None:
-            return "unknown, because other code here fetches the exit codes of processes"
-        return "the worker called sys.exit or os._exit"
+        return signal_name(self.exitcode)
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        how = f"left with exit code {self.exitcode}"
-        if self.signal or self.exitcode is None:
-            how = f"ended by {self.signal}" if self.signal else "its exit code was lost"
-        also = f" ({name_ranks(self.others)} died too)" if self.others else ""
-        said = f"rank {self.rank} died: {how}{also}. Likely cause: {self.cause}."
+        said = tell_death(self.rank, self.exitcode, self.others)
         failures = tell_failures(self.failures.values(), cell_names)
         return [said, *failures, *tell_waits(self.waits, cell_names)]
 
 
-class RunTimeoutError(_RunError):
+class RunTimeoutError(RunError):
     """A run did not end within its `timeout=`.
 
     waits: where each rank was that had not returned; unfinished: the numbers of these ranks;
@@ -252,11 +230,11 @@ class RunTimeoutError(_RunError):
         return [said, *waits, *tell_returned(self.returned), advise(self.waits)]
 
 
-class DeadlockError(_RunError):
+class DeadlockError(RunError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
     fact: who waits for whom, in a sentence; waits: one for each stuck rank; mend: what usually
-    helps, in a sentence; returned: the ranks that had returned.
+    helps, in a sentence, settable; returned: the ranks that had returned.
     """
 
     def __init__(
@@ -282,7 +260,7 @@ class DeadlockError(_RunError):
             draw_waits(self)
 
 
-class MismatchError(_RunError):
+class MismatchError(RunError):
     """Ranks called different collectives, or the two ends of a message differ.
 
     What one collective must have in common: the operation, shapes, dtype, op, root and split

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -109,6 +110,41 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
         were = ("was ", "were ") if wait.op else ("", "")
         told.append((wait, were, wait.doing if wait.op else "had not returned"))
     return _tell_places(told, cell_names)
+
+
+def signal_name(exitcode: int | None) -> str | None:
+    """Name the signal that ended a process, "SIGKILL"; None if it left by itself, or nobody knows.
+
+    exitcode: as in `multiprocessing.Process.exitcode`.
+    """
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def tell_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
+    """Say in a line how a rank's process ended, and what most often ends one in this way.
+
+    exitcode: as above. others: further ranks that died.
+    """
+    name = signal_name(exitcode)
+    how = f"ended by {name}" if name else f"left with exit code {exitcode}"
+    if name == "SIGKILL":
+        cause = "it was killed from outside, most often because memory ran out"
+    elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+        cause = "native code crashed; what it printed last may say why"
+    elif name:
+        cause = "it was stopped from outside"
+    elif exitcode is None:
+        how = "its exit code was lost"
+        cause = "unknown, because other code here fetches the exit codes of processes"
+    else:
+        cause = "the worker called sys.exit or os._exit"
+    also = f" ({name_ranks(others)} died too)" if others else ""
+    return f"rank {rank} died: {how}{also}. Likely cause: {cause}."
 
 
 def advise(waits: Iterable[Wait]) -> str:

@@ -223,7 +223,7 @@ def test_an_interrupt_ends_a_controls_run_forgets_the_next_and_frees_the_ranks(
     assert kernel.value("list(kit.run(lambda rank, world_size: rank, world_size=2))") == "[0, 1]"
     assert kernel.value("drawn") == "[1]"
     kernel.manager.interrupt_kernel()  # the kernel ignores this one again
-    assert kernel.value("drawn") == "[1]"
+    assert kernel.value("list(kit.run(lambda rank, world_size: rank, world_size=2))") == "[0, 1]"
 
 
 def test_sliders_follow_the_world_size_and_hide_where_they_have_no_effect(shared):

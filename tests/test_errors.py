@@ -130,7 +130,8 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
     ]
     slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
     assert slow.endswith(
-        "\nLook for a loop that does not end. If the work needs longer, raise the timeout."
+        "rank 0 had not returned\n"
+        "Look for a loop that does not end. If the work needs longer, raise the timeout."
     )
 
 

@@ -216,8 +216,11 @@ WRONG = [
         "PoolError",
         "line 2 of the cell: SyntaxError: invalid syntax\n    x = = 3",
     ),
-    ("%%ranks\n\n\nreturn 3", "PoolError", "'return' outside function\n    return 3\n"),
-    ("%%ranks\n\n\nreturn 3", "PoolError", "line 4 of the cell: SyntaxError"),
+    (
+        "%%ranks\n\n\nreturn 3",
+        "PoolError",
+        "line 4 of the cell: SyntaxError: 'return' outside function\n    return 3",
+    ),
     ("%%ranks\n('a'\n    % (1 2))", "PoolError", "SyntaxError: invalid syntax. Perhaps you forgot"),
     ("%%ranks\nx = '\0'", "PoolError", "null bytes"),
     ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
@@ -280,11 +283,12 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     ]
     assert after[2:] == ["rank 0: 0", "rank 1: 1"]
     assert kernel.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
-    stuck = kernel.raises("%%ranks\n\ndist.recv(torch.zeros(1), src=1 - rank)")
+    stuck = kernel.raises("%%ranks -n 3 --only 0,1\n\ndist.recv(torch.zeros(1), src=1 - rank)")
     assert stuck.error["ename"] == "DeadlockError"
     assert "line 3, in <module>\n    dist.recv(torch.zeros(1), src=1 - rank)" in stuck.rendered
+    assert stuck.rendered.endswith("wait for them after the sends.")
     assert kernel.value("len(_ranks.waits)") == "2"
-    alone = kernel.raises("%%ranks --only 0\ndist.barrier()")
+    alone = kernel.raises("%%ranks -n 2 --only 0\ndist.barrier()")
     assert "for rank 1, which has returned without calling it" in alone.rendered
     assert alone.rendered.endswith(
         "--only leaves the other ranks out, and what they have to do as well."

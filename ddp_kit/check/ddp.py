@@ -77,11 +77,13 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
                     "seed, and each takes its own part.",
                 )
             _check_hands(grader, length)
-            first, other, again, reseeded = ([hands[i] for hands in result] for i in range(4))
+            first, other, again, reseeded = (
+                [dealt["hands"][i] for dealt in result] for i in range(4)
+            )
             if length >= 10:  # fewer may be shuffled twice alike
                 _check_shuffled(grader, "epochs 0 and 1 have", first, other)
                 _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
-            if any(hands[4] for hands in result):
+            if any(dealt["seeded"] for dealt in result):
                 grader.fail(
                     "the random numbers of the whole process were changed",
                     hint="Seed a torch.Generator of the sampler's own, and give it to "
@@ -117,12 +119,13 @@ def _check_hands(grader: Grader, length: int) -> None:
     result = grader.result
     each = -(-length // len(result))
     for epoch in range(2):
-        hands = [tuple(hands[epoch]) for hands in result]
+        hands = [dealt["hands"][epoch] for dealt in result]
+        gets = [f"rank {rank} gets {hand}" for rank, hand in enumerate(hands)]
         wrong = [rank for rank, hand in enumerate(hands) if len(hand) != each]
         if wrong:
             grader.fail(
                 f"{name_ranks(wrong)} should get {count(each, 'position')}",
-                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                *gets,
                 hint="All ranks get equally many, or one would wait in its last all_reduce. Fill "
                 "the order up from its beginning, as often as that takes, before you deal it.",
             )
@@ -130,7 +133,7 @@ def _check_hands(grader: Grader, length: int) -> None:
         if beyond:
             grader.fail(
                 f"there is no position {beyond[0]}",
-                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                *gets,
                 hint=f"Shuffle the positions 0 to {length - 1}, and fill the order up from its "
                 "beginning.",
             )
@@ -138,7 +141,7 @@ def _check_hands(grader: Grader, length: int) -> None:
         if missing:
             grader.fail(
                 f"nobody gets position {missing[0]}",
-                *(f"rank {rank} gets {list(hand)}" for rank, hand in enumerate(hands)),
+                *gets,
                 hint="Every position goes to somebody. All ranks must shuffle alike, so seed a "
                 "torch.Generator; and no two may take the same part of the order.",
             )
@@ -200,12 +203,12 @@ def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dic
     return {"names": names, "gradients": gradients, "moments": moments}
 
 
-def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> list:
-    """Return four hands of positions, and whether torch's own random numbers have changed."""
+def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dict:
+    """Deal four hands of positions, and look whether torch's own random numbers have changed."""
     before = torch.get_rng_state()
     sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
     hands = []
     for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
         dealer.set_epoch(epoch)
         hands.append([operator.index(position) for position in dealer])  # it may be a tensor
-    return [*hands, not torch.equal(torch.get_rng_state(), before)]
+    return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -45,13 +44,21 @@ class Grader:
     """One exercise with one answer: runs it, case by case, and fails with what would help.
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: what the learner gave, a function or a class.
+    answer: what the learner gave, a function or a class. hints: what most often makes a run fail
+    with such an error.
 
     Raises ExerciseError if the answer cannot be called so.
     """
 
-    def __init__(self, number: str, form: str, answer: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        number: str,
+        form: str,
+        answer: Callable[..., Any],
+        hints: dict[type[Exception], str] | None = None,
+    ) -> None:
         self.number, self.form, self.answer = number, form, answer
+        self._hints = hints or {}
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # what came out of each run
@@ -71,17 +78,11 @@ class Grader:
         return self._result
 
     def run(
-        self,
-        worker: Callable[..., Any],
-        *args: Any,
-        world_size: int,
-        case: str | None = None,
-        hints: Mapping[type[Exception], str] = MappingProxyType({}),
+        self, worker: Callable[..., Any], *args: Any, world_size: int, case: str | None = None
     ) -> Result:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
-        case: the call in this run, for messages, where it says more than the form. hints: what
-        most often makes the run fail in such a way.
+        case: the call in this run, for messages, where it says more than the form.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails, PoolError if the
         answer cannot be sent to the ranks, and BackendError if gloo is not here.
@@ -101,7 +102,7 @@ class Grader:
         except tuple(_FAILED) as error:
             self._printed.append(printed.getvalue())
             _pass_on_what_is_missing(error, self.number)
-            self.fail(_FAILED[type(error)], hint=hints.get(type(error), ""), error=error)
+            self.fail(_FAILED[type(error)], hint=self._hints.get(type(error), ""), error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise

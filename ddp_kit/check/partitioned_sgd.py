@@ -11,7 +11,6 @@ from torch import nn
 
 from ddp_kit.check.grader import SIZES, Grader, same
 from ddp_kit.failures import count
-from ddp_kit.trace import Event
 
 
 def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:
@@ -22,9 +21,9 @@ def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:
     grader = Grader("3.1", "average_gradients(model)", average_gradients)
     for world_size in SIZES:
         grader.run(_average, True, world_size=world_size)
-        reduced = check_means(grader, True)
+        check_means(grader, True)
         gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-        _cost(grader, reduced, gradients, "One all_reduce for each gradient does it.")
+        _cost(grader, gradients, "One all_reduce for each gradient does it.")
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, no more than one all_reduce for each gradient")
 
 
@@ -38,8 +37,9 @@ def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
         for most, buckets in ((100, 1), (10, 3), (1, 6)):
             case = f"average_in_buckets(model, most={most})"
             grader.run(_average, False, most, world_size=world_size, case=case)
-            reduced = check_means(grader, False)
-            _cost(grader, reduced, buckets, "One all_reduce for each bucket does it.")
+            check_means(grader, False)
+            _cost(grader, buckets, "One all_reduce for each bucket does it.")
+            reduced = grader.collectives()
             if len(reduced) < buckets and world_size > 1:
                 calls = count(len(reduced), "all_reduce")
                 grader.fail(
@@ -86,29 +86,25 @@ def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most:
     }
 
 
-def check_means(grader: Grader, frozen: bool) -> list[Event]:
-    """Fail unless each gradient is the mean and the model is as it was.
-
-    Returns the collectives of rank 0.
-    """
+def check_means(grader: Grader, frozen: bool) -> None:
+    """Fail unless each gradient is the mean and the model is as it was."""
     result, n = grader.result, len(grader.result)
-    averaged = False
+    past_frozen = False
     for name, parameter in model(frozen).named_parameters():
         mean = _gradient((n - 1) / 2, parameter)
         found = [value["gradients"][name] for value in result]
         own = [_gradient(rank, parameter) for rank in range(n)]
         hint = hint_for_mean(mean, found, own)
-        if averaged and mean is not None and all(map(same, own, found)):
+        if past_frozen and all(map(same, own, found)):
             hint = "Those before it are right. Go on to the next parameter where one has no grad."
         grader.compare([mean] * n, found, "hold", hint, place=f" in {name}.grad")
-        averaged = averaged or mean is not None
+        past_frozen = past_frozen or mean is None
     for rank, value in enumerate(result):
         if value["changed"]:
             grader.fail(
                 f"the gradients are right, but rank {rank} has another {value['changed'][0]}",
                 hint="It is the gradients that are averaged. The parameters stay as they are.",
             )
-    return grader.collectives()
 
 
 def hint_for_mean(mean: Any, found: list, own: list) -> str:
@@ -131,7 +127,8 @@ def hint_for_mean(mean: Any, found: list, own: list) -> str:
     return "The mean is the sum over all ranks, divided by the world size, for every gradient."
 
 
-def _cost(grader: Grader, reduced: list[Event], calls: int, hint: str) -> None:
+def _cost(grader: Grader, calls: int, hint: str) -> None:
+    reduced = grader.collectives()
     if grader.result.trace.messages():
         grader.fail("right, but by messages", hint=hint)
     for event in reduced:

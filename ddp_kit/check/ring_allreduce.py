@@ -33,11 +33,11 @@ def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> None:
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("4.1", "chunked_ring(tensor)", chunked_ring)
+    grader = Grader("4.1", "chunked_ring(tensor)", chunked_ring, {MismatchError: _LENGTHS})
     for world_size in SIZES:
         for shape in SHAPES:
             case = f"chunked_ring(tensor of shape {shape})"
-            _sum(grader, shape, world_size, case, hints={MismatchError: _LENGTHS})
+            _sum(grader, shape, world_size, case)
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
 
 
@@ -46,12 +46,12 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("4.2", "pipelined_ring(tensor, pieces)", pipelined_ring)
+    hints = {DeadlockError: _PIECES}
+    grader = Grader("4.2", "pipelined_ring(tensor, pieces)", pipelined_ring, hints)
     for world_size in SIZES:
         for shape, pieces in (((60,), 3), ((7,), 2), ((60,), 1)):
             case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-            hints = {DeadlockError: _PIECES}
-            trace = _sum(grader, shape, world_size, case, pieces, hints=hints)
+            trace = _sum(grader, shape, world_size, case, pieces)
             if shape != (60,) or world_size == 1:
                 continue  # some pieces are empty, and need not be sent
             messages = 2 * (world_size - 1) * pieces
@@ -60,17 +60,10 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there")
 
 
-def _sum(
-    grader: Grader,
-    shape: tuple,
-    world_size: int,
-    case: str,
-    *pieces: int,
-    hints: dict[type[Exception], str],
-) -> Trace:
+def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
     """Run one case, check the sum and the bytes, and return what was sent."""
     held = brought(world_size, *shape)
-    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case, hints=hints)
+    result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
     grader.only_messages()
     grader.compare(
         [sum(held[1:], held[0])] * world_size,

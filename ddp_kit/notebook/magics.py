@@ -19,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from ddp_kit import pool
-from ddp_kit.errors import BackendError, DeadlockError, KitError, PoolError
+from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import Result, session
 from ddp_kit.pool.shown import Bundle, Sealed, Shown
@@ -71,11 +71,9 @@ class RanksMagics(Magics):
         cell = session.Cell(source, file, only, quiet, self._with_names(backend))
         try:
             result = self._run(cell, size, backend, arguments.timeout)
-        except (PoolError, BackendError):
-            raise  # nothing has run
-        except KitError as error:
+        except RunError as error:
             self.shell.user_ns[RESULT] = error
-            if only is not None and isinstance(error, DeadlockError) and error.returned:
+            if isinstance(error, DeadlockError) and _left_out(error, only):
                 error.mend = "--only leaves the other ranks out, and what they have to do as well."
             raise
         shown = [said or Shown(None, [], {}) for said in result]
@@ -212,6 +210,11 @@ def _parse_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
             f"got {text!r}"
         )
     return ranks
+
+
+def _left_out(error: DeadlockError, only: tuple[int, ...] | None) -> bool:
+    """Tell whether a rank waited for one that was not to run the cell."""
+    return only is not None and any(set(wait.peers) - set(only) for wait in error.waits)
 
 
 def _check(source: str, file: str) -> bool:

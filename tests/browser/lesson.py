@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import lab
 import nbformat
+import pytest
+from regenerate import FOLDER, all_notebooks
 from test_audit import (
     errors_where_announced,
     executed_in_order,
@@ -16,6 +19,13 @@ from test_audit import (
 
 MOST = 600  # seconds for all cells of a notebook, on a machine that does other things too
 RULER = re.compile(r"^\|[\s:|-]+\|$", re.MULTILINE)  # the line below the header of a table
+
+
+def as_parameters(short: Callable[[str], bool]) -> list:
+    """Return all notebooks; `make test` takes the short ones. short: is asked with each name."""
+    names = {path: str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
+    marks = {True: [], False: pytest.mark.long}
+    return [pytest.param(p, id=name, marks=marks[short(name)]) for p, name in names.items()]
 
 
 def shows(notebook) -> tuple[int, int, int]:

@@ -8,15 +8,9 @@ from __future__ import annotations
 import lesson
 import nbformat
 import pytest
-from regenerate import FOLDER, all_notebooks
 
 
-def as_parameter(path):
-    marks = [] if path.parent == FOLDER else pytest.mark.long
-    return pytest.param(path, id=str(path.relative_to(FOLDER)), marks=marks)
-
-
-@pytest.mark.parametrize("path", [as_parameter(path) for path in all_notebooks()])
+@pytest.mark.parametrize("path", lesson.as_parameters(short=lambda name: "/" not in name))
 def test_a_saved_notebook_shows_all_without_running(open_notebook, path):
     saved = nbformat.read(path, as_version=4)
     document = open_notebook(saved, path.stem)

@@ -13,12 +13,7 @@ from regenerate import FOLDER, all_notebooks
 FEW = ("00_start_here", "02_collectives", "exercises/04_ring_allreduce", "solutions/02_collectives")
 
 
-def as_parameter(path):
-    name = str(path.relative_to(FOLDER).with_suffix(""))
-    return pytest.param(path, id=name, marks=[] if name in FEW else pytest.mark.long)
-
-
-@pytest.mark.parametrize("path", [as_parameter(path) for path in all_notebooks()])
+@pytest.mark.parametrize("path", lesson.as_parameters(short=FEW.__contains__))
 def test_a_notebook_runs_from_top_to_bottom(open_notebook, path):
     lesson.check_run(open_notebook, path)
 

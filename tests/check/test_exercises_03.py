@@ -16,9 +16,8 @@ def gradients(model):
 
 def test_a_sum_instead_of_a_mean():
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
+        for gradient in gradients(model):
+            dist.all_reduce(gradient)
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert said.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong\n")
@@ -28,10 +27,9 @@ def test_a_sum_instead_of_a_mean():
 
 def test_a_mean_that_knows_of_four_ranks_only():
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= 4
+        for gradient in gradients(model):
+            dist.all_reduce(gradient)
+            gradient /= 4
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "on 2 ranks: wrong\n" in said
@@ -76,11 +74,10 @@ def test_a_mean_of_the_parameters_too():
 
 def test_a_mean_by_reduce_and_broadcast():
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.reduce(parameter.grad, dst=0)
-                dist.broadcast(parameter.grad, src=0)
-                parameter.grad /= dist.get_world_size()
+        for gradient in gradients(model):
+            dist.reduce(gradient, dst=0)
+            dist.broadcast(gradient, src=0)
+            gradient /= dist.get_world_size()
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in said
@@ -88,11 +85,10 @@ def test_a_mean_by_reduce_and_broadcast():
 
 def test_a_mean_that_moves_twice_the_bytes():
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                wide = parameter.grad.double()
-                dist.all_reduce(wide)
-                parameter.grad.copy_(wide / dist.get_world_size())
+        for gradient in gradients(model):
+            wide = gradient.double()
+            dist.all_reduce(wide)
+            gradient.copy_(wide / dist.get_world_size())
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "right, but 104 bytes were sent in all_reduces by rank 0, where 52 would do" in said
@@ -100,10 +96,9 @@ def test_a_mean_that_moves_twice_the_bytes():
 
 def test_a_mean_that_nobody_waits_for(capsys):
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, async_op=True)
-                parameter.grad /= dist.get_world_size()
+        for gradient in gradients(model):
+            dist.all_reduce(gradient, async_op=True)
+            gradient /= dist.get_world_size()
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "on 2 ranks: not all that was started was waited for\nranks 0 and 1 never" in said
@@ -113,10 +108,9 @@ def test_a_mean_that_nobody_waits_for(capsys):
 
 def test_a_mean_by_messages():
     def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                ring_allreduce.chunked_ring(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+        for gradient in gradients(model):
+            ring_allreduce.chunked_ring(gradient)
+            gradient /= dist.get_world_size()
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "on 2 ranks: right, but by messages\nOne all_reduce for each" in said
@@ -165,6 +159,20 @@ def test_a_bucket_that_is_not_copied_back():
     assert "average_in_buckets(model, most=100) on 2 ranks: wrong\n" in said
     assert "Each rank still has its own." in said
     assert said.endswith("or copy the result back.")
+
+
+def test_buckets_of_which_only_the_first_is_averaged():
+    def average_in_buckets(model, most):
+        bucket = buckets_of(model, most)[0]
+        flat = torch.cat([gradient.view(-1) for gradient in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    said = told(kit.check.exercise_3_2, average_in_buckets)
+    assert "average_in_buckets(model, most=10) on 2 ranks: wrong\n" in said
+    assert "Each rank still has its own." in said  # and not a word of frozen layers
 
 
 def test_one_bucket_for_all():
