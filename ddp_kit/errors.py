@@ -9,8 +9,8 @@
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
     ├── RankDiedError         a process ended         .rank, .exitcode, .failures
     ├── RunTimeoutError       timeout= went by        .unfinished
-    ├── DeadlockError         ranks wait for ever     .fact, .waits, .returned, .mend
-    ├── MismatchError         ranks do not agree      .fact, .calls, .mend, .failures, .result
+    ├── DeadlockError         ranks wait for ever     .fact, .waits, .returned, .hint
+    ├── MismatchError         ranks do not agree      .fact, .calls, .hint, .failures, .result
     ├── ProofError            a lesson's claim did not hold
     └── ExerciseError         an answer is not right yet  .error, .trace
 
@@ -27,6 +27,7 @@ Cell numbers do change, so they stand in the rendered traceback only.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,13 +35,13 @@ from ddp_kit.failures import (
     Call,
     RankFailure,
     Wait,
-    advise,
+    format_calls,
+    format_death,
+    format_failures,
+    format_returned,
+    format_waits,
     signal_name,
-    tell_calls,
-    tell_death,
-    tell_failures,
-    tell_returned,
-    tell_waits,
+    timeout_hint,
 )
 
 # `ddp_kit.notebook` puts a picture here, which is shown with the error.
@@ -159,7 +160,7 @@ class RankError(RunError):
         super().__init__(waits, cell_names, failures, waits, cell_names)
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        return tell_failures(self.failures.values(), cell_names) + tell_waits(
+        return format_failures(self.failures.values(), cell_names) + format_waits(
             self.waits, cell_names
         )
 
@@ -197,9 +198,9 @@ class RankDiedError(RunError):
         return signal_name(self.exitcode)
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        said = tell_death(self.rank, self.exitcode, self.others)
-        failures = tell_failures(self.failures.values(), cell_names)
-        return [said, *failures, *tell_waits(self.waits, cell_names)]
+        said = format_death(self.rank, self.exitcode, self.others)
+        failures = format_failures(self.failures.values(), cell_names)
+        return [said, *failures, *format_waits(self.waits, cell_names)]
 
 
 class RunTimeoutError(RunError):
@@ -226,14 +227,34 @@ class RunTimeoutError(RunError):
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
         said = f"the run did not end within {self.timeout:g} s."
-        waits = tell_waits(self.waits, cell_names)
-        return [said, *waits, *tell_returned(self.returned), advise(self.waits)]
+        waits = format_waits(self.waits, cell_names)
+        return [said, *waits, *format_returned(self.returned), timeout_hint(self.waits)]
 
 
-class DeadlockError(RunError):
+class _HintedError(RunError):
+    """An error that ends with a hint."""
+
+    hint: str
+
+    @property
+    def mend(self) -> str:
+        """Deprecated: use `hint`."""
+        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
+        return self.hint
+
+    @mend.setter
+    def mend(self, hint: str) -> None:
+        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
+        self.hint = hint
+
+
+_RENAMED = "the attribute mend of an error is now hint"
+
+
+class DeadlockError(_HintedError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
-    fact: who waits for whom, in a sentence; waits: one for each stuck rank; mend: what usually
+    fact: who waits for whom, in a sentence; waits: one for each stuck rank; hint: what usually
     helps, in a sentence, settable; returned: the ranks that had returned.
     """
 
@@ -241,18 +262,18 @@ class DeadlockError(RunError):
         self,
         fact: str,
         waits: Iterable[Wait],
-        mend: str,
+        hint: str,
         returned: Iterable[int] = (),
         cell_names: dict[str, str] | None = None,
     ):
-        self.fact, self.mend, self.returned = fact, mend, tuple(sorted(returned))
+        self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
         self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
-        super().__init__(waits, cell_names, fact, waits, mend, self.returned, cell_names)
+        super().__init__(waits, cell_names, fact, waits, hint, self.returned, cell_names)
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        waits = tell_waits(self.waits, cell_names)
-        return [f"{self.fact}.", *waits, *tell_returned(self.returned), self.mend]
+        waits = format_waits(self.waits, cell_names)
+        return [f"{self.fact}.", *waits, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
         if not self._drawn:  # a kernel asks twice
@@ -260,14 +281,14 @@ class DeadlockError(RunError):
             draw_waits(self)
 
 
-class MismatchError(RunError):
+class MismatchError(_HintedError):
     """Ranks called different collectives, or the two ends of a message differ.
 
     What one collective must have in common: the operation, shapes, dtype, op, root and split
     sizes; a send and its receive: bytes and dtype.
 
     fact: what differs, in a sentence; calls: what each of these ranks called, and where;
-    mend: what usually helps, in a sentence; failures: what ranks raised because of it, by rank,
+    hint: what usually helps, in a sentence; failures: what ranks raised because of it, by rank,
     settable; result: what came back if the run ended well all the same, else None, settable.
     """
 
@@ -275,16 +296,16 @@ class MismatchError(RunError):
         self,
         fact: str,
         calls: Iterable[Call],
-        mend: str,
+        hint: str,
         failures: dict[int, RankFailure] | None = None,
         cell_names: dict[str, str] | None = None,
     ):
-        self.fact, self.mend, self.failures = fact, mend, dict(sorted((failures or {}).items()))
+        self.fact, self.hint, self.failures = fact, hint, dict(sorted((failures or {}).items()))
         self.calls = tuple(sorted(calls, key=lambda call: call.rank))
         self.result: Any = None
-        super().__init__((), cell_names, fact, self.calls, mend, failures, cell_names)
+        super().__init__((), cell_names, fact, self.calls, hint, failures, cell_names)
 
     def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        calls = tell_calls(self.calls, cell_names)
-        failures = tell_failures(self.failures.values(), cell_names)
-        return [f"{self.fact}.", *calls, *failures, self.mend]
+        calls = format_calls(self.calls, cell_names)
+        failures = format_failures(self.failures.values(), cell_names)
+        return [f"{self.fact}.", *calls, *failures, self.hint]

@@ -99,7 +99,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) -> list[str]:
+def format_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) -> list[str]:
     """Say in lines what each rank waited in; equal waits once.
 
     cell_names: what the notebook calls the files of its cells, to name the cell of each line;
@@ -109,7 +109,7 @@ def tell_waits(waits: Iterable[Wait], cell_names: dict[str, str] | None = None) 
     for wait in waits:
         were = ("was ", "were ") if wait.op else ("", "")
         told.append((wait, were, wait.doing if wait.op else "had not returned"))
-    return _tell_places(told, cell_names)
+    return _format_places(told, cell_names)
 
 
 def signal_name(exitcode: int | None) -> str | None:
@@ -125,7 +125,7 @@ def signal_name(exitcode: int | None) -> str | None:
         return f"signal {-exitcode}"
 
 
-def tell_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
+def format_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
     """Say in a line how a rank's process ended, and what most often ends one in this way.
 
     exitcode: as above. others: further ranks that died.
@@ -147,7 +147,7 @@ def tell_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
     return f"rank {rank} died: {how}{also}. Likely cause: {cause}."
 
 
-def advise(waits: Iterable[Wait]) -> str:
+def timeout_hint(waits: Iterable[Wait]) -> str:
     """Say what most often helps where a run took too long. waits: where its ranks were."""
     ops = [wait.op for wait in waits]
     if not all(ops):
@@ -157,21 +157,21 @@ def advise(waits: Iterable[Wait]) -> str:
     return "All ranks must call the same collectives, in one order and with equal shapes."
 
 
-def tell_unawaited(waits: Iterable[Wait]) -> list[str]:
+def format_unawaited(waits: Iterable[Wait]) -> list[str]:
     """Say in lines which operations ranks never waited for. waits: what they should have."""
     words = "never waited for {}, which may not be done; keep what it returns and call wait()"
     told = sorted(waits, key=lambda wait: (wait.rank, str(wait.where), wait.op))
     places = [(wait, ("", ""), words.format(wait.op)) for wait in told[:_MOST_TOLD]]
     more = len(told) - _MOST_TOLD
-    return _tell_places(places, None) + [f"... and {more:,} more such calls"] * (more > 0)
+    return _format_places(places, None) + [f"... and {more:,} more such calls"] * (more > 0)
 
 
-def tell_calls(calls: Iterable[Call], cell_names: dict[str, str] | None = None) -> list[str]:
+def format_calls(calls: Iterable[Call], cell_names: dict[str, str] | None = None) -> list[str]:
     """Say in lines what each rank called; equal calls once. cell_names: as above."""
-    return _tell_places([(call, ("", ""), f"called {call.op}") for call in calls], cell_names)
+    return _format_places([(call, ("", ""), f"called {call.op}") for call in calls], cell_names)
 
 
-def _tell_places(
+def _format_places(
     told: list[tuple[Wait | Call, tuple[str, str], str]], cell_names: dict[str, str] | None
 ) -> list[str]:
     groups: dict[tuple, list[int]] = {}
@@ -192,7 +192,7 @@ def _tell_places(
     return lines
 
 
-def tell_returned(ranks: Iterable[int]) -> list[str]:
+def format_returned(ranks: Iterable[int]) -> list[str]:
     """Say in a line which ranks had returned, if any had: nobody can wait for them."""
     ranks = list(ranks)
     return [f"{name_ranks(ranks)} had returned"] if ranks else []
@@ -204,7 +204,7 @@ def _point_at(frame: Frame, cell_names: dict[str, str]) -> list[str]:
     return [said, textwrap.indent(frame.source, "    ")]
 
 
-def tell_failures(
+def format_failures(
     failures: Iterable[RankFailure], cell_names: dict[str, str] | None = None
 ) -> list[str]:
     """Say in lines what ranks raised, and where; equal failures once. cell_names: as above."""

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.failures import Call, Frame, Wait, name_ranks, tell_calls, tell_waits
+from ddp_kit.failures import Call, Frame, Wait, format_calls, format_waits, name_ranks
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -105,7 +105,7 @@ def test_equal_waits_are_told_once_and_in_rank_order():
 
 def test_ranks_that_wait_at_one_line_share_it():
     waits = [Wait(0, "send(dst=1)", RECV), Wait(1, "send(dst=0)", RECV), Wait(2, "barrier")]
-    assert tell_waits(waits) == [
+    assert format_waits(waits) == [
         "rank 0 was waiting in send(dst=1)",
         "rank 1 was waiting in send(dst=0)",
         "    line 5 of worker: dist.recv(t, src=1)",
@@ -156,7 +156,7 @@ def test_whom_a_rank_waits_for_is_told_where_that_is_known():
         Wait(2, "recv", RECV, (0, 1), nbytes=1200),
         Wait(3, "send(dst=0, tag=5)", RECV, (0,), 5, 1),
     ]
-    assert tell_waits(waits) == [
+    assert format_waits(waits) == [
         "ranks 0 and 1 were waiting for ranks 2 and 3 in barrier",
         "rank 2 was waiting for any of ranks 0 and 1 in recv, 1,200 bytes",
         "rank 3 was waiting for rank 0 in send(dst=0, tag=5), 1 byte",
@@ -166,7 +166,7 @@ def test_whom_a_rank_waits_for_is_told_where_that_is_known():
 
 def test_equal_calls_are_told_once_and_in_rank_order():
     calls = [Call(2, "barrier", RECV), Call(1, "all_reduce"), Call(0, "barrier", RECV)]
-    assert tell_calls(calls) == [
+    assert format_calls(calls) == [
         "ranks 0 and 2 called barrier",
         "    line 5 of worker: dist.recv(t, src=1)",
         "rank 1 called all_reduce",

@@ -20,7 +20,7 @@ from kernels import ENVIRONMENT, Cell
 import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool.view import RankLine, TerminalView, heading, in_short, newest_line
-from ddp_kit.trace import Board, Reading, read_wait
+from ddp_kit.trace import Board, Snapshot, read_wait
 from ddp_kit.trace.board import EVENTS
 
 # --- in a notebook -------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_wait_is_read_as_a_reading_of_the_whole_board_has_it():
     for events in (1, EVENTS, EVENTS + 3):
         board = waiting_board(events)
         assert read_wait(board, 7, NOW) == ("recv(src=1, tag=5)", NOW)
-        assert Reading(0, board.read()).waiting.call == "recv(src=1, tag=5)"
+        assert Snapshot(0, board.read()).waiting.call == "recv(src=1, tag=5)"
         assert read_wait(board, 7, NOW - 1) is None, "it is too short"
         assert read_wait(board, 6, NOW) is None, "it is of another run"
         board.end_wait(events - 1, NOW, True)

@@ -20,7 +20,7 @@ from ddp_kit.trace import (
     Event,
     Group,
     Message,
-    Reading,
+    Snapshot,
     Trace,
     board,
     draw_bar,
@@ -366,7 +366,7 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
     for number, op in ((2, "recv"), (3, "irecv")):
         page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4, "cpu"])
         page.add_row(number, 0, 1, 0, 0, number, 1, 0, 0)
-    assert [event.op for event in Reading(0, page.read()).unawaited] == ["irecv"]
+    assert [event.op for event in Snapshot(0, page.read()).unawaited] == ["irecv"]
 
 
 # --- progress ------------------------------------------------------------------------------
@@ -529,8 +529,8 @@ def test_what_nccl_starts_as_one_is_neither_a_collective_nor_unawaited():
                 dist.irecv(tensor, 1 - rank)
             batch.wait()
             all_awaited = recorder.all_awaited
-        reading = Reading(rank, page.read())
-        return [event.kind for event in reading.events], reading.unawaited, all_awaited
+        snapshot = Snapshot(rank, page.read())
+        return [event.kind for event in snapshot.events], snapshot.unawaited, all_awaited
 
     assert list(kit.run(worker, world_size=2)) == [(["send", "recv"], [], True)] * 2
 
@@ -556,27 +556,27 @@ def add(page, index):
 
 def test_a_wait_is_read_as_it_was_written(page):
     add(page, 0)
-    assert Reading(3, page.read()).as_wait() == Wait(3, None)
+    assert Snapshot(3, page.read()).as_wait() == Wait(3, None)
     page.begin_wait(0, 2000, limited=False, shown=True)
-    assert Reading(3, page.read()).as_wait() == Wait(3, "isend(dst=1)")
-    assert Reading(3, page.read()).waits_for_ever
+    assert Snapshot(3, page.read()).as_wait() == Wait(3, "isend(dst=1)")
+    assert Snapshot(3, page.read()).waits_for_ever
     page.end_wait(0, 3000, shown=True)
-    reading = Reading(3, page.read())
-    assert (reading.waiting, reading.waits_for_ever) == (None, False)
-    assert (reading.events[0].waited, reading.events[0].end) == (2000, 3000)
+    snapshot = Snapshot(3, page.read())
+    assert (snapshot.waiting, snapshot.waits_for_ever) == (None, False)
+    assert (snapshot.events[0].waited, snapshot.events[0].end) == (2000, 3000)
     page.begin_wait(0, 2000, limited=True, shown=True)
-    assert not Reading(3, page.read()).waits_for_ever
+    assert not Snapshot(3, page.read()).waits_for_ever
 
 
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
     monkeypatch.setattr(board, "EVENTS", 8)
-    monkeypatch.setattr("ddp_kit.trace.reading.EVENTS", 8)
+    monkeypatch.setattr("ddp_kit.trace.snapshot.EVENTS", 8)
     for index in range(11):
         add(page, index)
     page.begin_wait(9, 2000, limited=False, shown=True)
-    reading = Reading(0, page.read())
-    assert [event.index for event in reading.unawaited] == [3, 4, 5, 6, 7, 8, 10]
-    trace = join([reading, Reading(1, EMPTY)])
+    snapshot = Snapshot(0, page.read())
+    assert [event.index for event in snapshot.unawaited] == [3, 4, 5, 6, 7, 8, 10]
+    trace = join([snapshot, Snapshot(1, EMPTY)])
     assert [event.index for event in trace] == list(range(3, 11))
     assert [event.sequence for event in trace] == list(range(3, 11))
     assert repr(trace).endswith("3 older events dropped)")
@@ -586,31 +586,31 @@ def test_a_board_without_room_says_so_and_breaks_nothing(page, monkeypatch):
     monkeypatch.setattr(board, "COUNTED", 1)
     assert page.add_count(["count", "send", 1, 0, 1]) == 0
     add(page, 0)
-    assert not Reading(0, page.read()).is_crowded
+    assert not Snapshot(0, page.read()).is_crowded
     assert page.add_count(["count", "send", 2, 0, 1]) == -1
     add(page, 1)
-    assert Reading(0, page.read()).is_crowded
+    assert Snapshot(0, page.read()).is_crowded
     monkeypatch.setattr(board, "TEXTS", 10)
     assert page.add_text(["a text"]) == 0
     page.add_row(0, 0, 1, 0, 0, 0, 1, 0, 0)
     page.begin_wait(2, 1, limited=False, shown=True)
-    reading = Reading(0, page.read())
-    assert (len(reading.events), reading.dropped) == (2, 1)
-    assert reading.waiting is None
+    snapshot = Snapshot(0, page.read())
+    assert (len(snapshot.events), snapshot.dropped) == (2, 1)
+    assert snapshot.waiting is None
 
 
 def test_a_count_is_there_as_soon_as_it_is_made(page):
     slot = page.add_count(["count", "send", 1, 0, 1])
     page.write_count(slot, 5, 2)
     key = ("send", 1, 0, Group("0", (0, 1)))
-    assert Reading(0, page.read()).counts() == {key: (5, 2)}
+    assert Snapshot(0, page.read()).counts() == {key: (5, 2)}
 
 
 def test_a_new_run_finds_an_empty_board(page):
     add(page, 0)
     page.begin_wait(0, 1, limited=False, shown=True)
     page.begin(2, 500)
-    reading = Reading(0, page.read())
-    assert (reading.log.head.run, reading.events, reading.waiting, reading.counts()) == (
+    snapshot = Snapshot(0, page.read())
+    assert (snapshot.log.head.run, snapshot.events, snapshot.waiting, snapshot.counts()) == (
         *(2, [], None, {}),
     )

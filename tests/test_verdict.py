@@ -328,22 +328,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("program", "fact", "lines", "mend"), CASES.values(), ids=CASES)
-def test_a_deadlock_is_told_otherwise(program, fact, lines, mend):
+@pytest.mark.parametrize(("program", "fact", "lines", "hint"), CASES.values(), ids=CASES)
+def test_a_deadlock_is_told_otherwise(program, fact, lines, hint):
     error = deadlock(states_of(*program))
     assert isinstance(error, kit.DeadlockError)
-    assert str(error).splitlines() == [fact, *lines, mend]
+    assert str(error).splitlines() == [fact, *lines, hint]
 
 
 def test_an_isend_that_nobody_waited_for_in_a_ring_is_told_as_a_cycle():
     states = states_of([recv(1)], [recv(0)], [])
     states[1] = replace(states[1], given_up={(1, 0, 0, THREE): 1})
-    fact, *_, mend = str(deadlock(states)).splitlines()
+    fact, *_, hint = str(deadlock(states)).splitlines()
     assert fact == (
         "rank 0 waits for a message from rank 1, which started an isend and never waited for its "
         "work."
     )
-    assert mend.startswith("Keep what isend returns, and call its wait()")
+    assert hint.startswith("Keep what isend returns, and call its wait()")
 
 
 def test_shortest_cycle_is_found_from_its_lowest_rank():
@@ -650,12 +650,12 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize(
-    ("events", "fact", "lines", "mend"), MISMATCHES.values(), ids=list(MISMATCHES)
+    ("events", "fact", "lines", "hint"), MISMATCHES.values(), ids=list(MISMATCHES)
 )
-def test_a_mismatch_is_told_otherwise(events, fact, lines, mend):
+def test_a_mismatch_is_told_otherwise(events, fact, lines, hint):
     error = mismatch(iter(events))
     where = "    line 3 of worker: exchange(tensor)"
-    assert str(error).splitlines() == [fact, *lines, where, mend]
+    assert str(error).splitlines() == [fact, *lines, where, hint]
     assert [call.rank for call in error.calls] == [event.rank for event in events]
 
 

@@ -20,7 +20,7 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import Wait, count, name_ranks, tell_unawaited
+from ddp_kit.failures import Wait, count, format_unawaited, name_ranks
 from ddp_kit.pool import Result, run
 from ddp_kit.trace import Event
 
@@ -189,7 +189,7 @@ class Grader:
             if event.waited is None and event.end is None and event.op not in ("send", "recv")
         }
         if left:
-            told = tell_unawaited(left)
+            told = format_unawaited(left)
             # The run has said so, below what the ranks printed. Once is enough.
             self._printed[-1] = self._printed[-1].removesuffix("\n".join([*told, ""]))
             self.fail("not all that was started was waited for", *told)

@@ -1,4 +1,4 @@
-"""Graders of lesson 01: ping-pong, and three deadlocks to find and mend."""
+"""Graders of lesson 01: ping-pong, and three deadlocks to find and fix."""
 
 from __future__ import annotations
 

@@ -35,7 +35,17 @@ from ddp_kit.pool.process import OUTPUT_LIMIT
 from ddp_kit.pool.torchrun_job import SOCKET
 from ddp_kit.pool.worker import GROUP_TIMEOUT, describe, end_with_parent
 from ddp_kit.pool.worker import pack as pack_value
-from ddp_kit.trace import EMPTY, Board, Clock, Part, Reading, join, recorder, recording, unrecorded
+from ddp_kit.trace import (
+    EMPTY,
+    Board,
+    Clock,
+    RankTrace,
+    Snapshot,
+    join,
+    recorder,
+    recording,
+    unrecorded,
+)
 
 COLLECT_TIMEOUT = 300.0  # seconds for the ranks of other hosts, after rank 0 has returned
 REASON_TIMEOUT = 1.0  # seconds for another host to say why its ranks are gone
@@ -50,7 +60,7 @@ class Told:
 
     value: Any = None
     output: str = ""
-    part: Part | None = None
+    part: RankTrace | None = None
     failure: RankFailure | None = None
 
 
@@ -195,8 +205,8 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     finally:
         told.output = printed.getvalue()
         logs = [board.read() if other == rank else EMPTY for other in range(world_size)]
-        trace = join(list(map(Reading, range(world_size), logs)))
-        told.part = Part.of(trace, rank, "", clock)
+        trace = join(list(map(Snapshot, range(world_size), logs)))
+        told.part = RankTrace.of(trace, rank, "", clock)
         with suppress(dist.DistError):  # rank 0's host is gone: nobody asks
             place.store().set(_key(rank), cloudpickle.dumps(told))
             place.store().get(_key(rank))  # it has arrived

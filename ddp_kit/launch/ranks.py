@@ -21,7 +21,16 @@ from ddp_kit.launch import place
 from ddp_kit.launch.clocks import compare_clocks
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.pool.worker import end_with_parent
-from ddp_kit.trace import EMPTY, Log, Reading, Trace, TraceFolder, join, recording, unrecorded
+from ddp_kit.trace import (
+    EMPTY,
+    BoardCopy,
+    Snapshot,
+    Trace,
+    TraceFolder,
+    join,
+    recording,
+    unrecorded,
+)
 
 
 class Ranks:
@@ -96,8 +105,8 @@ class Ranks:
         self._keep(worker, result.trace, everyone)
         return result
 
-    def _join(self, logs: Iterable[Log]) -> Trace:
-        return join(list(map(Reading, range(self.world_size), logs)))
+    def _join(self, logs: Iterable[BoardCopy]) -> Trace:
+        return join(list(map(Snapshot, range(self.world_size), logs)))
 
     def _keep(self, worker: Callable[..., Any], trace: Trace | None, ranks: Iterable[int]) -> None:
         """Write what `ranks` communicated into the folder of --trace, if there is one."""

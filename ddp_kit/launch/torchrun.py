@@ -32,7 +32,7 @@ from ddp_kit.pool.request import check_timeout, look_around
 from ddp_kit.pool.request import pack as pack_worker
 from ddp_kit.pool.result import Result, print_output
 from ddp_kit.pool.torchrun_job import TorchrunJob
-from ddp_kit.trace import Part, join_parts
+from ddp_kit.trace import RankTrace, join_rank_traces
 
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that are done to end by themselves, and for their agent
 
@@ -196,9 +196,9 @@ class _Run:
         values = [*(one.value for one in said), *(told.value for told in others)]
         trace = result.trace
         if others:
-            own = [Part.of(trace, rank, "") for rank in range(self.here)]
+            own = [RankTrace.of(trace, rank, "") for rank in range(self.here)]
             parts = [*own, *(told.part for told in others if told.part)]
-            trace = join_parts([replace(part, world_size=self.world_size) for part in parts])
+            trace = join_rank_traces([replace(part, world_size=self.world_size) for part in parts])
         return Result(tuple(values), tuple(output), trace)
 
     def _let_go(self, ranks: list[RankProcess], wait: bool) -> None:

@@ -63,7 +63,7 @@ def explain(error: Exception) -> str:
 
 
 def _meaning(kind: str, message: str) -> str:
-    for words, (meaning, mend) in MEANINGS.items():
+    for words, (meaning, hint) in MEANINGS.items():
         if words in message:
-            return f"{meaning}\n    {mend}"
+            return f"{meaning}\n    {hint}"
     return f"{kind}, for which this lesson has no words; read its message."

@@ -15,7 +15,7 @@ from IPython.display import display
 from ddp_kit import errors
 from ddp_kit.pool import leave, view
 from ddp_kit.pool.view import RankLine, heading
-from ddp_kit.trace import draw_bar, say_progress
+from ddp_kit.trace import draw_bar, format_progress
 
 
 class NotebookView:
@@ -62,7 +62,7 @@ def as_table(title: str, lines: Sequence[RankLine]) -> str:
 def _row(rank: int, line: RankLine) -> str:
     done, total = line.progress or (0, None)
     bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
-    number = say_progress(done, total) if line.progress else ""
+    number = format_progress(done, total) if line.progress else ""
     # Only what was printed may take two lines: the table would be higher and lower all the time.
     cells = [_unbroken(str(line)), bar, _unbroken(number), f"<samp>{escape(line.newest)}</samp>"]
     # Front ends align cells to the right, as if all were numbers.

@@ -74,7 +74,7 @@ class RanksMagics(Magics):
         except RunError as error:
             self.shell.user_ns[RESULT] = error
             if isinstance(error, DeadlockError) and _left_out(error, only):
-                error.mend = "--only leaves the other ranks out, and what they have to do as well."
+                error.hint = "--only leaves the other ranks out, and what they have to do as well."
             raise
         shown = [said or Shown(None, [], {}) for said in result]
         values = tuple(_opened(said.value) for said in shown)

@@ -105,7 +105,7 @@ def buckets(
 
 
 def _backwards(events: Sequence[Event]) -> list[list[Event]]:
-    """Part the buckets of a rank into backwards: one is over when a rank waits for it."""
+    """Split the buckets of a rank into backwards: one is over when a rank waits for it."""
     found: list[list[Event]] = []
     over = None
     for event in sorted(events, key=lambda event: event.index):

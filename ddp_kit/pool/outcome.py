@@ -18,14 +18,14 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import RankFailure, Wait, tell_returned, tell_unawaited, tell_waits
+from ddp_kit.failures import RankFailure, Wait, format_returned, format_unawaited, format_waits
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess, followed, why_not_ready
 from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.watch import Watch
-from ddp_kit.trace import EMPTY, Reading, join, read_wait
+from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
 from ddp_kit.verdict import mismatch, plainly_agree
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
@@ -73,7 +73,7 @@ class Outcome:
         """Say where the ranks were when the run was stopped."""
         if self._run is None:
             return ["the ranks were still starting: no worker had begun"]
-        return tell_waits(self.waits, cells.cell_names()) + tell_returned(self._returned)
+        return format_waits(self.waits, cells.cell_names()) + format_returned(self._returned)
 
     @property
     def threads(self) -> dict[int, str]:
@@ -81,12 +81,12 @@ class Outcome:
         replies = self._returned | self._raised
         return {n: reply.left.thread for n, reply in sorted(replies.items()) if reply.left.thread}
 
-    def tell_unawaited(self) -> list[str]:
+    def format_unawaited(self) -> list[str]:
         """Say what workers that returned have started and never waited for."""
         if len(self._returned) < len(self.ranks):
             return []
-        events = (event for reading in self._readings for event in reading.unawaited)
-        return tell_unawaited({Wait(e.rank, e.call, e.where) for e in events})
+        events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
+        return format_unawaited({Wait(e.rank, e.call, e.where) for e in events})
 
     @property
     def from_gpu(self) -> bool:
@@ -144,12 +144,12 @@ class Outcome:
 
     def _all_wait(self) -> bool:
         """Whether no rank is left that might yet report, or come to where it will wait."""
-        return all(self._reading(number).waiting for number in self._waiting)
+        return all(self._snapshot(number).waiting for number in self._waiting)
 
-    def _reading(self, number: int) -> Reading:
+    def _snapshot(self, number: int) -> Snapshot:
         """Return what stands on a rank's board; nothing if that is about another run."""
         log = self.ranks[number].board.read()
-        return Reading(number, log if log.head.run == self._run else EMPTY)
+        return Snapshot(number, log if log.head.run == self._run else EMPTY)
 
     def _wait(self, seconds: float) -> None:
         handles: dict[Any, tuple[int, str]] = {}
@@ -191,8 +191,8 @@ class Outcome:
 
     def _where(self, number: int) -> Wait:
         """Say where a rank is; if it is in no call that the kit knows, ask for its lines."""
-        wait = self._readings[number].as_wait()
-        if wait.op is not None or self._readings[number].log is EMPTY:
+        wait = self._snapshots[number].as_wait()
+        if wait.op is not None or self._snapshots[number].log is EMPTY:
             return wait
         mine, *_ = self.ranks[number].stacks() or [[]]
         inner = takewhile(lambda frame: frame.file != worker.__file__, mine)
@@ -202,7 +202,7 @@ class Outcome:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
         stuck = {number for number, rank in enumerate(self.ranks) if rank.owed}
         # All are asked before one is stopped: its end would free others from their wait.
-        self._readings = [self._reading(number) for number in range(len(self.ranks))]
+        self._snapshots = [self._snapshot(number) for number in range(len(self.ranks))]
         if self._run is not None:
             self.waits = [self._where(n) for n in sorted(stuck - self._died.keys())]
         for rank in self.ranks:  # before one is stopped: the others would write that it is gone
@@ -219,8 +219,8 @@ class Outcome:
         if self._run is None:
             assert failure is not None, "asked only after a failure to start"
             raise failure
-        trace = join(self._readings)
-        wrong = None if plainly_agree(self._readings) else mismatch(trace.events)
+        trace = join(self._snapshots)
+        wrong = None if plainly_agree(self._snapshots) else mismatch(trace.events)
         error = self._verdict or wrong or failure
         if isinstance(error, MismatchError):  # what ranks raised comes of it
             error.failures = self._own_failures()

@@ -132,7 +132,7 @@ class WorkerPool:
         """Say what happened on the side, and would surprise a learner who was not told."""
         for rank, thread in outcome.threads.items():
             view.say(f"rank {rank} starts afresh: the worker left its thread {thread!r} running")
-        for line in outcome.tell_unawaited():
+        for line in outcome.format_unawaited():
             view.say(line)
         if outcome.from_gpu and not self._told_of_gpu:
             self._told_of_gpu = True

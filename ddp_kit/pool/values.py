@@ -27,7 +27,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ddp_kit.trace import unnamed_file
+from ddp_kit.trace import anonymous_file
 
 LARGE = 1 << 16  # bytes from which memory goes by descriptor
 MAPPED = 1 << 22  # bytes from which a received file is mapped
@@ -92,7 +92,7 @@ def pack(value: Any) -> Parcel:
     pickler.dump(value)
     parcel = Parcel(pickled.getvalue(), from_gpu=pickler.from_gpu)
     if buffers:
-        parcel.file = unnamed_file("values")
+        parcel.file = anonymous_file("values")
         for buffer in buffers:
             offset = -(-parcel.file.tell() // _ALIGNMENT) * _ALIGNMENT
             parcel.file.seek(offset)

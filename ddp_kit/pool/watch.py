@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.process import RankProcess
-from ddp_kit.trace import Reading, join
+from ddp_kit.trace import Snapshot, join
 from ddp_kit.verdict import RankState, deadlock, mismatch, plainly_agree
 
 QUIET = 0.5  # seconds in which nothing moves before a run is looked at
@@ -43,26 +43,26 @@ class Watch:
         self._since, self._again = now + self._again - QUIET, 2 * self._again
         if all(head.waiting < 0 for head in heads):
             return None
-        readings = [Reading(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
-        if any(reading.log.head.run != self._run for reading in readings):
+        snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
+        if any(snapshot.log.head.run != self._run for snapshot in snapshots):
             return None  # a rank has not begun
-        error = self._judge(readings, returned)
+        error = self._judge(snapshots, returned)
         if error is None:
             return None
-        waiting = {reading.rank for reading in readings if reading.waiting}
+        waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
         return None if any(map(self._may_go_on, sorted(waiting | set(left_threads)))) else error
 
     def _judge(
-        self, readings: list[Reading], returned: Collection[int]
+        self, snapshots: list[Snapshot], returned: Collection[int]
     ) -> DeadlockError | MismatchError | None:
-        if any(reading.is_crowded for reading in readings):
+        if any(snapshot.is_crowded for snapshot in snapshots):
             return None  # not everything was counted
-        error = deadlock([_state(reading, reading.rank in returned) for reading in readings])
-        if not plainly_agree(readings):
-            events = join(readings).events
+        error = deadlock([_state(snapshot, snapshot.rank in returned) for snapshot in snapshots])
+        if not plainly_agree(snapshots):
+            events = join(snapshots).events
             # If it is stuck, that may come of something earlier; else what it waits for counts.
-            waited = {event.meeting for r in readings if (event := r.waiting)}
-            wrong = mismatch(e for e in events if error is not None or e.meeting in waited)
+            waited = {event.match_key for r in snapshots if (event := r.waiting)}
+            wrong = mismatch(e for e in events if error is not None or e.match_key in waited)
             error = wrong or error
         return error
 
@@ -72,17 +72,17 @@ class Watch:
         return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)
 
 
-def _state(reading: Reading, returned: bool) -> RankState:
+def _state(snapshot: Snapshot, returned: bool) -> RankState:
     """Return what the verdict looks at."""
-    waits_for = reading.waiting if reading.waits_for_ever else None
+    waits_for = snapshot.waiting if snapshot.waits_for_ever else None
     status = "returned" if returned else "waiting" if waits_for else "running"
-    state = RankState(reading.rank, status, waits_for, {}, {}, {}, {}, {})
-    for (kind, peer, tag, group), (posted, given_up) in reading.counts().items():
+    state = RankState(snapshot.rank, status, waits_for, {}, {}, {}, {}, {})
+    for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
         if kind == "send":
-            state.sends[reading.rank, peer, tag, group] = posted - given_up
-            state.given_up[reading.rank, peer, tag, group] = given_up
+            state.sends[snapshot.rank, peer, tag, group] = posted - given_up
+            state.given_up[snapshot.rank, peer, tag, group] = given_up
         elif kind == "recv":
-            state.recvs[peer, reading.rank, tag, group] = posted - given_up
+            state.recvs[peer, snapshot.rank, tag, group] = posted - given_up
         elif kind == "any":
             state.any_source[tag, group] = posted - given_up
         else:

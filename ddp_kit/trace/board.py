@@ -25,7 +25,7 @@ from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 from ddp_kit.trace import stacks
-from ddp_kit.trace.unnamed import unnamed_file
+from ddp_kit.trace.unnamed import anonymous_file
 
 EVENTS = 1 << 16  # events of a rank that are kept; older ones make room
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
@@ -81,8 +81,8 @@ class Row(NamedTuple):
     end: int
 
 
-class Log(NamedTuple):
-    """A copy of what stood on a board. `trace.reading` makes events of it."""
+class BoardCopy(NamedTuple):
+    """A copy of what stood on a board. `trace.snapshot` makes events of it."""
 
     head: Head
     counts: bytes
@@ -102,7 +102,7 @@ class Log(NamedTuple):
         return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
 
 
-EMPTY = Log(Head(), b"", b"", b"")
+EMPTY = BoardCopy(Head(), b"", b"", b"")
 
 
 class Board:
@@ -111,7 +111,7 @@ class Board:
     def __init__(self, descriptor: Any = None) -> None:
         """Make a page, or map the one behind a descriptor that came with a new process."""
         if descriptor is None:
-            self._file = unnamed_file("board")
+            self._file = anonymous_file("board")
             self._file.truncate(_SIZE)
         else:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
@@ -248,7 +248,7 @@ class Board:
         """Read what there is to read."""
         return Head(*_HEAD.unpack_from(self._page))
 
-    def read(self) -> Log:
+    def read(self) -> BoardCopy:
         """Copy the board. A rank that writes meanwhile leaves a copy in which it does not wait."""
         for _ in range(100):
             head = self.head()
@@ -256,8 +256,8 @@ class Board:
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
             rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * _ROW.size]
             if self.head() == head:
-                return Log(head, counts, texts, rows)
-        return Log(head._replace(waiting=-1), counts, texts, rows)
+                return BoardCopy(head, counts, texts, rows)
+        return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
 
     def waiting(self, run: int, since: int) -> tuple[Row, bytes] | None:
         """Return the event that the worker waits for, and its text; quicker than to `read` all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,12 +60,18 @@ class Event:
     @property
     def call(self) -> str:
         """The call as the learner wrote it, as in "recv(src=1, tag=7)"."""
-        return say_call(self.op, self.method, self.peer, self.tag, self.root)
+        return format_call(self.op, self.method, self.peer, self.tag, self.root)
+
+    @property
+    def match_key(self) -> tuple:
+        """What the two ends of one message, or the ranks of one collective, have in common."""
+        return self.channel or self.group, self.sequence
 
     @property
     def meeting(self) -> tuple:
-        """What the two ends of a message share, and the ranks of a collective."""
-        return self.channel or self.group, self.sequence
+        """Deprecated: use `match_key`."""
+        warnings.warn("Event.meeting is now match_key", DeprecationWarning, stacklevel=2)
+        return self.match_key
 
     @property
     def channel(self) -> tuple | None:
@@ -74,20 +81,20 @@ class Event:
         return (self.peer, self.rank, self.tag, self.group) if self.kind == "recv" else None
 
 
-def say_call(op: str, method: str, peer: int | None, tag: int, root: int | None) -> str:
+def format_call(op: str, method: str, peer: int | None, tag: int, root: int | None) -> str:
     """Write a call as the learner did, as in "recv(src=1, tag=7)"."""
-    shown = say_ends(method, peer, tag, root)
+    shown = format_arguments(method, peer, tag, root)
     return f"{op}({', '.join(shown)})" if shown else op
 
 
-def say_ends(method: str, peer: int | None, tag: int, root: int | None) -> list[str]:
+def format_arguments(method: str, peer: int | None, tag: int, root: int | None) -> list[str]:
     """Write who is at the other end, as in ["src=1", "tag=7"]; tag 0 is what everybody uses."""
     said = [f"{'dst' if method == 'send' else 'src'}={peer}"] if peer is not None else []
-    said += [say_root(method, root)] if root is not None else []
+    said += [format_root(method, root)] if root is not None else []
     return said + ([f"tag={tag}"] if tag else [])
 
 
-def say_root(method: str, root: int) -> str:
+def format_root(method: str, root: int) -> str:
     """Write the root of a collective: PyTorch calls it "dst" where it takes, else "src"."""
     return f"{'dst' if method in ('gather', 'reduce') else 'src'}={root}"
 

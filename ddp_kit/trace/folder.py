@@ -19,7 +19,13 @@ from pathlib import Path
 from ddp_kit.errors import TraceError
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace.events import Trace
-from ddp_kit.trace.parts import Clock, Part, is_part, join_parts, read_part
+from ddp_kit.trace.rank_trace import (
+    Clock,
+    RankTrace,
+    is_rank_trace,
+    join_rank_traces,
+    read_rank_trace,
+)
 
 _RUN = re.compile(r"run-(\d+)-(\w+)")
 _PART = re.compile(r"rank-(\d+)\.jsonl")
@@ -54,7 +60,7 @@ class TraceFolder:
         parts = [file for file in files if _OURS.fullmatch(file.name)]
         for part in parts:
             with suppress(FileNotFoundError):  # another host that shares the folder was faster
-                if not is_part(part):
+                if not is_rank_trace(part):
                     raise TraceError(f"{str(part)!r} is no part of a trace, and it is in the way")
         for part in parts:
             part.unlink(missing_ok=True)
@@ -69,7 +75,7 @@ class TraceFolder:
         self._runs += 1
         path.mkdir(exist_ok=True)
         for rank in ranks:
-            part = Part.of(trace, rank, self.launch, self.clock)
+            part = RankTrace.of(trace, rank, self.launch, self.clock)
             part.write(path / f"rank-{rank}.jsonl")
 
 
@@ -86,7 +92,7 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
     """
     try:
         path = _choose_run(Path(folder), run)
-        parts = [read_part(part, rank) for rank, part in sorted(_parts(path).items())]
+        parts = [read_rank_trace(part, rank) for rank, part in sorted(_parts(path).items())]
     except OSError as error:
         raise TraceError(f"cannot read {error.filename!r}: {error.strerror}") from error
     if len({(part.launch, part.world_size) for part in parts}) > 1:
@@ -102,7 +108,7 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
             f"{name_ranks(missing)}: the {verb} missing in {str(path)!r}; a rank that was killed "
             "has written none, and one on another host may have written it there"
         )
-    return join_parts(parts)
+    return join_rank_traces(parts)
 
 
 def _runs(folder: Path) -> Iterator[tuple[int, str, Path]]:

@@ -51,11 +51,13 @@ class _Order:
             if m.recv is not None
         }
         self.receiver = {send: recv[0] for recv, send in self.send_of.items()}
-        self.meeting: dict[Key, int] = {}  # which collective an event belongs to
+        self.collective_of: dict[Key, int] = {}  # which collective an event belongs to
         self.absent: list[set[int]] = []  # by collective: who has not come to it yet
         for number, members in enumerate(trace.collectives):
             self.absent.append(set(members))
-            self.meeting.update(dict.fromkeys(((r, e.index) for r, e in members.items()), number))
+            self.collective_of.update(
+                dict.fromkeys(((r, e.index) for r, e in members.items()), number)
+            )
         self.together: list[set[int]] = [set() for _ in self.absent]
         self.movable = sorted(self.queues, reverse=True)
         self.held: list[tuple[int, int, int]] = []  # a heap: (step, rank, at)
@@ -75,7 +77,7 @@ class _Order:
         queue = self.queues[rank]
         while self.at[rank] < len(queue):
             key = rank, queue[self.at[rank]].index
-            send, number = self.send_of.get(key), self.meeting.get(key)
+            send, number = self.send_of.get(key), self.collective_of.get(key)
             if number is not None:
                 self.absent[number].discard(rank)
                 self.together[number].add(rank)
@@ -107,7 +109,7 @@ class _Order:
 
     def _force(self, rank: int) -> None:
         """Let a rank pass an event that another one holds up for ever."""
-        number = self.meeting.get((rank, self.queues[rank][self.at[rank]].index))
+        number = self.collective_of.get((rank, self.queues[rank][self.at[rank]].index))
         if number is not None:
             self.together[number].discard(rank)
         self._place(rank, 0)

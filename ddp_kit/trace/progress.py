@@ -50,11 +50,11 @@ def _shown(iterable: Iterable[T], total: int | None) -> Iterator[T]:
 def draw_bar(done: int, total: int | None, width: int = 20) -> str:
     """Write a bar: "█████░░░░░ 50 of 100"; without a total, the number alone."""
     if not total:
-        return say_progress(done, total)
+        return format_progress(done, total)
     full = min(width, width * done // total)
-    return f"{'█' * full}{'░' * (width - full)} {say_progress(done, total)}"
+    return f"{'█' * full}{'░' * (width - full)} {format_progress(done, total)}"
 
 
-def say_progress(done: int, total: int | None) -> str:
+def format_progress(done: int, total: int | None) -> str:
     """Write how far a loop has come: "50 of 100"; without a total, the number alone."""
     return f"{done:,} of {total:,}" if total else f"{done:,}"

@@ -18,8 +18,8 @@ from ddp_kit.failures import Wait
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.call_site import describe_line, is_own
 from ddp_kit.trace.calls import Call, kind_of
-from ddp_kit.trace.events import say_call
-from ddp_kit.trace.ledger import Count, Ledger, Members, is_limit
+from ddp_kit.trace.events import format_call
+from ddp_kit.trace.intern_table import Count, InternTable, Members, is_limit
 
 _C10D = distributed_c10d.__file__
 
@@ -44,7 +44,7 @@ class Posted(NamedTuple):
         if root is not None:
             root = self.members.ranks[root]
         place = self.place and (self.place[0].co_filename, self.place[1], self.place[0].co_name)
-        said = say_call(self.op, self.call.method, self.peer, self.tag, root)
+        said = format_call(self.op, self.call.method, self.peer, self.tag, root)
         return Wait(0, said, describe_line(*place) if place else None)
 
 
@@ -64,7 +64,7 @@ class Recorder:
         self._board: Board | None = board  # None: the run is over
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._ledger = Ledger(board)
+        self._ledger = InternTable(board)
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
         self._futures = 0  # that somebody holds, of operations which are not complete
         self._dropped = 0
@@ -152,7 +152,7 @@ class Recorder:
                         self._ledger.change(posted.count, given_up=1)
                         self._board.write_bits(posted.index, GIVEN_UP)
 
-        # A strong reference would keep such work alive: the recorder must not mend a run.
+        # A strong reference would keep such work alive: the recorder must not change what happens.
         self._started[key] = weakref.ref(work, drop), posted
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:

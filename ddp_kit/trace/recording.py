@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 from ddp_kit.trace import calls, data_parallel, recorder
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call
-from ddp_kit.trace.ledger import is_limit
+from ddp_kit.trace.intern_table import is_limit
 from ddp_kit.trace.recorder import Posted, Recorder
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 
-def unnamed_file(purpose: str) -> BinaryIO:
+def anonymous_file(purpose: str) -> BinaryIO:
     """Return an open file that no folder lists and that ends with its last descriptor."""
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # some sandboxes refuse it

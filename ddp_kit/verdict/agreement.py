@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ddp_kit.trace import Reading
+from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board import VOID
 from ddp_kit.verdict.pieces import PIECEWISE
 
 
-def plainly_agree(readings: Iterable[Reading]) -> bool:
+def plainly_agree(snapshots: Iterable[Snapshot]) -> bool:
     """Tell that no two ranks differ in anything; False: `mismatch` must find out what it means.
 
     It makes no events, and takes a tenth of the time.
     """
     numbers: dict[Any, int] = {}  # to compare, and to hash, numbers instead of shapes
     met: dict[tuple, int] = {}
-    for reading in readings:
+    for snapshot in snapshots:
         known: dict[int, tuple] = {}
-        rank = reading.rank
-        for what, _, peer, bits, tag, sequence, *_ in reading.log.kept():
+        rank = snapshot.rank
+        for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
             if bits & VOID or not what:
                 continue
             if what not in known:
-                kind, group, alike = _gist(reading.call(what))
+                kind, group, alike = _gist(snapshot.call(what))
                 number = numbers.setdefault(group, len(numbers))
                 known[what] = kind, number, numbers.setdefault(alike, len(numbers))
             kind, group, alike = known[what]

@@ -27,10 +27,10 @@ def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | Non
     wrong = mismatch(event for event in events.values() if event.kind == "collective")
     if wrong is not None:
         return wrong
-    fact, mend = explain(states, waits)
+    fact, hint = explain(states, waits)
     returned = [state.rank for state in states if state.status == "returned"]
     told = [_wait(event, waits[rank], list(at)) for rank, event in events.items()]
-    return DeadlockError(fact, told, mend, returned)
+    return DeadlockError(fact, told, hint, returned)
 
 
 def _wait(event: Event, peers: tuple[int, ...], world: list[int]) -> Wait:

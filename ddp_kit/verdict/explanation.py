@@ -30,7 +30,7 @@ Waits = Mapping[int, tuple[int, ...]]
 
 
 def explain(states: Sequence[RankState], waits: Waits) -> tuple[str, str]:
-    """Return the fact and the usual mend. waits: of each stuck rank, as `stuck` returns them."""
+    """Return the fact and the usual hint. waits: of each stuck rank, as `stuck` returns them."""
     at = {state.rank: state for state in states}
     returned = {state.rank for state in states if state.status == "returned"}
     # A receive from one of several waits for none of them in particular.
@@ -161,12 +161,12 @@ def _circle(at: Mapping[int, RankState], waits: Waits, cycle: list[int]) -> tupl
         clauses[2:-1] = ["and so on"]
     named = {other for rank in cycle for other in _together(at, waits, rank)}
     nobody = "neither can" if len(named) == 2 else "none of them can"
-    verb, mend = {
+    verb, hint = {
         frozenset({"recv"}): ("send", _RECV_FIRST),
         frozenset({"send"}): ("receive", _SEND_FIRST),
         frozenset({"send", "recv"}): ("go on", _SEND_FIRST),
     }.get(frozenset(kinds), ("go on", _COLLECTIVE))
-    return f"{', '.join(clauses)}: {nobody} ever {verb}", mend
+    return f"{', '.join(clauses)}: {nobody} ever {verb}", hint
 
 
 def _no_sender(

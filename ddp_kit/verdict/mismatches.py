@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from ddp_kit.errors import MismatchError
 from ddp_kit.failures import Call, count, name_ranks
-from ddp_kit.trace.events import Event, Group, Shape, say_root
+from ddp_kit.trace.events import Event, Group, Shape, format_root
 from ddp_kit.verdict.pieces import PIECEWISE, unequal_piece
 from ddp_kit.verdict.words import called_with, shapes, whose
 
@@ -29,14 +29,14 @@ def mismatch(events: Iterable[Event]) -> MismatchError | None:
     for calls in _doubtful(events, keys):
         wrong = _message(calls) if calls[0].kind != "collective" else _collective(calls)
         if wrong:
-            fact, mend, guilty = wrong
+            fact, hint, guilty = wrong
             world = {rank for event in events for rank in (event.rank, *event.group.ranks)}
             told = [Call(event.rank, called_with(event, world), event.where) for event in guilty]
-            return MismatchError(fact, told, mend)
+            return MismatchError(fact, told, hint)
     return None
 
 
-_Wrong = tuple[str, str, list[Event]]  # the fact, the mend, and the calls to show
+_Wrong = tuple[str, str, list[Event]]  # the fact, the hint, and the calls to show
 
 
 def _keys(events: list[Event]) -> list[tuple]:
@@ -110,10 +110,14 @@ def _message(calls: list[Event]) -> _Wrong | None:
     return fact, _SAME_BUFFER, calls
 
 
-# What the ranks of a collective have in common, how to say it, and the mend. A rank with "" or
+# What the ranks of a collective have in common, how to say it, and the hint. A rank with "" or
 # None has nothing to compare, such as the dtype of a rank that gives no tensor.
 _COMMON: list[tuple[Callable[[Event], Hashable], Callable[[Event], str], str]] = [
-    (lambda e: e.root, lambda e: say_root(e.method, e.root), "All ranks must name the same root."),
+    (
+        lambda e: e.root,
+        lambda e: format_root(e.method, e.root),
+        "All ranks must name the same root.",
+    ),
     (lambda e: e.reduce_op, lambda e: f"op={e.reduce_op}", "All ranks must give the same op."),
     (lambda e: e.dtype, lambda e: e.dtype, _SAME_TENSORS),
 ]
@@ -126,10 +130,10 @@ def _collective(calls: list[Event]) -> _Wrong | None:
         one_name = len({call.op for call in calls}) == 1
         fact = _by_value(calls, lambda e: e.method, lambda e: e.method if one_name else "")
         return fact, _SAME_CALLS, calls
-    for value, words, mend in _COMMON:
+    for value, words, hint in _COMMON:
         if len({value(call) for call in calls} - {None, ""}) > 1:
             named = [call for call in calls if value(call) not in (None, "")]
-            return _by_value(named, value, words), mend, calls
+            return _by_value(named, value, words), hint, calls
     if _unfinished(calls) and len({call.device for call in calls if call.shape}) > 1:
         holders = [call for call in calls if call.shape]
         fact = _by_value(holders, lambda e: e.device, lambda e: f"a tensor on {e.device}")
@@ -139,9 +143,9 @@ def _collective(calls: list[Event]) -> _Wrong | None:
     if len({_tensors(call) for call in calls}) == 1:
         return None
     if first.method == "new_group":
-        mend = "All ranks must make the same groups in one order, also those they are not in."
+        hint = "All ranks must make the same groups in one order, also those they are not in."
         fact = _by_value(calls, _tensors, lambda e: ", ".join(str(list(r)) for r in e.inputs))
-        return fact, mend, calls
+        return fact, hint, calls
     fact = _by_value(calls, _tensors, lambda e: shapes(_tensors(e)) if _tensors(e) else "nothing")
     return fact, _SAME_TENSORS, calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ddp_kit.failures import count, name_ranks
-from ddp_kit.trace.events import Event, Shape, say_ends
+from ddp_kit.trace.events import Event, Shape, format_arguments
 
 
 def called(event: Event, world: Iterable[int]) -> str:
@@ -13,7 +13,7 @@ def called(event: Event, world: Iterable[int]) -> str:
 
     world: all ranks; a group is named when it has others.
     """
-    given = say_ends(event.method, event.peer, event.tag, event.root)
+    given = format_arguments(event.method, event.peer, event.tag, event.root)
     if event.reduce_op not in (None, "SUM"):
         given.append(f"op={event.reduce_op}")
     if event.method == "new_group":

@@ -41,7 +41,7 @@ class Count:
         self.slot, self.posted, self.given_up = slot, 0, 0
 
 
-class Ledger:
+class InternTable:
     """Writes each thing once, and remembers its number; 0: there is no room left."""
 
     def __init__(self, board: Board) -> None:

@@ -30,7 +30,7 @@ class Clock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankTrace:
     """One rank's part of a trace; its times are those of its own host."""
 
     launch: str  # the same in all parts that one start of a lesson has written
@@ -42,14 +42,14 @@ class Part:
     events: tuple[Event, ...]
 
     @staticmethod
-    def of(trace: Trace, rank: int, launch: str, clock: Clock | None = None) -> Part:
+    def of(trace: Trace, rank: int, launch: str, clock: Clock | None = None) -> RankTrace:
         """Return the part of `rank` in a trace."""
         dropped = trace.dropped[rank] if trace.dropped else None
         span = trace.spans[rank] if trace.spans else None
         events = tuple(event for event in trace if event.rank == rank)
-        return Part(launch, rank, trace.world_size, dropped, span, clock, events)
+        return RankTrace(launch, rank, trace.world_size, dropped, span, clock, events)
 
-    def by_rank_0(self) -> Part:
+    def by_rank_0(self) -> RankTrace:
         """Return the same with times of rank 0's clock."""
         if self.clock is None:
             return self
@@ -80,7 +80,7 @@ class Part:
             yield json.dumps(given, default=vars)  # a group and a line of code are objects
 
 
-def join_parts(parts: Sequence[Part]) -> Trace:
+def join_rank_traces(parts: Sequence[RankTrace]) -> Trace:
     """Put the parts of all ranks together, by rank 0's clock. parts: in rank order."""
     shifted = [part.by_rank_0() for part in parts]
     exact = all(part.clock is None for part in parts)
@@ -93,9 +93,9 @@ def join_parts(parts: Sequence[Part]) -> Trace:
     )
 
 
-def read_part(path: Path, rank: int) -> Part:
+def read_rank_trace(path: Path, rank: int) -> RankTrace:
     """Read the part of `rank`. Raises TraceError if the file is none, or cannot be read."""
-    if not is_part(path):
+    if not is_rank_trace(path):
         raise TraceError(f"{str(path)!r} is no part of a trace")
     try:
         first, *lines = path.read_text(encoding="utf-8").splitlines()
@@ -110,17 +110,17 @@ def read_part(path: Path, rank: int) -> Part:
     )
 
 
-def is_part(path: Path) -> bool:
+def is_rank_trace(path: Path) -> bool:
     """Tell whether a file is a part, or the beginning of one."""
     with path.open("rb") as file:
         return _MARK.startswith(file.read(len(_MARK)))
 
 
-def _as_part(rank: int, head: dict[str, Any], events: tuple[Event, ...]) -> Part:
+def _as_part(rank: int, head: dict[str, Any], events: tuple[Event, ...]) -> RankTrace:
     span, clock = head["span"], head["clock"]
     if head["events"] != len(events) or {rank} != {head["rank"], *(e.rank for e in events)}:
         raise ValueError("it does not hold what it says")
-    return Part(
+    return RankTrace(
         head["launch"],
         rank,
         head["world_size"],

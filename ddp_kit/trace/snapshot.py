@@ -17,10 +17,10 @@ from ddp_kit.trace.board import (
     LOOKED_AFTER,
     VOID,
     Board,
-    Log,
+    BoardCopy,
     Row,
 )
-from ddp_kit.trace.events import Event, Group, Trace, say_call
+from ddp_kit.trace.events import Event, Group, Trace, format_call
 
 _NOBODY = Group("", ())
 _BLOCKING = ("send", "recv")  # they give nothing that one could wait for
@@ -85,16 +85,16 @@ def read_wait(board: Board, run: int, since: int) -> tuple[str, int] | None:
 @functools.lru_cache(maxsize=256)
 def _call(peer: int, tag: int, text: bytes) -> str:
     call = _read_call(*json.loads(text)[1:])
-    return say_call(call["op"], call["method"], None if peer < 0 else peer, tag, call["root"])
+    return format_call(call["op"], call["method"], None if peer < 0 else peer, tag, call["root"])
 
 
-class Reading:
+class Snapshot:
     """One rank's board, made readable.
 
     rank: the number that the rank goes by. log: the copy of its board.
     """
 
-    def __init__(self, rank: int, log: Log) -> None:
+    def __init__(self, rank: int, log: BoardCopy) -> None:
         self.rank, self.log = rank, log
         self._texts, self._counted = _read_texts(log.texts)
 
@@ -186,12 +186,12 @@ class Reading:
 class _Events(Sequence):
     """The events of several ranks, made when somebody asks for one."""
 
-    def __init__(self, readings: list[Reading]) -> None:
-        self._readings = readings
+    def __init__(self, snapshots: list[Snapshot]) -> None:
+        self._snapshots = snapshots
 
     @cached_property
     def _made(self) -> tuple[Event, ...]:
-        return tuple(event for reading in self._readings for event in reading.events)
+        return tuple(event for snapshot in self._snapshots for event in snapshot.events)
 
     def __getitem__(self, index: Any) -> Any:
         return self._made[index]
@@ -209,21 +209,21 @@ class _Events(Sequence):
         return tuple, (self._made,)
 
 
-def join(readings: list[Reading]) -> Trace:
+def join(snapshots: list[Snapshot]) -> Trace:
     """Return what all ranks of a run communicated."""
     return Trace(
-        len(readings),
-        _Events(readings),
-        tuple(reading.dropped for reading in readings),
-        _spans(readings),
+        len(snapshots),
+        _Events(snapshots),
+        tuple(snapshot.dropped for snapshot in snapshots),
+        _spans(snapshots),
     )
 
 
-def _spans(readings: list[Reading]) -> tuple[tuple[int, int], ...]:
+def _spans(snapshots: list[Snapshot]) -> tuple[tuple[int, int], ...]:
     """Return when each worker began and ended; one that was stopped, at the latest moment seen."""
-    spans = [(reading.log.head.began, reading.log.head.ended) for reading in readings]
+    spans = [(snapshot.log.head.began, snapshot.log.head.ended) for snapshot in snapshots]
     if all(map(all, spans)):
         return tuple(spans)
     first = min((began for began, _ in spans if began), default=0)
-    last = max((reading.latest for reading in readings), default=0)
+    last = max((snapshot.latest for snapshot in snapshots), default=0)
     return tuple((began or first, ended or last) for began, ended in spans)
