@@ -32,7 +32,7 @@ from ddp_kit.errors import (
 from ddp_kit.failures import RankFailure
 from ddp_kit.launch import torchrun
 from ddp_kit.pool import Result, WorkerPool, run
-from ddp_kit.pool.cells import shell
+from ddp_kit.pool.ipython import shell
 from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
@@ -92,6 +92,6 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 if shell() is not None:
-    from ddp_kit import notebook
+    from ddp_kit.notebook import live
 
-    notebook.take_over()
+    live.take_over()

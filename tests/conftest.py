@@ -17,8 +17,8 @@ def children() -> list[psutil.Process]:
     """Living descendants, but for the shared pool's ranks and multiprocessing's own helper."""
     known = {resource_tracker._resource_tracker._pid}
     for pool in pool_module._shared.values():
-        known |= {rank.process.pid for rank in pool._crew.ranks}
-        known |= {rank.process.launcher for rank in pool._crew.ranks if pool._backend == "mpi"}
+        known |= {rank.process.pid for rank in pool._processes.ranks}
+        known |= {rank.process.launcher for rank in pool._processes.ranks if pool._backend == "mpi"}
     return [
         child
         for child in psutil.Process().children(recursive=True)

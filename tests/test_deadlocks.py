@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.pool.process import RankProcess
+from ddp_kit.pool.rank_handle import RankHandle
 
 
 def name_of(parameter):
@@ -381,14 +381,14 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
 
 
 def test_a_rank_that_does_not_tell_its_threads_is_left_alone(monkeypatch):
-    monkeypatch.setattr(RankProcess, "stacks", lambda rank: [])
+    monkeypatch.setattr(RankHandle, "stacks", lambda rank: [])
     with pytest.raises(kit.RunTimeoutError):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
 def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_go_on(monkeypatch):
     asked = []
-    monkeypatch.setattr(RankProcess, "stacks", lambda rank: asked.append(rank) or [])
+    monkeypatch.setattr(RankHandle, "stacks", lambda rank: asked.append(rank) or [])
     kit.run(sleeps, world_size=2)
     assert not asked
 

@@ -23,7 +23,7 @@ from ddp_kit.doctor import __main__ as command
 from ddp_kit.doctor import finding as finding_module
 from ddp_kit.doctor import machine, report, software
 from ddp_kit.doctor.finding import Finding, ask
-from ddp_kit.pool.request import most_ranks
+from ddp_kit.pool.arguments import most_ranks
 
 GIB = 2**30
 FINE = Finding("cores", "4 cores", "Enough.", ok=True)

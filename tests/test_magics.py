@@ -9,7 +9,7 @@ import pytest
 from kernels import Kernel, interrupt
 from processes import assert_gone
 
-from ddp_kit.pool import cells
+from ddp_kit.pool import ipython
 
 
 @pytest.fixture
@@ -342,6 +342,6 @@ def test_work_that_a_cell_leaves_behind_is_told_and_is_in_nobodys_way(notebook):
 
 def test_cells_without_numbers_are_still_told_from_files(monkeypatch):
     old = SimpleNamespace(compile=object())
-    monkeypatch.setattr(cells, "shell", lambda: old)
+    monkeypatch.setattr(ipython, "shell", lambda: old)
     monkeypatch.setattr(linecache, "_ipython_cache", {"<ipython-input-1-a>": ()}, raising=False)
-    assert cells.cell_names() == {"<ipython-input-1-a>": "Cell"}
+    assert ipython.cell_names() == {"<ipython-input-1-a>": "Cell"}

@@ -21,7 +21,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import mpi
-from ddp_kit.pool import starters
+from ddp_kit.pool.launchers import mpiexec
 
 pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 
@@ -264,7 +264,7 @@ def test_an_mpi_that_cannot_be_loaded_is_told_in_its_own_words(monkeypatch):
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch):
     lacking = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: lacking)
-    monkeypatch.setattr(starters, "MPIJob", None)
+    monkeypatch.setattr(mpiexec, "MPIExecProgram", None)
     with pytest.raises(kit.BackendError) as caught:
         kit.run(total, backend="mpi")
     assert str(caught.value) == lacking

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import io
 import os
 import shlex
@@ -25,6 +24,7 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.lessons import beyond_one_machine
 from ddp_kit.lessons.init_methods import free_ports
+from ddp_kit.pool import rank_processes
 
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 
@@ -354,6 +354,6 @@ def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_one(monkeypatch
     def interrupted(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("ddp_kit.launch.torchrun"), "Form", interrupted)
+    monkeypatch.setattr(rank_processes, "JoinGroup", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kit.torchrun(beyond_one_machine.my_place, nproc_per_node=1)

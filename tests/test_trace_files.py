@@ -15,8 +15,8 @@ import torch.distributed as dist
 import traces
 
 import ddp_kit as kit
-from ddp_kit.launch.clocks import clock_name, compare_clocks
-from ddp_kit.launch.ranks import Ranks
+from ddp_kit.launch.lesson_ranks import Ranks
+from ddp_kit.launch.rank.clocks import clock_name, compare_clocks
 from ddp_kit.lessons import collectives, point_to_point
 from ddp_kit.trace import Clock, Trace, TraceFolder
 from ddp_kit.trace.events import Event, Group

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
 from ddp_kit.doctor.finding import Finding
-from ddp_kit.pool.request import RANK_MEMORY, most_ranks, ranks_by_files
+from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB unless told otherwise

@@ -1,8 +1,8 @@
-"""How a lesson gets its ranks: spawned here, or started by torchrun or mpiexec."""
+"""Ranks that torchrun or mpiexec starts, and the command line of the lessons."""
 
 from ddp_kit.launch.command_line import lesson_parser, prove, run_as_script
-from ddp_kit.launch.place import attempt
-from ddp_kit.launch.ranks import Ranks, open_ranks
+from ddp_kit.launch.lesson_ranks import Ranks, open_ranks
+from ddp_kit.launch.rank.environment import attempt
 from ddp_kit.launch.torchrun import torchrun
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ddp_kit.errors import KitError, PoolError, ProofError
-from ddp_kit.pool.cells import shell
+from ddp_kit.pool.ipython import shell
 
 
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -23,39 +23,39 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
         "--world-size",
         type=int,
         default=None,
-        help="how many ranks to spawn (default 4; under torchrun or mpiexec, what that started)",
+        help="number of ranks to spawn (default 4; torchrun and mpiexec set their own)",
     )
     parser.add_argument(
         "--backend",
         default="auto",
-        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", or "auto": nccl where '
-        "every rank can have a GPU, else gloo (default auto)",
+        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", or "auto": nccl if '
+        "every rank can have a GPU of its own, else gloo (default auto)",
     )
     parser.add_argument(
         "--trace",
         metavar="DIR",
-        help="write what the ranks communicate into this folder, for kit.load_trace; "
-        "replaces the traces of an earlier start",
+        help="write what the ranks communicate to this folder, for kit.load_trace; "
+        "this replaces the traces of an earlier start",
     )
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """In a notebook a wrong option is an error of the kit: an exit would fill a page there."""
+    """Raises PoolError in a notebook, where an exit would fill a page."""
 
     def error(self, message: str) -> NoReturn:
         if shell() is not None:
-            raise PoolError(f"{message}; the option --help lists the others")
+            raise PoolError(f"{message}; --help lists the options")
         super().error(message)
 
 
 def run_as_script(main: Callable[[list[str]], None]) -> None:
-    """Call a lesson's main with the command line; tell an error of the kit in one line.
+    """Call a lesson's main with the command line; print an error of the kit in one line.
 
-    Ctrl-C ends the lesson and its ranks with a line and exit status 130, as shells have it.
+    Ctrl-C ends the lesson and its ranks with one line and exit status 130, as shells expect.
     """
     shown_by_notebook = shell() is not None
-    if shown_by_notebook:  # to an error that was shown, %run -m adds that the failure is unknown
+    if shown_by_notebook:  # %run -m adds that the failure is unknown
         warnings.filterwarnings("ignore", "Unknown failure executing module")
     try:
         main(sys.argv[1:])
@@ -66,8 +66,8 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt as interrupt:
         if shown_by_notebook:
             raise
-        told = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
-        print(*told(), sep="\n", file=sys.stderr)
+        lines = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
+        print(*lines(), sep="\n", file=sys.stderr)
         sys.exit(130)
 
 

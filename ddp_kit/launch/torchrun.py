@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import time
+import importlib.util
+import inspect
+import os
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.backends import LOOPBACK_ENVIRONMENT, threads_per_rank
+from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
 from ddp_kit.errors import (
+    BackendError,
     DeadlockError,
     KitError,
     MismatchError,
@@ -18,23 +23,29 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.failures import name_ranks
-from ddp_kit.launch import program_file
-from ddp_kit.launch.meeting import check, meet
-from ddp_kit.launch.program import COLLECT_TIMEOUT, Program, Said, Told
-from ddp_kit.pool import view
-from ddp_kit.pool.crew import send_job
-from ddp_kit.pool.folder import PrivateFolder, sweep
-from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.messages import Form
-from ddp_kit.pool.outcome import START_TIMEOUT, Outcome
-from ddp_kit.pool.process import RankProcess
-from ddp_kit.pool.request import check_timeout, look_around
-from ddp_kit.pool.request import pack as pack_worker
-from ddp_kit.pool.result import Result, print_output
-from ddp_kit.pool.torchrun_job import TorchrunJob
+from ddp_kit.launch.rank.torchrun_worker import (
+    COLLECT_TIMEOUT,
+    LocalReport,
+    Program,
+    RemoteReport,
+    Script,
+)
+from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
+from ddp_kit.launch.rendezvous import Rendezvous, choose_rendezvous
+from ddp_kit.pool import check_world_size
+from ddp_kit.pool.arguments import check_signature, check_timeout
+from ddp_kit.pool.arguments import pack as pack_worker
+from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.launchers.torchrun import Torchrun, TorchrunProgram
+from ddp_kit.pool.output import print_output
+from ddp_kit.pool.rank_processes import RankProcesses
+from ddp_kit.pool.result import Result
+from ddp_kit.pool.run import Run
+from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 from ddp_kit.trace import RankTrace, join_rank_traces
 
-LEAVE_TIMEOUT = 10.0  # seconds for ranks that are done to end by themselves, and for their agent
+LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
+_FINAL = (DeadlockError, MismatchError, RunTimeoutError)  # after these a restart would not help
 
 
 def torchrun(
@@ -53,167 +64,246 @@ def torchrun(
 
     worker: a function; or the name of a module or of a file, which is run with `args` as its
         options, and forms a process group itself.
-    nproc_per_node: ranks on each host. nnodes: hosts, this one among them. For each other one
-        a line is printed that starts its ranks; it needs the file that the line names, the kit, and
-        what the worker imports. A file that is run by name must have the same path there.
+    nproc_per_node: ranks on each host. nnodes: number of hosts, including this one. For each of
+        the others a command is printed that starts its ranks. That host needs the file that the
+        command names, the kit, and what the worker imports. A file that is run by name must have
+        the same path there.
     master_addr, master_port: where the ranks meet: a name or address of this host that the
         others can reach, by default its name, and a port, by default a free one.
-    backend: as for `run`, without "mpi". max_restarts: how often torchrun starts all ranks again
+    backend: as for `run`, without "mpi". max_restarts: how often torchrun restarts all ranks
         after one has failed; on one host only.
     join_timeout: seconds for the ranks of all hosts to come. timeout: seconds from then on for the
-        worker to return on every rank, in each attempt; None lets it last.
+        worker to return on every rank, in each attempt; None: no limit.
 
     Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
-    five minutes, by PyTorch's own limit. What they print from Python comes in the end, and they
-    must return at most five minutes after rank 0.
+    five minutes, by PyTorch's own limit. Their prints arrive at the end of the run, and they must
+    return within five minutes of rank 0.
     """
-    chosen = check(
+    chosen = _check(
         worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
     )
     check_timeout(timeout)
     check_timeout(join_timeout, "join_timeout", optional=False)
     if isinstance(worker, str):
-        program = Program(program_file.as_script(worker), args, None)
+        program = Program(_as_script(worker), args, None)
     else:
         program = Program(worker, args, chosen)
-    run = _Run(program, nproc_per_node, nnodes, max_restarts)
+    job = _Job(program, nproc_per_node, nnodes, max_restarts)
     try:
-        return run.start(master_addr, master_port, timeout, join_timeout)
-    except KeyboardInterrupt as interrupt:
-        show_interrupt(interrupt, run.where_ranks_were())
-        raise
+        job.start(master_addr, master_port, join_timeout)
+        return job.run(timeout)
     finally:
         with holding_interrupt():
-            run.end()
+            job.end()
 
 
-class _Run:
-    """One agent of torchrun's on this host, and what its ranks said."""
+class _Job:
+    """One agent of torchrun's on this host, and the runs on its ranks."""
 
     def __init__(self, program: Program, nproc_per_node: int, nnodes: int, restarts: int) -> None:
         self.program, self.restarts = program, restarts
         self.here, self.hosts = nproc_per_node, nnodes  # ranks on this host; hosts
+        self.world_size = nproc_per_node * nnodes
+        self.launcher: Torchrun | None = None
+        self.processes: RankProcesses | None = None
         self.folder: PrivateFolder | None = None
-        self.job: TorchrunJob | None = None
         self.file: Path | None = None
-        self.where_ranks_were: Callable[[], list[str]] = list
 
-    @property
-    def world_size(self) -> int:
-        return self.here * self.hosts
-
-    def start(
-        self, address: str | None, port: int | None, timeout: float | None, join_timeout: float
-    ) -> Result:
-        """Have torchrun start the ranks, as often as it may; return what came of it."""
-        around = look_around()
-        meeting = meet(self.hosts, address, port)
+    def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
+        """Start the agent, and print how to start those of the other hosts."""
+        rendezvous = choose_rendezvous(self.hosts, address, port)
         with holding_interrupt():
             sweep()
             self.folder = PrivateFolder()
-            file = Path(self.folder.program)
-            if self.hosts > 1:
-                name = f"{program_file.name_of(self.program.worker)}_for_port_{meeting.port}.py"
-                file = Path(name).absolute()
-            program_file.write(self.program, file)
-            self.file = file
-            options = [*meeting.options, "--max-restarts", str(self.restarts)]
-            more = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
+            file = self._write_script(rendezvous)
+            options = [*rendezvous.options, "--max-restarts", str(self.restarts)]
+            variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
-                more |= LOOPBACK_ENVIRONMENT
-            self.job = TorchrunJob(self.here, self.folder, options, str(file), more, meeting.advice)
-        meeting.tell_hosts(self.here, file, join_timeout)
-        shown = view.open_view(self.world_size)
+                variables |= LOOPBACK_ENVIRONMENT
+            hint = rendezvous.hint
+            agent = TorchrunProgram(self.here, self.folder, options, str(file), variables, hint)
+            self.launcher = Torchrun(agent, self.hosts, join_timeout)
+            self.processes = RankProcesses(self.launcher, self.folder, init=False)
+        rendezvous.print_commands(self.here, file, join_timeout)
+
+    def _write_script(self, rendezvous: Rendezvous) -> Path:
+        assert self.folder is not None, "start has created it"
+        file = Path(self.folder.program)
+        if self.hosts > 1:
+            file = Path(
+                f"{_file_name(self.program.worker)}_for_port_{rendezvous.port}.py"
+            ).absolute()
+        _write(self.program, file)
+        self.file = file
+        return file
+
+    def run(self, timeout: float | None) -> Result:
+        """Call the worker, again for each restart; return the result of the last attempt."""
+        assert self.launcher is not None, "start has created it"
+        assert self.processes is not None, "likewise"
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
+            packed = pack_worker(self.program, ())
+            run = Run(self.processes, self.here, attempt + 1)
+            others_wait = self.hosts > 1 or attempt < self.restarts  # for our ranks' exit codes
             try:
-                self.job.wait(join_timeout)
+                result = run.execute(packed, self.program.backend or "gloo", timeout)
             except KitError as error:
-                raise failed or error from None
-            try:
-                return self._attempt(shown, around, attempt, timeout)
-            except (DeadlockError, MismatchError, RunTimeoutError):
-                raise  # they would come again, or the time is over
-            except KitError as error:
-                if attempt == self.restarts:
+                if failed and not self.processes.ranks:
+                    raise failed from None  # the agent has not restarted them
+                if others_wait:
+                    self.processes.dismiss(LEAVE_TIMEOUT)
+                if attempt == self.restarts or isinstance(error, _FINAL):
                     raise
                 failed = error
                 print(f"{str(error).splitlines()[0]}")
-                print(f"torchrun starts all ranks again: {attempt + 1} of {self.restarts}")
-                self.job.forget()
+                print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
+                self.launcher.expect_restart()
+            else:
+                if others_wait:
+                    self.processes.dismiss(LEAVE_TIMEOUT)
+                result = self._add_remote(result)
+                if self.hosts > 1:
+                    self.launcher.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
+                return result
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(
-        self, shown: view.View, around: Any, attempt: int, timeout: float | None
-    ) -> Result:
-        ranks = self.job.admit()
-        outcome, over = Outcome(ranks, shown), False
-        try:
-            for number, rank in enumerate(ranks):
-                rank.send(Form(number, self.world_size, self.program.backend or "gloo", None))
-            if outcome.collect(START_TIMEOUT):
-                outcome = Outcome(ranks, shown, attempt + 1, watched=self.hosts == 1)
-                parcel = pack_worker(self.program, ())
-                send_job(ranks, parcel, around, attempt + 1)
-                outcome.collect(timeout)
-            over = True
-        finally:
-            with holding_interrupt():
-                output = outcome.close()
-                self.where_ranks_were = outcome.told
-            if not over:  # it was interrupted
-                print_output(output)
-        self._let_go(ranks, wait=self.hosts > 1 or attempt < self.restarts)
-        try:
-            result = outcome.result(output)
-        except BaseException:
-            print_output(output)
-            raise
-        joined = self._join(result)
-        if self.hosts > 1:
-            self.job.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
-        return joined
-
-    def _join(self, result: Result) -> Result:
-        """Put what ranks on other hosts have told beside what those of this one returned."""
-        said: list[Said] = list(result)
-        elsewhere: dict[int, Told] = {}
-        for one in said:
-            elsewhere |= one.elsewhere
-        others = [elsewhere.get(rank, Told()) for rank in range(self.here, self.world_size)]
-        output = [*result.output, *(told.output for told in others)]
-        print_output(output)
-        failures = {told.failure.rank: told.failure for told in others if told.failure}
+    def _add_remote(self, result: Result) -> Result:
+        """Add what the ranks on other hosts have reported. Raise what they have raised."""
+        local: list[LocalReport] = list(result)
+        reports: dict[int, RemoteReport] = {}
+        for report in local:
+            reports |= report.remote
+        values = [report.value for report in local]
+        if self.hosts == 1:
+            return Result(tuple(values), result.output, result.trace)
+        remote = range(self.here, self.world_size)
+        found = [reports.get(rank, RemoteReport()) for rank in remote]
+        print_output([*[""] * self.here, *(report.output for report in found)])
+        failures = {report.failure.rank: report.failure for report in found if report.failure}
         if failures:
             raise RankError(failures)
-        lost = [rank for rank in range(self.here, self.world_size) if rank not in elsewhere]
-        if lost:
+        if missing := [rank for rank in remote if rank not in reports]:
             raise PoolError(
-                f"nothing came from {name_ranks(lost)}, on another host, within "
-                f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; a barrier at the end of the "
-                "worker has all ranks end together"
+                f"nothing came from {name_ranks(missing)}, on another host, within "
+                f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; end the worker with "
+                "dist.barrier(), so that all ranks return together"
             )
-        values = [*(one.value for one in said), *(told.value for told in others)]
-        trace = result.trace
-        if others:
-            own = [RankTrace.of(trace, rank, "") for rank in range(self.here)]
-            parts = [*own, *(told.part for told in others if told.part)]
-            trace = join_rank_traces([replace(part, world_size=self.world_size) for part in parts])
-        return Result(tuple(values), tuple(output), trace)
-
-    def _let_go(self, ranks: list[RankProcess], wait: bool) -> None:
-        """Have ranks that are done leave; by themselves, if others go by their exit codes."""
-        for rank in ranks:
-            rank.dismiss()
-        deadline = time.monotonic() + (LEAVE_TIMEOUT if wait else 0)
-        for rank in ranks:
-            rank.stop(patience=max(0.0, deadline - time.monotonic()))
+        own = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
+        traces = [*own, *(report.trace for report in found if report.trace)]
+        trace = join_rank_traces([replace(one, world_size=self.world_size) for one in traces])
+        output = (*result.output, *(report.output for report in found))
+        return Result((*values, *(report.value for report in found)), output, trace)
 
     def end(self) -> None:
-        """End the agent and what it has started; remove what it has left."""
-        if self.job is not None:
-            self.job.end()
+        """End the agent and everything it has started; remove the files."""
+        if self.processes is not None:
+            self.processes.dismiss(patience=0.0)
+            self.processes.end()
         if self.file is not None and self.hosts > 1:
             self.file.unlink(missing_ok=True)
         if self.folder is not None:
             self.folder.remove()
+
+
+def _check(
+    worker: Callable[..., Any] | str,
+    args: tuple,
+    nproc_per_node: int,
+    nnodes: int,
+    backend: str,
+    max_restarts: int,
+    master_addr: str | None,
+    master_port: int | None,
+) -> str:
+    """Return the backend. Raise PoolError or BackendError for what cannot be run."""
+    _check_number("nproc_per_node", nproc_per_node, 1)
+    _check_number("nnodes", nnodes, 1)
+    _check_number("max_restarts", max_restarts, 0)
+    if nnodes > 1 and max_restarts > 0:
+        raise PoolError(
+            "max_restarts= works on one host only; for several, run torchrun on each of them with "
+            "--rdzv-backend c10d, which restarts all ranks together"
+        )
+    if nnodes == 1 and (master_addr, master_port) != (None, None):
+        raise PoolError("one host needs no master_addr= and master_port=; leave them out")
+    if not isinstance(master_addr, str | None):
+        raise PoolError(f'master_addr must be a name such as "host0", got {master_addr!r}')
+    if master_port is not None:
+        _check_number("master_port", master_port, 1)
+        if master_port > 65535:
+            raise PoolError(f"master_port must be at most 65535, got {master_port}")
+    check_world_size(nproc_per_node)
+    chosen = choose_backend(backend, nproc_per_node)
+    if chosen == "mpi":
+        raise BackendError('torchrun cannot start MPI ranks; use kit.run(..., backend="mpi")')
+    if isinstance(worker, str):
+        for arg in args:
+            if not isinstance(arg, str):
+                raise PoolError(f"the options of a module or file must be strings, got {arg!r}")
+    else:
+        check_signature(worker, args, set_by="nproc_per_node=")
+        pack_worker(worker, args).close()  # raises for what cannot be sent
+    return chosen
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PoolError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _as_script(name: str) -> Script:
+    """Return what runs a module or a file. Raise PoolError if it does not exist."""
+    hint = "name a module or a file, or pass a function"
+    if name.endswith(".py"):
+        if not os.path.isfile(name):
+            raise PoolError(f"there is no file {name!r}; {hint}")
+        return Script(os.path.abspath(name))
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise PoolError(f"there is no module {name!r}; {hint}")
+    return Script(name)
+
+
+def _file_name(worker: Callable[..., Any]) -> str:
+    """Return a worker's name as part of a file's name, where "<lambda>" is not allowed."""
+    name = worker.name if isinstance(worker, Script) else getattr(worker, "__name__", "worker")
+    return re.sub(r"\W", "", Path(name).stem) or "worker"
+
+
+def _write(program: Program, path: Path) -> None:
+    """Write the file that torchrun runs. Raise PoolError, and leave nothing, if it cannot."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(_source(program))
+    except FileExistsError:
+        raise PoolError(f"a file {path.name!r} is in the way; move it") from None
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise PoolError(f"cannot write {path.name!r} here: {error.strerror}") from error
+
+
+def _source(program: Program) -> str:
+    """Return the worker's source, for a reader, and the worker itself, for Python."""
+    try:
+        source = inspect.getsource(program.worker)
+    except (OSError, TypeError):
+        source = _file_name(program.worker)
+    source = textwrap.indent(source.rstrip(), "# ")
+    packed = "\n".join(f'    "{line}"' for line in textwrap.wrap(pack_program(program), 96))
+    return f'''"""Written by kit.torchrun, for torchrun to start on each host. It runs this:"""
+
+{source}
+
+from ddp_kit.launch.rank import torchrun_worker
+
+PACKED = (
+{packed}
+)
+
+if __name__ == "__main__":
+    torchrun_worker.run(PACKED)
+'''

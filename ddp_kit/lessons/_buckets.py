@@ -18,7 +18,7 @@ from ddp_kit.lessons.partitioned_sgd import SEED
 from ddp_kit.trace import Trace
 
 if TYPE_CHECKING:
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
 USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
@@ -101,7 +101,7 @@ def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     The drawing's `interact()` gives controls. Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
-    from ddp_kit.notebook.controls import Explorer, positive
+    from ddp_kit.notebook.explorer import Explorer, positive
 
     caps = positive("bucket_cap_mb", bucket_cap_mb, USUAL_CAPS)
     return Explorer(

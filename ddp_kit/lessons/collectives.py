@@ -19,7 +19,7 @@ from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 if TYPE_CHECKING:
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
@@ -185,7 +185,7 @@ def explore(
     Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
     def choices(settings: dict) -> dict:
         n = settings["world_size"]

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.pool.children import MARK, kill, marked
+from ddp_kit.pool.rank_handle import kill_marked
+from ddp_kit.pool.wire.messages import RANK_MARK
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells each process
 EXITS = (
@@ -92,7 +93,7 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
             "stderr": subprocess.STDOUT if errors else subprocess.DEVNULL,
         }
         mark = uuid.uuid4().hex  # what they start has it, too
-        around = os.environ | {"TMPDIR": folder, MARK: mark}
+        around = os.environ | {"TMPDIR": folder, RANK_MARK: mark}
         try:
             for command in commands:
                 program = shlex.split(command)
@@ -105,8 +106,7 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
             for process in started:
                 process.kill()
                 process.wait()
-            for process in marked(mark):
-                kill(process)
+            kill_marked(mark)
     return sorted("".join(said).splitlines())
 
 

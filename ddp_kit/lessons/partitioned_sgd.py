@@ -31,7 +31,7 @@ from ddp_kit.lessons._digits import (  # noqa: F401 - the notebook uses them
 )
 
 if TYPE_CHECKING:
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
 GLOBAL_BATCH = 128
 USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -135,7 +135,7 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
     Raises PoolError for what cannot be chosen.
     """
     from ddp_kit import plot  # ranks have no use for it
-    from ddp_kit.notebook.controls import Explorer, positive
+    from ddp_kit.notebook.explorer import Explorer, positive
 
     rates = positive("lr", lr, USUAL_RATES)
     return Explorer(

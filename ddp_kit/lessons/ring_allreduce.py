@@ -25,7 +25,7 @@ from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 if TYPE_CHECKING:
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 
@@ -144,7 +144,7 @@ def explore(world_size: int = 4) -> Explorer:
     Raises PoolError for a world size that cannot be drawn or run.
     """
     from ddp_kit import plot  # ranks have no use for it
-    from ddp_kit.notebook.controls import Explorer
+    from ddp_kit.notebook.explorer import Explorer
 
     return Explorer(
         "ring_allreduce",

@@ -1,111 +1,197 @@
-"""A picture of a real run that stands still, until its controls are asked for."""
+"""The controls of an explorer: a widget for each setting, a line of text, a picture.
+
+A callback never runs ranks: it makes a request, which the main thread carries out. Nothing is
+printed or displayed, because what a control does belongs to no cell.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import html
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import ipywidgets as widgets
 
 from ddp_kit.errors import PoolError
-from ddp_kit.pool import Result, check_world_size, run
+from ddp_kit.failures import count
+from ddp_kit.notebook.explorer import Explorer, Settings
+from ddp_kit.pool import interruptible, view
 
-if TYPE_CHECKING:
-    from ipywidgets import VBox
-
-    from ddp_kit.plot import Picture
-
-Settings = dict[str, Any]
-
-
-class Explorer:
-    """A run with some settings, drawn; `interact()` gives controls that run it with others.
-
-    As the last line of a cell it shows its picture, a PNG with the same numbers as text. It
-    needs no kernel to be seen again.
-
-    settings: what was chosen, by name; "world_size" is one of them.
-    choices: says what each setting may be, given all of them. A range becomes a slider, words a
-        menu.
-    ask: says what to run: the worker and its arguments.
-    draw: draws a result.
-    idle: names the settings that make no difference now; they are not shown.
-    frames, frame: how many steps a result has, and a drawing of one of them; for those that are
-        looked at step by step.
-    lesson: the module in which the learner finds the worker.
-
-    Raises PoolError for a setting that is not among its choices, and what `kit.run` raises.
-    """
-
-    def __init__(
-        self,
-        lesson: str,
-        settings: Settings,
-        choices: Callable[[Settings], dict[str, Sequence]],
-        ask: Callable[[Settings], tuple],
-        draw: Callable[[Result, Settings], Picture],
-        idle: Callable[[Settings], set[str]] = lambda settings: set(),
-        frames: Callable[[Result], int] | None = None,
-        frame: Callable[[Result, int], Picture] | None = None,
-    ) -> None:
-        check_world_size(settings["world_size"])
-        for name, options in choices(settings).items():
-            check_choice(name, settings[name], options)
-        self.choices, self.idle = choices, idle
-        self.frames, self.frame = frames, frame
-        self._lesson, self._ask, self._draw = lesson, ask, draw
-        self.run(settings)
-
-    def run(self, settings: Settings) -> None:
-        """Run with these settings on the shared pool, and draw; an error leaves all as it was."""
-        worker, *args = self._ask(settings)
-        result = run(worker, *args, world_size=settings["world_size"])
-        picture = self._draw(result, settings)
-        self.settings, self.result, self.picture = dict(settings), result, picture
-
-    @property
-    def call(self) -> str:
-        """What was run, as one would write it in a cell."""
-        worker, *args = self._ask(self.settings)
-        said = [_name(self._lesson, worker), *(_name(self._lesson, arg) for arg in args)]
-        return f"kit.run({', '.join(said)}, world_size={self.settings['world_size']})"
-
-    def interact(self) -> VBox:
-        """Return controls, for the last line of a cell. They live as long as the kernel.
-
-        Raises PoolError where there is no notebook.
-        """
-        from ddp_kit.notebook.panel import Panel
-
-        return Panel(self).box
-
-    def __repr__(self) -> str:
-        return repr(self.picture)
-
-    def _repr_png_(self) -> bytes:
-        return self.picture._repr_png_()
+INTERVAL = 1000  # milliseconds that a step is shown when Play runs
+STAYS = "The picture is from the previous run."
+PAUSE = 0.05  # seconds without a newer request before one is carried out: a slider sends many
+PATIENCE = 0.25  # seconds after which a request that still waits is reported as queued
 
 
-def check_choice(name: str, value: Any, options: Sequence) -> None:
-    """Raise PoolError unless a setting is one of its options."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value in options and (whole or not isinstance(options, range)):
-        return
+class Request(NamedTuple):
+    """What the controls ask for: settings, the step to show, whether to run in any case."""
+
+    settings: Settings
+    step: int
+    again: bool = False
+
+
+class Panel:
+    """Controls of an explorer; `box` holds them all."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer = explorer
+        self._latest = LatestRequest(self._carry_out, self._show_queued)
+        settings = explorer.settings
+        self._settings = {
+            name: _chooser(name, options, settings[name])
+            for name, options in explorer.choices(settings).items()
+        }
+        self._again = widgets.Button(description="Run again")
+        self._line = widgets.HTML()
+        self._image = widgets.Image(format="png", layout=_own_size())
+        rows = [widgets.HBox([*self._settings.values(), self._again], layout=_wrapping())]
+        self._step = self._play = None
+        if explorer.frames is not None:
+            self._step = widgets.IntSlider(description="step", min=0, max=0)
+            self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
+            widgets.jslink((self._play, "value"), (self._step, "value"))
+            rows.append(widgets.HBox([self._play, self._step]))
+        self.box = widgets.VBox([*rows, self._line, self._image])
+        self._fit(settings)
+        self._show()
+        self._asked = self._request()
+        for chooser in [*self._settings.values(), *([self._step] if self._step else [])]:
+            chooser.observe(self._on_change, "value")
+        self._again.on_click(lambda button: self._latest.put(self._request()._replace(again=True)))
+
+    def _request(self) -> Request:
+        settings = {name: chooser.value for name, chooser in self._settings.items()}
+        return Request(settings, self._step.value if self._step else 0)
+
+    def _on_change(self, change: Any) -> None:
+        """Update the options, and request what is chosen. On any thread."""
+        self._fit(self._request().settings)
+        request = self._request()
+        if request != self._asked:  # one change may cause others
+            self._asked = request
+            self._latest.put(request)
+
+    def _fit(self, settings: Settings) -> None:
+        idle = self._explorer.idle(settings)
+        for name, options in self._explorer.choices(settings).items():
+            _offer(self._settings[name], options)
+            self._settings[name].layout.display = "none" if name in idle else None
+
+    def _carry_out(self, request: Request) -> None:
+        """Run if necessary, and draw. On the main thread, while no cell runs."""
+        try:
+            with view.unseen(), interruptible():
+                if request.again or request.settings != self._explorer.settings:
+                    self._say(f"running on {count(request.settings['world_size'], 'rank')} ...")
+                    self._explorer.run(request.settings)
+                self._show(request.step)
+        except KeyboardInterrupt:
+            self._latest.forget()
+            self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
+        except Exception as error:  # nobody else would report it
+            self._say(f"{type(error).__name__}: {error}\n{STAYS}")
+
+    def _show_queued(self) -> None:
+        self._say("queued until the current cell or run has ended")
+
+    def _show(self, step: int = 0) -> None:
+        """Show the explorer's picture, or one step of its run."""
+        explorer = self._explorer
+        picture = explorer.picture
+        if explorer.frames is not None:
+            last = explorer.frames(explorer.result) - 1
+            step = min(step, last)
+            picture = explorer.frame(explorer.result, step)
+            self._step.max = self._play.max = last
+        self._image.value = picture._repr_png_()
+        self._say(explorer.call)
+
+    def _say(self, text: str) -> None:
+        self._line.value = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
+
+
+def _chooser(name: str, options: Sequence, value: Any) -> widgets.Widget:
+    style = {"description_width": "initial"}
     if isinstance(options, range):
-        raise PoolError(
-            f"{name} must be a whole number from {options[0]} to {options[-1]}, got {value!r}"
-        )
-    raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
+        ends = {"min": options[0], "max": options[-1]}
+        kind = widgets.IntSlider(value, **ends, continuous_update=False)
+    elif isinstance(value, str):
+        kind = widgets.Dropdown(options=options, value=value)
+    else:
+        kind = widgets.SelectionSlider(options=options, value=value, continuous_update=False)
+    kind.description, kind.style = name, style
+    return kind
 
 
-def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:
-    """Return the usual values of a setting and this one, in order.
+def _offer(chooser: widgets.Widget, options: Sequence) -> None:
+    """Change the options; a slider keeps its value within its limits."""
+    if isinstance(options, range):
+        chooser.max = options[-1]
 
-    Raises PoolError unless it is a positive number.
+
+def _own_size() -> widgets.Layout:
+    return widgets.Layout(align_self="flex-start", max_width="100%")
+
+
+def _wrapping() -> widgets.Layout:
+    return widgets.Layout(flex_flow="row wrap")
+
+
+class LatestRequest:
+    """Carries out the newest request on the main thread, when no cell runs there.
+
+    A front end's message arrives on whichever thread the kernel reads it: on the main thread
+    between two cells, or on another one while a cell runs. Ranks start on the main thread only, so
+    its event loop is handed one request at a time.
+
+    carry_out: called there with the newest request; one that it replaces is dropped.
+    on_wait: called when a request has to wait, on the thread that made it.
+
+    Raises PoolError if there is no such loop: controls need a notebook.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise PoolError(f"{name} must be a positive number, got {value!r}")
-    return sorted({*usual, value})
 
+    def __init__(self, carry_out: Callable[[Any], None], on_wait: Callable[[], None]) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        if self._loop is None or threading.current_thread() is not threading.main_thread():
+            raise PoolError("controls need a notebook: call interact() in one of its cells")
+        self._carry_out, self._on_wait = carry_out, on_wait
+        self._changed = threading.Condition()
+        self._request: Any = None
+        self._timer: asyncio.TimerHandle | None = None
 
-def _name(lesson: str, value: Any) -> str:
-    return f"{lesson}.{value.__name__}" if callable(value) else repr(value)
+    def put(self, request: Any) -> None:
+        """Replace the request that has not begun, if there is one. On any thread."""
+        with self._changed:
+            waiting, self._request = self._request is not None, request
+            self._loop.call_soon_threadsafe(self._wait_for_newer)
+            if waiting or threading.current_thread() is threading.main_thread():
+                return  # it was reported already; or the loop continues when this has returned
+            if not self._changed.wait_for(lambda: self._request is not request, PATIENCE):
+                self._on_wait()  # with the lock held, so before anything the request shows
+
+    def forget(self) -> None:
+        """Drop the request that waits, if there is one.
+
+        One that the front end has sent and the kernel has not read yet is carried out.
+        """
+        with self._changed:
+            self._request = None
+            self._changed.notify_all()
+
+    def _wait_for_newer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(PAUSE, self._take)
+
+    def _take(self) -> None:
+        with self._changed:
+            request, self._request = self._request, None
+            self._changed.notify_all()
+        if request is not None:
+            self._carry_out(request)

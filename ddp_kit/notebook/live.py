@@ -1,4 +1,4 @@
-"""The live view of a run: one display below the cell, empty when the run has ended."""
+"""The live view of a run: one display below the cell, which is empty after the run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
-from ddp_kit.pool import leave, view
+from ddp_kit.pool import end_all, view
 from ddp_kit.pool.view import RankLine, heading
 from ddp_kit.trace import draw_bar, format_progress
 
 
 class NotebookView:
-    """A display that shows what each rank does, and ends empty, as it began.
+    """A display that shows what each rank does; it begins and ends empty.
 
-    nbval compares what a display showed first, and the saved notebook holds what it showed
-    last; both are nothing at all, so the live part disturbs neither. All runs of one cell
-    share one display.
+    nbval compares what a display showed first, and the saved notebook contains what it showed
+    last. Both are empty, so the live view affects neither. All runs of one cell share one display.
     """
 
-    _cell: str | None = None  # the message that asked for the cell in which _handle was made
+    _cell: str | None = None  # the message that requested the cell in which _handle was created
     _handle = None
 
     def __init__(self, world_size: int) -> None:
@@ -39,7 +38,7 @@ class NotebookView:
             NotebookView._handle = display({}, raw=True, display_id=True)
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show what each rank does below a heading, as a table and as text."""
+        """Show what each rank is doing below a heading, as a table and as text."""
         if lines != self._shown:
             self._shown = lines
             title = heading(self._world_size, lines)
@@ -47,14 +46,14 @@ class NotebookView:
             self._handle.update(both, raw=True)
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Show nothing."""
         if self._shown:
             self._shown = []
             self._handle.update({}, raw=True)
 
 
 def as_table(title: str, lines: Sequence[RankLine]) -> str:
-    """Write what ranks do as HTML that every front end shows: no style, no script."""
+    """Return a table as HTML that every front end shows: no style, no script."""
     rows = "".join(_row(rank, line) for rank, line in enumerate(lines))
     return f"<div>{title}</div><table>{rows}</table>"
 
@@ -63,9 +62,9 @@ def _row(rank: int, line: RankLine) -> str:
     done, total = line.progress or (0, None)
     bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
     number = format_progress(done, total) if line.progress else ""
-    # Only what was printed may take two lines: the table would be higher and lower all the time.
+    # Only what was printed may wrap, else the table would change its height all the time.
     cells = [_unbroken(str(line)), bar, _unbroken(number), f"<samp>{escape(line.newest)}</samp>"]
-    # Front ends align cells to the right, as if all were numbers.
+    # Front ends align cells to the right, as for numbers.
     aligned = "".join(f'<td><div align="left">{cell}</div></td>' for cell in cells)
     return f"<tr><th>{_unbroken(f'rank {rank}')}</th>{aligned}</tr>"
 
@@ -75,7 +74,7 @@ def _unbroken(text: str) -> str:
 
 
 def as_text(title: str, lines: Sequence[RankLine]) -> str:
-    """Write the same as text."""
+    """Return the same as text."""
     doing = _padded([f"{line}  " for line in lines])
     bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for line in lines])
     rows = (f"[rank {r}] {doing[r]}{bars[r]}{line.newest}" for r, line in enumerate(lines))
@@ -89,7 +88,7 @@ def _padded(cells: list[str]) -> list[str]:
 
 @functools.cache
 def _load_pictures() -> None:
-    """Import what draws a deadlock while the first ranks start: the error would wait for it."""
+    """Import what draws a deadlock while the first ranks start, else the error waits for it."""
     load = functools.partial(importlib.import_module, "ddp_kit.plot")
     threading.Thread(target=load, name="ddp_kit loads its pictures", daemon=True).start()
 
@@ -102,10 +101,10 @@ def _draw_waits(error: errors.DeadlockError) -> None:
 
 
 def take_over() -> None:
-    """Make runs of this process show themselves in the notebook."""
-    # `%run -m` of a lesson that a cell has imported is meant; runpy warns of it on stderr.
+    """Show the runs of this process in the notebook, and start the first ranks."""
+    # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
         errors.draw_waits = _draw_waits
-        get_ipython().observe(lambda change: leave(change["new"]), "exit_now")
+        get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")

@@ -1,4 +1,4 @@
-"""`%%ranks`: a cell that runs on every rank. `%ranks`: what is left there of such cells."""
+"""`%%ranks`: a cell that runs on every rank. `%ranks`: the names that such cells have left."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from IPython.display import display
 from ddp_kit import pool
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
 from ddp_kit.failures import name_ranks
-from ddp_kit.pool import Result, session
-from ddp_kit.pool.shown import Bundle, Sealed, Shown
-from ddp_kit.pool.starters import starter_of
+from ddp_kit.notebook.rank import session
+from ddp_kit.notebook.rank.output import Bundle, CellOutput, SealedValue
+from ddp_kit.pool import Result, launcher_of
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
@@ -34,34 +34,42 @@ RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` ce
 
 @magics_class
 class RanksMagics(Magics):
-    """The two magics, and what they remember between cells."""
+    """The two magics, and their state between cells."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.known: dict[str, list[str]] = {}  # the names of rank 0, and the names inside each
+        self.known: dict[str, list[str]] = {}  # the names of rank 0, with the names inside each
         self._forget()
 
     def _forget(self) -> None:
         self.known = {}
         self._world_size, self._backend = 4, "auto"
-        self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by starter
+        self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
     @magic_arguments("%ranks")
-    @argument("-n", "--world-size", type=int, help="how many ranks; as before, and 4 at first")
-    @argument("--only", metavar="0,2", help="run the cell on these ranks; the others do nothing")
+    @argument(
+        "-n",
+        "--world-size",
+        type=int,
+        help="number of ranks; default 4, or as before",
+    )
+    @argument("--only", metavar="0,2", help="run the cell on these ranks only")
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
-    @argument("--backend", help='"gloo", "nccl", "cuda:gloo", "mpi" or "auto"; as before')
+    @argument(
+        "--backend",
+        help='"gloo", "nccl", "cuda:gloo", "mpi" or "auto"; default "auto", or as before',
+    )
     @cell_magic("ranks")
     def run_cell(self, line: str, body: str) -> None:
         """Run this cell on every rank, and show what each prints and what its last line gives.
 
         Names stay on each rank from cell to cell, until `%ranks reset`. `rank`, `world_size`,
-        `torch`, `dist`, `kit` and `display` are there. Python's, NumPy's and torch's random
-        numbers go on; all else is as at the start of `kit.run`. `_ranks` is the result.
+        `torch`, `dist`, `kit` and `display` are defined. Random numbers of Python, NumPy and torch
+        continue; everything else is as at the start of `kit.run`. `_ranks` is the result.
 
-        A name is gone with its process: when a rank died, was stuck, or was started afresh. A group
-        and a DDP model are over when the ranks form another group, as with another -n. Of a cell
-        that raised, only the prints are shown.
+        A name is lost with its process: when a rank died, was stuck, or was restarted. Groups and
+        DDP models become unusable when the ranks form another group, as with another -n. If a cell
+        raises, only its prints are shown.
         """
         arguments = self._parse(line)
         size, backend = self._size(arguments.world_size), arguments.backend or self._backend
@@ -74,27 +82,27 @@ class RanksMagics(Magics):
         except RunError as error:
             self.shell.user_ns[RESULT] = error
             if isinstance(error, DeadlockError) and _left_out(error, only):
-                error.hint = "--only leaves the other ranks out, and what they have to do as well."
+                error.hint = "--only leaves out the other ranks, and what they would have done."
             raise
-        shown = [said or Shown(None, [], {}) for said in result]
-        values = tuple(_opened(said.value) for said in shown)
+        outputs = [output or CellOutput(None, [], {}) for output in result]
+        values = tuple(_opened(output.value) for output in outputs)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
-            self.known = shown[0].names
-        for rank, said in enumerate(shown):
-            _show(rank, said.bundles)
+            self.known = outputs[0].names
+        for rank, output in enumerate(outputs):
+            _show(rank, output.bundles)
 
     @line_magic("ranks")
     def manage(self, line: str) -> None:
-        """Look after the names that `%%ranks` cells have left on the ranks.
+        """Manage the names that `%%ranks` cells have left on the ranks.
 
-            %ranks                  which names there are
-            %ranks pull NAME ...    make NAME here a list of the ranks' values, in rank order
-            %ranks push NAME ...    give the ranks a copy of NAME as it is here
+            %ranks                  list the names
+            %ranks pull NAME ...    set NAME here to a list of the ranks' values, in rank order
+            %ranks push NAME ...    copy NAME from here to the ranks
             %ranks reset            forget all names, and the -n and --backend of earlier cells
 
-        Behind the names, `--only 0,2` means these ranks; with `--only 0`, pull gives its value
-        itself and no list.
+        After the names, `--only 0,2` selects these ranks; with `--only 0`, pull sets NAME to the
+        value itself instead of a list.
         """
         what, *names = line.split() or ["names"]
         only = None
@@ -107,17 +115,17 @@ class RanksMagics(Magics):
                 raise PoolError(f"%ranks {what} needs names, as in: %ranks {what} loss")
             (self._pull if what == "pull" else self._push)(tuple(names), only)
         elif what in ("names", "reset") and not names and only is None:
-            (self._tell if what == "names" else self._reset)()
+            (self._print_names if what == "names" else self._reset)()
         else:
             raise PoolError(
-                f"%ranks does not know {line.strip()!r}; it knows pull NAME, push NAME and reset, "
-                "and --only behind the names"
+                f"%ranks does not know {line.strip()!r}; use pull NAME, push NAME or reset, and "
+                "--only after the names"
             )
 
     def _parse(self, line: str) -> Any:
         try:
             return parse_argstring(RanksMagics.run_cell, line)
-        except UsageError as error:  # it would be a line on stderr, and no error for nbval
+        except UsageError as error:  # IPython prints a line to stderr, which is no error for nbval
             raise PoolError(f"%%ranks: {error}; %%ranks? lists its options") from None
 
     def _size(self, asked: int | None) -> int:
@@ -126,14 +134,14 @@ class RanksMagics(Magics):
         return size
 
     def _name_source(self, body: str) -> tuple[str, str]:
-        """Return the body at the lines it has in its cell, and the name of the cell's file."""
+        """Return the body at its lines in the cell, and the name of the cell's file."""
         parent = self.shell.get_parent() if hasattr(self.shell, "get_parent") else {}
         whole = parent.get("content", {}).get("code", "")
         begun = whole.rfind(body.rstrip())  # %%time may stand above
         above = whole[:begun].count("\n") if begun > 0 else 1
         source, compiler = "\n" * above + body, self.shell.compile
-        # The shell counts this cell already; what it has named last has the number that is shown,
-        # unless a kernel has named the same text before.
+        # The shell has counted this cell already; the name it made last has the number that is
+        # shown, unless the kernel has named the same text before.
         named = getattr(compiler, "_filename_map", None) or {"": self.shell.execution_count}
         own = compiler.get_code_name(whole, whole, self.shell.execution_count)
         number = named.get(own, list(named.values())[-1])
@@ -150,11 +158,11 @@ class RanksMagics(Magics):
             if not refused:
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
-                self._had[starter_of(backend)] = self._with_names(backend).union(on)
+                self._had[launcher_of(backend)] = self._with_names(backend).union(on)
 
     def _with_names(self, backend: str) -> frozenset[int]:
-        """Return the ranks that a cell or a push has been on, of this backend's processes."""
-        return self._had.get(starter_of(backend), frozenset())
+        """Return the ranks of this backend's launcher on which a cell or a push has run."""
+        return self._had.get(launcher_of(backend), frozenset())
 
     def _pull(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
         ranks = range(self._world_size) if only is None else only
@@ -175,21 +183,21 @@ class RanksMagics(Magics):
         if only is None or 0 in only:
             self.known |= {name: [] for name in names}
 
-    def _tell(self) -> None:
+    def _print_names(self) -> None:
         held = self._ask(session.Names()) if self._had else []
         where: dict[str, list[int]] = {}
         for rank, names in enumerate(held):
             for name in names:
                 where.setdefault(name, []).append(rank)
         if not where:
-            print("no %%ranks cell has left a name")
+            print("no %%ranks cell has defined a name")
         for ranks in sorted(set(map(tuple, where.values())), key=lambda some: (-len(some), some)):
             names = ", ".join(name for name in where if tuple(where[name]) == ranks)
             print(f"on {name_ranks(list(ranks))}: {names}")
 
     def _reset(self) -> None:
-        for starter, ranks in self._had.items():
-            backend = "mpi" if starter == "mpiexec" else "auto"
+        for launcher, ranks in self._had.items():
+            backend = "mpi" if launcher == "mpiexec" else "auto"
             pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()
 
@@ -206,27 +214,27 @@ def _parse_only(text: str | None, world_size: int) -> tuple[int, ...] | None:
         ranks = ()
     if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
         raise PoolError(
-            f"--only needs ranks below {world_size} with commas between, as in --only 0,2; "
+            f"--only needs ranks below {world_size}, separated by commas, as in --only 0,2; "
             f"got {text!r}"
         )
     return ranks
 
 
 def _left_out(error: DeadlockError, only: tuple[int, ...] | None) -> bool:
-    """Tell whether a rank waited for one that was not to run the cell."""
+    """Return whether a rank waited for one that did not run the cell."""
     return only is not None and any(set(wait.peers) - set(only) for wait in error.waits)
 
 
 def _check(source: str, file: str) -> bool:
-    """Raise PoolError for what is no Python; return whether a last semicolon hides the value."""
+    """Return whether a final semicolon hides the value. Raise PoolError for a syntax error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks give them
+            warnings.simplefilter("ignore")  # the ranks print them
             compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         _refuse(error, source)
-    except ValueError as error:  # a character that no file may hold
-        raise PoolError(f"the cell cannot be read: {error}") from None
+    except ValueError as error:  # a null character
+        raise PoolError(f"the cell cannot be compiled: {error}") from None
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = [t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip()]
     return code[-1:] == [";"]
@@ -237,21 +245,21 @@ def _refuse(error: SyntaxError, source: str) -> NoReturn:
     if magic := _MAGIC.match(line):
         above = "; %%time may stand above %%ranks" if magic["name"] == "time" else ""
         raise PoolError(
-            f"a rank runs Python only, and {magic[0].strip()!r} is for the notebook{above}"
+            f"ranks run Python only, and {magic[0].strip()!r} is for the notebook{above}"
         ) from None
-    error.text = error.text or line  # the compiler tells it for some mistakes only
-    # Of a SyntaxError out of a magic, IPython would show its own frames and ours.
-    *place, said = "".join(traceback.format_exception_only(error)).splitlines()
+    error.text = error.text or line  # the compiler sets it for some mistakes only
+    # For a SyntaxError from a magic, IPython would show its own frames and ours.
+    *place, message = "".join(traceback.format_exception_only(error)).splitlines()
     where = f"line {error.lineno} of the cell: " if error.lineno else ""
-    raise PoolError("\n".join([where + said, *place[1:]])) from None
+    raise PoolError("\n".join([where + message, *place[1:]])) from None
 
 
 def _opened(value: Any) -> Any:
-    return value.open() if isinstance(value, Sealed) else value
+    return value.open() if isinstance(value, SealedValue) else value
 
 
 def _show(rank: int, bundles: list[Bundle]) -> None:
-    """Show what a rank's cell has displayed below a heading; text alone stands beside it."""
+    """Show what a rank's cell has displayed below a heading, or beside it if it is only text."""
     head = f"rank {rank}: "
     for data, metadata in bundles:
         if set(data) == {"text/plain"}:
@@ -262,12 +270,12 @@ def _show(rank: int, bundles: list[Bundle]) -> None:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Give a notebook the magics, and the completion of names that live in rank 0."""
-    # Loaded once more, it still knows what is on the ranks.
+    """Register the magics, and the completion of names that are defined in rank 0."""
+    # Loaded again, it still knows what is on the ranks.
     magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
     shell.register_magics(magics)
 
-    with suppress(ImportError):  # IPython 7, as in Colab, asks nobody else for names
+    with suppress(ImportError):  # IPython 7, as in Colab, has no matchers
         _complete_names(shell, magics)
 
 

@@ -1,9 +1,25 @@
-"""Warm processes and the runs on them; the only home of processes and signals."""
+"""Warm processes and the runs on them; the only home of processes and signals.
 
-from ddp_kit.pool.crew import leave
+pool.py          WorkerPool, and `run` on the notebook's shared pool
+run.py           one run: the only loop that waits for ranks
+launchers/       who starts the processes: spawn, mpiexec, torchrun
+rank/            what runs in the process of a rank, and nowhere else
+wire/            what travels between the two
+"""
+
+from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
-from ddp_kit.pool.pool import WorkerPool, run
-from ddp_kit.pool.request import check_world_size
+from ddp_kit.pool.pool import WorkerPool, launcher_of, run, start_shared_pool
+from ddp_kit.pool.rank_processes import end_all
 from ddp_kit.pool.result import Result
 
-__all__ = ["Result", "WorkerPool", "check_world_size", "interruptible", "leave", "run"]
+__all__ = [
+    "Result",
+    "WorkerPool",
+    "check_world_size",
+    "end_all",
+    "interruptible",
+    "launcher_of",
+    "run",
+    "start_shared_pool",
+]

@@ -1,4 +1,4 @@
-"""Holding a KeyboardInterrupt back while something must be whole; letting one in elsewhere."""
+"""Deferring a KeyboardInterrupt while something must complete, and allowing one elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddp_kit.errors import PoolError
 
 @contextmanager
 def holding_interrupt() -> Iterator[None]:
-    """Hold a KeyboardInterrupt back until the end of this block.
+    """Defer a KeyboardInterrupt to the end of this block.
 
     Processes that are started here inherit SIGINT blocked: the notebook's ■ sends it to the whole
-    process group, and only the pool may act on it. Raises PoolError outside the main thread: a
-    rank would die with the thread that started it.
+    process group, and only the pool may act on it. Raises PoolError outside the main thread,
+    because a rank would die with the thread that started it.
     """
     if threading.current_thread() is not threading.main_thread():
         raise PoolError(
@@ -24,8 +24,8 @@ def holding_interrupt() -> Iterator[None]:
             f"not from the thread {threading.current_thread().name!r}"
         )
     came: list[bool] = []
-    # First the handler: from here on nothing is raised. The mask alone would not do, because it is
-    # this thread's, and another thread may take the signal.
+    # The handler first: from here on nothing is raised. The mask alone does not suffice, because it
+    # applies to this thread, and another thread may take the signal.
     before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -39,10 +39,10 @@ def holding_interrupt() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let one SIGINT raise KeyboardInterrupt in this block, also where the kernel ignores it.
+    """Let one SIGINT raise KeyboardInterrupt in this block, even if the kernel ignores it.
 
     Between two cells ipykernel ignores SIGINT, so ■ would not reach a run that begins there. A
-    second one, or one that comes too late, does nothing: it would end the kernel's event loop.
+    second one, or a late one, does nothing, because it would end the kernel's event loop.
     """
     pending: list[bool] = []
 
@@ -63,7 +63,7 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def show_interrupt(interrupt: KeyboardInterrupt, told: list[str]) -> None:
-    """Have IPython show where the ranks were, instead of where in the pool the wait was."""
-    said = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
-    interrupt._render_traceback_ = lambda: [said, *told]  # type: ignore[attr-defined]
+def show_interrupt(interrupt: KeyboardInterrupt, positions: list[str]) -> None:
+    """Make IPython show where the ranks were, instead of where in the pool the wait was."""
+    text = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
+    interrupt._render_traceback_ = lambda: [text, *positions]  # type: ignore[attr-defined]

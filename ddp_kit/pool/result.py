@@ -1,13 +1,12 @@
-"""What a run gives back."""
+"""The result of a run."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_kit.pool import view
 from ddp_kit.trace import Trace
 
 
@@ -40,10 +39,3 @@ class Result:
             head = f"rank {rank}: "
             lines.append(head + textwrap.indent(repr(value), " " * len(head)).lstrip())
         return "\n".join(lines)
-
-
-def print_output(output: Sequence[str]) -> None:
-    """Print what the ranks printed: ranks ascending, each line behind its rank."""
-    for rank, text in enumerate(output):
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            view.say(f"[rank {rank}] {view.as_seen(line)}".rstrip())

@@ -1,4 +1,4 @@
-"""What a learner sees while a run lasts. Nothing of it remains when the run has ended."""
+"""What a learner sees while a run lasts. Nothing of it remains after the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import NamedTuple, Protocol
 from ddp_kit.failures import count
 from ddp_kit.trace import draw_bar
 
-LONGEST_LINE = 100  # characters that are shown of what a rank printed
+LONGEST_LINE = 100  # characters of a printed line that are shown
 
 # Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
 
 
 class RankLine(NamedTuple):
-    """What one rank does at one moment of a run."""
+    """What one rank is doing at one moment of a run."""
 
     doing: str  # "starting", "computing", "waiting in recv(src=1)", "done", "raised" or "ended"
-    seconds: float | None = None  # for how long it has waited, to a tenth; None: it does not
-    progress: tuple[int, int | None] | None = None  # of a loop: steps done, and all, if known
+    seconds: float | None = None  # how long it has waited, to a tenth; None: it does not wait
+    progress: tuple[int, int | None] | None = None  # of a loop: steps done, and total if known
     newest: str = ""  # the last line that it printed
 
     def __str__(self) -> str:
@@ -36,14 +36,14 @@ class View(Protocol):
     """Shows what each rank does while a run lasts."""
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show what each rank does; called ten times a second at most."""
+        """Show what each rank is doing; called at most ten times a second."""
 
     def close(self) -> None:
-        """Take away what `update` has shown."""
+        """Remove what `update` has shown."""
 
 
 def heading(world_size: int, lines: Sequence[RankLine]) -> str:
-    """Say what the ranks do together: "4 ranks at work"."""
+    """Return a heading for all ranks, such as "4 ranks at work"."""
     ranks = count(world_size, "rank")
     if all(line.doing == "starting" for line in lines):
         return f"{ranks} {'is' if world_size == 1 else 'are'} starting"
@@ -51,12 +51,12 @@ def heading(world_size: int, lines: Sequence[RankLine]) -> str:
 
 
 def as_seen(line: str) -> str:
-    """Return what a terminal would show of a line: what follows its last carriage return."""
+    """Return what a terminal would show of a line: the text after its last carriage return."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def newest_line(printed: bytes) -> str:
-    """Return the last line that says something, or its beginning, without control characters."""
+    """Return the beginning of the last line that is not blank, without control characters."""
     lines = printed.decode("utf-8", errors="replace").split("\n")
     shown = (_ESCAPE.sub("", as_seen(line)).strip()[:LONGEST_LINE] for line in reversed(lines))
     text = next(filter(None, shown), "")
@@ -64,14 +64,14 @@ def newest_line(printed: bytes) -> str:
 
 
 class TerminalView:
-    """One line on the terminal that is overwritten; silent when stderr is no terminal."""
+    """One line on the terminal that is overwritten; silent if stderr is not a terminal."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._shown = ""
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show what there is to say in one line."""
+        """Show all ranks in one line."""
         if not sys.stderr.isatty():
             return
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -82,7 +82,7 @@ class TerminalView:
             sys.stderr.flush()
 
     def _in_one(self, lines: Sequence[RankLine]) -> str:
-        """Say how far the slowest rank is, or who waits, or what was printed last."""
+        """Return how far the slowest rank is, or who waits, or what was printed last."""
         loops = [(line.progress, rank) for rank, line in enumerate(lines) if line.progress]
         if loops:
             (done, total), rank = min(loops, key=lambda at: at[0][0] / (at[0][1] or 1))
@@ -93,7 +93,7 @@ class TerminalView:
         return next(printed, heading(self._world_size, lines))
 
     def close(self) -> None:
-        """Wipe the line."""
+        """Erase the line."""
         if self._shown:
             self._shown = ""
             sys.stderr.write("\r\x1b[K")
@@ -101,17 +101,20 @@ class TerminalView:
 
 
 def in_short(lines: Sequence[RankLine]) -> str:
-    """Count what ranks do: "4 ranks: 2 computing, 2 waiting in recv 3.1 s", the longest wait."""
+    """Return how many ranks do what, with the longest wait.
+
+    For example "4 ranks: 2 computing, 2 waiting in recv 3.1 s".
+    """
     kinds = [line._replace(doing=line.doing.partition("(")[0]) for line in lines]
-    said = []
+    parts = []
     for doing, many in Counter(line.doing for line in kinds).items():
         longest = max((line for line in kinds if line.doing == doing), key=lambda k: k.seconds or 0)
-        said.append(f"{many} {longest}")
-    return f"{count(len(lines), 'rank')}: {', '.join(said)}"
+        parts.append(f"{many} {longest}")
+    return f"{count(len(lines), 'rank')}: {', '.join(parts)}"
 
 
 def _cut(text: str, columns: int) -> str:
-    """Return what fits into so many columns of a terminal."""
+    """Return the beginning of a text that fits into so many columns of a terminal."""
     for at, char in enumerate(text):
         columns -= 2 if unicodedata.east_asian_width(char) in "WF" else 1
         if columns < 0:
@@ -122,7 +125,7 @@ def _cut(text: str, columns: int) -> str:
 # `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.
 open_view: Callable[[int], View] = TerminalView
 
-# How the parent tells below the cell what ranks printed, and what happened on the side.
+# Prints a line below the cell: what a rank printed, or a notice of the kit.
 say: Callable[[str], None] = print
 
 
@@ -133,15 +136,15 @@ class NoView:
         pass
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Take nothing away."""
+        """Do nothing."""
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Have runs in this block show nothing and print nothing: they belong to no cell.
+    """Show and print nothing of runs in this block, which belong to no cell.
 
     What ranks printed is in the result.
     """

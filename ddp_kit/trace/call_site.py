@@ -17,7 +17,7 @@ _LIBRARIES = tuple(
     | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
     | {
         os.path.join(_PACKAGE, name) + os.sep
-        for name in ("check", "launch", "mpi", "pool", "trace")
+        for name in ("check", "launch", "mpi", "notebook", "pool", "trace")
     }
     | {"<frozen "}
 )

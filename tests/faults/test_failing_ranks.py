@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.pool import outcome as pool_outcome
 from ddp_kit.pool import pool as pool_module
-from ddp_kit.pool import process
+from ddp_kit.pool.launchers import spawn
+from ddp_kit.pool.run import Run
 
 
 def total(rank, world_size):
@@ -189,7 +189,7 @@ def test_a_failed_replacement_hides_neither_output_nor_error(monkeypatch, capsys
 
     kit.run(pid, world_size=2)
     with monkeypatch.context() as patch:
-        patch.setattr(process.mp, "spawn", refuse)
+        patch.setattr(spawn.mp, "spawn", refuse)
         with pytest.raises(kit.RankError, match="rank 1 raised ValueError: boom"):
             kit.run(worker, world_size=2)
     assert capsys.readouterr().out == "[rank 0] last words\n[rank 1] last words\n"
@@ -223,16 +223,16 @@ def test_a_lost_exit_code_is_not_told_as_success():
         dist.barrier()
 
     victim = kit.run(pid, world_size=2)[1]
-    collect = pool_outcome.Outcome.collect
+    collect = Run._collect
 
-    def kill_and_reap(outcome, timeout):
-        if outcome._run is not None:
+    def kill_and_reap(run, timeout):
+        if run._has_begun:
             os.kill(victim, signal.SIGKILL)
             reaped_by_other_code()
-        return collect(outcome, timeout)
+        return collect(run, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_outcome.Outcome, "collect", kill_and_reap)
+        patch.setattr(Run, "_collect", kill_and_reap)
         with pytest.raises(kit.RankDiedError, match="rank 1 died: its exit code was lost"):
             kit.run(never_returns, world_size=2)
     assert kit.run(total, world_size=2)[0] == 1
@@ -247,7 +247,7 @@ def test_replacements_start_before_the_next_run_asks_for_them():
     before = list(kit.run(pid, world_size=2))
     with pytest.raises(kit.RankError):
         kit.run(zero_waits, world_size=2)
-    now = [rank.process.pid for rank in pool_module._shared["spawn"]._crew.ranks[:2]]
+    now = [rank.process.pid for rank in pool_module._shared["spawn"]._processes.ranks[:2]]
     assert now[1] == before[1], "the rank that raised is warm, and needs no replacement"
     assert now[0] != before[0]
     assert psutil.pid_exists(now[0])
@@ -263,15 +263,15 @@ def test_a_rank_killed_between_runs_is_replaced():
 
 def test_a_rank_that_dies_while_starting_is_replaced():
     with kit.WorkerPool(2) as pool:
-        pool._crew.ranks[1].process.kill()
-        pool._crew.ranks[1].process.join()
+        pool._processes.ranks[1].process.kill()
+        pool._processes.ranks[1].process.join()
         assert len(pool.run(pid, world_size=1)) == 1
         assert len(pool.run(pid, world_size=2)) == 2
 
 
 def test_a_rank_that_dies_while_the_group_forms_is_told_and_replaced():
     with kit.WorkerPool(2) as pool:
-        pool._crew.ranks[1].process.kill()  # still counts as alive for a moment
+        pool._processes.ranks[1].process.kill()  # still counts as alive for a moment
         with suppress(kit.RankDiedError):
             pool.run(pid)
         assert len(pool.run(pid)) == 2
@@ -281,13 +281,13 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(process.mp, "spawn", refuse)
+    monkeypatch.setattr(spawn.mp, "spawn", refuse)
     with pytest.raises(kit.PoolError, match=r"no further process can be started here.*open files"):
         kit.WorkerPool(1)
 
 
 def test_a_pool_that_cannot_be_had_in_full_leaves_nothing(monkeypatch):
-    spawn, started = process.mp.spawn, []
+    start, started = spawn.mp.spawn, []
 
     def refuse_the_second(*args, **kwargs):
         if started:
@@ -295,7 +295,7 @@ def test_a_pool_that_cannot_be_had_in_full_leaves_nothing(monkeypatch):
         started.append(spawn(*args, **kwargs))
         return started[0]
 
-    monkeypatch.setattr(process.mp, "spawn", refuse_the_second)
+    monkeypatch.setattr(spawn.mp, "spawn", refuse_the_second)
     with pytest.raises(kit.PoolError, match="Cannot allocate memory") as caught:
         kit.WorkerPool(2)
     assert caught.value is not None, "it is held, and its traceback holds the pool"

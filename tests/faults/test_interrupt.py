@@ -13,7 +13,7 @@ import pytest
 from kernels import ENVIRONMENT, STUCK, interrupt, start_stuck
 from processes import assert_gone, wait_until
 
-from ddp_kit.pool.outcome import Outcome
+from ddp_kit.pool.run import Run
 
 
 def test_the_interrupt_button_ends_a_run_whatever_the_ranks_do(kernel, tmp_path):
@@ -104,14 +104,14 @@ def test_a_second_interrupt_before_the_first_is_dealt_with_leaves_a_pool_that_wo
     def late(rank, world_size):
         time.sleep(600)
 
-    def interrupt_twice(outcome):
+    def interrupt_twice(run):
         monkeypatch.undo()
         raise KeyboardInterrupt  # as if it came on the way to the clean-up
 
     list(pool.run(lambda rank, world_size: rank))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Outcome, "close", interrupt_twice)
-        monkeypatch.setattr(Outcome, "collect", lambda outcome, timeout: outcome._starting)
+        monkeypatch.setattr(Run, "_close", interrupt_twice)
+        monkeypatch.setattr(Run, "_collect", lambda run, timeout: not run._has_begun)
         with pytest.raises(KeyboardInterrupt):
             pool.run(late)
     assert list(pool.run(lambda rank, world_size: rank, timeout=60)) == [0, 1]

@@ -21,7 +21,7 @@ from kernels import ENVIRONMENT, STUCK, Kernel, start_stuck
 from processes import BOUND, assert_gone, ended, wait_until, wait_until_calm
 
 import ddp_kit as kit
-from ddp_kit.pool import folder as pool_folder
+from ddp_kit.pool.wire import private_folder
 
 
 def pid(rank, world_size):
@@ -29,7 +29,7 @@ def pid(rank, world_size):
 
 
 def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(pool_folder.PREFIX + "*"))
+    return set(Path(tempfile.gettempdir()).glob(private_folder.PREFIX + "*"))
 
 
 def named_memory() -> set[str]:
@@ -177,7 +177,7 @@ def assert_next_pool_sweeps() -> None:
     """A killed process may leave its pool's folder; the sweep of the next pool takes it."""
     assert len(folders()) <= 1
     # A process with threads lets go of its lock a moment after it counts as ended.
-    wait_until(lambda: pool_folder.sweep() or not folders(), BOUND, "what was left is swept")
+    wait_until(lambda: private_folder.sweep() or not folders(), BOUND, "what was left is swept")
 
 
 def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
@@ -195,7 +195,7 @@ def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
 
 
 def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
-    flock, swept = pool_folder.fcntl.flock, []
+    flock, swept = private_folder.fcntl.flock, []
 
     def sweep_first(lock, how):
         if not swept:
@@ -203,8 +203,8 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
             os.rmdir(next(iter(folders())))
         flock(lock, how)
 
-    monkeypatch.setattr(pool_folder.fcntl, "flock", sweep_first)
-    made = pool_folder.PrivateFolder()
+    monkeypatch.setattr(private_folder.fcntl, "flock", sweep_first)
+    made = private_folder.PrivateFolder()
     assert swept
     assert os.path.isdir(made.path)
     made.remove()

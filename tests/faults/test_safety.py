@@ -68,7 +68,7 @@ def test_a_taken_port_stops_nobody(monkeypatch):
 
 def test_the_rendezvous_folder_is_private():
     kit.run(total, world_size=2)
-    folder = Path(pool_module._shared["spawn"]._crew.folder.path)
+    folder = Path(pool_module._shared["spawn"]._processes.folder.path)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == os.getuid()
 
@@ -87,9 +87,9 @@ def test_nothing_is_unpickled_that_did_not_come_through_the_pools_pipe(tmp_path)
     bomb = pickle.dumps(Bomb(str(trace)))
     kit.run(total, world_size=2)
     pool = pool_module._shared["spawn"]
-    for rank in pool._crew.ranks:
+    for rank in pool._processes.ranks:
         rank._tidy_up.func.__self__.write_bytes(bomb)  # the error file of torch
-    planted = Path(pool._crew.folder.path, "bomb")
+    planted = Path(pool._processes.folder.path, "bomb")
     planted.write_bytes(bomb)
     with pytest.raises(kit.RankDiedError):
         kit.run(lambda rank, world_size: rank or os._exit(1), world_size=2)

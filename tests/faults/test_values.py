@@ -15,14 +15,14 @@ import torch
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool import process, values
+from ddp_kit.pool.wire import payload
 
 
 def test_a_large_tensor_comes_back_without_a_copy_through_the_pipe(monkeypatch):
     piped = []
-    loads = values.pickle.loads
+    loads = payload.pickle.loads
     monkeypatch.setattr(
-        values.pickle, "loads", lambda data, **more: piped.append(len(data)) or loads(data, **more)
+        payload.pickle, "loads", lambda data, **more: piped.append(len(data)) or loads(data, **more)
     )
     result = kit.run(lambda rank, world_size: torch.full((2_000_000,), rank + 1.0), world_size=2)
     assert [value.sum().item() for value in result] == [2e6, 4e6]
@@ -43,7 +43,9 @@ def test_descriptors_and_memory_of_large_values_are_given_back():
     gc.collect()
     assert process.num_fds() <= descriptors
     assert process.memory_info().rss < memory + 60e6  # ten results are 400 MB
-    ranks = [psutil.Process(r.process.pid) for r in kit.pool.pool._shared["spawn"]._crew.ranks[:2]]
+    ranks = [
+        psutil.Process(r.process.pid) for r in kit.pool.pool._shared["spawn"]._processes.ranks[:2]
+    ]
     assert all(rank.num_fds() < 50 for rank in ranks)
 
 
@@ -118,7 +120,7 @@ def test_a_store_written_in_a_cell_can_travel():
 
 def test_an_idle_rank_holds_nothing_of_its_last_value():
     result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
-    rank = psutil.Process(kit.pool.pool._shared["spawn"]._crew.ranks[0].process.pid)
+    rank = psutil.Process(kit.pool.pool._shared["spawn"]._processes.ranks[0].process.pid)
     del result
     wait_until(lambda: not held(rank), 5, "the rank lets go of it")
 
@@ -144,9 +146,9 @@ def test_tensors_on_a_gpu_come_back_on_the_cpu_and_it_is_said_once(capsys):
     """A stand-in: the values module is told that the CPU's memory is a GPU's."""
 
     def pretend(rank, world_size):
-        from ddp_kit.pool import values
+        from ddp_kit.pool.wire import payload
 
-        values._Pickler.from_gpu = True
+        payload._Pickler.from_gpu = True
         return torch.ones(3)
 
     with kit.WorkerPool(1) as pool:
@@ -223,7 +225,7 @@ def test_a_flood_of_prints_is_cut_and_memory_stays_bounded():
 
     before = psutil.Process().memory_info().rss
     output = kit.run(flood, world_size=2).output
-    limit = process.OUTPUT_LIMIT
+    limit = output.OUTPUT_LIMIT
     for text in output:
         assert limit < len(text) < limit + 200
         assert text.endswith(f"cut here: a rank may print {limit:,} bytes in one run\n")

@@ -1,0 +1,1 @@
+"""What runs in ranks that torchrun or mpiexec has started."""

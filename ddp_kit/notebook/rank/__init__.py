@@ -1,0 +1,1 @@
+"""What runs in a rank for the cells of a notebook."""

@@ -1,0 +1,216 @@
+"""How a `%%ranks` cell runs in a rank, and the names that it leaves there for the next one.
+
+The names are in a module that is `__main__` while a cell runs. They are gone with the process.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import random
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit.notebook.rank.output import (
+    CellOutput,
+    can_be_sent,
+    collecting,
+    display,
+    seal,
+    show_figures,
+)
+
+_ATTRIBUTES = 2000  # names inside one value that are sent for completion
+
+
+@dataclass
+class Session:
+    """The names of earlier cells, and the state of their random number generators."""
+
+    main: types.ModuleType
+    world: dist.ProcessGroup | None = None  # the group of all ranks in the last cell
+    random: tuple | None = None
+
+
+_session: Session | None = None  # None: no cell has run in this process
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A worker that runs a cell's body with the names of earlier cells.
+
+    source: the body after as many empty lines as there are above it in the notebook's cell.
+    file: the cell's name in tracebacks. only: the ranks that run it; None: all.
+    quiet: the last expression is not shown. had: ranks that have names from earlier cells.
+    """
+
+    keeps_groups: ClassVar[bool] = True  # later cells may use what dist.new_group returned
+
+    source: str
+    file: str
+    only: tuple[int, ...] | None = None
+    quiet: bool = False
+    had: frozenset[int] = frozenset()
+
+    def __call__(self, rank: int, world_size: int) -> CellOutput | None:
+        """Run the cell on this rank."""
+        if self.only is not None and rank not in self.only:
+            return None
+        session = _open(rank, world_size, self.had)
+        with _as_main(session), collecting() as bundles:
+            value = self._run(vars(session.main))
+            if value is not None and not self.quiet:
+                display(value)
+            show_figures(besides=value)
+        names = _names(vars(session.main)) if rank == 0 else {}
+        return CellOutput(seal(value), list(bundles), names)
+
+    def _run(self, names: dict[str, Any]) -> Any:
+        tree = ast.parse(self.source, self.file)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, self.file, "exec", dont_inherit=True), names)
+        if last is None:
+            return None
+        expression = ast.Expression(last.value)
+        return eval(compile(expression, self.file, "eval", dont_inherit=True), names)
+
+
+@dataclass(frozen=True)
+class Push:
+    """A worker that assigns values from the notebook to names."""
+
+    values: dict[str, Any]
+    only: tuple[int, ...] | None = None
+    had: frozenset[int] = frozenset()
+    keeps_groups: ClassVar[bool] = True
+
+    def __call__(self, rank: int, world_size: int) -> None:
+        """Assign this rank's copies of the values."""
+        if self.only is None or rank in self.only:
+            vars(_open(rank, world_size, self.had).main).update(self.values)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A worker that returns the values of those names that exist."""
+
+    names: tuple[str, ...]
+    only: tuple[int, ...] | None = None
+    keeps_groups: ClassVar[bool] = True
+
+    def __call__(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Return the values of this rank. Raise TypeError for one that cannot be sent."""
+        if self.only is not None and rank not in self.only:
+            return {}
+        held = vars(_session.main) if _session else {}
+        found = {name: held[name] for name in self.names if name in held}
+        for name, value in found.items():
+            if not can_be_sent(value):
+                raise TypeError(
+                    f"{name} is a {type(value).__name__}, which cannot be sent to the notebook; "
+                    "pull tensors, numbers, strings, or lists and dicts of them"
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class Names:
+    """A worker that returns the names that the cells of this rank have assigned."""
+
+    keeps_groups: ClassVar[bool] = True
+
+    def __call__(self, rank: int, world_size: int) -> list[str]:
+        """Return the names of this rank, sorted."""
+        return sorted(_own_names(vars(_session.main))) if _session else []
+
+
+@dataclass(frozen=True)
+class Reset:
+    """A worker that forgets all names of cells, and destroys the groups that they created."""
+
+    def __call__(self, rank: int, world_size: int) -> None:
+        """Forget the names of this rank, and leave the group, which the pool forms again."""
+        global _session
+        _session = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open(rank: int, world_size: int, had: frozenset[int]) -> Session:
+    """Return the session of this process; print a line if an earlier one is gone."""
+    global _session
+    if _session is None:
+        if rank in had:
+            print("this rank was restarted; the names of earlier cells are gone")
+        _session = Session(types.ModuleType("__main__"))
+    if _session.world not in (None, dist.group.WORLD) and _holds_group(vars(_session.main)):
+        print("the process group was formed again; groups and DDP models of earlier cells are void")
+    _session.world = dist.group.WORLD
+    given = {"torch": torch, "dist": dist, "kit": sys.modules["ddp_kit"], "display": display}
+    for name, value in given.items():
+        vars(_session.main).setdefault(name, value)
+    vars(_session.main).update(rank=rank, world_size=world_size, __builtins__=builtins)
+    return _session
+
+
+def _holds_group(names: dict[str, Any]) -> bool:
+    kinds = (dist.ProcessGroup, DistributedDataParallel)
+    return any(isinstance(value, kinds) for value in names.values())
+
+
+@contextmanager
+def _as_main(session: Session) -> Iterator[None]:
+    """Be `__main__` and continue the random numbers of the previous cell; undo it afterwards."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = session.main
+    if session.random is not None:
+        _set_random(session.random)
+    try:
+        yield
+    finally:
+        session.random = _random()
+        sys.modules["__main__"] = before
+
+
+def _random() -> tuple:
+    numpy = sys.modules.get("numpy.random")
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.get_state(), gpus
+
+
+def _set_random(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy.random"].set_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])
+
+
+def _own_names(held: dict[str, Any]) -> dict[str, Any]:
+    given = {"torch", "dist", "kit", "display", "rank", "world_size"}
+    return {n: value for n, value in held.items() if not n.startswith("__") and n not in given}
+
+
+def _names(held: dict[str, Any]) -> dict[str, list[str]]:
+    """Return every name with the names inside its value; the notebook knows a module's."""
+    return {
+        name: [] if isinstance(value, types.ModuleType) else _inside(value)
+        for name, value in held.items()
+        if not name.startswith("__")
+    }
+
+
+def _inside(value: Any) -> list[str]:
+    try:
+        return [name for name in dir(value) if not name.startswith("_")][:_ATTRIBUTES]
+    except Exception:  # the learner's own __dir__
+        return []

@@ -1,0 +1,158 @@
+"""The arguments of a run: checked before anything starts, and pickled for the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from ddp_kit.backends import choose_backend
+from ddp_kit.errors import PoolError
+from ddp_kit.pool.rank import server
+from ddp_kit.pool.wire import payload
+
+FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
+FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
+RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
+
+
+def prepare(
+    worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
+) -> tuple[str, payload.Payload]:
+    """Return the backend, and worker and arguments pickled.
+
+    Raises PoolError or BackendError for what cannot be run.
+    """
+    check_world_size(world_size)
+    chosen = choose_backend(backend, world_size)
+    check_timeout(timeout)
+    check_signature(worker, args)
+    return chosen, pack(worker, args)
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise PoolError unless this machine can run that many ranks."""
+    if server.serving:
+        raise PoolError(
+            "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
+            'below `if __name__ == "__main__":`'
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise PoolError(f"world_size must be a whole number such as 4, got {world_size!r}")
+    if world_size < 1:
+        raise PoolError(f"world_size must be at least 1, got {world_size}")
+    most = most_ranks()
+    if world_size > most:
+        raise PoolError(f"world_size must be at most {most} on this machine, got {world_size}")
+
+
+def most_ranks() -> int:
+    """Return how many ranks this machine's memory and open-file limit allow."""
+    import resource
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    by_files = ranks_by_files(files) if files != resource.RLIM_INFINITY else 1024
+    return max(1, min(int(memory / RANK_MEMORY), by_files, 1024))
+
+
+def ranks_by_files(limit: int) -> int:
+    """Return how many ranks a process can start that may have `limit` files open."""
+    return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
+
+
+def check_timeout(timeout: float | None, name: str = "timeout", optional: bool = True) -> None:
+    """Raise PoolError unless a time limit is a positive number of seconds, or None if it may be."""
+    if timeout is None and optional:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        none = " or None" if optional else ""
+        raise PoolError(f"{name} must be a positive number of seconds{none}, got {timeout!r}")
+
+
+def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "world_size=") -> None:
+    """Raise PoolError unless `worker(rank, world_size, *args)` is a possible call.
+
+    set_by: the argument that sets the number of ranks, for the error.
+    """
+    name = getattr(worker, "__name__", None) or type(worker).__name__
+    if not callable(worker):
+        raise PoolError(f"the worker must be a function, got {worker!r}")
+    if inspect.iscoroutinefunction(worker):
+        raise PoolError(
+            f"{name} is an async function, which would return a coroutine and not run; call "
+            "asyncio.run(...) in a plain worker"
+        )
+    if inspect.isgeneratorfunction(worker):
+        raise PoolError(
+            f"{name} is a generator function, which would return a generator and not run; collect "
+            "the values in a list and return that"
+        )
+    try:
+        signature = inspect.signature(worker)
+    except (TypeError, ValueError):
+        return  # some built-in callables have no signature
+    try:
+        signature.bind(0, 1, *args)
+    except TypeError:
+        passed = "".join(f", {reprlib.repr(arg)}" for arg in args)
+        raise PoolError(
+            f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); extra "
+            f"arguments are passed to the worker, and {set_by} sets the number of ranks"
+        ) from None
+
+
+def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
+    """Pickle worker and arguments. Raise PoolError naming what cannot be pickled."""
+    try:
+        with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
+            return payload.pack((worker, args))
+    except Exception as error:
+        reason = error
+    found = payload.find_culprit(args)
+    if found:  # "[0]['a']" is argument 0['a']
+        path, culprit, reason = found
+        what = f"argument {path[1:].replace(']', '', 1)}"
+    else:
+        what, culprit, reason = _used_by(worker) or ("the worker", worker, reason)
+    raise PoolError(
+        f"{what} cannot be sent to the ranks: {type(culprit).__name__} ({reason}); "
+        "make it inside the worker, or pass numbers, tensors, lists or dicts"
+    ) from None
+
+
+def _used_by(worker: Callable[..., Any]) -> tuple[str, Any, Exception] | None:
+    """Return which of the notebook's variables prevents a worker from being pickled."""
+    try:
+        used = inspect.getclosurevars(worker)
+    except TypeError:
+        return None  # not a plain function
+    for name, value in {**used.nonlocals, **used.globals}.items():
+        found = payload.find_culprit(value)
+        if found:
+            path, culprit, reason = found
+            return f"{name}{path}, which the worker uses,", culprit, reason
+    return None
+
+
+@contextmanager
+def _without_import(module: ModuleType | None) -> Iterator[None]:
+    """Pickle a module's functions by value if a rank could not import it.
+
+    `%run -n script.py` leaves such a module: it has a name, but was never imported.
+    """
+    if module is None or module.__name__ == "__main__" or getattr(module, "__spec__", None):
+        yield  # cloudpickle handles it
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,58 @@
+"""When a run is judged: how long nothing must have moved, and how often to look again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.trace import Snapshot
+from ddp_kit.verdict import judge
+
+QUIET = 0.5  # seconds in which nothing moves before a run is judged
+AGAIN = 5.0  # seconds until it is judged again, then twice as many, and so on
+
+
+class DeadlockWatch:
+    """Watches the boards of a run's ranks, and has them judged when nothing moves on them."""
+
+    def __init__(self, ranks: Sequence[RankHandle], run: int) -> None:
+        self._ranks = ranks
+        self._run = run
+        self._seen: object = None
+        self._since = math.inf
+        self._again = AGAIN
+
+    def look(
+        self, now: float, returned: Collection[int], left_threads: Collection[int]
+    ) -> DeadlockError | MismatchError | None:
+        """Return why the run cannot end; None if it may. now: seconds.
+
+        returned: the ranks that have returned; left_threads: those of them that have left a thread
+        of the worker running, which may send.
+        """
+        heads = [rank.board.head() for rank in self._ranks]
+        seen = [head.moves for head in heads], len(returned)
+        if seen != self._seen:
+            self._seen, self._since, self._again = seen, now, AGAIN
+            return None
+        if now - self._since < QUIET:
+            return None
+        # A thread that keeps the run from being judged may end; asking costs room on the board.
+        self._since, self._again = now + self._again - QUIET, 2 * self._again
+        if all(head.waiting < 0 for head in heads):
+            return None
+        snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
+        if any(snapshot.log.head.run != self._run for snapshot in snapshots):
+            return None  # a rank has not begun
+        error = judge(snapshots, returned)
+        if error is None:
+            return None
+        waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
+        return None if any(map(self._may_go_on, sorted(waiting | set(left_threads)))) else error
+
+    def _may_go_on(self, number: int) -> bool:
+        """Return whether another thread of a rank may run the worker's code."""
+        stacks = self._ranks[number].stacks()
+        return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)

@@ -1,0 +1,88 @@
+"""Ranks that torch.multiprocessing.spawn starts, one by one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.launchers.base import Launcher
+from ddp_kit.pool.rank import bootstrap
+from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
+from ddp_kit.pool.wire.messages import RANK_MARK
+
+
+class Spawn(Launcher):
+    """Starts each process by itself, so that one can be replaced or added."""
+
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        """Replace the broken processes and add the missing ones."""
+        new = len(ranks) < world_size
+        for index, rank in enumerate(ranks):
+            # One that owes a reply may wait for the dead one in the group they were to form, or
+            # run a worker that a second interrupt has left behind.
+            if broken and (rank.owed or not rank.alive):
+                rank.stop()
+                ranks[index] = RankHandle(_spawn)
+                new = True
+        while len(ranks) < world_size:
+            ranks.append(RankHandle(_spawn))
+        return new
+
+
+def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
+    with (
+        holding_interrupt(),
+        _empty_main_module(),
+        _no_resource_tracker(),
+        _environment(RANK_MARK, ends.mark),
+    ):
+        args = ends.control, ends.printed, ends.board, os.getpid()
+        started = mp.spawn(bootstrap.serve_spawned, args, nprocs=1, join=False)
+    error_file = Path(started.error_files[0])  # torch writes it if `serve_spawned` fails
+    return started.processes[0], partial(error_file.unlink, missing_ok=True)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable for the processes that are started in this block."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def _no_resource_tracker() -> Iterator[None]:
+    """Start processes without multiprocessing's tracker of named memory, which is not used here.
+
+    The tracker outlives SIGTERM, and a kernel that is shut down waits seconds for it, is then
+    killed, and cannot clean up.
+    """
+    getfd = resource_tracker.getfd
+    with open(os.devnull, "wb") as nowhere:
+        resource_tracker.getfd = nowhere.fileno
+        try:
+            yield
+        finally:
+            resource_tracker.getfd = getfd
+
+
+@contextmanager
+def _empty_main_module() -> Iterator[None]:
+    """Hide `__main__` from spawn, which would run the notebook's script again in each rank."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before

@@ -1,0 +1,143 @@
+"""How a process becomes a rank: pipes, signals, and an end as soon as its pool has ended."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from functools import cache
+from multiprocessing import connection, parent_process, resource_tracker
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+from ddp_kit.pool.rank import server
+from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
+from ddp_kit.trace import Board
+
+MARK_SIZE = 32  # characters of the mark that a pool answers with
+
+
+def serve_spawned(
+    _index: int, control: Connection, output: Connection, board: Board, parent: int
+) -> None:
+    """Serve the pool that has spawned this process, until its end of `control` closes.
+
+    `torch.multiprocessing.spawn` calls this with an index that is always 0: every rank is
+    started by a call of its own, so that one can be replaced without the others.
+
+    parent: the pool's process id.
+    """
+    spawner = parent_process()
+    assert spawner is not None, "spawn has started this process"
+    _serve(control, output, board, parent, spawner.sentinel)
+
+
+def serve_connected(line: socket.socket) -> None:
+    """Take pipes and board from the pool at the other end of `line`, and serve it until it leaves.
+
+    Both ends see by `line` that the other process has ended.
+    """
+    mark, descriptors, *_ = socket.recv_fds(line, MARK_SIZE, 3)
+    if len(descriptors) < 3:
+        return  # the pool has ended
+    os.environ[RANK_MARK] = mark.decode()
+    control, printed = (Connection(descriptor) for descriptor in descriptors[:2])
+    board = Board(SimpleNamespace(detach=lambda: descriptors[2]))
+    _serve(control, printed, board, os.getppid(), line.fileno())
+
+
+def _serve(control: Connection, output: Connection, board: Board, parent: int, pool: int) -> None:
+    """pool: a handle that becomes ready when the pool's process ends."""
+    server.serving = True
+    try:
+        # It came blocked; ignored is what this process's own children should inherit.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        _leave_resource_tracker()
+        if sys.platform == "linux":
+            # A spawned process would itself spawn, and a DataLoader's workers would then need a
+            # dataset that can be imported. Those of a torchrun process are forked.
+            multiprocessing.set_start_method("fork", force=True)
+        _keep_descriptors_from_children()
+        _end_with(parent, pool)
+        _redirect_prints(output)
+        board.answer_with_stacks()
+        server.RankServer(control, board).serve()
+    except Exception:
+        with suppress(OSError):  # the pool has ended
+            payload.send(control, KitFailed(traceback.format_exc()))
+
+
+def _end_with(parent: int, pool: int) -> None:
+    """End this process as soon as `parent` or the pool ends, whatever ends them."""
+    end_with_parent()
+    if sys.platform == "linux":
+        # Orphans of a rank's children stay below the rank, where the pool finds them.
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        os._exit(1)
+
+    def watch() -> None:
+        connection.wait([pool])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ddp_kit watches the parent", daemon=True).start()
+
+
+@cache
+def end_with_parent() -> None:
+    """Have the kernel end this process with its parent, and its own forks with this process.
+
+    Only Linux can do this. It is needed because a rank stuck in native code runs no Python.
+    """
+    if sys.platform != "linux":
+        return
+    PR_SET_PDEATHSIG = 1
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A fork, such as a DataLoader's worker, does not inherit this. The signal also comes when
+    # the thread that forked ends, so only the main thread's children get it.
+    by_main: list[bool] = []
+    os.register_at_fork(
+        before=lambda: by_main.append(threading.current_thread() is threading.main_thread()),
+        after_in_parent=by_main.clear,
+        after_in_child=lambda: by_main[-1] and prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
+
+
+def _leave_resource_tracker() -> None:
+    """Drop the pool's substitute for a resource tracker; what is tracked here gets a real one."""
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None
+
+
+def _keep_descriptors_from_children() -> None:
+    """Close the pool's pipes in programs that a worker starts: they would hide that ours closed."""
+    if os.path.isdir("/proc/self/fd"):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the listing's own descriptor is closed by now
+                if int(name) > 2:
+                    os.set_inheritable(int(name), False)
+
+
+def _redirect_prints(output: Connection) -> None:
+    """Point file descriptors 1 and 2 at the pool, which covers C++ and child processes too."""
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = open(  # noqa: SIM115 - it stays open as long as the process
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)

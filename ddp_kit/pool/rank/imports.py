@@ -1,0 +1,39 @@
+"""Which of the learner's files a rank has imported; the pool restarts it when one changes."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+
+from ddp_kit.pool.wire.messages import FileStamp, file_stamp
+from ddp_kit.trace import is_own
+
+
+class Imports:
+    """Records what this process imports, except libraries: nobody edits them in a lesson."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, FileStamp] = {}
+        for module in list(sys.modules.values()):
+            self._record(getattr(module, "__file__", None))
+        path_stats = SourceFileLoader.path_stats
+
+        def path_stats_of_learner(loader: SourceFileLoader, path: str) -> dict:
+            if self._record(path):
+                # Bytecode is matched with its source by whole seconds and size. Without stats
+                # Python compiles the source, as it must after two edits in one second.
+                raise OSError("the bytecode of a learner's module is not used")
+            return path_stats(loader, path)
+
+        SourceFileLoader.path_stats = path_stats_of_learner  # type: ignore[method-assign]
+
+    def _record(self, file: str | None) -> bool:
+        stamp = file_stamp(file) if file and is_own(file) else None
+        if file and stamp:
+            self._new[file] = stamp
+        return stamp is not None
+
+    def take(self) -> dict[str, FileStamp]:
+        """Return what was imported since the last call."""
+        new, self._new = self._new, {}
+        return new

@@ -1,0 +1,217 @@
+"""What a rank does for its pool: join process groups, call workers, report what came of it."""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import os
+import sys
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ddp_kit import backends
+from ddp_kit.failures import RankFailure
+from ddp_kit.pool.rank.imports import Imports
+from ddp_kit.pool.rank.state import State, thread_left_running
+from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.messages import (
+    CallWorker,
+    Environment,
+    Joined,
+    JoinGroup,
+    KitFailed,
+    Raised,
+    RankStatus,
+    Returned,
+)
+from ddp_kit.trace import Board, describe_line, recording
+
+LONGEST_MESSAGE = 10_000  # characters of an exception's text
+# A training run may keep a rank waiting for hours; the pool ends what must end.
+GROUP_TIMEOUT = timedelta(days=30)
+
+serving = False  # True in a rank's process, where no pool may be started
+
+
+class RankServer:
+    """The loop of a rank's process, and its part in the pool: rank, group, past runs."""
+
+    def __init__(self, control: Connection, board: Board) -> None:
+        self._control, self._board = control, board
+        self._joined: JoinGroup | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._state = State()
+        self._environment: Environment | None = None  # comes with the first run
+        self._is_restored = False  # nothing of the previous run is left
+        self._imports = Imports()
+
+    def serve(self) -> None:
+        """Handle messages until the pool closes its end of the control pipe."""
+        while True:
+            try:
+                message = payload.receive(self._control)
+            except (EOFError, ConnectionResetError):
+                return
+            try:
+                reply = self._handle(message)
+            except Exception:
+                payload.send(self._control, KitFailed(traceback.format_exc()))
+                return
+            _flush()
+            payload.send(self._control, reply)
+            if isinstance(reply, Returned):
+                reply.payload.close()
+            del message, reply  # an idle rank keeps nothing of the last run alive
+            self._tidy()
+
+    def _handle(self, message: JoinGroup | CallWorker) -> Joined | Returned | Raised:
+        return self._join(message) if isinstance(message, JoinGroup) else self._run(message)
+
+    def _join(self, place: JoinGroup) -> Joined | Raised:
+        self._joined = place
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # Groups are named by their number, alike on all ranks; one that failed has counted.
+            dist.distributed_c10d._world.group_count = 0
+            os.environ.update(backends.LOOPBACK_ENVIRONMENT)
+            if place.gpus:
+                _set_variable("CUDA_VISIBLE_DEVICES", *place.gpus)
+            backends.take_device(place.backend, place.rank)
+            if place.store is not None:
+                dist.init_process_group(
+                    backends.for_group(place.backend),
+                    store=dist.FileStore(place.store, place.world_size),
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=GROUP_TIMEOUT,
+                )
+            self._group = dist.group.WORLD  # None if there is no group
+        except Exception as error:
+            return Raised(describe(place.rank, error), RankStatus(self._imports.take()))
+        return Joined(RankStatus(self._imports.take()))
+
+    def _run(self, call: CallWorker) -> Returned | Raised:
+        assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
+        rank, world_size = self._joined.rank, self._joined.world_size
+        if call.environment:
+            self._environment, self._is_restored = call.environment, False
+        for name, source in call.cells.items():
+            # No mtime: linecache keeps such an entry, as it does for IPython's own.
+            linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        groups, keeps_groups = _count_groups(), False
+        with recording(self._board, call.number) as recorder, warnings.catch_warnings():
+            try:
+                if not self._is_restored:
+                    self._restore()
+                self._is_restored = False
+                worker, args = call.payload.unpack()
+                keeps_groups = getattr(worker, "keeps_groups", False)
+                value = worker(rank, world_size, *args)
+                packed = pack(value)
+            except SystemExit as leaving:
+                _exit(leaving.code)
+            except BaseException as error:
+                broken, inside = recorder.broken or (None, None)
+                failure = describe(rank, error)
+                whole = keeps_groups and broken is None and recorder.all_awaited
+                status = self._status(whole, groups)
+                return Raised(failure, status, inside if broken == id(error) else None)
+        return Returned(
+            packed, self._status(recorder.all_awaited, None if keeps_groups else groups)
+        )
+
+    def _tidy(self) -> None:
+        """Restore the process after a run, when the pool has the reply and nobody waits."""
+        self._is_restored = False
+        if self._environment:
+            with suppress(Exception):  # the next run tries again, and reports it
+                self._restore()
+                self._is_restored = True
+
+    def _restore(self) -> None:
+        assert self._joined, "the pool sends JoinGroup before CallWorker"
+        assert self._environment, "and the environment with the first CallWorker"
+        self._state.restore(self._joined, self._environment)
+
+    def _status(self, whole: bool, groups: tuple | None = None) -> RankStatus:
+        intact = whole and self._group_is_intact(groups)
+        return RankStatus(self._imports.take(), intact, thread_left_running())
+
+    def _group_is_intact(self, groups: tuple | None) -> bool:
+        """Return whether the groups are the same as before; None: new ones may stay."""
+        if self._group is None and dist.distributed_c10d._world.group_count:
+            return False  # one that failed has counted
+        return dist.group.WORLD is self._group and groups in (None, _count_groups())
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _count_groups() -> tuple[int, int]:
+    """Return how many groups exist and how many were ever made; there is no public way."""
+    world = dist.distributed_c10d._world
+    return len(world.pg_map), world.group_count
+
+
+def pack(value: object) -> payload.Payload:
+    """Pickle what a worker returned. Raise TypeError, in one sentence, if that is impossible."""
+    failed: Exception | None = None
+    try:
+        if not payload.holds_module(value):
+            return payload.pack(value)
+    except Exception as error:
+        failed = error
+    path, culprit, reason = payload.find_culprit(value, modules=False) or ("", value, failed)
+    what = f"a {type(culprit).__name__}"
+    if path:
+        what = f"a {type(value).__name__} whose {path} is {what}"
+    raise TypeError(
+        f"the worker returned {what}, which cannot be sent to the notebook ({reason}); "
+        "return tensors, numbers, strings, or lists and dicts of them"
+    ) from None
+
+
+def describe(rank: int, error: BaseException) -> RankFailure:
+    """Return an exception as plain data, which the pool can hold without the rank's modules."""
+    frames = tuple(
+        describe_line(line.filename, line.lineno or 0, line.name)
+        for line in traceback.extract_tb(error.__traceback__)
+    )
+    try:
+        message = str.__str__(str(error))[:LONGEST_MESSAGE]  # a plain str, also of a subclass
+    except Exception:  # the learner's own __str__ may fail
+        message = "(its message could not be read)"
+    return RankFailure(rank, type(error).__name__, message, frames)
+
+
+def _exit(code: object) -> NoReturn:
+    """End the process as `sys.exit(code)` does, but wait for no thread; the pool reports it."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    _flush()
+    os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
+
+
+_C = ctypes.CDLL(None)  # the C library of this process
+
+
+def _flush() -> None:
+    """Write out what Python and C still buffer, because it belongs to this run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # the worker closed or replaced it
+            continue
+    if os.name == "posix":
+        _C.fflush(None)

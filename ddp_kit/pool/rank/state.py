@@ -1,0 +1,133 @@
+"""What a run may change in its rank's process, and how it is restored for the next run."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import weakref
+from typing import NoReturn
+
+import torch
+
+from ddp_kit import backends
+from ddp_kit.pool.wire.messages import RANK_MARK, Environment, JoinGroup
+from ddp_kit.trace import is_own, own_frame
+
+
+class State:
+    """The process as the first run finds it."""
+
+    def __init__(self) -> None:
+        watch_threads()
+        self._streams = sys.stdout, sys.stderr
+        self._output = os.dup(1)
+        self._argv = list(sys.argv)
+        self._log_handlers, self._log_level = list(logging.root.handlers), logging.root.level
+        # The pool finds what a rank has started by this variable.
+        mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
+        self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
+        self._dtype = torch.get_default_dtype()
+        self._seed = torch.initial_seed()
+
+    def restore(self, joined: JoinGroup, environment: Environment) -> None:
+        """Undo what earlier runs have changed, and take over the notebook's environment."""
+        for descriptor in (1, 2):
+            if not _same_file(descriptor, self._output):
+                os.dup2(self._output, descriptor)
+        sys.stdout, sys.stderr = self._streams
+        builtins.input = sys.breakpointhook = _refuse_input
+        sys.argv[:] = self._argv
+        logging.root.handlers[:] = self._log_handlers
+        if logging.root.level != self._log_level:  # the setter empties a cache
+            logging.root.setLevel(self._log_level)
+        wanted = environment.variables | self._own_environment
+        _set_environment(wanted | rank_environment(joined.rank, joined.world_size))
+        socket.setdefaulttimeout(None)
+        sys.path[:] = environment.path
+        os.chdir(environment.folder)
+        backends.take_device(joined.backend, joined.rank)
+        backends.share_cores(joined.world_size)
+        torch.set_default_dtype(self._dtype)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.set_printoptions(profile="default")
+        if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
+            torch.use_deterministic_algorithms(False)
+        # Fresh processes all draw the same numbers from torch.
+        torch.default_generator.manual_seed(self._seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(self._seed)
+        # Python's and NumPy's are seeded from the system.
+        random.seed()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+
+
+def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        "input() and debuggers do not work in a rank; ask in the notebook, and pass the answer to "
+        "the ranks as an argument of kit.run or with %ranks push"
+    )
+
+
+_learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # started by own code
+
+
+def watch_threads() -> None:
+    """Record from now on which threads the learner's code starts, whatever they call."""
+    start = threading.Thread.start
+
+    def start_and_record(thread: threading.Thread) -> None:
+        if is_own(sys._getframe(1).f_code.co_filename):
+            _learners.add(thread)
+        start(thread)
+
+    threading.Thread.start = start_and_record  # type: ignore[method-assign]
+
+
+def thread_left_running() -> str | None:
+    """Return the name of a thread that the learner's code started, or that runs it.
+
+    Libraries' own threads, which wait for work or watch something, may stay. None: there is no
+    such thread.
+    """
+    for thread in _learners:
+        if thread.is_alive():
+            return thread.name
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.main_thread().ident and own_frame(frame):
+            return names.get(ident, "without a name")
+    return None
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False  # it was closed
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    if dict(os.environ) == wanted:  # the usual case, and the quickest question
+        return
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,0 +1,176 @@
+"""The processes of a pool's ranks, and the process group that they form."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from contextlib import suppress
+
+from ddp_kit.backends import ON_GPUS
+from ddp_kit.errors import KitError, PoolError
+from ddp_kit.failures import name_ranks
+from ddp_kit.pool import ipython, view
+from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.launchers.base import Launcher
+from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
+from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.pool.wire.private_folder import PrivateFolder
+
+
+class RankProcesses:
+    """The ranks of one pool: started when they are missing, replaced when they are broken.
+
+    launcher: starts them. folder: where their stores are; it is removed by `end(remove=True)`.
+    init: False leaves it to the worker to form a group.
+    """
+
+    def __init__(self, launcher: Launcher, folder: PrivateFolder, init: bool = True) -> None:
+        self.ranks: list[RankHandle] = []
+        self.launcher, self.folder = launcher, folder
+        self.notified: set[str] = set()  # lines that a learner needs to see once
+        self._init = init
+        self._groups = 0
+        self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
+        self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
+        _all.add(self)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the group that the ranks were asked to form; None if there is none."""
+        return self._formed[1] if self._formed else None
+
+    def get_ready(self, world_size: int, backend: str) -> None:
+        """Start what is missing of `world_size` ranks, and ask them to form a group.
+
+        Raises BackendError or PoolError if they cannot be started.
+        """
+        with holding_interrupt():
+            self.form(world_size, backend)
+        if len(self.ranks) < world_size:  # a launcher that takes its time may be interrupted
+            self.launcher.wait()
+            with holding_interrupt():
+                self.form(world_size, backend)
+        if len(self.ranks) < world_size:
+            raise PoolError("the ranks ended before they were ready; try again")
+
+    def form(self, world_size: int, backend: str) -> None:
+        """Ask `world_size` living processes to form a group, unless they have one.
+
+        Processes that the launcher has not started yet are left to the next call.
+        """
+        if _leaving:
+            return
+        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES"),) if backend in ON_GPUS else None
+        for rank in self.ranks:
+            if gpus and rank.gpus not in (None, gpus):  # CUDA reads the variable only once
+                rank.stop()
+        broken = self._in_run or not all(rank.alive for rank in self.ranks)
+        if broken:
+            self._formed, self._in_run = None, False
+        if self.launcher.provide(self.ranks, world_size, broken):
+            self._formed = None
+        if self._formed == (world_size, backend) or len(self.ranks) < world_size:
+            return
+        self._groups += 1
+        store = self.folder.store(self._groups) if self._init else None
+        for number, rank in enumerate(self.ranks[:world_size]):
+            rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store, gpus))
+            rank.gpus = gpus or rank.gpus
+        self._formed = (world_size, backend)
+
+    def call_worker(
+        self, ranks: list[RankHandle], packed: Payload, environment: Environment, number: int
+    ) -> None:
+        """Ask these ranks to call the worker in `packed`, which is closed."""
+        self._in_run = True
+        sources = ipython.cell_sources()
+        encoded: dict[tuple, bytes] = {}
+        for rank in ranks:
+            rank.output.drain()
+            rank.output.take()  # what was printed between two runs belongs to none
+            new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
+            changed = None if environment == rank.environment else environment
+            message = CallWorker(packed, new, changed, number)
+            key = tuple(new), changed is None
+            if key not in encoded:
+                encoded[key] = payload.encode(message)
+            rank.send(message, encoded[key])
+            rank.cells_seen |= new.keys()
+            rank.environment = environment
+        packed.close()
+
+    def end_run(self, intact: bool) -> None:
+        """Record that a run is over, and that ranks which owed a reply were stopped.
+
+        intact: the group is unchanged. Else it is formed again, ready while the learner reads.
+        """
+        self._in_run = False
+        if self.launcher.reusable and self._formed and not intact:
+            formed, self._formed = self._formed, None
+            with suppress(KitError):  # the next run tries again, and reports it
+                self.form(*formed)
+
+    def restart_changed(self, world_size: int) -> None:
+        """End the ranks that have imported a file which has changed since.
+
+        A deleted file has not changed: nothing newer could be imported.
+        """
+        ranks = self.ranks[:world_size]
+        now = {file: file_stamp(file) for rank in ranks for file in rank.modules}
+        changed: set[str] = set()
+        old = []
+        for number, rank in enumerate(ranks):
+            files = {f for f, stamp in rank.modules.items() if now[f] not in (None, stamp)}
+            if files:
+                changed |= files
+                old.append(number)
+        if old:
+            with holding_interrupt():
+                for number in old:
+                    self.ranks[number].stop()
+            names = " and ".join(sorted({os.path.basename(file) for file in changed}))
+            view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
+
+    def dismiss(self, patience: float) -> None:
+        """Ask the ranks to leave; kill those that have not within `patience` seconds."""
+        ranks, self.ranks, self._formed = self.ranks, [], None
+        for rank in ranks:
+            rank.dismiss()  # all at once, so that they leave side by side
+        deadline = time.monotonic() + patience
+        for rank in ranks:
+            # One that owes a reply is busy, or has not even started: do not wait for it.
+            rank.stop(patience=0.0 if rank.owed else max(0.0, deadline - time.monotonic()))
+
+    def end(self, remove: bool = False) -> None:
+        """End every process. remove: remove the folder, too."""
+        try:
+            self.dismiss(patience=1.0)
+            self.launcher.end()
+        finally:
+            if remove:
+                self.folder.remove()
+
+
+_all: weakref.WeakSet[RankProcesses] = weakref.WeakSet()
+_leaving = False  # the notebook's kernel is about to end
+
+
+def end_all(leaving: bool) -> None:
+    """End the ranks of every pool, because this process is about to end; False: it stays.
+
+    A kernel that shuts down sends its children SIGTERM and waits until they are reaped, which
+    nobody would do: its main thread is idle or in a run. May be called in any thread.
+    """
+    global _leaving
+    _leaving = leaving
+    pools = list(_all) if leaving else []
+    ranks = [rank for processes in pools for rank in list(processes.ranks)]
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join(1)
+    for processes in pools:
+        processes.launcher.end()

@@ -1,0 +1,315 @@
+"""One run of a worker on the ranks of a pool: the only loop that waits for ranks.
+
+It serves every launcher. The cell's own thread does all the work: it waits on the ranks' pipes and
+on the sentinels of their processes, updates the live view, and has a quiet run judged.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import sys
+import time
+from typing import Any
+
+from ddp_kit.errors import DeadlockError, MismatchError, PoolError
+from ddp_kit.failures import Wait, format_returned, format_unawaited, format_waits
+from ddp_kit.pool import ipython, view
+from ddp_kit.pool.deadlock_watch import DeadlockWatch
+from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
+from ddp_kit.pool.launchers.base import START_TIMEOUT
+from ddp_kit.pool.output import print_output
+from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_processes import RankProcesses
+from ddp_kit.pool.result import Result
+from ddp_kit.pool.run_errors import Reports, error_of_ranks, error_while_joining, locate
+from ddp_kit.pool.wire.messages import Environment, KitFailed, Raised, Returned
+from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
+from ddp_kit.verdict import judge
+
+GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
+LONGEST_GRACE = 1.5  # seconds after the first failure when nobody is waited for any more
+REFRESH = 0.1  # seconds between two updates of the live view
+SHORTEST_WAIT = 200_000_000  # nanoseconds after which the live view shows that a rank waits
+
+
+class Run:
+    """One run: what its ranks have reported so far, and the wait for the rest.
+
+    world_size: how many of the processes take part; number: of the run, counted by its pool.
+    """
+
+    def __init__(self, processes: RankProcesses, world_size: int, number: int) -> None:
+        self._processes, self._world_size, self._number = processes, world_size, number
+        self._has_begun = False  # the worker was sent; before that the ranks form their group
+        self._ranks: list[RankHandle] = []
+        self._reports = Reports()
+        self._snapshots: list[Snapshot] = []
+        self._waiting: set[int] = set()
+        self._watch: DeadlockWatch | None = None
+        self._verdict: DeadlockError | MismatchError | None = None
+
+    def execute(self, packed: Payload, backend: str, timeout: float | None) -> Result:
+        """Call the worker in `packed` on every rank and return what came back.
+
+        Raises what `WorkerPool.run` raises.
+        """
+        processes = self._processes
+        try:
+            environment = current_environment()
+            processes.restart_changed(self._world_size)
+            processes.get_ready(self._world_size, backend)
+            self._view = view.open_view(self._world_size * processes.launcher.hosts)
+            self._begin(processes.ranks)
+            try:
+                if self._collect(START_TIMEOUT):  # replies to JoinGroup, of whoever owes one
+                    self._begin(processes.ranks[: self._world_size], self._number)
+                    processes.call_worker(self._ranks, packed, environment, self._number)
+                    self._collect(math.inf if timeout is None else timeout)
+            finally:
+                with holding_interrupt():
+                    output = self._close()
+                    processes.end_run(self._group_is_intact and not self._threads)
+                print_output(output)
+            self._print_notices()
+            return self._result(output)
+        except KeyboardInterrupt as interrupt:
+            show_interrupt(interrupt, self._positions())
+            raise
+
+    def _begin(self, ranks: list[RankHandle], run: int | None = None) -> None:
+        """Start to wait for these ranks. run: its number; None: they form their group."""
+        self._ranks = list(ranks)  # the pool may replace some before the run is over
+        self._has_begun = run is not None
+        self._reports = Reports()
+        if run is not None and self._processes.launcher.hosts == 1:  # else not all are visible
+            self._watch = DeadlockWatch(self._ranks, run)
+
+    def _collect(self, timeout: float) -> bool:
+        """Wait for every reply that is owed; return False if a rank failed or time is up."""
+        now = time.monotonic()
+        deadline, tick = now + timeout, now + REFRESH
+        self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
+        first_failure = newest_failure = math.inf
+        failed = 0
+        with selectors.DefaultSelector() as selector:
+            for number in self._waiting:
+                rank = self._ranks[number]
+                selector.register(rank.control, selectors.EVENT_READ, (number, "reply"))
+                selector.register(rank.sentinel, selectors.EVENT_READ, (number, "end"))
+                if rank.output.is_open:
+                    selector.register(rank.output.pipe, selectors.EVENT_READ, (number, "output"))
+            while self._waiting:
+                self._handle(selector, REFRESH)
+                now = time.monotonic()
+                if now >= tick:
+                    tick = now + REFRESH
+                    self._view.update([self._line(number) for number in range(len(self._ranks))])
+                    self._find_deaths(selector)
+                    if not failed and self._cannot_end(now):
+                        return False
+                if self._reports.failed > failed:  # each report may bring others
+                    failed = self._reports.failed
+                    first_failure, newest_failure = min(first_failure, now), now
+                elif not failed and now >= deadline:
+                    self._reports.timeout = timeout
+                    return False
+                patience = now >= newest_failure + GRACE and self._all_wait()
+                if patience or now >= first_failure + LONGEST_GRACE:
+                    break
+        return not failed
+
+    def _handle(self, selector: selectors.BaseSelector, seconds: float) -> None:
+        """Handle what comes from the ranks; return after `seconds` if nothing does."""
+        ended = []
+        for key, _ in selector.select(seconds):
+            number, what = key.data
+            rank = self._ranks[number]
+            if what == "output":
+                rank.output.read()
+                if not rank.output.is_open:
+                    selector.unregister(key.fileobj)
+            elif what == "end":
+                ended.append(number)
+            elif number in self._waiting:
+                self._take_reply(number)
+                if number not in self._waiting:
+                    _forget(selector, rank)
+        for number in ended:
+            self._note_end(selector, number)
+
+    def _find_deaths(self, selector: selectors.BaseSelector) -> None:
+        """Note ranks that have ended although a grandchild holds their sentinel open."""
+        for number in sorted(self._waiting):
+            if self._ranks[number].process.exitcode is not None:
+                self._note_end(selector, number)
+
+    def _note_end(self, selector: selectors.BaseSelector, number: int) -> None:
+        # A rank that replied and then ended still has its reply in the pipe.
+        if number in self._waiting and not self._ranks[number].control.poll():
+            self._note_death(number)
+            _forget(selector, self._ranks[number])
+
+    def _take_reply(self, number: int) -> None:
+        rank, reports = self._ranks[number], self._reports
+        reply = rank.receive()
+        if reply is None:
+            self._note_death(number)
+            return
+        if isinstance(reply, Returned):
+            reports.returned[number] = reply
+        elif isinstance(reply, Raised):
+            reports.raised[number] = reply
+        elif isinstance(reply, KitFailed):
+            reports.broken[number] = reply
+        elif rank.owed:
+            return  # it has joined a group, and is to join another one
+        self._waiting.discard(number)
+
+    def _note_death(self, number: int) -> None:
+        self._reports.died[number] = self._ranks[number].join(1)
+        self._waiting.discard(number)
+
+    def _cannot_end(self, now: float) -> bool:
+        if self._watch is not None:
+            self._verdict = self._watch.look(now, self._reports.returned, self._threads)
+        return self._verdict is not None
+
+    def _all_wait(self) -> bool:
+        """Return whether no rank is left that might still report, or get to where it waits."""
+        return all(self._snapshot(number).waiting for number in self._waiting)
+
+    def _line(self, number: int) -> view.RankLine:
+        """Return what the live view shows of a rank."""
+        rank, reports, seconds = self._ranks[number], self._reports, None
+        if number in reports.returned:
+            doing = "done"
+        elif number in reports.raised:
+            doing = "raised"
+        elif number in reports.died or number in reports.broken:
+            doing = "ended"
+        elif not self._has_begun or rank.board.head().run != self._number:
+            doing = "starting"
+        else:
+            doing = "computing"
+            now = time.monotonic_ns()
+            if wait := read_wait(rank.board, self._number, now - SHORTEST_WAIT):
+                doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
+        newest = view.newest_line(rank.output.newest)
+        return view.RankLine(doing, seconds, rank.board.progress(), newest)
+
+    def _snapshot(self, number: int) -> Snapshot:
+        """Return what is on a rank's board; nothing if that is about another run."""
+        log = self._ranks[number].board.read()
+        current = self._has_begun and log.head.run == self._number
+        return Snapshot(number, log if current else EMPTY)
+
+    def _close(self) -> list[str]:
+        """Stop the ranks that still owe a reply, and return what each rank has printed."""
+        stuck = {number for number, rank in enumerate(self._ranks) if rank.owed}
+        # All are asked before one is stopped, because its end would free others from their wait.
+        self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
+        if self._has_begun:
+            alive = sorted(stuck - self._reports.died.keys())
+            self._reports.stopped = [locate(self._ranks[n], self._snapshots[n]) for n in alive]
+        for rank in self._ranks:  # before one is stopped: others would print that it is gone
+            rank.output.drain()
+        for number, rank in enumerate(self._ranks):
+            if number in stuck or number in self._threads:
+                rank.stop()
+        self._view.close()
+        return [rank.output.take() for rank in self._ranks]
+
+    def _result(self, output: list[str]) -> Result:
+        """Return what the ranks returned, or raise the error that kept them from it."""
+        if not self._has_begun:
+            error = error_while_joining(self._reports, self._ranks)
+            assert error is not None, "without one the worker is called"
+            raise error
+        trace = join(self._snapshots)
+        failure = error_of_ranks(self._reports, self._ranks)
+        error = self._verdict
+        if error is None and not self._reports.broken:
+            error = judge(self._snapshots, self._reports.returned, over=True)
+        result = None
+        if failure is None and self._verdict is None:
+            replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
+            values = (_unpack(rank, reply.payload) for rank, reply in enumerate(replies))
+            result = Result(tuple(values), tuple(output), trace)
+        if isinstance(error, MismatchError):  # what ranks raised is a consequence of it
+            error.failures, error.result = self._reports.own_failures, result
+        error = error or failure
+        if error is None:
+            assert result is not None, "no rank has failed"
+            return result
+        error.trace, error.cell_names = trace, ipython.cell_names()
+        raise error
+
+    @property
+    def _group_is_intact(self) -> bool:
+        """Every rank has replied, and left the process group unchanged."""
+        replies = [*self._reports.returned.values(), *self._reports.raised.values()]
+        return len(replies) == len(self._ranks) and all(r.status.group_intact for r in replies)
+
+    @property
+    def _threads(self) -> dict[int, str]:
+        """The threads that workers have left running, by rank."""
+        replies = self._reports.returned | self._reports.raised
+        return {n: r.status.thread for n, r in sorted(replies.items()) if r.status.thread}
+
+    def _print_notices(self) -> None:
+        """Print what would surprise a learner who does not know about it."""
+        if self._processes.launcher.reusable:
+            for rank, thread in self._threads.items():
+                view.say(f"restarting rank {rank}: the worker left its thread {thread!r} running")
+        if len(self._reports.returned) == len(self._ranks):
+            events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
+            for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):
+                view.say(line)
+        once = [notice for rank in self._ranks for notice in rank.notices]
+        if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
+            once.append("tensors that ranks returned from a GPU are on the CPU here")
+        for line in once:
+            if line not in self._processes.notified:
+                self._processes.notified.add(line)
+                view.say(line)
+
+    def _positions(self) -> list[str]:
+        """Return lines that say where the ranks were when the run was interrupted."""
+        if not self._has_begun:
+            return ["the ranks were still starting: no worker had begun"]
+        waits = format_waits(self._reports.stopped, ipython.cell_names())
+        return waits + format_returned(self._reports.returned)
+
+
+def _forget(selector: selectors.BaseSelector, rank: RankHandle) -> None:
+    """Listen to a rank no more, which has replied or ended."""
+    selector.unregister(rank.control)
+    selector.unregister(rank.sentinel)
+    if rank.output.is_open:
+        selector.unregister(rank.output.pipe)
+
+
+def _unpack(rank: int, packed: Payload) -> Any:
+    """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
+    try:
+        return packed.unpack()
+    except Exception as error:
+        raise PoolError(
+            f"what rank {rank} returned cannot be rebuilt in the notebook: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
+            "dicts, and of a model its state_dict()"
+        ) from None
+
+
+def current_environment() -> Environment:
+    """Return what a rank takes over from this process. Raise PoolError if its folder is gone."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise PoolError(
+            "the notebook's working directory no longer exists; os.chdir to one that does"
+        ) from None
+    return Environment(tuple(map(str, sys.path)), folder, dict(os.environ))

@@ -1,0 +1,92 @@
+"""Which error a failed run raises: ranks that raised, died, or ran out of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from ddp_kit.errors import (
+    BackendError,
+    InternalError,
+    KitError,
+    PoolError,
+    RankDiedError,
+    RankError,
+    RunTimeoutError,
+)
+from ddp_kit.failures import RankFailure, Wait
+from ddp_kit.pool import ipython
+from ddp_kit.pool.launchers.base import START_TIMEOUT, was_ended_by_launcher, why_not_ready
+from ddp_kit.pool.rank import server
+from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
+from ddp_kit.trace import EMPTY, Snapshot
+
+
+@dataclass
+class Reports:
+    """What the ranks of a run have reported, by rank, and what became of the others."""
+
+    returned: dict[int, Returned] = field(default_factory=dict)
+    raised: dict[int, Raised] = field(default_factory=dict)
+    broken: dict[int, KitFailed] = field(default_factory=dict)
+    died: dict[int, int | None] = field(default_factory=dict)  # exit codes
+    stopped: list[Wait] = field(default_factory=list)  # where those were that had to be stopped
+    timeout: float | None = None  # seconds, once they have passed
+
+    @property
+    def failed(self) -> int:
+        """How many ranks will not return."""
+        return len(self.raised) + len(self.died) + len(self.broken)
+
+    @property
+    def own_failures(self) -> dict[int, RankFailure]:
+        """What ranks raised, except that they lost the connection to a rank that died."""
+        raised = self.raised.items()
+        return {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
+
+
+def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
+    """Return why the ranks did not form a group; None if they did."""
+    if reports.died and (why := why_not_ready(ranks[0].process)):
+        return BackendError(f"the ranks ended before they were ready: {why}")
+    for rank, code in sorted(reports.died.items()):
+        if code is not None and code >= 0:
+            return PoolError(
+                f"the process of rank {rank} ended with exit code {code} before it was ready; what "
+                "it printed is above, or in the terminal where Jupyter was started"
+            )
+    if reports.timeout is not None:
+        return PoolError(f"the ranks were not ready after {START_TIMEOUT:g} s; try again")
+    return error_of_ranks(reports, ranks)
+
+
+def error_of_ranks(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
+    """Return the error that says which ranks failed or were too slow; None if none was."""
+    for rank, failed in sorted(reports.broken.items()):
+        return InternalError(rank, failed.traceback)
+    if not reports.failed and reports.timeout is None:
+        return None
+    names = ipython.cell_names()
+    if reports.died:
+        first = min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
+        lost = [replace(r.inside, rank=n) for n, r in reports.raised.items() if r.inside]
+        others = set(reports.died) - {first}
+        waits = reports.stopped + lost
+        code = reports.died[first]
+        return RankDiedError(first, code, others, waits, reports.own_failures, names)
+    if reports.raised:
+        return RankError(reports.own_failures, reports.stopped, names)
+    assert reports.timeout is not None
+    return RunTimeoutError(reports.timeout, reports.stopped, reports.returned, names)
+
+
+def locate(rank: RankHandle, snapshot: Snapshot) -> Wait:
+    """Return where a rank is; if it is in no operation that is traced, ask for its lines."""
+    wait = snapshot.as_wait()
+    if wait.op is not None or snapshot.log is EMPTY:
+        return wait
+    main_thread, *_ = rank.stacks() or [[]]
+    inner = takewhile(lambda frame: frame.file != server.__file__, main_thread)
+    return replace(wait, stack=tuple(frame for frame in inner if frame.own)[::-1])

@@ -1,0 +1,1 @@
+"""What travels between the notebook's process and a rank; both sides import it."""

@@ -1,0 +1,95 @@
+"""The messages that the notebook's process and a rank exchange through the control pipe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from ddp_kit.failures import RankFailure, Wait
+from ddp_kit.pool.wire.payload import Payload
+
+# An environment variable that a rank and everything it starts inherit, to find them by.
+RANK_MARK = "DDP_KIT_RANK"
+
+FileStamp = tuple[int, int]  # modification time in nanoseconds, size in bytes
+
+
+def file_stamp(path: str) -> FileStamp | None:
+    """Return what distinguishes this version of a file from others; None if it is unreadable."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a rank takes over from the notebook's process before each run."""
+
+    path: tuple[str, ...]  # sys.path
+    folder: str  # the working directory
+    variables: dict[str, str]  # os.environ
+
+
+@dataclass(frozen=True)
+class JoinGroup:
+    """To a rank: leave your process group and join this one."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store: str | None  # the file of the FileStore; None: the worker forms its own group
+    gpus: tuple[str | None] | None = None  # CUDA_VISIBLE_DEVICES, where the backend needs it
+
+
+@dataclass(frozen=True)
+class CallWorker:
+    """To a rank: call this worker."""
+
+    payload: Payload  # (worker, args)
+    cells: dict[str, str]  # cells this rank has not seen yet: file name → source
+    environment: Environment | None  # None: unchanged since the previous run
+    number: int  # of the run in its pool
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The state of a rank's process after it has handled a message."""
+
+    modules: dict[str, FileStamp] = field(default_factory=dict)  # the learner's files it imported
+    group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
+    thread: str | None = None  # a thread that still runs the worker's code
+    notices: tuple[str, ...] = ()  # features that this PyTorch does not support
+
+
+@dataclass(frozen=True)
+class Joined:
+    """From a rank: it is in the group."""
+
+    status: RankStatus
+
+
+@dataclass(frozen=True)
+class Returned:
+    """From a rank: the worker returned."""
+
+    payload: Payload
+    status: RankStatus
+
+
+@dataclass(frozen=True)
+class Raised:
+    """From a rank: joining the group, or the worker, raised."""
+
+    failure: RankFailure
+    status: RankStatus
+    inside: Wait | None = None  # the wait that raised it
+
+
+@dataclass(frozen=True)
+class KitFailed:
+    """From a rank: the kit's own code raised; the process ends."""
+
+    traceback: str
+    status: RankStatus = RankStatus(group_intact=False)

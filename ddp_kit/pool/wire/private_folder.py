@@ -1,0 +1,95 @@
+"""A pool's private temporary folder: the stores of its groups, sockets and logs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_kit.errors import PoolError
+
+PREFIX = "ddp_kit-pool-"
+STORE = "group-"  # the first part of every name that the kit puts there
+
+
+class PrivateFolder:
+    """A folder that only this user can open, locked as long as its process lives.
+
+    The lock ends with the process, however it ends. A folder that can be locked is therefore left
+    over from a killed process, and the next pool removes it. Process ids are less reliable: another
+    process, or another container with the same temporary folder, may have the same one.
+    """
+
+    def __init__(self) -> None:
+        while True:
+            try:
+                self.path = tempfile.mkdtemp(prefix=PREFIX)
+            except OSError as error:
+                raise PoolError(
+                    f"cannot create a temporary folder ({error.strerror}); set TMPDIR to a folder "
+                    "with free space"
+                ) from error
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue  # another pool swept it before it was locked
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if os.path.isdir(self.path):
+                return
+            os.close(self._lock)  # likewise
+
+    def store(self, number: int) -> str:
+        """Return the path of the FileStore of one process group."""
+        return os.path.join(self.path, f"{STORE}{number}")
+
+    @property
+    def socket(self) -> str:
+        """The path of a socket that only this user can open."""
+        return os.path.join(self.path, f"{STORE}socket")
+
+    @property
+    def logs(self) -> str:
+        """The folder in which a launcher's program may keep its own files."""
+        return os.path.join(self.path, f"{STORE}logs")
+
+    @property
+    def program(self) -> str:
+        """The path of a file for such a program to run."""
+        return os.path.join(self.path, f"{STORE}program.py")
+
+    def remove(self) -> None:
+        """Remove the folder and its contents."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def sweep() -> None:
+    """Remove the folders of this user that no living process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # not a folder, or another pool was faster
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+        except BlockingIOError:
+            pass  # its pool is alive
+        finally:
+            os.close(lock)
+
+
+def _remove(folder: str | Path) -> None:
+    """Remove a folder with stores. It stays if it contains files that the kit did not create."""
+    for store in Path(folder).glob(f"{STORE}*"):
+        if store.is_dir() and not store.is_symlink():
+            shutil.rmtree(store, ignore_errors=True)
+        else:
+            store.unlink(missing_ok=True)
+    with suppress(OSError):
+        os.rmdir(folder)
