@@ -53,7 +53,7 @@ def test_names_stay_on_each_rank_until_reset(notebook):
     assert "ranks 2 and 3 raised NameError: name 'held'" in more.rendered
     assert "ranks 0" not in more.rendered
     notebook.run("%ranks reset")
-    assert notebook.run("%ranks").stdout == "no %%ranks cell has left a name\n"
+    assert notebook.run("%ranks").stdout == "no %%ranks cell has defined a name\n"
     assert "4 ranks" in notebook.run("%%ranks\nprint(f'{world_size} ranks')").stdout
     assert "NameError: name 'held'" in notebook.raises("%%ranks\nheld").rendered
 
@@ -86,7 +86,7 @@ def test_a_group_that_is_over_is_said_to_be(notebook):
     notebook.run("%%ranks -n 2\npair = dist.new_group([0, 1])")
     notebook.run("kit.run(lambda rank, world_size: None, world_size=3)")
     printed = notebook.run("%%ranks\nprint('next')").stdout.splitlines()
-    over = "the process group was formed anew; groups and DDP models of earlier cells are over"
+    over = "the process group was formed again; groups and DDP models of earlier cells are void"
     assert printed == [f"[rank {rank}] {line}" for rank in (0, 1) for line in (over, "next")]
     assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
     notebook.run("%ranks reset")
@@ -182,7 +182,7 @@ def test_the_result_has_values_output_and_trace(notebook):
     )
     assert notebook.value("list(_ranks)") == "['homesick', 'homesick']"
     notebook.run("%%ranks\nHomesick.__repr__ = lambda self: 1 / 0\nhome;")
-    assert "a value of type Homesick, whose text could not be made" in notebook.value("_ranks[0]")
+    assert "a value of type Homesick, whose repr failed" in notebook.value("_ranks[0]")
     notebook.run("%%ranks\n{'a': torch.ones(100_000), 'b': [rank]}")
     assert notebook.value("_ranks[1]['a'].sum().item(), _ranks[1]['b']") == "(100000.0, [1])"
 
@@ -233,7 +233,7 @@ WRONG = [
     ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
     ("%%ranks\n!ls", "PoolError", "'!ls' is for the notebook"),
     ("%%ranks\ntorch.ones?", "PoolError", "'torch.ones?' is for the notebook"),
-    ("%ranks fetch x", "PoolError", "it knows pull NAME, push NAME and reset"),
+    ("%ranks fetch x", "PoolError", "use pull NAME, push NAME or reset"),
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
@@ -268,7 +268,7 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     assert_gone(ranks[1:], "a timeout")
     after = kernel.run("%%ranks\nheld if rank == 0 else 'held' in globals()")
     assert after.stdout == (
-        "[rank 1] this rank started afresh; the names of earlier cells are gone\n"
+        "[rank 1] this rank was restarted; the names of earlier cells are gone\n"
         "rank 0: 3\nrank 1: False\n"
     )
     ranks = kernel.ranks(2)
@@ -277,8 +277,8 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     interrupt(kernel, cell, "a loop in a cell")
     assert_gone(ranks, "an interrupt")
     after = kernel.run("%%ranks\nrank").stdout.splitlines()
-    assert [line for line in after if "afresh" in line] == [
-        f"[rank {rank}] this rank started afresh; the names of earlier cells are gone"
+    assert [line for line in after if "restarted" in line] == [
+        f"[rank {rank}] this rank was restarted; the names of earlier cells are gone"
         for rank in range(2)
     ]
     assert after[2:] == ["rank 0: 0", "rank 1: 1"]
@@ -291,7 +291,7 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     alone = kernel.raises("%%ranks -n 2 --only 0\ndist.barrier()")
     assert "for rank 1, which has returned without calling it" in alone.rendered
     assert alone.rendered.endswith(
-        "--only leaves the other ranks out, and what they have to do as well."
+        "--only leaves out the other ranks, and what they would have done."
     )
 
 

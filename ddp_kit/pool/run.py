@@ -129,7 +129,7 @@ class Run:
             rank = self._ranks[number]
             if what == "output":
                 rank.output.read()
-                if not rank.output.is_open:
+                if not rank.output.is_open and number in self._waiting:
                     selector.unregister(key.fileobj)
             elif what == "end":
                 ended.append(number)

@@ -214,7 +214,7 @@ def test_a_thread_left_running_ends_with_a_fresh_rank_and_a_line_says_so(tmp_pat
     before = list(kit.run(pid, world_size=2))
     kit.run(leave_thread, world_size=2)
     assert capsys.readouterr().out == (
-        "rank 1 starts afresh: the worker left its thread 'dotter' running\n"
+        "restarting rank 1: the worker left its thread 'dotter' running\n"
     )
     size = os.path.getsize(path) if os.path.exists(path) else 0
     after = list(kit.run(pid, world_size=2))
@@ -229,7 +229,7 @@ def test_a_timer_left_running_does_not_print_into_the_next_run(capsys):
 
     before = list(kit.run(pid, world_size=2))
     kit.run(leave_timer, world_size=2)
-    assert "rank 1 starts afresh: the worker left its thread" in capsys.readouterr().out
+    assert "restarting rank 1: the worker left its thread" in capsys.readouterr().out
     assert kit.run(pid, world_size=2)[1] != before[1]
 
 

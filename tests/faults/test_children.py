@@ -115,4 +115,4 @@ def test_children_of_a_rank_that_died_end_and_do_not_hide_its_death(pool, tmp_pa
     numbers = [int(number) for number in file.read_text().split()]
     assert len(numbers) == 2
     assert ended(psutil.Process(number) for number in numbers if psutil.pid_exists(number))
-    wait_until(lambda: pool._crew.ranks[1].alive, 10, "the replacement runs")
+    wait_until(lambda: pool._processes.ranks[1].alive, 10, "the replacement runs")

@@ -282,7 +282,7 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(spawn.mp, "spawn", refuse)
-    with pytest.raises(kit.PoolError, match=r"no further process can be started here.*open files"):
+    with pytest.raises(kit.PoolError, match=r"cannot start another process here.*open files"):
         kit.WorkerPool(1)
 
 
@@ -292,7 +292,7 @@ def test_a_pool_that_cannot_be_had_in_full_leaves_nothing(monkeypatch):
     def refuse_the_second(*args, **kwargs):
         if started:
             raise OSError(12, "Cannot allocate memory")
-        started.append(spawn(*args, **kwargs))
+        started.append(start(*args, **kwargs))
         return started[0]
 
     monkeypatch.setattr(spawn.mp, "spawn", refuse_the_second)
@@ -341,5 +341,5 @@ def test_a_worker_that_asks_is_told_that_nobody_answers():
     with pytest.raises(kit.RankError) as caught:
         kit.run(asks, world_size=2)
     said = [caught.value.failures[rank].message for rank in range(2)]
-    assert "no keyboard, for input() or a debugger" in said[0]
-    assert "pass the answer on: as an argument of kit.run" in said[1]
+    assert "input() and debuggers do not work in a rank" in said[0]
+    assert "pass the answer to the ranks as an argument of kit.run" in said[1]

@@ -39,13 +39,13 @@ def test_an_edited_module_runs_its_new_code_and_a_line_says_so(module, capsys):
     second = kit.run(module(2), world_size=2)
     assert [value for value, _ in second] == [2, 2]
     assert capsys.readouterr().out == (
-        f"{module.file.name} changed on disk: starting ranks 0 and 1 afresh\n"
+        f"{module.file.name} changed on disk: restarting ranks 0 and 1\n"
     )
     # Same length, same second: bytecode would not tell these two apart.
     assert [value for value, _ in kit.run(module(3), world_size=2)] == [3, 3]
 
 
-def test_only_the_rank_that_has_imported_the_module_starts_afresh(module, capsys):
+def test_only_the_rank_that_has_imported_the_module_is_restarted(module, capsys):
     module(1)
     name = module.file.stem
 
@@ -60,7 +60,7 @@ def test_only_the_rank_that_has_imported_the_module_starts_afresh(module, capsys
     assert after[0] == before[0]
     assert (after[1][0], before[1][0]) == (2, 1)
     assert after[1][1] != before[1][1]
-    assert "starting rank 1 afresh" in capsys.readouterr().out
+    assert "restarting rank 1" in capsys.readouterr().out
 
 
 def test_a_rank_that_has_the_new_code_already_stays_warm(module):
@@ -87,4 +87,4 @@ def test_an_edited_module_of_a_notebook_runs_its_new_code(kernel, tmp_path):
         kernel.run(edit.format(answer))
         cell = kernel.run(f"{use}\nlist(kit.run(worker, world_size=2))")
         assert cell.contents("execute_result")[0]["data"]["text/plain"] == f"[{answer}, {answer}]"
-    assert cell.stdout == "helpers.py changed on disk: starting ranks 0 and 1 afresh\n"
+    assert cell.stdout == "helpers.py changed on disk: restarting ranks 0 and 1\n"

@@ -15,6 +15,7 @@ import torch
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit.pool.output import OUTPUT_LIMIT
 from ddp_kit.pool.wire import payload
 
 
@@ -214,7 +215,7 @@ def test_a_worker_with_a_yield_is_refused_before_anything_starts():
     def worker(rank, world_size):
         yield rank
 
-    with pytest.raises(kit.PoolError, match=r"worker has a yield.*in a list"):
+    with pytest.raises(kit.PoolError, match=r"worker is a generator function.*in a list"):
         kit.run(worker)
 
 
@@ -225,7 +226,7 @@ def test_a_flood_of_prints_is_cut_and_memory_stays_bounded():
 
     before = psutil.Process().memory_info().rss
     output = kit.run(flood, world_size=2).output
-    limit = output.OUTPUT_LIMIT
+    limit = OUTPUT_LIMIT
     for text in output:
         assert limit < len(text) < limit + 200
         assert text.endswith(f"cut here: a rank may print {limit:,} bytes in one run\n")
