@@ -309,14 +309,3 @@ class MismatchError(_HintedError):
         calls = format_calls(self.calls, cell_names)
         failures = format_failures(self.failures.values(), cell_names)
         return [f"{self.fact}.", *calls, *failures, self.hint]
-
-
-class InternalError(KitError, RuntimeError):
-    """Temporary."""
-
-    def __init__(self, rank: int, traceback: str):
-        self.rank, self.traceback = rank, traceback
-        super().__init__(rank, traceback)
-
-    def __str__(self) -> str:
-        return f"ddp_kit itself failed on rank {self.rank}; please report it:\n{self.traceback}"

@@ -3,7 +3,6 @@
 from ddp_kit.verdict.agreement import plainly_agree
 from ddp_kit.verdict.deadlocks import deadlock
 from ddp_kit.verdict.graph import shortest_cycle, stuck
-from ddp_kit.verdict.judge import judge
 from ddp_kit.verdict.mismatches import mismatch
 from ddp_kit.verdict.state import Channel, RankState
 
@@ -11,7 +10,6 @@ __all__ = [
     "Channel",
     "RankState",
     "deadlock",
-    "judge",
     "mismatch",
     "plainly_agree",
     "shortest_cycle",
