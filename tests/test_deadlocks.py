@@ -123,7 +123,7 @@ DEADLOCKS = [
         2,
         "rank 0 sends a message to rank 1, which has returned without receiving it",
     ),
-    (isend_thrown_away, 2, "rank 0, which started an isend and never waited"),
+    (isend_thrown_away, 2, "rank 0, which started an isend but never waited"),
     (half_a_sub_group, 3, "rank 0 waits in all_reduce(group=[0, 1]) for rank 1"),
     (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
@@ -204,8 +204,8 @@ MISMATCHES = [
     (different_shapes, "rank 0 calls all_reduce with shape (1,), rank 1 with shape (2,)"),
     (different_dtypes, "rank 0 calls all_reduce with float32, rank 1 with float64"),
     (different_roots, "rank 0 calls broadcast with src=0, rank 1 with src=1"),
-    (different_splits, "in all_to_all_single rank 0 gives rank 1 shape (2,), but rank 1 takes"),
-    (too_small_a_tensor, "rank 0 sends 16 bytes, rank 1 receives into a tensor of 8"),
+    (different_splits, "in all_to_all_single, rank 0 sends shape (2,) to rank 1, but rank 1"),
+    (too_small_a_tensor, "rank 0 sends 16 bytes, rank 1 receives into a tensor of 8 bytes"),
 ]
 
 
@@ -241,7 +241,7 @@ def too_large_a_tensor(rank, world_size):
 SILENT = [
     (small_broadcast, "rank 0 calls broadcast with shape (1,), rank 1 with shape (2,)"),
     (different_ops, "rank 0 calls all_reduce with op=PRODUCT, rank 1 with op=SUM"),
-    (too_large_a_tensor, "rank 0 sends 4 bytes, rank 1 receives into a tensor of 8"),
+    (too_large_a_tensor, "rank 0 sends 4 bytes, rank 1 receives into a tensor of 8 bytes"),
 ]
 
 

@@ -18,7 +18,13 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import RankFailure, Wait, format_returned, format_unawaited, format_waits
+from ddp_kit.failures import (
+    RankFailure,
+    TracebackFormatter,
+    Wait,
+    format_returned,
+    format_unawaited,
+)
 from ddp_kit.pool import cells, view, worker
 from ddp_kit.pool.messages import Raised, Returned
 from ddp_kit.pool.process import RankProcess, followed, why_not_ready
@@ -26,7 +32,7 @@ from ddp_kit.pool.request import unpack
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.watch import Watch
 from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
-from ddp_kit.verdict import mismatch, plainly_agree
+from ddp_kit.verdict import judge
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and form a group
 GRACE = 0.3  # seconds after each failure in which ranks that wait may yet report
@@ -73,7 +79,8 @@ class Outcome:
         """Say where the ranks were when the run was stopped."""
         if self._run is None:
             return ["the ranks were still starting: no worker had begun"]
-        return format_waits(self.waits, cells.cell_names()) + format_returned(self._returned)
+        waits = TracebackFormatter(cells.cell_names()).waits(self.waits)
+        return waits + format_returned(self._returned)
 
     @property
     def threads(self) -> dict[int, str]:
@@ -220,8 +227,7 @@ class Outcome:
             assert failure is not None, "asked only after a failure to start"
             raise failure
         trace = join(self._snapshots)
-        wrong = None if plainly_agree(self._snapshots) else mismatch(trace.events)
-        error = self._verdict or wrong or failure
+        error = self._verdict or judge(self._snapshots, self._returned, over=True) or failure
         if isinstance(error, MismatchError):  # what ranks raised comes of it
             error.failures = self._own_failures()
         result = None

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.process import RankProcess
-from ddp_kit.trace import Snapshot, join
-from ddp_kit.verdict import RankState, deadlock, mismatch, plainly_agree
+from ddp_kit.trace import Snapshot
+from ddp_kit.verdict import judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is looked at
 AGAIN = 5.0  # seconds until it is looked at again, then twice as many, and so on
@@ -46,45 +46,13 @@ class Watch:
         snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
         if any(snapshot.log.head.run != self._run for snapshot in snapshots):
             return None  # a rank has not begun
-        error = self._judge(snapshots, returned)
+        error = judge(snapshots, returned)
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
         return None if any(map(self._may_go_on, sorted(waiting | set(left_threads)))) else error
 
-    def _judge(
-        self, snapshots: list[Snapshot], returned: Collection[int]
-    ) -> DeadlockError | MismatchError | None:
-        if any(snapshot.is_crowded for snapshot in snapshots):
-            return None  # not everything was counted
-        error = deadlock([_state(snapshot, snapshot.rank in returned) for snapshot in snapshots])
-        if not plainly_agree(snapshots):
-            events = join(snapshots).events
-            # If it is stuck, that may come of something earlier; else what it waits for counts.
-            waited = {event.match_key for r in snapshots if (event := r.waiting)}
-            wrong = mismatch(e for e in events if error is not None or e.match_key in waited)
-            error = wrong or error
-        return error
-
     def _may_go_on(self, number: int) -> bool:
         """Whether another thread of a rank runs the worker's code, as far as one can know."""
         stacks = self._ranks[number].stacks()
         return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)
-
-
-def _state(snapshot: Snapshot, returned: bool) -> RankState:
-    """Return what the verdict looks at."""
-    waits_for = snapshot.waiting if snapshot.waits_for_ever else None
-    status = "returned" if returned else "waiting" if waits_for else "running"
-    state = RankState(snapshot.rank, status, waits_for, {}, {}, {}, {}, {})
-    for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
-        if kind == "send":
-            state.sends[snapshot.rank, peer, tag, group] = posted - given_up
-            state.given_up[snapshot.rank, peer, tag, group] = given_up
-        elif kind == "recv":
-            state.recvs[peer, snapshot.rank, tag, group] = posted - given_up
-        elif kind == "any":
-            state.any_source[tag, group] = posted - given_up
-        else:
-            state.collectives[group] = posted - given_up
-    return state
