@@ -48,7 +48,7 @@ draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
 
 
 class KitError(Exception):
-    """Any error that ddp_kit raises on purpose."""
+    """Base class of every error that ddp_kit raises."""
 
     def _lines(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]

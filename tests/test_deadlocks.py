@@ -1,4 +1,4 @@
-"""Runs that cannot end are ended, and the error says why; runs that can end are left alone."""
+"""Runs that can never end are stopped, and the error says why; others are left alone."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_message_that_was_thrown_away_is_lost():
     assert caught.value.trace.lost == [message]
 
 
-# --- ranks that do not agree ---------------------------------------------------------------
+# --- ranks that disagree -------------------------------------------------------------------
 
 
 def different_collectives(rank, world_size):
@@ -210,7 +210,7 @@ MISMATCHES = [
 
 
 @pytest.mark.parametrize(("worker", "fact"), MISMATCHES, ids=name_of)
-def test_ranks_that_do_not_agree_are_ended_and_told(worker, fact):
+def test_ranks_that_disagree_are_ended_and_the_error_says_how(worker, fact):
     kit.run(lambda rank, world_size: None, world_size=2)  # warm
     began = time.monotonic()
     with pytest.raises(kit.MismatchError) as caught:
@@ -246,7 +246,7 @@ SILENT = [
 
 
 @pytest.mark.parametrize(("worker", "fact"), SILENT, ids=name_of)
-def test_a_wrong_answer_without_an_error_is_told_and_nothing_is_lost(worker, fact):
+def test_a_wrong_answer_without_an_error_raises_and_nothing_is_lost(worker, fact):
     with pytest.raises(kit.MismatchError) as caught:
         kit.run(worker, world_size=2)
     assert str(caught.value).startswith(fact)
@@ -380,13 +380,13 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
     kit.run(worker, world_size=3)
 
 
-def test_a_rank_that_does_not_tell_its_threads_is_left_alone(monkeypatch):
+def test_a_rank_that_does_not_answer_with_its_threads_is_left_alone(monkeypatch):
     monkeypatch.setattr(RankProcess, "stacks", lambda rank: [])
     with pytest.raises(kit.RunTimeoutError):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
-def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_go_on(monkeypatch):
+def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_continue(monkeypatch):
     asked = []
     monkeypatch.setattr(RankProcess, "stacks", lambda rank: asked.append(rank) or [])
     kit.run(sleeps, world_size=2)
@@ -451,7 +451,7 @@ def test_ranks_that_are_ended_write_nothing_of_each_others_end(capfd):
 # --- what is left to the timeout -----------------------------------------------------------
 
 
-def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
+def test_what_cannot_be_decided_ends_at_its_timeout_and_shows_the_lines():
     def spins(rank, world_size):
         if rank == 0:
             dist.recv(torch.zeros(1), 1)
@@ -468,8 +468,8 @@ def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
     assert kit.run(lambda rank, world_size: rank, world_size=2)[1] == 1
 
 
-def test_tensors_on_different_devices_are_told():
-    """PyTorch's "meta" device stands in for a GPU: it has a backend of its own, too."""
+def test_tensors_on_different_devices_are_a_mismatch():
+    """PyTorch's "meta" device replaces a GPU here: it also has a backend of its own."""
 
     def worker(rank, world_size):
         dist.all_reduce(torch.zeros(2, device="meta" if rank == 1 else "cpu"))

@@ -173,7 +173,7 @@ def test_sys_exit_waits_for_no_thread():
         threading.Thread(target=time.sleep, args=(600,)).start()
         sys.exit("enough")
 
-    with pytest.raises(kit.RankDiedError, match="exit code 1"):
+    with pytest.raises(kit.RankDiedError, match="exited with code 1"):
         kit.run(worker, world_size=1, timeout=60)
 
 
