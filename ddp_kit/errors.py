@@ -1,17 +1,18 @@
 """Every exception that ddp_kit raises.
 
-    KitError                  anything below
-    ├── PoolError             a run or a pool that cannot be, as it was asked for
-    ├── BackendError          a backend that cannot be had here
-    ├── DataError             digits that cannot be had here
-    ├── TraceError            a trace that cannot be loaded from files
-    ├── ModelError            a cost that cannot be computed from what was given
-    ├── RankError             ranks raised            .failures: {rank: RankFailure}
-    ├── RankDiedError         a process ended         .rank, .exitcode, .failures
-    ├── RunTimeoutError       timeout= went by        .unfinished
-    ├── DeadlockError         ranks wait for ever     .fact, .waits, .returned, .hint
-    ├── MismatchError         ranks do not agree      .fact, .calls, .hint, .failures, .result
-    ├── ProofError            a lesson's claim did not hold
+    KitError                  any of the errors below
+    ├── PoolError             a pool or a run is not possible as requested
+    ├── BackendError          a backend is unavailable here
+    ├── DataError             a data set is unavailable here
+    ├── TraceError            a trace cannot be loaded from files
+    ├── ModelError            a cost cannot be computed from the given numbers
+    ├── RankError             ranks raised                .failures: {rank: RankFailure}
+    ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
+    ├── RunTimeoutError       a run exceeded timeout=     .unfinished
+    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint
+    ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
+    ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
+    ├── ProofError            a lesson's claim does not hold
     └── ExerciseError         an answer is not right yet  .error, .trace
 
     try:
@@ -19,14 +20,15 @@
     except kit.RankError as error:
         print(error.failures[1].type)
 
-An error of a run also has .trace: what the ranks had communicated until then, or None.
+An error of a run also has .trace: what the ranks communicated until it ended, or None.
 
-The kit adds nothing to `str()` that changes from run to run: no pid, no temporary file, no clock.
-Cell numbers do change, so they stand in the rendered traceback only.
+The kit adds nothing to `str(error)` that changes from run to run: no pid, no temporary file, no
+time. Cell numbers do change, so only the traceback that a notebook renders has them.
 """
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,41 +36,38 @@ from typing import Any
 from ddp_kit.failures import (
     Call,
     RankFailure,
+    TextFormatter,
+    TracebackFormatter,
     Wait,
-    format_calls,
-    format_death,
-    format_failures,
     format_returned,
-    format_waits,
-    signal_name,
-    timeout_hint,
+    name_ranks,
 )
 
-# `ddp_kit.notebook` puts a picture here, which is shown with the error.
+# `ddp_kit.notebook` replaces this with a function that shows a picture above the error.
 draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
 
 
 class KitError(Exception):
-    """Any error that ddp_kit raises on purpose."""
+    """Base class of every error that ddp_kit raises."""
 
     def _lines(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
     def _draw(self) -> None:
-        """Show a picture above the error, where it has one."""
+        """Show a picture above the error, if it has one."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the sentence and nothing of the kit's inside (IPython calls this)."""
+        """Return the message without the kit's own frames; IPython calls this."""
         self._draw()
         return self._lines()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the same where the error is a cell's value, as `_ranks` may be."""
+        """Show the same when the error is the value of a cell, as `_ranks` may be."""
         printer.text("\n".join(self._lines()).rstrip())
 
 
 class PoolError(KitError, ValueError):
-    """A pool or a run cannot be had as it was asked for."""
+    """A pool or a run is not possible as requested."""
 
 
 class BackendError(KitError, ValueError):
@@ -76,37 +75,37 @@ class BackendError(KitError, ValueError):
 
 
 class DataError(KitError):
-    """The data that was asked for is not here and cannot be fetched."""
+    """The requested data is not on this machine and cannot be downloaded."""
 
 
 class TraceError(KitError, ValueError):
-    """A trace cannot be loaded: a rank's part is missing, or a file is no part of a trace."""
+    """A trace cannot be loaded: a rank's file is missing, or a file is not part of a trace."""
 
 
 class ModelError(KitError, ValueError):
-    """A cost cannot be computed from what was given."""
+    """A cost cannot be computed from the given numbers."""
 
 
 class ProofError(KitError, AssertionError):
-    """What a lesson claims did not hold on this machine."""
+    """A lesson's claim does not hold on this machine."""
 
 
 class ExerciseError(KitError, AssertionError):
     """An answer to an exercise is not right yet.
 
     error: the kit's own error if the run failed, such as a DeadlockError, else None. trace: the
-    Trace of the run that was wrong, None where there is none.
+    Trace of the wrong run, None if there is none.
     """
 
-    def __init__(self, said: str, error: KitError | None = None, trace: Any = None):
+    def __init__(self, message: str, error: KitError | None = None, trace: Any = None):
         self.error, self.trace = error, trace
-        super().__init__(said, error, trace)
+        super().__init__(message, error, trace)
 
     def __str__(self) -> str:
         return "\n".join([self.args[0], *([str(self.error)] if self.error else [])])
 
     def _lines(self) -> list[str]:
-        """Return the sentence, and what the run's own error says, with its cells."""
+        """Return the message, then the lines of the run's own error, with its cells."""
         inner = self.error._lines() if self.error else []
         return [f"{type(self).__name__}: {self.args[0]}", *inner]
 
@@ -116,37 +115,38 @@ class ExerciseError(KitError, AssertionError):
 
 
 class RunError(KitError):
-    """A run that did not come to its end, told rank by rank.
+    """A run failed; the message describes what each rank did.
 
     waits: where the ranks were that had not returned.
-    cell_names: what the notebook calls the files in which cells were compiled; settable.
-    trace: the Trace of what was communicated until then, None where there is none; settable.
+    cell_names: the notebook's names of the files in which cells were compiled; settable.
+    trace: the Trace of what was communicated until then, None if there is none; settable.
     """
 
     trace: Any = None  # a Trace; its module lies above this one
 
     def __init__(self, waits: Iterable[Wait], cell_names: dict[str, str] | None, *args: object):
         self.waits, self.cell_names = tuple(waits), cell_names or {}
-        super().__init__(*args)  # what pickle and copy build it from again
+        super().__init__(*args)  # pickle and copy call the constructor with these
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
+    def _format(self, text: TextFormatter) -> list[str]:
+        """Return the lines of the message. text: decides how lines of code are shown."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(self._told(None))
+        return "\n".join(self._format(TextFormatter()))
 
     def _lines(self) -> list[str]:
-        """Return the learner's own lines of each rank, instead of the kit's."""
-        first, *others = self._told(self.cell_names)
+        """Return the message with the file or cell of each line of the learner's code."""
+        first, *others = self._format(TracebackFormatter(self.cell_names))
         return [f"{type(self).__name__}: {first}", *others]
 
 
 class RankError(RunError):
-    """One rank or more raised; equal failures are told once.
+    """One or more ranks raised; equal failures are merged in the message.
 
     failures: every rank that raised, by rank.
-    waits: where the others were that had not returned.
-    cell_names: what the notebook calls the files in which cells were compiled.
+    waits: where the ranks were that had neither raised nor returned.
+    cell_names: the notebook's names of the files in which cells were compiled.
     """
 
     def __init__(
@@ -159,22 +159,20 @@ class RankError(RunError):
         waits = tuple(waits)
         super().__init__(waits, cell_names, failures, waits, cell_names)
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        return format_failures(self.failures.values(), cell_names) + format_waits(
-            self.waits, cell_names
-        )
+    def _format(self, text: TextFormatter) -> list[str]:
+        return text.failures(self.failures.values()) + text.waits(self.waits)
 
     def _lines(self) -> list[str]:
-        return [f"{type(self).__name__}:", *self._told(self.cell_names)]
+        return [f"{type(self).__name__}:", *self._format(TracebackFormatter(self.cell_names))]
 
 
 class RankDiedError(RunError):
     """A rank's process ended in the middle of a run.
 
-    rank: the rank that died first, as far as one knows, else the lowest; exitcode: as in
-    `multiprocessing.Process.exitcode`, negative for a signal, None where somebody else has
-    fetched it; others: further ranks that died; failures: the ranks that raised, by rank; waits:
-    where the ranks were that had not returned.
+    rank: the rank that died first, as far as is known, else the lowest. exitcode: as in
+    `multiprocessing.Process.exitcode`: negative for a signal, None if other code has collected it.
+    others: further ranks that died. failures: the ranks that raised, by rank. waits: where the
+    ranks were that had not returned.
     """
 
     def __init__(
@@ -194,20 +192,37 @@ class RankDiedError(RunError):
 
     @property
     def signal(self) -> str | None:
-        """The name of the signal that ended the process, such as "SIGKILL"."""
-        return signal_name(self.exitcode)
+        """The signal that ended the process: "SIGKILL"; None if it exited, or that is not known."""
+        if self.exitcode is None or self.exitcode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:
+            return f"signal {-self.exitcode}"
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        said = format_death(self.rank, self.exitcode, self.others)
-        failures = format_failures(self.failures.values(), cell_names)
-        return [said, *failures, *format_waits(self.waits, cell_names)]
+    def _format(self, text: TextFormatter) -> list[str]:
+        name = self.signal
+        how = f"ended by {name}" if name else f"exited with code {self.exitcode}"
+        if name == "SIGKILL":
+            cause = "it was killed from outside, most often because memory ran out"
+        elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+            cause = "native code crashed; the last lines that it printed may say why"
+        elif name:
+            cause = "it was stopped from outside"
+        elif self.exitcode is None:
+            how = "its exit code was lost"
+            cause = "unknown, because other code in this process collects exit codes"
+        else:
+            cause = "the worker called sys.exit or os._exit"
+        also = f" ({name_ranks(self.others)} died too)" if self.others else ""
+        died = f"rank {self.rank} died: {how}{also}. Likely cause: {cause}."
+        return [died, *text.failures(self.failures.values()), *text.waits(self.waits)]
 
 
 class RunTimeoutError(RunError):
     """A run did not end within its `timeout=`.
 
-    waits: where each rank was that had not returned; unfinished: the numbers of these ranks;
-    returned: the numbers of the others.
+    waits: where each rank was that had not returned. unfinished: these ranks. returned: the others.
     """
 
     def __init__(
@@ -225,14 +240,39 @@ class RunTimeoutError(RunError):
         """The ranks that had not returned."""
         return tuple(sorted(wait.rank for wait in self.waits))
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        said = f"the run did not end within {self.timeout:g} s."
-        waits = format_waits(self.waits, cell_names)
-        return [said, *waits, *format_returned(self.returned), timeout_hint(self.waits)]
+    def _format(self, text: TextFormatter) -> list[str]:
+        fact = f"the run did not end within {self.timeout:g} s."
+        return [fact, *text.waits(self.waits), *format_returned(self.returned), self._hint()]
+
+    def _hint(self) -> str:
+        ops = [wait.op for wait in self.waits]
+        if not all(ops):
+            return "Look for a loop that does not end. If the work needs longer, raise the timeout."
+        if all(op and op.startswith(("send", "recv", "isend", "irecv")) for op in ops):
+            return "Look for a message that nobody sends or nobody receives."
+        return "All ranks must call the same collectives, in the same order and with equal shapes."
+
+
+class InternalError(RunError, RuntimeError):
+    """The kit's own code failed in a rank: a bug in ddp_kit, not in the learner's code.
+
+    rank: where it failed. traceback: the text of the exception's traceback in that rank.
+    """
+
+    def __init__(self, rank: int, traceback: str):
+        self.rank, self.traceback = rank, traceback
+        super().__init__((), None, rank, traceback)
+
+    def _format(self, text: TextFormatter) -> list[str]:
+        return [
+            f"ddp_kit itself failed on rank {self.rank}: this is a bug in ddp_kit.",
+            "Please report it to the authors of ddp_kit, with your code and this traceback:",
+            *self.traceback.rstrip("\n").split("\n"),
+        ]
 
 
 class _HintedError(RunError):
-    """An error that ends with a hint."""
+    """An error that ends with a hint, which is settable."""
 
     hint: str
 
@@ -254,8 +294,8 @@ _RENAMED = "the attribute mend of an error is now hint"
 class DeadlockError(_HintedError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
-    fact: who waits for whom, in a sentence; waits: one for each stuck rank; hint: what usually
-    helps, in a sentence, settable; returned: the ranks that had returned.
+    fact: which rank waits for which, in a sentence. waits: one for each stuck rank. hint: what
+    usually helps, in a sentence; settable. returned: the ranks that had returned.
     """
 
     def __init__(
@@ -271,12 +311,12 @@ class DeadlockError(_HintedError):
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
         super().__init__(waits, cell_names, fact, waits, hint, self.returned, cell_names)
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        waits = format_waits(self.waits, cell_names)
+    def _format(self, text: TextFormatter) -> list[str]:
+        waits = text.waits(self.waits)
         return [f"{self.fact}.", *waits, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
-        if not self._drawn:  # a kernel asks twice
+        if not self._drawn:  # IPython may render an error twice
             self._drawn = True
             draw_waits(self)
 
@@ -284,12 +324,12 @@ class DeadlockError(_HintedError):
 class MismatchError(_HintedError):
     """Ranks called different collectives, or the two ends of a message differ.
 
-    What one collective must have in common: the operation, shapes, dtype, op, root and split
-    sizes; a send and its receive: bytes and dtype.
+    The ranks of a collective must agree in the operation, shapes, dtype, op, root and split sizes;
+    a send and its receive in the number of bytes and the dtype.
 
-    fact: what differs, in a sentence; calls: what each of these ranks called, and where;
-    hint: what usually helps, in a sentence; failures: what ranks raised because of it, by rank,
-    settable; result: what came back if the run ended well all the same, else None, settable.
+    fact: what differs, in a sentence. calls: what each of these ranks called, and where. hint: what
+    usually helps, in a sentence; settable. failures: what ranks raised because of it, by rank;
+    settable. result: the Result if the run ended all the same, else None; settable.
     """
 
     def __init__(
@@ -305,7 +345,6 @@ class MismatchError(_HintedError):
         self.result: Any = None
         super().__init__((), cell_names, fact, self.calls, hint, failures, cell_names)
 
-    def _told(self, cell_names: dict[str, str] | None) -> list[str]:
-        calls = format_calls(self.calls, cell_names)
-        failures = format_failures(self.failures.values(), cell_names)
-        return [f"{self.fact}.", *calls, *failures, self.hint]
+    def _format(self, text: TextFormatter) -> list[str]:
+        failures = text.failures(self.failures.values())
+        return [f"{self.fact}.", *text.calls(self.calls), *failures, self.hint]

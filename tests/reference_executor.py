@@ -1,15 +1,16 @@
 """A small machine that runs programs of sends, receives and collectives as gloo would.
 
-It keeps queues: a message meets its receive here because both stand in a list. So it can be the
-judge of `ddp_kit.verdict`, which only counts.
+It keeps queues: a message matches its receive because both are in a list. So it can check
+`ddp_kit.verdict`, which only counts.
 
 A program is a list of steps for each rank. A step is a tuple:
 
     ("send", dst, tag, group)    done when its receive has been posted
     ("recv", src, tag, group)    done when its message has been sent; src None: from any source
-    ("collective", root, group)  done when all have come; with a root, for the others: it has come
+    ("collective", root, group)  done when all have joined; for ranks other than a root, when the
+                                 root has
     ("isend", ...), ("irecv", ...), ("icollective", ...)    do not wait
-    ("wait", n)                  for the n-th operation that was started so, if there are so many
+    ("wait", n)                  for the nth operation started with an "i", if there are that many
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Machine:
         self.order: list[int] = []  # which ranks have made a step
         self.waits: list[Operation | None] = [None for _ in ranks]
         self.started: list[list[Operation]] = [[] for _ in ranks]
-        self.open: list[Operation] = []  # sends and receives that have not met, oldest first
+        self.open: list[Operation] = []  # sends and receives without a partner, oldest first
         self.joined: dict[tuple, dict[int, Operation]] = {}  # (group, sequence) → by rank
         self.sends: list[Counter] = [Counter() for _ in ranks]  # by channel
         self.recvs: list[Counter] = [Counter() for _ in ranks]
@@ -56,7 +57,7 @@ class Machine:
         return self.next[rank] == len(self.program[rank]) and not self.is_waiting(rank)
 
     def runnable(self) -> list[int]:
-        """The ranks that can make a step now; if none can, nothing will ever happen again."""
+        """Return the ranks that can make a step now; if none can, nothing more will happen."""
         ranks = range(len(self.program))
         return [r for r in ranks if not self.is_waiting(r) and not self.has_returned(r)]
 
@@ -65,6 +66,7 @@ class Machine:
         name, *given = self.program[rank][self.next[rank]]
         self.next[rank] += 1
         self.order.append(rank)
+        self.waits[rank] = None  # it has noticed that its wait is over
         if name == "wait":
             if given[0] < len(self.started[rank]):
                 self.waits[rank] = self.started[rank][given[0]]
@@ -106,7 +108,7 @@ class Machine:
             other.done |= eager or len(members) == len(event.group.ranks)
 
     def _meet(self, operation: Operation) -> None:
-        # A receive that names its source has the message before one from any source.
+        # A receive that names its source gets the message before one from any source.
         partners = [other for other in self.open if fits(operation.event, other.event)]
         partner = min(partners, key=lambda other: other.event.peer is None, default=None)
         if partner is None:
@@ -120,11 +122,11 @@ class Machine:
             self.recvs[ends["recv"].rank][ends["send"].channel] += 1
 
     def late(self) -> set[int]:
-        """The ranks that may not have noticed yet that their wait is over."""
+        """Return the ranks that may not have noticed yet that their wait is over."""
         return {rank for rank, one in enumerate(self.waits) if one is not None and one.done}
 
     def states(self, late: Collection[int] = ()) -> list[RankState]:
-        """What the board would show now, if the `late` ranks have not noticed yet."""
+        """Return what the boards would show now if the `late` ranks have not noticed yet."""
         return [self._state(rank, rank in late) for rank in range(len(self.program))]
 
     def _state(self, rank: int, late: bool) -> RankState:
@@ -149,10 +151,10 @@ class Machine:
         )
 
     def hopeless(self, late: Collection[int] = ()) -> set[int]:
-        """The waiting ranks that can never go on, whatever the running ones might do.
+        """Return the waiting ranks that can never continue, whatever the running ones might do.
 
-        It tries every set of ranks: in a set of the hopeless, nobody outside can help anybody.
-        Late ranks can go on, but not a collective that one of the hopeless must join.
+        It tries every set of ranks: a set is hopeless if nobody outside can help anybody in it.
+        Late ranks can continue, but not in a collective that one of the hopeless must join.
         """
         ranks = range(len(self.program))
         waiting = [rank for rank in ranks if self.is_waiting(rank)]
@@ -166,19 +168,19 @@ class Machine:
         return found | {r for r in late if self.is_left_alone(r, found | returned)}
 
     def is_left_alone(self, rank: int, dead: set[int]) -> bool:
-        """Tell whether a rank is in a collective that only some of the dead have not joined."""
+        """Return whether a rank is in a collective that only dead ranks have not joined."""
         away = self.away(self.waits[rank].event)
         return bool(away) and away <= dead
 
     def away(self, event: Event) -> set[int]:
-        """The ranks that have not joined a collective; none for other events."""
+        """Return the ranks that have not joined a collective; none for other events."""
         here = self.joined.get((event.group, event.sequence), {})
         return set(event.group.ranks) - set(here) if event.kind == "collective" else set()
 
     def _no_help(self, rank: int, dead: set[int]) -> bool:
         event = self.waits[rank].event
         if event.kind == "collective":
-            # With a root, the verdict is careful: anybody who comes may help.
+            # With a root, the verdict is careful: any rank that still joins may help.
             enough = any if event.root is None else all
             return enough(r in dead for r in self.away(event))
         if event.peer is not None:
@@ -187,7 +189,7 @@ class Machine:
 
 
 def run(program: Sequence[Sequence[tuple]]) -> Machine:
-    """Run a program until nothing can happen any more, the lowest rank first."""
+    """Run a program until nothing more can happen, the lowest rank first."""
     machine = Machine(program)
     while runnable := machine.runnable():
         machine.step(runnable[0])
@@ -195,7 +197,7 @@ def run(program: Sequence[Sequence[tuple]]) -> Machine:
 
 
 def fits(one: Event, other: Event) -> bool:
-    """Tell a send and a receive that may meet."""
+    """Return whether these are a send and a receive that match."""
     if {one.kind, other.kind} != {"send", "recv"}:
         return False
     send, recv = (one, other) if one.kind == "send" else (other, one)
@@ -224,7 +226,7 @@ class Tape:
 
 
 def random_program(tape: Tape) -> list[list[tuple]]:
-    """Make a program that ends, as a rule, and then damage it, as a rule."""
+    """Return a program that usually would end, and usually is damaged afterwards."""
     size = 2 + tape.below(4)
     world = Group("world", tuple(range(size)))
     members = tape.some_of(world.ranks, 2 + tape.below(size - 1))
@@ -269,11 +271,11 @@ def _damage(tape: Tape, steps: list[tuple]) -> None:
     if how == 0:
         del steps[at]
     elif how == 1:
-        del steps[at:]  # it returns early
+        del steps[at:]  # return early
     elif how == 2:
         steps.insert(tape.below(len(steps)), steps.pop(at))
     elif how == 3:
-        steps.insert(at, steps[at])  # once too often
+        steps.insert(at, steps[at])  # one call too many
     elif name.endswith(("send", "recv")):
         peer, tag, group = given
         if how == 4:

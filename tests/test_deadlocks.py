@@ -1,4 +1,4 @@
-"""Runs that cannot end are ended, and the error says why; runs that can end are left alone."""
+"""Runs that can never end are stopped, and the error says why; others are left alone."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ DEADLOCKS = [
         2,
         "rank 0 sends a message to rank 1, which has returned without receiving it",
     ),
-    (isend_thrown_away, 2, "rank 0, which started an isend and never waited"),
+    (isend_thrown_away, 2, "rank 0, which started an isend but never waited"),
     (half_a_sub_group, 3, "rank 0 waits in all_reduce(group=[0, 1]) for rank 1"),
     (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
@@ -155,7 +155,7 @@ def test_a_message_that_was_thrown_away_is_lost():
     assert caught.value.trace.lost == [message]
 
 
-# --- ranks that do not agree ---------------------------------------------------------------
+# --- ranks that disagree -------------------------------------------------------------------
 
 
 def different_collectives(rank, world_size):
@@ -204,13 +204,13 @@ MISMATCHES = [
     (different_shapes, "rank 0 calls all_reduce with shape (1,), rank 1 with shape (2,)"),
     (different_dtypes, "rank 0 calls all_reduce with float32, rank 1 with float64"),
     (different_roots, "rank 0 calls broadcast with src=0, rank 1 with src=1"),
-    (different_splits, "in all_to_all_single rank 0 gives rank 1 shape (2,), but rank 1 takes"),
-    (too_small_a_tensor, "rank 0 sends 16 bytes, rank 1 receives into a tensor of 8"),
+    (different_splits, "in all_to_all_single, rank 0 sends shape (2,) to rank 1, but rank 1"),
+    (too_small_a_tensor, "rank 0 sends 16 bytes, rank 1 receives into a tensor of 8 bytes"),
 ]
 
 
 @pytest.mark.parametrize(("worker", "fact"), MISMATCHES, ids=name_of)
-def test_ranks_that_do_not_agree_are_ended_and_told(worker, fact):
+def test_ranks_that_disagree_are_ended_and_the_error_says_how(worker, fact):
     kit.run(lambda rank, world_size: None, world_size=2)  # warm
     began = time.monotonic()
     with pytest.raises(kit.MismatchError) as caught:
@@ -241,12 +241,12 @@ def too_large_a_tensor(rank, world_size):
 SILENT = [
     (small_broadcast, "rank 0 calls broadcast with shape (1,), rank 1 with shape (2,)"),
     (different_ops, "rank 0 calls all_reduce with op=PRODUCT, rank 1 with op=SUM"),
-    (too_large_a_tensor, "rank 0 sends 4 bytes, rank 1 receives into a tensor of 8"),
+    (too_large_a_tensor, "rank 0 sends 4 bytes, rank 1 receives into a tensor of 8 bytes"),
 ]
 
 
 @pytest.mark.parametrize(("worker", "fact"), SILENT, ids=name_of)
-def test_a_wrong_answer_without_an_error_is_told_and_nothing_is_lost(worker, fact):
+def test_a_wrong_answer_without_an_error_raises_and_nothing_is_lost(worker, fact):
     with pytest.raises(kit.MismatchError) as caught:
         kit.run(worker, world_size=2)
     assert str(caught.value).startswith(fact)
@@ -380,13 +380,13 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
     kit.run(worker, world_size=3)
 
 
-def test_a_rank_that_does_not_tell_its_threads_is_left_alone(monkeypatch):
+def test_a_rank_that_does_not_answer_with_its_threads_is_left_alone(monkeypatch):
     monkeypatch.setattr(RankHandle, "stacks", lambda rank: [])
     with pytest.raises(kit.RunTimeoutError):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
-def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_go_on(monkeypatch):
+def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_continue(monkeypatch):
     asked = []
     monkeypatch.setattr(RankHandle, "stacks", lambda rank: asked.append(rank) or [])
     kit.run(sleeps, world_size=2)
@@ -451,7 +451,7 @@ def test_ranks_that_are_ended_write_nothing_of_each_others_end(capfd):
 # --- what is left to the timeout -----------------------------------------------------------
 
 
-def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
+def test_what_cannot_be_decided_ends_at_its_timeout_and_shows_the_lines():
     def spins(rank, world_size):
         if rank == 0:
             dist.recv(torch.zeros(1), 1)
@@ -468,8 +468,8 @@ def test_what_cannot_be_decided_ends_at_its_timeout_and_tells_the_lines():
     assert kit.run(lambda rank, world_size: rank, world_size=2)[1] == 1
 
 
-def test_tensors_on_different_devices_are_told():
-    """PyTorch's "meta" device stands in for a GPU: it has a backend of its own, too."""
+def test_tensors_on_different_devices_are_a_mismatch():
+    """PyTorch's "meta" device replaces a GPU here: it also has a backend of its own."""
 
     def worker(rank, world_size):
         dist.all_reduce(torch.zeros(2, device="meta" if rank == 1 else "cpu"))

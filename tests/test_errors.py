@@ -8,7 +8,8 @@ import pickle
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.failures import Call, Frame, Wait, format_calls, format_waits, name_ranks
+from ddp_kit.failures import Call, Frame, TextFormatter, Wait, name_ranks
+from ddp_kit.trace.events import Event, Group
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -25,7 +26,7 @@ def test_ranks_are_named_as_in_a_sentence():
     assert name_ranks([3, 0, 1]) == "ranks 0, 1 and 3"
 
 
-def test_equal_failures_are_one_story_and_others_are_not():
+def test_equal_failures_are_merged_and_others_are_not():
     error = kit.RankError({2: failure(2, line=4), 1: failure(1), 0: failure(0)})
     assert list(error.failures) == [0, 1, 2]
     assert str(error) == (
@@ -46,14 +47,14 @@ def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
     ]
 
 
-def test_a_deep_recursion_is_told_in_a_few_lines():
+def test_a_deep_recursion_takes_a_few_lines():
     frame = Frame("cell-file", 2, "deeper", "return deeper(n)", True)
     error = kit.RankError({0: kit.RankFailure(0, "RecursionError", "too deep", (frame,) * 1000)})
     assert error._render_traceback_()[1:] == [
         "rank 0 raised RecursionError: too deep",
         "  cell-file, line 2, in deeper",
         "    return deeper(n)",
-        "    ... and 999 more times from there",
+        "    ... repeated 999 more times",
         "",
     ]
 
@@ -70,10 +71,10 @@ def test_a_failure_outside_the_learners_code_shows_no_line():
         (-9, "ended by SIGKILL. Likely cause: it was killed from outside"),
         (-11, "ended by SIGSEGV. Likely cause: native code crashed"),
         (-15, "ended by SIGTERM. Likely cause: it was stopped from outside"),
-        (3, "left with exit code 3. Likely cause: the worker called sys.exit"),
+        (3, "exited with code 3. Likely cause: the worker called sys.exit"),
     ],
 )
-def test_a_death_is_told_with_its_likely_cause(exitcode, words):
+def test_a_death_has_its_likely_cause(exitcode, words):
     error = kit.RankDiedError(1, exitcode)
     assert str(error).startswith("rank 1 died: ")
     assert words in str(error)
@@ -86,26 +87,26 @@ def test_other_deaths_are_mentioned():
 RECV = Frame("cell-file", 5, "worker", "dist.recv(t, src=1)", True)
 
 
-def test_equal_waits_are_told_once_and_in_rank_order():
+def test_equal_waits_are_merged_and_in_rank_order():
     waits = [Wait(3, "recv(src=1)", RECV), Wait(2, None), Wait(0, "recv(src=1)", RECV)]
     error = kit.RankError({1: failure(1)}, waits, {"cell-file": "Cell In[7]"})
-    told = [
+    lines = [
         "ranks 0 and 3 were waiting in recv(src=1)",
         "    line 5 of worker: dist.recv(t, src=1)",
         "rank 2 had not returned",
     ]
-    assert str(error).splitlines()[-3:] == told
+    assert str(error).splitlines()[-3:] == lines
     assert error._render_traceback_()[-4:] == [
-        told[0],
+        lines[0],
         "  Cell In[7], line 5, in worker",
         "    dist.recv(t, src=1)",
-        told[2],
+        lines[2],
     ]
 
 
 def test_ranks_that_wait_at_one_line_share_it():
     waits = [Wait(0, "send(dst=1)", RECV), Wait(1, "send(dst=0)", RECV), Wait(2, "barrier")]
-    assert format_waits(waits) == [
+    assert TextFormatter().waits(waits) == [
         "rank 0 was waiting in send(dst=1)",
         "rank 1 was waiting in send(dst=0)",
         "    line 5 of worker: dist.recv(t, src=1)",
@@ -126,7 +127,7 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
     uneven = str(kit.RunTimeoutError(1, [Wait(2, "all_reduce"), Wait(1, "barrier")], {0, 3}))
     assert uneven.splitlines()[3:] == [
         "ranks 0 and 3 had returned",
-        "All ranks must call the same collectives, in one order and with equal shapes.",
+        "All ranks must call the same collectives, in the same order and with equal shapes.",
     ]
     slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
     assert slow.endswith(
@@ -135,7 +136,7 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
     )
 
 
-def test_a_lost_exit_code_is_not_told_as_zero():
+def test_a_lost_exit_code_is_not_taken_for_zero():
     text = str(kit.RankDiedError(1, None))
     assert text.startswith("rank 1 died: its exit code was lost. Likely cause: unknown")
 
@@ -149,14 +150,14 @@ def test_a_notebook_shows_the_sentence_only():
     assert kit.PoolError("one sentence")._render_traceback_() == ["PoolError: one sentence"]
 
 
-def test_whom_a_rank_waits_for_is_told_where_that_is_known():
+def test_whom_a_rank_waits_for_is_named_where_that_is_known():
     waits = [
         Wait(0, "barrier", peers=(2, 3)),
         Wait(1, "barrier", peers=(2, 3)),
         Wait(2, "recv", RECV, (0, 1), nbytes=1200),
         Wait(3, "send(dst=0, tag=5)", RECV, (0,), 5, 1),
     ]
-    assert format_waits(waits) == [
+    assert TextFormatter().waits(waits) == [
         "ranks 0 and 1 were waiting for ranks 2 and 3 in barrier",
         "rank 2 was waiting for any of ranks 0 and 1 in recv, 1,200 bytes",
         "rank 3 was waiting for rank 0 in send(dst=0, tag=5), 1 byte",
@@ -164,9 +165,9 @@ def test_whom_a_rank_waits_for_is_told_where_that_is_known():
     ]
 
 
-def test_equal_calls_are_told_once_and_in_rank_order():
+def test_equal_calls_are_merged_and_in_rank_order():
     calls = [Call(2, "barrier", RECV), Call(1, "all_reduce"), Call(0, "barrier", RECV)]
-    assert format_calls(calls) == [
+    assert TextFormatter().calls(calls) == [
         "ranks 0 and 2 called barrier",
         "    line 5 of worker: dist.recv(t, src=1)",
         "rank 1 called all_reduce",
@@ -189,7 +190,7 @@ MISMATCH = kit.MismatchError(
 )
 
 
-def test_a_deadlock_is_a_fact_the_waits_and_a_mend():
+def test_a_deadlock_is_a_fact_the_waits_and_a_hint():
     assert DEADLOCK.returned == (1, 3)
     assert [wait.rank for wait in DEADLOCK.waits] == [0, 2]
     assert str(DEADLOCK).splitlines() == [
@@ -208,7 +209,7 @@ def test_a_deadlock_is_a_fact_the_waits_and_a_mend():
     ]
 
 
-def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_mend():
+def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_hint():
     assert str(MISMATCH).splitlines() == [
         "rank 0 calls barrier, rank 1 calls all_reduce.",
         "rank 0 called barrier",
@@ -224,6 +225,43 @@ def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_mend():
     ]
 
 
+@pytest.mark.parametrize("error", [DEADLOCK, MISMATCH], ids=lambda error: type(error).__name__)
+def test_the_old_name_of_a_hint_gives_no_warning_or_another_text(error):
+    error = copy.copy(error)
+    with pytest.warns(DeprecationWarning, match="mend of an error is now hint"):
+        assert error.mend == error.hint
+    with pytest.warns(DeprecationWarning, match="mend of an error is now hint"):
+        error.mend = "Another hint."
+    assert str(error).endswith("\nAnother hint.")
+
+
+def test_the_old_name_of_a_match_key_gives_no_warning_or_another_value():
+    event = Event(0, 0, "recv", "recv", "recv", Group("0", (0, 1)), 3, peer=1, tag=7)
+    with pytest.warns(DeprecationWarning, match="Event.meeting is now match_key"):
+        assert event.meeting == event.match_key == ((1, 0, 7, event.group), 3)
+
+
+def test_the_old_name_of_a_failures_key_gives_no_warning_or_another_value():
+    first, other = failure(0), failure(1)
+    with pytest.warns(DeprecationWarning, match="RankFailure.story is now key"):
+        assert first.story == other.key == ("ValueError", "boom", ("cell-file", 3))
+
+
+def test_a_bug_of_the_kit_is_taken_for_one_of_the_learner():
+    error = kit.InternalError(2, "Traceback (most recent call last):\n  ...\nKeyError: 3\n")
+    assert (error.rank, error.waits, error.trace) == (2, (), None)
+    assert isinstance(error, RuntimeError)
+    lines = [
+        "ddp_kit itself failed on rank 2: this is a bug in ddp_kit.",
+        "Please report it to the authors of ddp_kit, with your code and this traceback:",
+        "Traceback (most recent call last):",
+        "  ...",
+        "KeyError: 3",
+    ]
+    assert str(error).splitlines() == lines
+    assert error._render_traceback_() == [f"InternalError: {lines[0]}", *lines[1:]]
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -232,6 +270,7 @@ def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_mend():
         kit.RankError({0: failure(0)}, [Wait(1, "barrier")], {"cell-file": "Cell In[7]"}),
         kit.RankDiedError(1, -9, [2], [Wait(0, "barrier")], {3: failure(3)}),
         kit.RunTimeoutError(2.5, [Wait(0, "barrier")], [1]),
+        kit.InternalError(1, "Traceback:\n  a line\nKeyError: 3\n"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -1,4 +1,4 @@
-"""Random programs on real ranks: the kit ends exactly those that the reference cannot end."""
+"""Random programs on real ranks: the kit stops exactly those that never end in the reference."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain(program):
 
 
 def outcome(program, chance):
-    """Say what the reference makes of a program; None if that depends on the order of the ranks."""
+    """Return how a program ends in the reference; None if that depends on the order."""
     found = set()
     for _ in range(8):
         machine = Machine(program)
@@ -66,13 +66,13 @@ def outcome(program, chance):
 
 
 def random_programs(chance):
-    """Make programs, and what becomes of each."""
+    """Yield programs, each with how it ends."""
     left = Counter({"ended": PROGRAMS, "DeadlockError": PROGRAMS * DEADLOCKS // 200})
     while sum(left.values()) > left["DeadlockError"]:
         program = random_program(Tape(chance.randbytes(110)))
         if len(program) != WORLD_SIZE:
             continue
-        for steps in program:  # a message whose work is thrown away may be lost: keep and wait
+        for steps in program:  # a message whose work is dropped may be lost: keep it and wait
             started = sum(step[0].startswith("i") for step in steps)
             steps += [("wait", n) for n in range(started)]
         expected = outcome(program, chance)

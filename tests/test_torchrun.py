@@ -344,7 +344,7 @@ def test_torchruns_own_variables_in_the_notebook_change_nothing(monkeypatch):
 
 
 def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():
-    with pytest.raises(kit.RankDiedError, match="exit code 0"):
+    with pytest.raises(kit.RankDiedError, match="exited with code 0"):
         kit.torchrun(
             lambda rank, world_size: os._exit(0), nproc_per_node=1, max_restarts=1, join_timeout=60
         )

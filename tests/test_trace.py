@@ -352,8 +352,8 @@ def test_a_line_tells_what_was_never_waited_for(capsys):
     kit.run(worker, "", world_size=2)
     said, line = capsys.readouterr().out.splitlines()
     assert said == (
-        "ranks 0 and 1 never waited for all_reduce, which may not be done; keep what it returns "
-        "and call wait()"
+        "ranks 0 and 1 never waited for all_reduce, which may still be in flight; keep what it "
+        "returns and call wait()"
     )
     assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
 

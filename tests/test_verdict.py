@@ -1,4 +1,4 @@
-"""The verdict on ranks that cannot go on or do not agree: from plain data, without processes."""
+"""The verdict on ranks that can never continue or disagree: from plain data, without processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import configuration, given, note, settings
 from hypothesis import strategies as st
 from reference_executor import Machine, Tape, random_program, run
 
 import ddp_kit as kit
 from ddp_kit.failures import Frame
+from ddp_kit.trace import Board, Snapshot, board
+from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
-from ddp_kit.verdict import RankState, deadlock, mismatch, shortest_cycle, stuck
-from ddp_kit.verdict.words import ordinal
+from ddp_kit.trace.recorder import Recorder
+from ddp_kit.verdict import RankState, deadlock, judge, mismatch, shortest_cycle, stuck
 
 TWO, THREE, EIGHT = (Group("0", tuple(range(size))) for size in (2, 3, 8))
 PAIR, OTHER_PAIR = Group("1", (0, 1)), Group("2", (0, 1))
@@ -27,13 +30,13 @@ RECV_FIRST = (
     "after the sends."
 )
 SEND_FIRST = (
-    "A send may last until its receive is posted: let one rank receive before it sends, or start "
+    "A send may block until its receive is posted: let one rank receive before it sends, or start "
     "both with isend and irecv and wait afterwards."
 )
 ADDRESS = "A send and its receive must have the same tag and the same group."
 COLLECTIVE = (
     "Every rank of a group must call the same collectives in the same order: look for an if, a "
-    "loop or a return that leaves one out."
+    "loop or a return that skips one."
 )
 
 
@@ -99,7 +102,7 @@ CASES = {
     "a_ring_sends_and_receives": (
         [[send(1)], [recv(2)], [recv(0)]],
         "rank 0 waits until rank 1 receives, rank 1 waits for a message from rank 2, "
-        "rank 2 waits for a message from rank 0: none of them can ever go on.",
+        "rank 2 waits for a message from rank 0: none of them can ever continue.",
         [
             "rank 0 was waiting for rank 1 in send(dst=1), 400 bytes",
             "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
@@ -229,7 +232,7 @@ CASES = {
     "a_rank_receives_before_a_collective": (
         [[all_reduce()], [all_reduce()], [recv(0), all_reduce()]],
         "ranks 0 and 1 wait in all_reduce for rank 2, rank 2 waits for a message from rank 0: "
-        "none of them can ever go on.",
+        "none of them can ever continue.",
         [
             "ranks 0 and 1 were waiting for rank 2 in all_reduce, 400 bytes",
             "rank 2 was waiting for rank 0 in recv(src=0), 400 bytes",
@@ -240,7 +243,7 @@ CASES = {
     "a_rank_sends_before_a_collective": (
         [[all_reduce(PAIR)], [send(0), all_reduce(PAIR)], []],
         "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits until rank 0 "
-        "receives: neither can ever go on.",
+        "receives: neither can ever continue.",
         [
             "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
             "rank 1 was waiting for rank 0 in send(dst=0), 400 bytes",
@@ -252,7 +255,7 @@ CASES = {
     "half_a_sub_group": (
         [[all_reduce(PAIR), all_reduce()], [all_reduce()], [all_reduce()]],
         "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, ranks 1 and 2 wait in all_reduce "
-        "for rank 0: none of them can ever go on.",
+        "for rank 0: none of them can ever continue.",
         [
             "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
             "ranks 1 and 2 were waiting for rank 0 in all_reduce, 400 bytes",
@@ -263,7 +266,7 @@ CASES = {
     "two_groups_in_another_order": (
         [[all_reduce(PAIR)], [all_reduce(OTHER_PAIR)], []],
         "rank 0 waits in all_reduce(group=[0, 1]) for rank 1, rank 1 waits in "
-        "all_reduce(group=[0, 1]) of another group for rank 0: neither can ever go on.",
+        "all_reduce(group=[0, 1]) of another group for rank 0: neither can ever continue.",
         [
             "rank 0 was waiting for rank 1 in all_reduce(group=[0, 1]), 400 bytes",
             "rank 1 was waiting for rank 0 in all_reduce(group=[0, 1]), 400 bytes",
@@ -295,7 +298,7 @@ CASES = {
     "the_shortest_cycle_is_not_the_first": (
         [[recv(1)], [recv(2)], [all_reduce()]],
         "rank 1 waits for a message from rank 2, rank 2 waits in all_reduce for rank 1: "
-        "neither can ever go on.",
+        "neither can ever continue.",
         [
             "rank 0 was waiting for rank 1 in recv(src=1), 400 bytes",
             "rank 1 was waiting for rank 2 in recv(src=2), 400 bytes",
@@ -329,21 +332,20 @@ CASES = {
 
 
 @pytest.mark.parametrize(("program", "fact", "lines", "hint"), CASES.values(), ids=CASES)
-def test_a_deadlock_is_told_otherwise(program, fact, lines, hint):
+def test_a_deadlock_is_explained_otherwise(program, fact, lines, hint):
     error = deadlock(states_of(*program))
     assert isinstance(error, kit.DeadlockError)
     assert str(error).splitlines() == [fact, *lines, hint]
 
 
-def test_an_isend_that_nobody_waited_for_in_a_ring_is_told_as_a_cycle():
+def test_an_isend_that_nobody_waited_for_in_a_ring_is_explained_as_a_cycle():
     states = states_of([recv(1)], [recv(0)], [])
     states[1] = replace(states[1], given_up={(1, 0, 0, THREE): 1})
     fact, *_, hint = str(deadlock(states)).splitlines()
     assert fact == (
-        "rank 0 waits for a message from rank 1, which started an isend and never waited for its "
-        "work."
+        "rank 0 waits for a message from rank 1, which started an isend but never waited for it."
     )
-    assert hint.startswith("Keep what isend returns, and call its wait()")
+    assert hint.startswith("Keep what isend returns and call its wait()")
 
 
 def test_shortest_cycle_is_found_from_its_lowest_rank():
@@ -352,7 +354,7 @@ def test_shortest_cycle_is_found_from_its_lowest_rank():
     assert shortest_cycle({0: [1], 1: [2]}) == []
 
 
-def test_a_long_ring_is_told_at_length():
+def test_a_long_ring_is_explained_at_length():
     error = deadlock(states_of(*[[recv((rank - 1) % 8, 0, EIGHT)] for rank in range(8)]))
     assert error.fact == (
         "rank 0 waits for rank 7, rank 7 waits for rank 6, and so on, rank 1 waits for rank 0: "
@@ -369,7 +371,7 @@ def test_a_wait_lacks_its_parts():
     assert error.returned == (2,)
 
 
-def test_a_barrier_is_told_with_bytes():
+def test_a_barrier_has_bytes():
     barrier = Event(0, 0, "barrier", "collective", "barrier", TWO, 0)
     new_group = replace(barrier, op="new_group", method="new_group", inputs=((0, 1),))
     for event in (barrier, new_group):
@@ -382,7 +384,7 @@ def test_a_rank_alone_waits_for_itself_unseen():
     alone = Group("0", (0,))
     error = deadlock(states_of([recv(None, 0, alone)]))
     assert error.fact == (
-        "rank 0 waits for a message from any rank, but it has the group for itself"
+        "rank 0 waits for a message from any rank, but it is the only rank in the group"
     )
 
 
@@ -433,7 +435,7 @@ def test_stuck_ranks_in_different_collectives_are_a_deadlock():
         "rank 0 called all_reduce with shape (4,)",
         "rank 1 called barrier",
         "    line 3 of worker: exchange(tensor)",
-        "All ranks of a group must call the same collectives, in one order.",
+        "All ranks of a group must call the same collectives, in the same order.",
     ]
 
 
@@ -462,10 +464,10 @@ def vectors(*sizes):
     return tuple((size,) for size in sizes)
 
 
-SAME_TENSORS = "All ranks must give a collective tensors of the same shape and dtype."
-SAME_PIECES = "What one rank gives to another must have the shape that the other takes."
+SAME_TENSORS = "All ranks must pass tensors of the same shape and dtype to a collective."
+SAME_CHUNKS = "What one rank sends to another must have the shape that the other expects."
 SAME_DEVICE = (
-    "All ranks must bring tensors on the same kind of device: .to(kit.device()) puts one there."
+    "All ranks must pass tensors on the same kind of device: .to(kit.device()) moves one there."
 )
 SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype as the one sent."
 
@@ -477,13 +479,13 @@ MISMATCHES = {
             "rank 0 called all_reduce with float32 of shape (4,)",
             "rank 1 called broadcast(src=0) with float32 of shape (4,)",
         ],
-        "All ranks of a group must call the same collectives, in one order.",
+        "All ranks of a group must call the same collectives, in the same order.",
     ),
     "op_of_one_name": (
         [call(0, "all_gather", "allgather"), call(1, "all_gather", "_allgather_base")],
         "rank 0 calls all_gather with allgather, rank 1 with _allgather_base.",
         ["ranks 0 and 1 called all_gather with float32 of shape (4,)"],
-        "All ranks of a group must call the same collectives, in one order.",
+        "All ranks of a group must call the same collectives, in the same order.",
     ),
     "reduce_op": (
         [call(0, reduce_op="SUM"), call(1, reduce_op="MAX")],
@@ -492,7 +494,7 @@ MISMATCHES = {
             "rank 0 called all_reduce with float32 of shape (4,)",
             "rank 1 called all_reduce(op=MAX) with float32 of shape (4,)",
         ],
-        "All ranks must give the same op.",
+        "All ranks must use the same op.",
     ),
     "root": (
         [call(0, "reduce", "reduce", root=0), call(1, "reduce", "reduce", root=1)],
@@ -501,7 +503,7 @@ MISMATCHES = {
             "rank 0 called reduce(dst=0) with float32 of shape (4,)",
             "rank 1 called reduce(dst=1) with float32 of shape (4,)",
         ],
-        "All ranks must name the same root.",
+        "All ranks must use the same root.",
     ),
     "dtype": (
         [call(0), call(1, dtype="float64")],
@@ -526,60 +528,60 @@ MISMATCHES = {
             call(0, "gather", "gather", root=0, outputs=vectors(4, 4)),
             call(1, "gather", "gather", root=0, inputs=vectors(5)),
         ],
-        "in gather rank 1 gives rank 0 shape (5,), but rank 0 takes shape (4,).",
+        "in gather, rank 1 sends shape (5,) to rank 0, but rank 0 expects shape (4,).",
         [
-            "rank 0 called gather(dst=0) with float32 of shape (4,) into 2 times shape (4,)",
+            "rank 0 called gather(dst=0) with float32 of shape (4,) into 2 tensors of shape (4,)",
             "rank 1 called gather(dst=0) with float32 of shape (5,)",
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "scatter": (
         [
             call(0, "scatter", "scatter", root=0, inputs=vectors(4, 4), outputs=vectors(4)),
             call(1, "scatter", "scatter", root=0, inputs=(), outputs=vectors(5)),
         ],
-        "in scatter rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        "in scatter, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
         [
-            "rank 0 called scatter(src=0) with float32 of 2 times shape (4,) into shape (4,)",
+            "rank 0 called scatter(src=0) with 2 float32 tensors of shape (4,) into shape (4,)",
             "rank 1 called scatter(src=0) with float32 of shape (5,)",
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "all_gather": (
         [
             call(0, "all_gather", "allgather", outputs=vectors(4, 4)),
             call(1, "all_gather", "allgather", inputs=vectors(5), outputs=vectors(5, 5)),
         ],
-        "in all_gather rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        "in all_gather, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
         [
-            "rank 0 called all_gather with float32 of shape (4,) into 2 times shape (4,)",
-            "rank 1 called all_gather with float32 of shape (5,) into 2 times shape (5,)",
+            "rank 0 called all_gather with float32 of shape (4,) into 2 tensors of shape (4,)",
+            "rank 1 called all_gather with float32 of shape (5,) into 2 tensors of shape (5,)",
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "reduce_scatter": (
         [
             call(r, "reduce_scatter", "reduce_scatter", inputs=vectors(4, n), outputs=vectors(n))
             for r, n in [(0, 4), (1, 5)]
         ],
-        "in reduce_scatter rank 0 gives rank 1 shape (4,), but rank 1 takes shape (5,).",
+        "in reduce_scatter, rank 0 sends shape (4,) to rank 1, but rank 1 expects shape (5,).",
         [
-            "rank 0 called reduce_scatter with float32 of 2 times shape (4,) into shape (4,)",
+            "rank 0 called reduce_scatter with 2 float32 tensors of shape (4,) into shape (4,)",
             "rank 1 called reduce_scatter with float32 of shapes (4,), (5,) into shape (5,)",
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "all_to_all": (
         [
             call(r, "all_to_all", "alltoall", inputs=vectors(1, 2), outputs=vectors(1, 2))
             for r in (0, 1)
         ],
-        "in all_to_all rank 0 gives rank 1 shape (2,), but rank 1 takes shape (1,).",
+        "in all_to_all, rank 0 sends shape (2,) to rank 1, but rank 1 expects shape (1,).",
         [
             "ranks 0 and 1 called all_to_all with float32 of shapes (1,), (2,) into shapes "
             "(1,), (2,)"
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "split_sizes": (
         [
@@ -593,13 +595,14 @@ MISMATCHES = {
             ),
             call(1, "all_to_all_single", "alltoall_base", inputs=((4, 2),), outputs=((4, 2),)),
         ],
-        "in all_to_all_single rank 0 gives rank 1 shape (3, 2), but rank 1 takes shape (2, 2).",
+        "in all_to_all_single, rank 0 sends shape (3, 2) to rank 1, but rank 1 expects shape "
+        "(2, 2).",
         [
             "rank 0 called all_to_all_single(input_split_sizes=[1, 3], output_split_sizes=[1, 3]) "
             "with float32 of shape (4, 2) into shape (4, 2)",
             "rank 1 called all_to_all_single with float32 of shape (4, 2) into shape (4, 2)",
         ],
-        SAME_PIECES,
+        SAME_CHUNKS,
     ),
     "new_group": (
         [
@@ -608,11 +611,12 @@ MISMATCHES = {
         ],
         "rank 0 calls new_group with [0, 1], rank 1 with [0].",
         ["rank 0 called new_group([0, 1])", "rank 1 called new_group([0])"],
-        "All ranks must make the same groups in one order, also those they are not in.",
+        "All ranks must create the same groups in the same order, including those that they do "
+        "not belong to.",
     ),
     "bytes_of_a_message": (
         [message("send", 0, 1, 1), message("recv", 1, 0, 1200)],
-        "rank 0 sends 1 byte, rank 1 receives into a tensor of 1,200.",
+        "rank 0 sends 1 byte, rank 1 receives into a tensor of 1,200 bytes.",
         [
             "rank 0 called send(dst=1) with 1 byte of float32",
             "rank 1 called recv(src=0) with 1,200 bytes of float32",
@@ -652,7 +656,7 @@ MISMATCHES = {
 @pytest.mark.parametrize(
     ("events", "fact", "lines", "hint"), MISMATCHES.values(), ids=list(MISMATCHES)
 )
-def test_a_mismatch_is_told_otherwise(events, fact, lines, hint):
+def test_a_mismatch_is_explained_otherwise(events, fact, lines, hint):
     error = mismatch(iter(events))
     where = "    line 3 of worker: exchange(tensor)"
     assert str(error).splitlines() == [fact, *lines, where, hint]
@@ -715,7 +719,7 @@ def test_what_one_rank_takes_into_is_not_looked_at():
     outputs = [vectors(4, 5), vectors(4, 4)]
     events = [call(r, "all_gather", "allgather", outputs=outputs[r]) for r in (0, 1)]
     assert mismatch(events).fact == (
-        "in all_gather rank 1 gives rank 0 shape (4,), but rank 0 takes shape (5,)"
+        "in all_gather, rank 1 sends shape (4,) to rank 0, but rank 0 expects shape (5,)"
     )
 
 
@@ -725,10 +729,13 @@ def test_a_rank_without_a_dtype_has_another_one():
 
 
 @pytest.mark.parametrize(
-    ("number", "words"), [(1, "1st"), (3, "3rd"), (11, "11th"), (22, "22nd"), (1112, "1,112th")]
+    ("number", "ordinal"), [(2, "2nd"), (3, "3rd"), (11, "11th"), (21, "21st"), (1112, "1,112th")]
 )
-def test_a_place_is_written_as_nobody_says_it(number, words):
-    assert ordinal(number) == words
+def test_the_number_of_a_message_is_written_as_nobody_says_it(number, ordinal):
+    event = Event(0, 0, "recv", "recv", "recv", TWO, number - 1, peer=1)
+    sender = RankState(1, "returned", sends={event.channel: number - 1})
+    error = deadlock([RankState(0, "waiting", event), sender])
+    assert error.fact.startswith(f"rank 0 waits for a {ordinal} message from rank 1, which sent ")
 
 
 def test_two_receives_with_one_place_are_a_message():
@@ -764,6 +771,85 @@ def test_matching_events_take_more_than_one_look(monkeypatch):
     assert looks["group"] <= 2  # a hash of a group takes longer than all the rest
 
 
+# Which error wins, from what ranks have written on their boards
+
+
+def snapshot(rank, *calls, waits=False, limited=False, group=TWO):
+    """A rank that has made these calls; `waits`: in the last one."""
+    page = Board()
+    recorder = Recorder(page, 1)
+    for method, op, size, peer in calls:
+        tensor = ((size,), torch.float32)
+        given = {"outputs" if method == "recv" else "inputs": (tensor,)}
+        posted = recorder.post((group.name, group.ranks), Call(method, **given), peer, op=op)
+    if waits:
+        page.begin_wait(posted.index, 2000, limited, shown=True)
+    return Snapshot(rank, page.read())
+
+
+def reduces(size=4):
+    return ("allreduce", "all_reduce", size, None)
+
+
+def receives(peer):
+    return ("recv", "recv", 4, peer)
+
+
+DISAGREE = "rank 0 calls all_reduce with shape (4,), rank 1 with shape (5,)"
+STUCK = "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"
+RAN_ON = [snapshot(0, reduces(4)), snapshot(1, reduces(5))]
+BOTH_RECEIVE = [snapshot(0, receives(1), waits=True), snapshot(1, receives(0), waits=True)]
+JUDGED = {
+    "agree": ([snapshot(0, reduces()), snapshot(1, reduces())], True, None),
+    "disagree": (RAN_ON, True, DISAGREE),
+    "stuck_and_stopped": (BOTH_RECEIVE, True, None),  # what stopped them is the error
+    "stuck": (BOTH_RECEIVE, False, STUCK),
+    "disagree_and_nobody_waits": (RAN_ON, False, None),
+    "disagree_in_what_one_waits_in": (
+        [snapshot(0, reduces(4), waits=True), snapshot(1, reduces(5))],
+        False,
+        DISAGREE,
+    ),
+    "disagree_and_wait_in_something_else": (
+        [snapshot(0, reduces(4), reduces(6), waits=True), snapshot(1, reduces(5))],
+        False,
+        None,
+    ),
+    "disagreed_before_they_were_stuck": (
+        [snapshot(r, reduces(4 + r), receives(1 - r), waits=True) for r in (0, 1)],
+        False,
+        DISAGREE,
+    ),
+    "one_waits_with_a_limit": (
+        [snapshot(0, receives(1), waits=True, limited=True), BOTH_RECEIVE[1]],
+        False,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("snapshots", "over", "fact"), JUDGED.values(), ids=list(JUDGED))
+def test_another_error_wins(snapshots, over, fact):
+    error = judge(snapshots, returned=(), over=over)
+    assert (error and error.fact) == fact
+    assert isinstance(
+        error, kit.DeadlockError if fact == STUCK else (kit.MismatchError, type(None))
+    )
+
+
+def test_a_rank_that_has_returned_is_expected_to_send():
+    waits, returned = snapshot(0, receives(1), waits=True), snapshot(1)
+    assert judge([waits, returned], returned=[]) is None
+    error = judge([waits, returned], returned=[1])
+    assert error.fact.endswith("from rank 1, which has returned without sending it")
+
+
+def test_ranks_are_called_stuck_although_not_everything_was_counted(monkeypatch):
+    monkeypatch.setattr(board, "COUNTED", 0)
+    crowded = snapshot(0, receives(1), waits=True)
+    assert judge([crowded, BOTH_RECEIVE[1]], returned=()) is None
+
+
 # Random programs, and a machine that knows whether they end
 
 
@@ -776,7 +862,7 @@ PROGRAMS = 4  # in one example: Hypothesis takes as long for one as the machine 
 TAPE = 110  # bytes: choices of one program, with the order in which its ranks run
 
 
-def judge(machine: Machine, tape: Tape, seen: Counter) -> None:
+def run_and_compare(machine: Machine, tape: Tape, seen: Counter) -> None:
     """Run a program in a random order and compare the verdict with what happens at every step."""
     named = {}
     while runnable := machine.runnable():
@@ -853,7 +939,7 @@ def test_a_random_program_is_judged_wrongly():
             tape = Tape(data[start : start + TAPE])
             machine = Machine(random_program(tape))
             try:
-                judge(machine, tape, seen)
+                run_and_compare(machine, tape, seen)
             except BaseException:
                 note(f"{machine.program} in the order {machine.order}")
                 raise

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from ddp_kit.errors import DeadlockError, MismatchError, PoolError
-from ddp_kit.failures import Wait, format_returned, format_unawaited, format_waits
+from ddp_kit.failures import TracebackFormatter, Wait, format_returned, format_unawaited
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
@@ -280,7 +280,7 @@ class Run:
         """Return lines that say where the ranks were when the run was interrupted."""
         if not self._has_begun:
             return ["the ranks were still starting: no worker had begun"]
-        waits = format_waits(self._reports.stopped, ipython.cell_names())
+        waits = TracebackFormatter(ipython.cell_names()).waits(self._reports.stopped)
         return waits + format_returned(self._reports.returned)
 
 

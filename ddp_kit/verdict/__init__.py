@@ -1,8 +1,11 @@
-"""What the kit says of a run that cannot end, or whose ranks disagree: from plain data only."""
+"""Decides, from plain data only, whether a run can never end or its ranks disagree, and why.
 
-from ddp_kit.verdict.agreement import plainly_agree
-from ddp_kit.verdict.deadlocks import deadlock
+judge.py decides which error a run gets. graph.py finds ranks that can never continue, and
+explanation.py says why; mismatches.py compares what the ranks called.
+"""
+
 from ddp_kit.verdict.graph import shortest_cycle, stuck
+from ddp_kit.verdict.judge import deadlock, judge
 from ddp_kit.verdict.mismatches import mismatch
 from ddp_kit.verdict.state import Channel, RankState
 
@@ -10,8 +13,8 @@ __all__ = [
     "Channel",
     "RankState",
     "deadlock",
+    "judge",
     "mismatch",
-    "plainly_agree",
     "shortest_cycle",
     "stuck",
 ]

@@ -1,8 +1,8 @@
-"""Who waits for whom, and which ranks can therefore never go on.
+"""The wait-for graph: which rank waits for which, and which ranks can therefore never continue.
 
-A wait-for graph with two kinds of nodes, as in MUST: most waits need all the ranks that they
-name (AND), a receive from any source needs one of them (OR). A rank is live if it runs, if what
-it waits for is there already, or if live ranks could still bring it. The others are stuck.
+It has two kinds of nodes, as in MUST: most waits need all the ranks that they name (AND), a
+receive from any source needs one of them (OR). A rank is live if it runs, if what it waits for has
+already happened, or if live ranks could still make it happen. All other ranks are stuck.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from ddp_kit.verdict.state import RankState
 
 
 def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
-    """Return the waiting ranks that can never go on, each with the ranks that it waits for.
+    """Return the waiting ranks that can never continue, each with the ranks that it waits for.
 
     A slow rank is not stuck: whatever could still happen counts as if it did.
     """
     at = {state.rank: state for state in states}
     needs = {rank: _needs(at[rank], at) for rank in sorted(at)}
     waiting = {rank: peers for rank, peers in needs.items() if peers is not None}
-    # A rank that nobody has told us about may do anything.
+    # A rank without a state may do anything, so it is never dead.
     dead = {rank for rank in at if rank in waiting or at[rank].status == "returned"}
     freed = True
     while freed:
         freed = {r for r, peers in waiting.items() if r in dead and _can_go(at[r], peers, dead)}
         dead -= freed
-    # The loop has let go of a rank in a rooted collective whose root is there, because it may leave
-    # before the others have come. If none of those can ever come, it does not leave.
+    # The loop frees a rank in a rooted collective whose root has joined, because that rank may
+    # leave before the others join. If none of the others can ever join, it does not leave.
     dead |= {r for r, peers in waiting.items() if peers and dead.issuperset(peers)}
     return {rank: peers for rank, peers in waiting.items() if rank in dead}
 
 
 def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
-    """Tell whether the ranks that are not dead could bring what this one waits for."""
+    """Return whether ranks that are not dead could complete what this one waits for."""
     event = state.waits_for
     assert event is not None
     if event.root not in (None, state.rank, *peers):
-        return True  # the root is there: a rank may leave before the others have come
-    # Which ranks the root needs depends on the backend's tree: one that can still come will do.
+        return True  # the root has joined: a rank may leave before the others join
+    # Which ranks the root needs depends on the backend's tree: one that can still join is enough.
     enough = any if from_any_source(event) or event.root is not None else all
     return enough(peer not in dead for peer in peers)
 
 
 def from_any_source(event: Event) -> bool:
-    """Tell a receive that takes from whoever sends."""
+    """Return whether this is a receive that accepts a message from any rank."""
     return event.kind == "recv" and event.peer is None
 
 
 def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | None:
-    """Return the ranks that must act before this one can go on; None: it can already."""
+    """Return the ranks that must act before this one can continue; None if it already can."""
     event = state.waits_for
     if state.status != "waiting" or event is None:
         return None
@@ -85,13 +85,13 @@ def _has_sent(sender: RankState | None, receiver: RankState, event: Event) -> bo
     if sender is None:
         return False
     channel = sender.rank, receiver.rank, event.tag, event.group
-    # A receive from any source has no place on a channel before it is complete.
+    # A receive from any source has no sequence number on a channel before it is complete.
     taken = receiver.recvs.get(channel, 0) if event.peer is None else event.sequence
     return sender.sends.get(channel, 0) > taken
 
 
 def shortest_cycle(peers: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the ranks of the shortest cycle, from its lowest rank; [] if there is none."""
+    """Return the ranks of the shortest cycle, starting at its lowest rank; [] if there is none."""
     best: list[int] = []
     for start in sorted(peers):
         before: dict[int, int] = {}

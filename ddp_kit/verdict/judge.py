@@ -1,40 +1,71 @@
-"""Temporary."""
+"""The only place that decides which error a run gets."""
 
 from __future__ import annotations
 
-from ddp_kit.trace import join
-from ddp_kit.verdict.agreement import plainly_agree
-from ddp_kit.verdict.deadlocks import deadlock
-from ddp_kit.verdict.mismatches import mismatch
+from collections.abc import Collection, Sequence
+
+from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.failures import Wait
+from ddp_kit.trace import Snapshot
+from ddp_kit.trace.events import Event
+from ddp_kit.verdict.explanation import explain, format_operation
+from ddp_kit.verdict.graph import stuck
+from ddp_kit.verdict.mismatches import mismatch, plainly_agree
 from ddp_kit.verdict.state import RankState
 
 
-def judge(snapshots, returned, over=False):
+def judge(
+    snapshots: Sequence[Snapshot], returned: Collection[int], over: bool = False
+) -> DeadlockError | MismatchError | None:
+    """Return the error of a run that can never end, or whose ranks disagree; None otherwise.
+
+    snapshots: one for each rank. returned: the ranks whose worker has returned. over: every rank
+    has returned, raised or ended; if not, nothing has moved for a while, and a disagreement counts
+    only if a rank waits because of it.
+    """
     if over:
-        return None if plainly_agree(snapshots) else mismatch(join(snapshots).events)
-    if any(s.is_crowded for s in snapshots):
+        return None if plainly_agree(snapshots) else mismatch(_events(snapshots))
+    if any(snapshot.is_crowded for snapshot in snapshots):
+        return None  # not everything was counted
+    states = [RankState.from_snapshot(each, each.rank in returned) for each in snapshots]
+    error = deadlock(states)
+    if plainly_agree(snapshots):
+        return error
+    # Stuck ranks may be stuck because of something earlier. If none is stuck, a rank may still
+    # be held up by the call in which it waits, and only that call counts.
+    events = _events(snapshots)
+    if error is None:
+        waited_for = {event.match_key for each in snapshots if (event := each.waiting)}
+        events = [event for event in events if event.match_key in waited_for]
+    return mismatch(events) or error
+
+
+def _events(snapshots: Sequence[Snapshot]) -> list[Event]:
+    return [event for snapshot in snapshots for event in snapshot.events]
+
+
+def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | None:
+    """Return the error of ranks that can never continue; None if every rank still could.
+
+    Stuck ranks that wait in collectives that disagree get a MismatchError, which comes first.
+    """
+    waits = stuck(states)
+    if not waits:
         return None
-    error = deadlock([_state(s, s.rank in returned) for s in snapshots])
-    if not plainly_agree(snapshots):
-        events = join(snapshots).events
-        waited = {event.match_key for r in snapshots if (event := r.waiting)}
-        wrong = mismatch(e for e in events if error is not None or e.match_key in waited)
-        error = wrong or error
-    return error
+    at = {state.rank: state for state in states}
+    events = {rank: event for rank in waits if (event := at[rank].waits_for) is not None}
+    wrong = mismatch(event for event in events.values() if event.kind == "collective")
+    if wrong is not None:
+        return wrong
+    fact, hint = explain(states, waits)
+    returned = [state.rank for state in states if state.status == "returned"]
+    shown = [_wait(event, waits[rank], list(at)) for rank, event in events.items()]
+    return DeadlockError(fact, shown, hint, returned)
 
 
-def _state(snapshot, returned):
-    waits_for = snapshot.waiting if snapshot.waits_for_ever else None
-    status = "returned" if returned else "waiting" if waits_for else "running"
-    state = RankState(snapshot.rank, status, waits_for, {}, {}, {}, {}, {})
-    for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
-        if kind == "send":
-            state.sends[snapshot.rank, peer, tag, group] = posted - given_up
-            state.given_up[snapshot.rank, peer, tag, group] = given_up
-        elif kind == "recv":
-            state.recvs[peer, snapshot.rank, tag, group] = posted - given_up
-        elif kind == "any":
-            state.any_source[tag, group] = posted - given_up
-        else:
-            state.collectives[group] = posted - given_up
-    return state
+def _wait(event: Event, peers: tuple[int, ...], world: list[int]) -> Wait:
+    # For new_group, the "tensors" are the ranks of the new group; a barrier has none.
+    has_tensors = event.kind != "collective" or event.nbytes or event.inputs or event.outputs
+    nbytes = event.nbytes if has_tensors and event.method != "new_group" else None
+    operation = format_operation(event, world)
+    return Wait(event.rank, operation, event.where, peers, event.tag, nbytes)

@@ -114,7 +114,7 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
         return arriving
 
     said = told(kit.check.exercise_1_2, shift)
-    words = "which may not be done; keep what it returns and call wait()\n"
+    words = "which may still be in flight; keep what it returns and call wait()\n"
     line = shift.__code__.co_firstlineno + 3
     assert said == (
         "exercise 1.2, shift(tensor) on 2 ranks: not all that was started was waited for\n"

@@ -197,7 +197,7 @@ def test_a_gather_that_every_rank_returns():
 def test_a_gather_of_equal_sizes():
     said = told(kit.check.exercise_2_4, gather(room=5))
     assert "gather(tensor, dst=0) on 2 ranks: the ranks do not agree\n" in said
-    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20.\n" in said
+    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20 bytes.\n" in said
 
 
 def test_a_gather_in_reverse():

@@ -102,7 +102,7 @@ def test_a_mean_that_nobody_waits_for(capsys):
 
     said = told(kit.check.exercise_3_1, average_gradients)
     assert "on 2 ranks: not all that was started was waited for\nranks 0 and 1 never" in said
-    assert "never waited for all_reduce, which may not be done; keep what it returns" in said
+    assert "never waited for all_reduce, which may still be in flight; keep what it returns" in said
     assert capsys.readouterr().out == ""  # said once
 
 

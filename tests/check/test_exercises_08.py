@@ -60,7 +60,7 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wi
             "in 0.weight.grad after backward 1, and holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
         ),
         ({"anew": False}, "Begin to count anew for the next one."),
-        ({"waits": "never"}, "never waited for all_reduce, which may not be done; keep what"),
+        ({"waits": "never"}, "never waited for all_reduce, which may still be in flight; keep"),
         (
             {"wide": True},
             "right, but 320 bytes were sent in collectives by rank 0, where 160 would",

@@ -118,8 +118,8 @@ def test_an_exception_that_cannot_be_printed_is_still_told():
 @pytest.mark.parametrize(
     ("leave", "exitcode", "words"),
     [
-        (lambda: os._exit(3), 3, "left with exit code 3. Likely cause: the worker called sys.exit"),
-        (lambda: sys.exit(4), 4, "left with exit code 4. Likely cause: the worker called sys.exit"),
+        (lambda: os._exit(3), 3, "exited with code 3. Likely cause: the worker called sys.exit"),
+        (lambda: sys.exit(4), 4, "exited with code 4. Likely cause: the worker called sys.exit"),
         (
             lambda: os.kill(os.getpid(), signal.SIGKILL),
             -9,
@@ -162,7 +162,7 @@ def test_a_failure_is_told_also_when_another_rank_dies():
     with pytest.raises(kit.RankDiedError) as caught:
         kit.run(worker, world_size=3)
     first, *others = str(caught.value).splitlines()
-    assert first.startswith("rank 1 died: left with exit code 3.")
+    assert first.startswith("rank 1 died: exited with code 3.")
     assert others[0] == "rank 0 raised ValueError: the real cause"
     assert others[2] == "rank 2 was waiting in barrier"
     assert list(caught.value.failures) == [0]
@@ -173,7 +173,7 @@ def test_sys_exit_waits_for_no_thread():
         threading.Thread(target=time.sleep, args=(600,)).start()
         sys.exit("enough")
 
-    with pytest.raises(kit.RankDiedError, match="exit code 1"):
+    with pytest.raises(kit.RankDiedError, match="exited with code 1"):
         kit.run(worker, world_size=1, timeout=60)
 
 
