@@ -216,9 +216,8 @@ class Run:
             self._reports.stopped = [locate(self._ranks[n], self._snapshots[n]) for n in alive]
         for rank in self._ranks:  # before one is stopped: others would print that it is gone
             rank.output.drain()
-        for number, rank in enumerate(self._ranks):
-            if number in stuck or number in self._threads:
-                rank.stop()
+        for number in stuck.union(self._threads, self._reports.broken):
+            self._ranks[number].stop()
         self._view.close()
         return [rank.output.take() for rank in self._ranks]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.pool import pool as pool_module
 from ddp_kit.pool.launchers import spawn
+from ddp_kit.pool.rank import bootstrap
 from ddp_kit.pool.run import Run
 
 
@@ -343,3 +344,42 @@ def test_a_worker_that_asks_is_told_that_nobody_answers():
     said = [caught.value.failures[rank].message for rank in range(2)]
     assert "input() and debuggers do not work in a rank" in said[0]
     assert "pass the answer to the ranks as an argument of kit.run" in said[1]
+
+
+@pytest.mark.parametrize("name", ["recording", "pack", "describe"])
+def test_a_bug_in_the_kit_itself_is_reported_with_its_traceback(name):
+    def breaks_the_kit(rank, world_size):
+        if rank == 1:
+            from ddp_kit.pool.rank import server
+
+            def bug(*args):
+                raise LookupError("a bug in the kit")
+
+            setattr(server, name, bug)
+            server.RankServer._status = bug
+
+    def fails_on_one(rank, world_size):
+        if rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    with pytest.raises(kit.InternalError) as caught:
+        kit.run(breaks_the_kit, world_size=2)
+        kit.run(fails_on_one, world_size=2)
+    assert caught.value.rank == 1
+    assert "LookupError: a bug in the kit" in caught.value.traceback
+    assert "Please report it" in str(caught.value)
+    assert kit.run(total, world_size=2)[0] == 1
+
+
+def exits_at_once(*args):
+    os._exit(3)
+
+
+def test_a_process_that_ends_before_any_worker_ran_is_not_blamed_on_the_worker(monkeypatch):
+    monkeypatch.setattr(bootstrap, "serve_spawned", exits_at_once)
+    with (
+        pytest.raises(kit.PoolError, match="rank 0 ended with exit code 3 before it was ready"),
+        kit.WorkerPool(1) as pool,
+    ):
+        pool.run(total)
