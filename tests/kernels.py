@@ -25,6 +25,7 @@ ROOT = Path(kit.__file__).resolve().parents[1]
 # ipykernel sees by PYTEST_CURRENT_TEST that it is tested, and then does not show what is written
 # to its file descriptors 1 and 2. In JupyterLab it does. PYTHONPATH: the kit of this process.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+ENVIRONMENT["DDP_KIT_WARM"] = "0"  # tests/test_warm_start.py has the others
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
 
 SET_UP = """
@@ -100,10 +101,11 @@ class Cell:
 class Kernel:
     """A kernel of this Python, as JupyterLab starts it: a session and process group of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, set_up: str = SET_UP, **variables: str) -> None:
+        self.set_up, environment = set_up, ENVIRONMENT | variables
         for last in (False, False, True):
             self.manager = ThisPython()
-            self.manager.start_kernel(cwd=str(folder), env=ENVIRONMENT)
+            self.manager.start_kernel(cwd=str(folder), env=environment)
             self.client = self.manager.client()
             try:
                 self.client.start_channels()
@@ -120,7 +122,7 @@ class Kernel:
     def get_ready(self) -> None:
         self.process = psutil.Process(self.manager.provisioner.pid)
         self.client.wait_for_ready(timeout=60)
-        self.run(SET_UP)
+        self.run(self.set_up)
 
     def send(self, code: str) -> Cell:
         return Cell(self.client, code)

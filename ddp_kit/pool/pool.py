@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from ddp_kit.backends import choose_backend
+from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool.arguments import check_world_size, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
@@ -66,12 +66,18 @@ class WorkerPool:
                 launcher = MPIExec(folder) if self._backend == "mpi" else Spawn()
                 self._processes = RankProcesses(launcher, folder, init)
                 atexit.register(self._at_exit)
-                self._processes.form(world_size, self._backend)
+                self._start()
         except BaseException as error:
             self.close()
             if isinstance(error, KeyboardInterrupt):
                 show_interrupt(error, [])
             raise
+
+    def _start(self) -> None:
+        assert self._processes is not None, "it exists since the pool does"
+        # An idle pool uses no memory of a GPU: the first run forms that group.
+        join = self._backend not in ON_GPUS
+        self._processes.form(self._world_size, self._backend, join)
 
     def run(
         self,
@@ -115,7 +121,7 @@ class WorkerPool:
         assert self._processes is not None, "it exists since the pool does"
         with holding_interrupt():
             self._processes.end()
-            self._processes.form(self._world_size, self._backend)
+            self._start()
 
     def close(self) -> None:
         """End every process and remove the pool's folder. A second call does nothing."""
@@ -186,14 +192,36 @@ def run(
     pool = _shared.get(launcher)
     if pool is None or pool._closed:
         pool = _shared[launcher] = WorkerPool(world_size, backend)
+    elif _is_outdated(pool):
+        pool.restart()
     return pool._run(packed, world_size, chosen, timeout)
+
+
+# Variables that PyTorch and its libraries read once, when a process or its first group starts.
+_READ_AT_START = ("CUDA", "GLOO", "KMP", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
+_started_with: dict[str, str] = {}  # those of the ranks that start_shared_pool has started
+
+
+def _variables_read_at_start() -> dict[str, str]:
+    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
+
+
+def _is_outdated(pool: WorkerPool) -> bool:
+    """Return whether ranks that no run has used were started with other variables than now."""
+    processes = pool._processes
+    if processes is None or processes.is_used:
+        return False
+    return _started_with != _variables_read_at_start()
 
 
 def start_shared_pool(world_size: int = 4) -> None:
     """Start the shared pool's ranks, so that the first `run` finds them warm.
 
-    Do nothing if there is a pool already, or if it cannot be started: `run` will say why.
+    Do nothing if this process has had ranks before, or if they cannot be started: `run` will say
+    why.
     """
-    if not _shared:
-        with suppress(KitError):
-            _shared["spawn"] = WorkerPool(world_size)
+    if RankProcesses.ever_created:
+        return
+    with suppress(KitError):
+        _shared["spawn"] = WorkerPool(world_size)
+        _started_with.update(_variables_read_at_start())

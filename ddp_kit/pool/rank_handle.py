@@ -68,7 +68,6 @@ class RankHandle:
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
-        self.gpus: tuple[str | None] | None = None  # CUDA_VISIBLE_DEVICES when it used one
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
         self.notices: tuple[str, ...] = ()
         self._children: list = []

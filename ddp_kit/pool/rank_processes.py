@@ -6,8 +6,8 @@ import os
 import time
 import weakref
 from contextlib import suppress
+from typing import ClassVar
 
-from ddp_kit.backends import ON_GPUS
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.failures import name_ranks
 from ddp_kit.pool import ipython, view
@@ -27,6 +27,8 @@ class RankProcesses:
     init: False leaves it to the worker to form a group.
     """
 
+    ever_created: ClassVar[bool] = False  # in this process
+
     def __init__(self, launcher: Launcher, folder: PrivateFolder, init: bool = True) -> None:
         self.ranks: list[RankHandle] = []
         self.launcher, self.folder = launcher, folder
@@ -35,7 +37,9 @@ class RankProcesses:
         self._groups = 0
         self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
+        self.is_used = False  # a worker was ever sent
         _all.add(self)
+        RankProcesses.ever_created = True
 
     @property
     def backend(self) -> str | None:
@@ -56,36 +60,32 @@ class RankProcesses:
         if len(self.ranks) < world_size:
             raise PoolError("the ranks ended before they were ready; try again")
 
-    def form(self, world_size: int, backend: str) -> None:
+    def form(self, world_size: int, backend: str, join: bool = True) -> None:
         """Ask `world_size` living processes to form a group, unless they have one.
 
-        Processes that the launcher has not started yet are left to the next call.
+        Processes that the launcher has not started yet are left to the next call. join: False only
+        starts processes.
         """
         if _leaving:
             return
-        gpus = (os.environ.get("CUDA_VISIBLE_DEVICES"),) if backend in ON_GPUS else None
-        for rank in self.ranks:
-            if gpus and rank.gpus not in (None, gpus):  # CUDA reads the variable only once
-                rank.stop()
         broken = self._in_run or not all(rank.alive for rank in self.ranks)
         if broken:
             self._formed, self._in_run = None, False
         if self.launcher.provide(self.ranks, world_size, broken):
             self._formed = None
-        if self._formed == (world_size, backend) or len(self.ranks) < world_size:
+        if not join or len(self.ranks) < world_size or self._formed == (world_size, backend):
             return
         self._groups += 1
         store = self.folder.store(self._groups) if self._init else None
         for number, rank in enumerate(self.ranks[:world_size]):
-            rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store, gpus))
-            rank.gpus = gpus or rank.gpus
+            rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store))
         self._formed = (world_size, backend)
 
     def call_worker(
         self, ranks: list[RankHandle], packed: Payload, environment: Environment, number: int
     ) -> None:
         """Ask these ranks to call the worker in `packed`, which is closed."""
-        self._in_run = True
+        self._in_run = self.is_used = True
         sources = ipython.cell_sources()
         encoded: dict[tuple, bytes] = {}
         for rank in ranks:
@@ -119,13 +119,14 @@ class RankProcesses:
         A deleted file has not changed: nothing newer could be imported.
         """
         ranks = self.ranks[:world_size]
-        now = {file: file_stamp(file) for rank in ranks for file in rank.modules}
+        files = set().union(*(rank.modules for rank in ranks))
+        now = {file: file_stamp(file) for file in files}
         changed: set[str] = set()
         old = []
         for number, rank in enumerate(ranks):
-            files = {f for f, stamp in rank.modules.items() if now[f] not in (None, stamp)}
-            if files:
-                changed |= files
+            stale = {f for f, stamp in rank.modules.items() if now[f] not in (None, stamp)}
+            if stale:
+                changed |= stale
                 old.append(number)
         if old:
             with holding_interrupt():

@@ -81,8 +81,6 @@ class RankServer:
             # Groups are named by their number, alike on all ranks; one that failed has counted.
             dist.distributed_c10d._world.group_count = 0
             os.environ.update(backends.LOOPBACK_ENVIRONMENT)
-            if place.gpus:
-                _set_variable("CUDA_VISIBLE_DEVICES", *place.gpus)
             backends.take_device(place.backend, place.rank)
             if place.store is not None:
                 dist.init_process_group(
@@ -149,13 +147,6 @@ class RankServer:
         if self._group is None and dist.distributed_c10d._world.group_count:
             return False  # one that failed has counted
         return dist.group.WORLD is self._group and groups in (None, _count_groups())
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _count_groups() -> tuple[int, int]:

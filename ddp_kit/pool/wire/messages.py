@@ -40,7 +40,6 @@ class JoinGroup:
     world_size: int
     backend: str
     store: str | None  # the file of the FileStore; None: the worker forms its own group
-    gpus: tuple[str | None] | None = None  # CUDA_VISIBLE_DEVICES, where the backend needs it
 
 
 @dataclass(frozen=True)

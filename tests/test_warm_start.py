@@ -1,0 +1,133 @@
+"""The ranks that start in the background when a notebook imports the kit, before any run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from kernels import ENVIRONMENT, Kernel
+from processes import assert_gone, wait_until
+
+IMPORT = "import os\nimport ddp_kit as kit\n"
+PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts kernels that warm up; ends them."""
+    kernels: list[Kernel] = []
+
+    def kernel(set_up: str = IMPORT, **variables: str) -> Kernel:
+        kernels.append(Kernel(tmp_path, set_up, **{"DDP_KIT_WARM": "1"} | variables))
+        return kernels[-1]
+
+    yield kernel
+    for one in kernels:
+        one.end()
+
+
+def ranks(kernel: Kernel) -> list[psutil.Process]:
+    found = []
+    for child in kernel.process.children(recursive=True):
+        try:
+            if "DDP_KIT_RANK" in child.environ():
+                found.append(child)
+        except psutil.Error:
+            continue  # it has just started, or ended
+    return found
+
+
+def wait_for_ranks(kernel: Kernel, number: int = 4) -> set[int]:
+    wait_until(lambda: len(ranks(kernel)) == number, 30, f"{number} ranks have started")
+    return {rank.pid for rank in ranks(kernel)}
+
+
+def pids(kernel: Kernel, code: str = PIDS) -> set[int]:
+    return set(map(int, kernel.value(code).strip("[]").split(", ")))
+
+
+def test_the_first_run_finds_the_ranks_that_the_import_has_started(start):
+    kernel = start()
+    started = wait_for_ranks(kernel)
+    assert pids(kernel) == started
+
+
+def test_what_the_notebook_changes_before_the_first_run_counts(start, tmp_path):
+    kernel = start()
+    started = wait_for_ranks(kernel)
+    folder = tmp_path / "another"
+    folder.mkdir()
+    kernel.run(f"os.chdir({str(folder)!r}); os.environ['LEARNER'] = 'set'")
+    seen = "set(kit.run(lambda r, w: (os.getcwd(), os.environ['LEARNER'])))"
+    assert kernel.value(seen) == repr({(str(folder), "set")})
+    assert pids(kernel) == started
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"])
+def test_a_variable_that_pytorch_reads_at_its_start_restarts_ranks_that_nobody_used(start, name):
+    kernel = start()
+    started = wait_for_ranks(kernel)
+    kernel.run(f"os.environ[{name!r}] = '1'")
+    assert not pids(kernel) & started
+    used = pids(kernel)
+    kernel.run(f"os.environ[{name!r}] = '2'")
+    assert pids(kernel) == used, "ranks that were used stay"
+
+
+NO_MEMORY = """
+import psutil, types
+psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**31 - 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("set_up", "variables"),
+    [
+        (IMPORT, {"DDP_KIT_WARM": "0"}),
+        (NO_MEMORY + IMPORT, {}),
+        (IMPORT + "with kit.WorkerPool(1) as pool: pool.run(print)", {}),
+    ],
+    ids=["turned off", "too little memory", "a cell that has a pool of its own"],
+)
+def test_no_rank_starts_before_a_run(start, set_up, variables):
+    kernel = start(set_up, **variables)
+    kernel.run("pass")
+    assert not ranks(kernel)
+    assert len(pids(kernel)) == 4
+
+
+def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):
+    lesson = tmp_path / "lesson.py"
+    lesson.write_text("import ddp_kit as kit\nwith kit.WorkerPool(1) as p: p.run(print)\n")
+    kernel = start(f"%run {lesson.name}")
+    kernel.run("pass")
+    assert not ranks(kernel)
+
+
+def test_a_script_starts_no_rank_by_its_import():
+    code = "import ddp_kit, psutil; print(psutil.Process().children())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT | {"DDP_KIT_WARM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("how", ["shutdown", "SIGKILL while they import", "SIGKILL"])
+def test_a_kernel_that_never_runs_anything_leaves_no_process(start, how):
+    kernel = start()
+    wait_for_ranks(kernel)
+    if how == "SIGKILL":
+        kernel.run(PIDS)  # so that they have imported everything
+    left = [kernel.process, *ranks(kernel)]
+    if how == "shutdown":
+        kernel.manager.shutdown_kernel()
+    else:
+        kernel.process.kill()
+    psutil.wait_procs(left, 20)  # a rank notices when its imports are done
+    assert_gone(left, how)
