@@ -54,7 +54,7 @@ def load() -> ModuleType:
 
     Raises BackendError if that is not possible.
     """
-    from ddp_kit.mpi import lifecycle  # with the group's class, whose methods the recorder replaces
+    from ddp_kit.mpi import lifecycle  # imports the process group, for the recorder
 
     return lifecycle.initialize()
 

@@ -121,8 +121,8 @@ class BaseProcessGroup(dist.ProcessGroup):
     ) -> MPIWork:
         """Start an operation. begin: call MPI with the communicator, and return its requests.
 
-        opts: PyTorch's options, whose timeout goes before the group's. For the others see
-        `Operation`.
+        opts: PyTorch's options, whose timeout takes precedence over the group's. For the
+        others see `Operation`.
         """
         if self._communicator is None:
             raise RuntimeError(f"{name}: this process group was destroyed")

@@ -211,7 +211,7 @@ class Operation:
 class MPIWork(dist.Work):
     """The `dist.Work` of one operation, which goes on if this is dropped, unlike with gloo."""
 
-    ends_alone = True  # for the recorder
+    ends_alone = True  # for the recorder: a message is not lost when its work is dropped
 
     def __init__(self, operation: Operation) -> None:
         super().__init__()
