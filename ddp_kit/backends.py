@@ -1,4 +1,4 @@
-"""Which backend and which device the ranks of a run get."""
+"""The backend, device and cores of each rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ddp_kit.errors import BackendError
 NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi")
 ON_GPUS = ("nccl", "cuda:gloo")
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that leads nowhere else
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that stays on this machine
 
-# What keeps gloo and nccl of a process unseen by the network.
+# With these variables set, gloo and nccl of a process are not reachable from the network.
 LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 _device = torch.device("cpu")
 
 
 def choose_backend(backend: str, world_size: int) -> str:
-    """Turn "auto" into a backend, and refuse one that cannot run here.
+    """Return the backend to use: `backend` itself, or what "auto" selects on this machine.
 
-    "auto" is nccl where every rank can have a GPU of its own, else gloo. "cuda:gloo" is gloo for
+    "auto" selects nccl if every rank can have its own GPU, otherwise gloo. "cuda:gloo" is gloo for
     tensors on GPUs, which ranks may share.
-    Raises BackendError with what would be needed.
+    Raises BackendError, with what would be needed, if the backend is unknown or unavailable.
     """
     if backend not in NAMES:
         known = ", ".join(f'"{name}"' for name in NAMES)
@@ -50,28 +50,28 @@ def choose_backend(backend: str, world_size: int) -> str:
         raise BackendError(
             'backend="cuda:gloo" needs a GPU, and PyTorch sees none here; use backend="gloo"'
         )
-    lacking = mpi.missing() if backend == "mpi" else None
-    if lacking:
-        raise BackendError(lacking)
+    missing = mpi.missing() if backend == "mpi" else None
+    if missing:
+        raise BackendError(missing)
     return backend
 
 
 def _hint(backend: object) -> str:
-    """Say what is probably meant by a name that the kit has not, or what else to do."""
+    """Return the hint for an unknown backend: what was probably meant, or what else to do."""
     name = str(backend).lower()
     if name in NAMES:
         return f'; write "{name}"'
     if name == "cpu:gloo,cuda:nccl":
-        return '; "nccl" moves tensors on the CPU by gloo already'
+        return '; write "nccl", which includes gloo for tensors on the CPU'
     if name in dist.Backend.backend_list:
-        return "; another one needs ranks that form their own group, in WorkerPool(init=False)"
+        return "; for another one, call init_process_group yourself in a WorkerPool(init=False)"
     return ""
 
 
 def for_group(backend: str) -> str:
-    """Return what `init_process_group` is told: gloo also serves the tensors on the CPU.
+    """Return the backend for `init_process_group`, which includes gloo for tensors on the CPU.
 
-    "mpi" is PyTorch's own where it was compiled in, else that of `ddp_kit.mpi`.
+    "mpi" is PyTorch's own if it was compiled in, else that of `ddp_kit.mpi`.
     """
     if backend == "mpi" and not dist.is_mpi_available():
         mpi.register()
@@ -80,10 +80,10 @@ def for_group(backend: str) -> str:
 
 
 def take_device(backend: str, local_rank: int) -> torch.device:
-    """Make this process's device current: a GPU for a backend ON_GPUS, else the CPU."""
+    """Make this process's device current: a GPU for a backend ON_GPUS, else the CPU; return it."""
     global _device
     if backend in ON_GPUS:
-        # Under nccl there is a GPU for every rank; under gloo they take turns.
+        # With nccl there is a GPU for every rank; with gloo they may share GPUs.
         _device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)
     else:
@@ -92,21 +92,21 @@ def take_device(backend: str, local_rank: int) -> torch.device:
 
 
 def device() -> torch.device:
-    """Return the device of the rank that calls: `cuda:k` under "nccl" and "cuda:gloo", or `cpu`."""
+    """Return the calling rank's device: `cuda:k` with "nccl" and "cuda:gloo", else `cpu`."""
     return _device
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return one rank's share of the cores, at least one."""
+    """Return the number of cores for each rank, at least one."""
     return max(1, count_cores() // world_size)
 
 
 def share_cores(world_size: int) -> None:
-    """Have this process compute on its share of the machine's cores."""
+    """Limit PyTorch in this process to its share of the cores."""
     torch.set_num_threads(threads_per_rank(world_size))

@@ -22,7 +22,7 @@ LIMIT = timedelta(seconds=20)
 def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> tuple[int, int]:
     """Initialise the default group; return rank and world size."""
     torch.set_num_threads(1)
-    rank, world_size, _, _ = mpi.place()
+    rank, world_size, _, _ = mpi.rank_info()
     size = size or world_size
     mpi.register()
     dist.init_process_group(
@@ -36,7 +36,7 @@ def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> 
 
 
 def cases(folder: Path) -> None:
-    """Run every case, and write down what failed on which rank."""
+    """Run every case, and write what failed on which rank to failures.json."""
     import mpi_cases
 
     rank, size = start(folder)
@@ -96,7 +96,7 @@ def vanishing(folder: Path) -> None:
 
 
 def exiting(folder: Path) -> None:
-    """Rank 1 calls sys.exit: nothing tells that this was no regular end."""
+    """Rank 1 calls sys.exit, which cannot be told from a regular end."""
     if alone_as_rank_1(folder, timedelta(seconds=3)):
         sys.exit(3)
 
@@ -120,7 +120,7 @@ def early(folder: Path) -> None:
 
 
 def untidy(folder: Path) -> None:
-    """Ranks end with operations under way that nobody will ever answer."""
+    """Ranks end with operations under way that no rank will ever match."""
     rank, size = start(folder)
     dist.irecv(torch.empty(1), (rank + 1) % size, tag=4)
     dist.isend(torch.ones(1_000_000), (rank + 1) % size, tag=5)
@@ -141,7 +141,7 @@ def again(folder: Path) -> None:
 
 def fewer(folder: Path) -> None:
     """The default group has all ranks of MPI but the last."""
-    rank, size = mpi.place()[:2]
+    rank, size = mpi.rank_info()[:2]
     if rank < size - 1:
         start(folder, size - 1)
         tensor = torch.tensor([1])
@@ -155,22 +155,22 @@ def fewer(folder: Path) -> None:
 
 
 def wrong(folder: Path) -> None:
-    """PyTorch is told another place than MPI."""
+    """PyTorch gets another rank or world size than MPI."""
     from ddp_kit.errors import BackendError
 
-    rank, size = mpi.place()[:2]
+    rank, size = mpi.rank_info()[:2]
     mpi.register()
     for given, of, words in (
-        ((rank + 1) % size, size, "take rank and world_size from ddp_kit.mpi.place()"),
-        (rank, size + 1, f"mpiexec started {size}; start the ranks with mpiexec -n {size + 1}"),
+        ((rank + 1) % size, size, "take rank and world_size from ddp_kit.mpi.rank_info()"),
+        (rank, size + 1, f"mpiexec started {size} ranks; start them with mpiexec -n {size + 1}"),
     ):
         try:
             dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=given, world_size=of)
         except BackendError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = "nothing"
-        assert words in said, said
+            message = "no error"
+        assert words in message, message
     # A store of one process is enough, because nothing goes through it.
     dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=rank, world_size=size)
     dist.new_group([0])

@@ -1,4 +1,4 @@
-"""Which backend and which device a rank gets: on invented GPUs, and on real ones where they are."""
+"""Which backend and device a rank gets: on invented GPUs, and on real ones if there are any."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_more_ranks_than_gpus_are_refused_with_the_choices(gpus):
     ("asked", "hint"),
     [
         ("MPI", '; write "mpi"'),
-        ("ucc", "; another one needs ranks that form their own group, in WorkerPool(init=False)"),
-        ("cpu:gloo,cuda:nccl", '; "nccl" moves tensors on the CPU by gloo already'),
+        ("ucc", "; for another one, call init_process_group yourself in a WorkerPool(init=False)"),
+        ("cpu:gloo,cuda:nccl", '; write "nccl", which includes gloo for tensors on the CPU'),
         ("smoke", ""),
         (None, ""),
     ],
     ids=str,
 )
-def test_a_name_that_the_kit_has_not_comes_without_the_cure(asked, hint):
+def test_an_unknown_backend_is_refused_with_a_hint(asked, hint):
     with pytest.raises(kit.BackendError) as caught:
         backends.choose_backend(asked, 2)
     names = '"auto", "gloo", "nccl", "cuda:gloo", "mpi"'

@@ -1,4 +1,4 @@
-"""The packaged digits, and torchvision beside a PyTorch it was not built for."""
+"""The packaged digits, and torchvision with a PyTorch that it was not built for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_dataset_travels_to_a_rank_and_back():
     assert len(pickle.loads(pickle.dumps(digits))) == 2_000
 
 
-def test_full_mnist_without_a_network_is_one_sentence(tmp_path, monkeypatch):
+def test_full_mnist_without_a_network_raises_one_sentence(tmp_path, monkeypatch):
     from torchvision import datasets
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

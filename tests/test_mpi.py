@@ -18,7 +18,7 @@ import pytest
 
 from ddp_kit import mpi
 from ddp_kit.errors import BackendError
-from ddp_kit.mpi import command
+from ddp_kit.mpi import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD_SIZES = (1, 2, 3, 4)
@@ -49,9 +49,9 @@ def launch(
             process.wait()
             code = None
         output.seek(0)
-        said = output.read()
-    assert code is not None, f"{scenario} did not end within {seconds} s:\n{said}"
-    return subprocess.CompletedProcess(program, code, said)
+        text = output.read()
+    assert code is not None, f"{scenario} did not end within {seconds} s:\n{text}"
+    return subprocess.CompletedProcess(program, code, text)
 
 
 @functools.cache
@@ -69,14 +69,14 @@ def failures(world_size: int) -> dict[str, str]:
 @needs_mpi
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", [*mpi_cases.COMPARED, *mpi_cases.OWN])
-def test_mpi_does_not_do_as_gloo_or_as_said(case, world_size):
+def test_mpi_differs_from_gloo_or_from_its_docstring(case, world_size):
     problem = failures(world_size)[case]
     assert not problem, problem
 
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["raising", "vanishing", "exiting"])
-def test_ranks_wait_for_ever_for_one_that_ended(scenario, tmp_path):
+def test_ranks_wait_forever_for_one_that_ended(scenario, tmp_path):
     before = time.monotonic()
     ended = launch(scenario, 3, tmp_path, 45)
     assert time.monotonic() - before < 30
@@ -94,7 +94,7 @@ def test_a_rank_that_ends_early_takes_the_others_along(tmp_path):
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["untidy", "wrong", "beside", "fewer", "again"])
-def test_ranks_do_not_come_to_their_end(scenario, tmp_path):
+def test_ranks_do_not_finish(scenario, tmp_path):
     for turn in range(3):
         (tmp_path / str(turn)).mkdir()
     ended = launch(scenario, 3, tmp_path)
@@ -111,20 +111,20 @@ def test_an_import_loads_or_initialises_mpi():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
 
 
-def test_nobody_says_that_mpi4py_is_missing(monkeypatch):
+def test_nothing_reports_that_mpi4py_is_missing(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "mpi4py" else find(name)
     )
-    sentence = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
-    assert mpi.missing() == sentence
+    message = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
+    assert mpi.missing() == message
     with pytest.raises(BackendError) as caught:
         mpi.register()
-    assert str(caught.value) == sentence
+    assert str(caught.value) == message
 
 
-def test_nobody_says_that_mpiexec_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "_missing_package", lambda: None)
+def test_nothing_reports_that_mpiexec_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "_missing_package", lambda: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "needs the command mpiexec" in mpi.missing()
@@ -142,7 +142,7 @@ def test_another_mpiexec_than_the_one_beside_python_is_taken(monkeypatch, tmp_pa
     assert mpi.mpiexec(3) == [str(beside), *flags, "-n", "3"]
 
 
-def test_a_launch_of_no_ranks_is_tried():
+def test_a_launch_of_no_ranks_is_attempted():
     with pytest.raises(BackendError, match="world_size must be at least 1, got 0"):
         mpi.mpiexec(0)
 
@@ -166,21 +166,26 @@ def test_a_launch_of_no_ranks_is_tried():
         ),
     ],
 )
-def test_a_rank_does_not_find_its_place(given, expected, monkeypatch):
+def test_a_rank_reads_the_wrong_rank_info(given, expected, monkeypatch):
     leave_mpiexec(monkeypatch)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert mpi.started_by_mpiexec()
-    assert mpi.place() == expected
+    assert mpi.rank_info() == expected
 
 
 def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
     leave_mpiexec(monkeypatch)
     assert not mpi.started_by_mpiexec()
     with pytest.raises(BackendError, match="start the ranks with mpiexec"):
-        mpi.place()
+        mpi.rank_info()
+
+
+def test_the_old_name_of_rank_info_is_gone_or_silent(monkeypatch):
+    with pytest.warns(DeprecationWarning, match="mpi.place is now mpi.rank_info"):
+        assert mpi.place is mpi.rank_info
 
 
 def leave_mpiexec(monkeypatch) -> None:
-    for name in [name for names in command._VARIABLES for name in names]:
+    for name in [name for names in launcher._VARIABLES for name in names]:
         monkeypatch.delenv(name, raising=False)

@@ -119,7 +119,7 @@ def test_a_deadlock_is_ended_and_explained():
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
-def test_ranks_that_do_not_agree_are_told():
+def test_ranks_that_do_not_agree_are_reported():
     def worker(rank, world_size):
         dist.broadcast(torch.zeros(2 + (rank == 1)), src=0)
 
@@ -134,9 +134,9 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
             os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(end)
         dist.barrier()
 
-    ends = {"killed": "ended by SIGKILL", 200: "exited with code 200", 0: "exited with code 0"}
-    for end, said in ends.items():
-        with pytest.raises(kit.RankDiedError, match=f"rank 1 died: {said}") as caught:
+    ends = {"killed": "rank 1 died: ended by SIGKILL", 200: "exited with code 200", 0: "exited with code 0"}
+    for end, message in ends.items():
+        with pytest.raises(kit.RankDiedError, match=message) as caught:
             run(worker, end, timeout=60)
         assert caught.value.rank == 1
     assert [value for value, _ in run(total)] == [6.0] * 3
@@ -178,9 +178,9 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
         import ddp_kit as kit
         pool = kit.WorkerPool(2, backend="mpi")
         pids = list(pool.run(lambda rank, world_size: (os.getpid(), os.getppid())))
-        place = pathlib.Path("pids")
-        place.with_suffix(".new").write_text(" ".join(str(p) for pair in pids for p in pair))
-        place.with_suffix(".new").rename(place)
+        path = pathlib.Path("pids")
+        path.with_suffix(".new").write_text(" ".join(str(p) for pair in pids for p in pair))
+        path.with_suffix(".new").rename(path)
         pool.run(lambda rank, world_size: time.sleep(600))
         """
     )
@@ -204,7 +204,7 @@ def files():
     return {path for paths in found for path in paths}
 
 
-def test_a_group_with_a_limit_is_left_to_its_limit():
+def test_a_group_with_a_timeout_is_left_to_its_timeout():
     def worker(rank, world_size):
         group = dist.new_group(timeout=timedelta(seconds=2))
         if rank == 0:
@@ -216,8 +216,8 @@ def test_a_group_with_a_limit_is_left_to_its_limit():
 
 def test_bare_ranks_are_recorded_from_their_first_run_on():
     def worker(rank, world_size):
-        place = {"rank": rank, "world_size": world_size, "store": dist.HashStore()}
-        dist.init_process_group(mpi.NAME, **place)
+        options = {"rank": rank, "world_size": world_size, "store": dist.HashStore()}
+        dist.init_process_group(mpi.NAME, **options)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -242,7 +242,7 @@ def test_a_closed_pool_leaves_neither_processes_nor_files():
     assert files() <= before
 
 
-def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
+def test_the_output_of_an_mpiexec_that_starts_nothing_is_reported(monkeypatch):
     refuses = [sys.executable, "-c", "import sys; sys.exit('no slots')"]
     with kit.WorkerPool(2, backend="mpi") as pool:
         monkeypatch.setattr(mpi, "mpiexec", lambda world_size: refuses)
@@ -253,18 +253,20 @@ def test_what_mpiexec_says_is_told_where_it_starts_nothing(monkeypatch):
     assert str(caught.value) == "mpiexec did not start 3 ranks: no slots"
 
 
-def test_an_mpi_that_cannot_be_loaded_is_told_in_its_own_words(monkeypatch):
+def test_an_mpi_that_cannot_be_loaded_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setenv("MPI4PY_LIBMPI", "/no/such/libmpi.so")
     with kit.WorkerPool(2, backend="mpi") as pool, pytest.raises(kit.BackendError) as caught:
         pool.run(total)
-    said = "the ranks ended before they were ready: BackendError: mpi4py finds no MPI library"
-    assert str(caught.value).startswith(said)
+    message = (
+        "the ranks ended before they were ready: BackendError: mpi4py cannot load an MPI library"
+    )
+    assert str(caught.value).startswith(message)
 
 
-def test_a_missing_package_is_told_before_anything_starts(monkeypatch):
-    lacking = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
-    monkeypatch.setattr(mpi, "missing", lambda: lacking)
+def test_a_missing_package_is_reported_before_anything_starts(monkeypatch):
+    missing = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
+    monkeypatch.setattr(mpi, "missing", lambda: missing)
     monkeypatch.setattr(mpiexec, "MPIExecProgram", None)
     with pytest.raises(kit.BackendError) as caught:
         kit.run(total, backend="mpi")
-    assert str(caught.value) == lacking
+    assert str(caught.value) == missing

@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ddp_kit.doctor.report import findings, report
+from ddp_kit.doctor import findings
+from ddp_kit.doctor.report import format_report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; return 1 if a line wants a look, else 0."""
+    """Print the report; return 1 if a line needs attention, else 0."""
     argparse.ArgumentParser(
         prog="python -m ddp_kit.doctor",
-        description="Print what this machine can do and what will go wrong on it.",
-        epilog="The exit code is 1 if a line wants a look, else 0. In a notebook: kit.doctor()",
+        description="Check this machine: print what works on it and what may go wrong.",
+        epilog="The exit code is 1 if a line needs attention, else 0. In a notebook: kit.doctor()",
     ).parse_args(argv)
     found = findings()
-    print(report(found))
+    print(format_report(found))
     return int(not all(finding.ok for finding in found))
 
 
 if __name__ == "__main__":
     code = main()
-    if "IPython" not in sys.modules:  # %run -m takes any exit but 0 for a failure of its own
+    if "IPython" not in sys.modules:  # %run -m takes any exit code but 0 for an error of its own
         sys.exit(code)

@@ -1,4 +1,4 @@
-"""What the doctor finds in the machine: GPUs, cores, memory, network and files."""
+"""The doctor's checks of the machine: GPUs, cores, memory, network and files."""
 
 from __future__ import annotations
 
@@ -13,108 +13,117 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
-from ddp_kit.doctor.finding import Finding
+from ddp_kit.doctor.report import Finding
+from ddp_kit.failures import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
 RANKS = 4  # as many as the lessons use
-SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB unless told otherwise
+SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB by default
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
 
 
 def gpus() -> Finding:
-    """How many GPUs PyTorch sees, and so how many ranks nccl can have."""
-    count = torch.cuda.device_count()
-    if count and dist.is_nccl_available():
+    """Check how many GPUs PyTorch sees, and so how many ranks nccl can serve."""
+    seen = torch.cuda.device_count()
+    if seen and dist.is_nccl_available():
         return Finding(
             "GPUs",
-            str(count),
-            f"nccl can have {_many(count, 'rank')}, one on each GPU. More use gloo on the CPU.",
-            ok=True,
+            str(seen),
+            f"nccl supports up to {count(seen, 'rank')}, one per GPU. More ranks use gloo on the "
+            "CPU.",
         )
-    if count:
+    if seen:
         return Finding(
-            "GPUs", f"{count}, without nccl", "Ranks use gloo on the CPU all the same.", ok=False
+            "GPUs",
+            f"{seen}, but this PyTorch has no nccl",
+            'Ranks use gloo on the CPU, or on the GPUs with backend="cuda:gloo".',
+            ok=False,
         )
     hidden = sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*"))
     if hidden:
         return Finding(
             "GPUs",
-            f"{hidden}, and PyTorch sees none of them",
+            f"{hidden} in the machine, but PyTorch sees none",
             "Ranks use gloo on the CPU. PyTorch is built without CUDA, the driver is too old, or "
             "CUDA_VISIBLE_DEVICES hides them.",
             ok=False,
         )
-    return Finding("GPUs", "none", "Ranks use gloo on the CPU; no lesson needs more.", ok=True)
+    return Finding("GPUs", "none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
 
 
 def cores() -> Finding:
-    """How many cores there are, and how many threads a rank gets."""
-    count = count_cores()
-    found = _many(count, "core")
+    """Check how many cores there are, and how many threads each rank gets."""
+    total = count_cores()
+    found = count(total, "core")
     quota = _control_group("cpu.max")
-    if quota and quota[0] < count * quota[1]:
+    if quota and quota[0] < total * quota[1]:
         return Finding(
             "cores",
-            f"{found}, of which this container may use {quota[0] / quota[1]:g}",
-            "Ranks get more threads than that, and slow down. Call torch.set_num_threads(1) in "
-            "the worker.",
+            f"{found}, but this container is limited to {quota[0] / quota[1]:g}",
+            "Ranks start more threads than that (oversubscription), which slows them down: call "
+            "torch.set_num_threads(1) in the worker.",
             ok=False,
         )
-    if count == 1:
+    if total == 1:
         return Finding(
-            "cores", found, "Ranks take turns on it: results hold, times say nothing.", ok=False
+            "cores",
+            found,
+            "All ranks share it: results are correct, but timings mean nothing.",
+            ok=False,
         )
-    two, four = (_many(threads_per_rank(ranks), "thread") for ranks in (2, RANKS))
-    says = f"Each of 2 ranks gets {two}, each of {RANKS} gets {four}."
-    if count < RANKS:
-        says += f" {RANKS} ranks take turns: slower, not wrong."
-    return Finding("cores", found, says, ok=True)
+    two, four = (count(threads_per_rank(ranks), "thread") for ranks in (2, RANKS))
+    consequence = f"2 ranks get {two} each, {RANKS} ranks get {four} each."
+    if total < RANKS:
+        consequence += (
+            f" {RANKS} ranks share {total} cores (oversubscription): slower, but correct."
+        )
+    return Finding("cores", found, consequence)
 
 
 def memory() -> Finding:
-    """How much memory is free, and how many ranks it can hold."""
-    whole, free = psutil.virtual_memory()[:2]
-    found = f"{_size(free)} free of {_size(whole)}"
+    """Check how much memory is free, and how many ranks fit in it."""
+    total, free = psutil.virtual_memory()[:2]
+    found = f"{_size(free)} free of {_size(total)}"
     limit = _control_group("memory.max")
-    if limit and limit[0] < whole:
+    if limit and limit[0] < total:
         free = min(free, limit[0])
-        found += f", of which this container may use {_size(limit[0])}"
-    room = int(free / RANK_MEMORY)
-    if room < RANKS:
+        found += f", but this container is limited to {_size(limit[0])}"
+    ranks = int(free / RANK_MEMORY)
+    if ranks < RANKS:
         return Finding(
             "memory",
             found,
-            f"{_many(room, 'rank')} fit in, at {RANK_MEMORY / 1e6:g} MB each, and the lessons use "
-            f"{RANKS}. The system kills a rank when memory runs out: close other notebooks.",
+            f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons use "
+            f"{RANKS}. The system kills a rank when memory runs out: shut down other notebooks.",
             ok=False,
         )
-    return Finding(
-        "memory", found, f"{room} ranks fit in now; kit.run allows {most_ranks()}.", ok=True
-    )
+    return Finding("memory", found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
 
 
 def shared_memory() -> Finding:
-    """How much can be shared through /dev/shm, and who needs that."""
+    """Check how much shared memory /dev/shm has, for those that need it."""
     space = shared_space()
     if space is None:
-        return Finding("shared memory", "no /dev/shm", "The kit needs none.", ok=True)
+        return Finding("shared memory", "no /dev/shm", "The kit does not need it.")
     size, free = space
     found = f"{_size(free)} free of {_size(size)}"
     if free < SMALL:
         return Finding(
             "shared memory",
             found,
-            "DataLoader workers may die of a bus error, and nccl may not start. Use num_workers=0, "
-            "or start the container with --shm-size=1g. The kit and gloo use none.",
+            "DataLoader workers may die of a bus error, and nccl may fail to start: use "
+            "num_workers=0, or start the container with --shm-size=1g. The kit and gloo do not "
+            "use it.",
             ok=False,
         )
-    says = "DataLoader workers and nccl use it. The kit and gloo do not."
-    return Finding("shared memory", found, says, ok=True)
+    return Finding(
+        "shared memory", found, "DataLoader workers and nccl use it. The kit and gloo do not."
+    )
 
 
 def shared_space() -> tuple[int, int] | None:
-    """Return the size of /dev/shm and what is free of it, in bytes; None if there is none."""
+    """Return the size of /dev/shm and its free space, in bytes; None if there is none."""
     try:
         space = os.statvfs("/dev/shm")
     except FileNotFoundError:
@@ -123,55 +132,56 @@ def shared_space() -> tuple[int, int] | None:
 
 
 def loopback() -> Finding:
-    """Whether gloo's interface is there, and lets a message through."""
+    """Check that gloo's network interface exists and passes messages."""
     if LOOPBACK not in (interface for _, interface in socket.if_nameindex()):
         return Finding(
-            "loopback", f"no interface {LOOPBACK}", "gloo cannot connect the ranks.", ok=False
+            "loopback",
+            f"no interface {LOOPBACK}",
+            f"gloo cannot connect the ranks: enable it, on Linux with `ip link set {LOOPBACK} up`.",
+            ok=False,
         )
     try:
-        knock()
+        connect_to_self()
     except OSError as error:
         return Finding(
             "loopback",
-            f"{LOOPBACK} lets nothing through ({error.strerror or error})",
-            "gloo cannot connect the ranks: look at the firewall, or at the container's network.",
+            f"no connection through {LOOPBACK} ({error.strerror or error})",
+            "gloo cannot connect the ranks: check the firewall, or the container's network.",
             ok=False,
         )
-    return Finding(
-        "loopback", f"{LOOPBACK} works", "gloo connects the ranks through it alone.", ok=True
-    )
+    return Finding("loopback", f"{LOOPBACK} works", "gloo connects the ranks through it only.")
 
 
-def knock(seconds: float = 1.0) -> None:
-    """Connect to a port of our own on 127.0.0.1; raise OSError if that cannot be had."""
+def connect_to_self(timeout: float = 1.0) -> None:
+    """Connect to a port of this process on 127.0.0.1; raise OSError if that fails."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(seconds)
-        with socket.create_connection(server.getsockname(), seconds):
+        server.settimeout(timeout)
+        with socket.create_connection(server.getsockname(), timeout):
             server.accept()[0].close()
 
 
 def open_files() -> Finding:
-    """How many files may be open, and how many ranks that allows."""
+    """Check how many files may be open, and how many ranks that allows."""
     import resource  # not on Windows
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "no limit", "Any number of ranks can be had.", ok=True)
+        return Finding("open files", "no limit", "Enough for any number of ranks.")
     ranks = ranks_by_files(limit)
-    found = f"{limit} at a time"
+    found = f"at most {limit}"
     if ranks < RANKS:
         return Finding(
             "open files",
             found,
-            f"Enough for {_many(ranks, 'rank')}, and the lessons use {RANKS}. Run `ulimit -n 1024` "
-            "before you start Jupyter.",
+            f"Enough for {count(ranks, 'rank')}, but the lessons use {RANKS}: run `ulimit -n 1024` "
+            "before starting Jupyter.",
             ok=False,
         )
-    return Finding("open files", found, f"Enough for {ranks} ranks.", ok=True)
+    return Finding("open files", found, f"Enough for {ranks} ranks.")
 
 
 def temporary_folder() -> Finding:
-    """Whether a private folder can be made where the ranks meet, and a file in it be locked."""
+    """Check that the ranks can rendezvous: with a locked file in a private temporary folder."""
     import fcntl  # not on Windows
 
     try:
@@ -183,38 +193,33 @@ def temporary_folder() -> Finding:
     except OSError as error:
         return Finding(
             "temporary folder",
-            f"cannot be used ({error.strerror or error})",
-            "Ranks meet in a locked file there, and cannot start: set TMPDIR to a folder on a "
-            "local disk with free space.",
+            f"unusable ({error.strerror or error})",
+            "Ranks cannot start, because their rendezvous is a locked file there: set TMPDIR to a "
+            "folder on a local disk with free space.",
             ok=False,
         )
     if not private:
         return Finding(
             "temporary folder",
-            "open to others",
-            "This file system keeps no permissions: set TMPDIR to a folder on a local disk.",
+            "accessible to other users",
+            "This file system ignores permissions: set TMPDIR to a folder on a local disk.",
             ok=False,
         )
     return Finding(
         "temporary folder",
-        "private, with locks",
-        "Ranks meet in a file there, on no port.",
-        ok=True,
+        "private, and supports file locks",
+        "The ranks' rendezvous is a file there and needs no port.",
     )
 
 
 def _control_group(file: str) -> list[int] | None:
-    """Return a container's limit as numbers; None where nothing is limited."""
+    """Return a container's limit as numbers; None if there is no limit."""
     try:
         return [int(number) for number in (CONTROL_GROUP / file).read_text().split()]
     except (OSError, ValueError):  # no such file, or the word "max"
         return None
 
 
-def _size(count: float) -> str:
-    """Write bytes as MiB or GiB."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def _size(nbytes: float) -> str:
+    """Return a number of bytes as MiB or GiB."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"

@@ -1,47 +1,64 @@
-"""All findings, and the page they make."""
+"""A finding, how a check is run without being held up by it, and the report of all findings."""
 
 from __future__ import annotations
 
 import textwrap
-import warnings
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ddp_kit.doctor import machine, software
-from ddp_kit.doctor.finding import Finding, ask, attempt
-
+TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
 WIDTH = 100  # columns; a notebook shows that many without wrapping
 
-CHECKS = {
-    "Python": software.python,
-    "PyTorch": software.pytorch,
-    "torchvision": software.torchvision,
-    "backends": software.backends,
-    "GPUs": machine.gpus,
-    "CUDA": software.cuda,
-    "cores": machine.cores,
-    "memory": machine.memory,
-    "shared memory": machine.shared_memory,
-    "loopback": machine.loopback,
-    "open files": machine.open_files,
-    "temporary folder": machine.temporary_folder,
-}
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, and what follows from it."""
+
+    subject: str
+    found: str
+    consequence: str  # what it means, and what to do if it is a problem
+    ok: bool = True  # False if it needs the learner's attention
 
 
-def findings() -> list[Finding]:
-    """Return what every check found, in the order of the page."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the findings say it, and stderr stays empty
-        found = [ask(subject, check) for subject, check in CHECKS.items()]
-    # Asked here: in a thread of its own this check would always find that thread.
-    return [*found, attempt("main thread", software.main_thread)]
+def run_check(subject: str, check: Callable[[], Finding], timeout: float = TIMEOUT) -> Finding:
+    """Return what a check finds, or that it raised an error or took longer than `timeout`."""
+    results: list[Finding] = []
+    # Some checks call into the system, where only another thread can stop waiting for them.
+    thread = threading.Thread(
+        target=lambda: results.append(guard(subject, check)),
+        name=f"ddp_kit checks {subject}",
+        daemon=True,
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        return _failed(subject, str(error))
+    thread.join(timeout)
+    return results[0] if results else _failed(subject, f"no result within {timeout:g} s")
 
 
-def report(found: list[Finding]) -> str:
-    """Return the findings as aligned lines, and how many want a look."""
-    return "\n".join([*map(_line, found), "", _summary(found)])
+def guard(subject: str, check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds in this thread, or that it raised an error."""
+    try:
+        return check()
+    except Exception as error:
+        return _failed(subject, f"{type(error).__name__}: {error}".rstrip(": "))
 
 
-def _line(finding: Finding) -> str:
-    start = f"{'ok' if finding.ok else 'LOOK':<6}{finding.subject:<18}"
+def _failed(subject: str, reason: str) -> Finding:
+    return Finding(
+        subject, f"the check failed ({reason})", "The kit may work nevertheless.", ok=False
+    )
+
+
+def format_report(found: list[Finding]) -> str:
+    """Return the findings as aligned lines, and how many need attention."""
+    return "\n".join([*map(_format_finding, found), "", _format_summary(found)])
+
+
+def _format_finding(finding: Finding) -> str:
+    start = f"{'ok' if finding.ok else 'WARN':<6}{finding.subject:<18}"
     return textwrap.fill(
         f"{finding.found}. {finding.consequence}",
         WIDTH,
@@ -52,8 +69,8 @@ def _line(finding: Finding) -> str:
     )
 
 
-def _summary(found: list[Finding]) -> str:
-    look = sum(not finding.ok for finding in found)
-    if not look:
-        return "Nothing here stands in the way."
-    return f"{look} {'line wants' if look == 1 else 'lines want'} a look."
+def _format_summary(found: list[Finding]) -> str:
+    problems = sum(not finding.ok for finding in found)
+    if not problems:
+        return "No problems found."
+    return f"{problems} {'line needs' if problems == 1 else 'lines need'} attention."

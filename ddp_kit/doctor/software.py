@@ -1,4 +1,4 @@
-"""What the doctor finds in this process and in the packages it imports."""
+"""The doctor's checks of Python, the installed packages and this process."""
 
 from __future__ import annotations
 
@@ -7,50 +7,45 @@ import re
 import sys
 import threading
 from importlib import metadata
-from importlib.machinery import PathFinder
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import mpi
-from ddp_kit.doctor.finding import Finding
+from ddp_kit.data import load_torchvision_operators
+from ddp_kit.doctor.report import Finding
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_PYTORCH = (2, 6)
 
 
 def python() -> Finding:
-    """Whether this Python, on this system, is one that the kit is made for."""
+    """Check that the kit supports this Python on this system."""
     found = f"{platform.python_version()} on {platform.system()}"
     if sys.platform == "win32":
         return Finding("Python", found, "The kit needs Linux or macOS: use WSL.", ok=False)
     if sys.version_info[:2] < OLDEST_PYTHON:
-        return Finding("Python", found, f"The kit needs {_dotted(OLDEST_PYTHON)}.", ok=False)
-    return Finding("Python", found, "Every rank is a process of its own with this Python.", ok=True)
+        oldest = _dotted(OLDEST_PYTHON)
+        return Finding("Python", found, f"The kit needs Python {oldest} or newer.", ok=False)
+    return Finding("Python", found, "Every rank is a separate process of this Python.")
 
 
 def pytorch() -> Finding:
-    """Whether PyTorch is new enough, and what it is built for."""
+    """Check that PyTorch is new enough, and what it is built for."""
     version = torch.__version__
     if _numbers(version) < OLDEST_PYTORCH:
-        return Finding(
-            "PyTorch", version, f"The kit needs {_dotted(OLDEST_PYTORCH)} or newer.", ok=False
-        )
-    if torch.version.cuda is None:
-        return Finding(
-            "PyTorch", f"{version}, a build without CUDA", "Ranks compute on the CPU.", ok=True
-        )
+        oldest = _dotted(OLDEST_PYTORCH)
+        return Finding("PyTorch", version, f"The kit needs PyTorch {oldest} or newer.", ok=False)
+    cuda = torch.version.cuda
+    if cuda is None:
+        return Finding("PyTorch", f"{version}, built without CUDA", "Ranks compute on the CPU.")
     return Finding(
-        "PyTorch",
-        f"{version}, built for CUDA {torch.version.cuda}",
-        "Ranks can use NVIDIA GPUs, where there are any.",
-        ok=True,
+        "PyTorch", f"{version}, built for CUDA {cuda}", "Ranks can use NVIDIA GPUs, if present."
     )
 
 
 def torchvision() -> Finding:
-    """Whether torchvision is there and made for this PyTorch; does not import it."""
+    """Check that torchvision is installed and matches PyTorch, without importing it."""
     try:
         version = metadata.version("torchvision")
         required = " ".join(metadata.requires("torchvision") or ())
@@ -58,93 +53,71 @@ def torchvision() -> Finding:
         return Finding(
             "torchvision",
             "not installed",
-            "kit.mnist and the lessons on digits need it: pip install torchvision",
+            "kit.mnist and the lessons that train on digits need it: pip install torchvision",
             ok=False,
         )
     wanted = re.search(r"\btorch\s*\(?==\s*([\w.]+)", required)
     if wanted and wanted[1] != torch.__version__.split("+")[0]:
         return Finding(
             "torchvision",
-            f"{version}, which is made for torch {wanted[1]}, beside torch {torch.__version__}",
-            f"Its import may fail. Install the torchvision made for torch {torch.__version__}.",
+            f"{version} is for torch {wanted[1]}, but torch {torch.__version__} is installed",
+            f"Importing it may fail. Install the torchvision for torch {torch.__version__}.",
             ok=False,
         )
-    if not operators_load():
+    if not load_torchvision_operators():
         return Finding(
             "torchvision",
             f"{version}, whose operators cannot be loaded into torch {torch.__version__}",
-            "It is built for another PyTorch, such as one with CUDA. kit.mnist, datasets, "
-            "transforms and models work all the same, if ddp_kit is imported first. "
-            "torchvision.ops and torchvision.io do not: for these, install both packages from one "
-            "index.",
+            "It was built for another build of PyTorch, such as one with CUDA. kit.mnist, "
+            "datasets, transforms and models work if ddp_kit is imported first. torchvision.ops "
+            "and torchvision.io do not work: to use them, install both packages from one index.",
             ok=False,
         )
-    return Finding("torchvision", f"{version}, made for this PyTorch", "All of it works.", ok=True)
-
-
-def operators_load() -> bool:
-    """Load torchvision's operators into PyTorch, as its import would; return whether they did."""
-    # PathFinder, because find_spec would call the kit's own import hook (ddp_kit.data).
-    spec = PathFinder.find_spec("torchvision")
-    folders = spec.submodule_search_locations if spec else None
-    library = next(Path(folders[0]).glob("_C*.so"), None) if folders else None
-    if library is None:
-        return False
-    try:
-        torch.ops.load_library(str(library))
-    except OSError:
-        return False
-    return True
+    return Finding("torchvision", f"{version}, built for this PyTorch", "All of it works.")
 
 
 def backends() -> Finding:
-    """Which backends can be had here."""
-    there = {
+    """Check which backends are available."""
+    available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": mpi.missing() is None,
     }
-    had = ", ".join(name for name, has in there.items() if has) or "none"
-    lacking = ", ".join(name for name, has in there.items() if not has)
-    found = f"{had} (not {lacking})" if lacking else had
-    if not there["gloo"]:
-        return Finding(
-            "backends",
-            found,
-            "The lessons need gloo: install PyTorch from PyPI or conda.",
-            ok=False,
-        )
-    nccl = "nccl where every rank has a GPU of its own, else gloo" if there["nccl"] else "gloo"
-    cure = "" if there["mpi"] else ' pip install "ddp_kit[mpi]" brings mpi.'
-    return Finding("backends", found, f'backend="auto" is {nccl}.{cure}', ok=True)
+    found = ", ".join(name for name, here in available.items() if here) or "none"
+    if unavailable := ", ".join(name for name, here in available.items() if not here):
+        found += f" (unavailable: {unavailable})"
+    if not available["gloo"]:
+        hint = "The lessons need gloo: install PyTorch from PyPI or conda."
+        return Finding("backends", found, hint, ok=False)
+    auto = "nccl if every rank has its own GPU, otherwise gloo" if available["nccl"] else "gloo"
+    hint = "" if available["mpi"] else ' To use mpi: pip install "ddp_kit[mpi]"'
+    return Finding("backends", found, f'backend="auto" selects {auto}.{hint}')
 
 
 def cuda() -> Finding:
-    """Whether this process has used a GPU already; the ranks do not mind."""
+    """Check whether this process has initialized CUDA, which is no problem for the ranks."""
     if torch.cuda.is_initialized():
         return Finding(
             "CUDA",
-            "in use by this process",
-            "The ranks do not mind: they are spawned, not forked, and start CUDA anew.",
-            ok=True,
+            "initialized in this process",
+            "That is no problem: ranks are spawned, not forked, and initialize CUDA themselves.",
         )
     return Finding(
         "CUDA",
-        "not in use by this process",
-        "It would do no harm: ranks are spawned, not forked.",
-        ok=True,
+        "not initialized in this process",
+        "It would be no problem: ranks are spawned, not forked.",
     )
 
 
 def main_thread() -> Finding:
-    """Whether the thread that asks may start ranks."""
+    """Check that the calling thread may start ranks."""
     thread = threading.current_thread()
     if thread is threading.main_thread():
-        return Finding("main thread", "this is it", "Ranks can be started from here.", ok=True)
+        return Finding("main thread", "this is it", "Ranks can be started from here.")
     return Finding(
         "main thread",
-        f"this is another, {thread.name!r}",
-        "Ranks can be started from the main thread only: call kit.run from a cell.",
+        f"this is the thread {thread.name!r}",
+        "Ranks can only be started from the main thread: call kit.run directly in a cell.",
         ok=False,
     )
 

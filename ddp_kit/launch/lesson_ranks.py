@@ -211,7 +211,7 @@ def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init
 
 
 def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    rank, started, local_rank, local_size = info = mpi.place()
+    rank, started, local_rank, local_size = info = mpi.rank_info()
     _check_started("mpiexec", "-n", started, world_size)
     chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
     if chosen != "mpi":

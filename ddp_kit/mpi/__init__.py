@@ -1,27 +1,29 @@
 """MPI as a backend of PyTorch, on the stock PyTorch wheel.
 
-import torch.distributed as dist
-from ddp_kit import mpi
+    import torch.distributed as dist
+    from ddp_kit import mpi
 
-mpi.register()
-rank, world_size, _, _ = mpi.place()
-dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
+    mpi.register()
+    rank, world_size, _, _ = mpi.rank_info()
+    dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=rank, world_size=world_size)
 
-    mpiexec -n 4 python program.py      # or [*mpi.mpiexec(4), sys.executable, "program.py"]
+Start it with `mpiexec -n 4 python program.py`, or from Python with
+`[*mpi.mpiexec(4), sys.executable, "program.py"]`.
 
-PyTorch has a backend of the name "mpi" of its own, which must be compiled in; this one is called
-"mpi4py". mpi4py and MPI are loaded by `init_process_group`, not by an import of this package.
+PyTorch's own backend is called "mpi" and must be compiled in; this one is called "mpi4py".
+`init_process_group` loads mpi4py and MPI; importing this package does not.
 """
 
 from __future__ import annotations
 
+import warnings
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit.mpi import command
-from ddp_kit.mpi.command import environment, missing, mpiexec, place, started_by_mpiexec
+from ddp_kit.mpi import launcher
+from ddp_kit.mpi.launcher import environment, missing, mpiexec, rank_info, started_by_mpiexec
 
 __all__ = [
     "NAME",
@@ -29,7 +31,7 @@ __all__ = [
     "load",
     "missing",
     "mpiexec",
-    "place",
+    "rank_info",
     "register",
     "started_by_mpiexec",
 ]
@@ -38,26 +40,33 @@ NAME = "mpi4py"
 
 
 def register() -> None:
-    """Tell PyTorch of the backend "mpi4py"; a second call does nothing.
+    """Register the backend "mpi4py" with PyTorch; a second call does nothing.
 
-    Raises BackendError where mpi4py is not installed.
+    Raises BackendError if mpi4py is not installed.
     """
-    command.require_package()
+    launcher.require_package()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def load() -> ModuleType:
-    """Load mpi4py.MPI and the process group; initialise MPI, which waits until all ranks do so.
+    """Import mpi4py.MPI and initialize MPI, which waits until all ranks do so; return the module.
 
-    Raises BackendError where that cannot be.
+    Raises BackendError if that is not possible.
     """
-    from ddp_kit.mpi import creation, library  # noqa: F401 - who records needs the classes
+    from ddp_kit.mpi import lifecycle  # imports the process group, for the recorder
 
-    return library.load()
+    return lifecycle.initialize()
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    from ddp_kit.mpi.creation import create_group
+    from ddp_kit.mpi.lifecycle import create_group
 
-    return create_group(options, backend_options)
+    return create_group(options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "place":
+        warnings.warn("mpi.place is now mpi.rank_info", DeprecationWarning, stacklevel=2)
+        return rank_info
+    raise AttributeError(f"module 'ddp_kit.mpi' has no attribute {name!r}")

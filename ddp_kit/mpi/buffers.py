@@ -1,12 +1,14 @@
-"""Tensors as MPI sees them: an address, a number of elements and a type."""
+"""Tensors and reductions in MPI's terms: memory, element types and operations."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
 
 from ddp_kit.mpi import library
 
@@ -14,105 +16,103 @@ _MOST = 2**31 - 1  # MPI counts in a C int
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose memory MPI cannot use."""
+    """Raise RuntimeError for a tensor whose memory MPI cannot use."""
     if tensor.device.type != "cpu":
         raise RuntimeError(
-            f'the "mpi4py" backend moves tensors on the CPU only, got one on {tensor.device}; '
+            f'the "mpi4py" backend supports CPU tensors only, got one on {tensor.device}; '
             "copy it to the CPU first, or use gloo or nccl"
         )
     if tensor.layout is not torch.strided:
         raise RuntimeError(
-            f'the "mpi4py" backend moves dense tensors only, got one of layout {tensor.layout}'
+            f'the "mpi4py" backend supports dense tensors only, got layout {tensor.layout}'
         )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether the values lie in memory one after another, as they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def check_dtypes(name: str, tensors: Sequence[torch.Tensor], other: torch.Tensor) -> None:
+    """Raise ValueError for tensors of several dtypes, whose bits would be misread."""
+    for tensor in tensors:
+        if tensor.dtype is not other.dtype:
+            raise ValueError(
+                f"{name} needs tensors of one dtype, got {tensor.dtype} and {other.dtype}"
+            )
 
 
-def sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory to send from: the tensor itself, or a copy in one piece."""
+def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory to send from: the tensor itself, or a contiguous copy."""
     check(tensor)
     tensor = tensor.detach()
-    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def received(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory to receive in: the tensor itself, or a new one; then `copy` it back."""
+def receive_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory to receive in: the tensor itself, or a new one to `copy_back` later."""
     check(tensor)
     tensor = tensor.detach()
-    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def copy(targets: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-    """Copy what was received to where it belongs, unless it is there."""
-    for target, piece in zip(targets, pieces, strict=True):
-        if target.data_ptr() != piece.data_ptr() or not is_plain(target):
-            target.detach().copy_(piece.view(target.shape))
+def copy_back(tensors: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    """Copy what was received into the tensors, unless it is there already."""
+    for tensor, buffer in zip(tensors, received, strict=True):
+        if tensor.data_ptr() != buffer.data_ptr() or not _is_plain(tensor):
+            tensor.detach().copy_(buffer.view(tensor.shape))
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the values of all tensors in a row."""
-    pieces = [sent(tensor).reshape(-1) for tensor in tensors]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the values of all tensors in one flat tensor."""
+    flat = [send_buffer(tensor).reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def room(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return new memory for the values of all tensors in a row."""
+def empty_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a new flat tensor with room for the values of all tensors."""
     for tensor in tensors:
         check(tensor)
-    return torch.empty(sum(counts(tensors)), dtype=tensors[0].dtype)
+    return torch.empty(sum(numels(tensors)), dtype=tensors[0].dtype)
 
 
-def deal(row: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a function that copies a row of values back into tensors."""
-    return lambda: copy(tensors, row.split(counts(tensors)))
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the values of a flat tensor back into tensors."""
+    copy_back(tensors, flat.split(numels(tensors)))
 
 
-def counts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many elements each tensor has."""
+def numels(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the number of elements of each tensor."""
     return [tensor.numel() for tensor in tensors]
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors in one piece share memory, which MPI forbids."""
-    start, begin = one.data_ptr(), other.data_ptr()
-    return start < begin + other.nbytes and begin < start + one.nbytes
+def without_overlap(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it if it shares memory with another, which MPI forbids."""
+    start, other_start = tensor.data_ptr(), other.data_ptr()
+    overlap = start < other_start + other.nbytes and other_start < start + tensor.nbytes
+    return tensor.clone() if overlap else tensor
 
 
-def apart(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or a copy of it where it shares memory with another."""
-    return tensor.clone() if overlap(tensor, other) else tensor
+def describe(
+    tensor: torch.Tensor, counts: Sequence[int] | None = None, type: Any = None
+) -> list[Any]:
+    """Return what mpi4py needs to use a tensor's memory: [memory, count or counts, type].
 
-
-def as_bits(tensor: torch.Tensor, split: Sequence[int] | None = None) -> list:
-    """Describe memory to MPI for moving values, whatever they mean.
-
-    MPI has no type for float16 and bfloat16. Moving needs none: elements travel as integers of
-    their size. split: how many elements belong to each rank.
+    counts: how many elements belong to each rank. type: MPI's type of the elements; None: integers
+    of their size, which is enough to move values, and MPI has no type for float16 and bfloat16.
     """
-    MPI = library.load()
-    types = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
-    types[16] = MPI.C_DOUBLE_COMPLEX
-    return described(tensor, types[tensor.itemsize], split)
-
-
-def described(tensor: torch.Tensor, type: Any, split: Sequence[int] | None = None) -> list:
-    """Describe memory to MPI as elements of a type. Nothing is copied."""
     count = tensor.numel()
     if count > _MOST:
         raise ValueError(f"MPI moves at most {_MOST} elements at once, got {count}")
     memory = library.load().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return [memory, count, type] if split is None else [memory, list(split), type]
+    return [
+        memory,
+        count if counts is None else list(counts),
+        type or _integer_types()[tensor.itemsize],
+    ]
 
 
-def rows(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Return how many elements go to or come from each rank. splits: rows; empty: even ones."""
+def split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
+    """Return the number of elements for each rank. splits: numbers of rows; empty: equal ones."""
     length = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if length % size:
-            raise ValueError(f"{name} has {length} rows, and {size} ranks cannot share them evenly")
+            raise ValueError(f"{name} has {length} rows, which {size} ranks cannot share equally")
         splits = [length // size] * size
     if len(splits) != size or sum(splits) != length or min(splits) < 0:
         raise ValueError(
@@ -121,3 +121,102 @@ def rows(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> l
         )
     row = math.prod(tensor.shape[1:])
     return [split * row for split in splits]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the memory holds the values as they are, one after another."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+@functools.cache
+def _integer_types() -> dict[int, Any]:
+    MPI = library.load()
+    types = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+    return {**types, 16: MPI.C_DOUBLE_COMPLEX}  # MPI has no integer of 16 bytes
+
+
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_BITWISE = ("BAND", "BOR", "BXOR")
+_OPS = {hash(getattr(ReduceOp, name)): name for name in _NAMES}
+_OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}
+
+
+class Reduction:
+    """A ReduceOp on one dtype, as MPI computes it.
+
+    MPI has no type for float16, bfloat16 and the 8-bit floats. They are reduced in float32 over
+    all ranks and rounded once at the end, whereas gloo rounds after every addition, so the last
+    bit may differ. bool is reduced as bytes of 0 and 1: SUM and MAX are "or", PRODUCT and MIN are
+    "and".
+    """
+
+    @staticmethod
+    @functools.cache
+    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
+        """Return the reduction for a group of `size` ranks. Raises ValueError if MPI has none."""
+        return Reduction(op, dtype, size)
+
+    def __init__(self, op: ReduceOp, dtype: torch.dtype, size: int) -> None:
+        name = _OPS.get(hash(op))
+        if name is None:
+            raise ValueError(f'the "mpi4py" backend supports {", ".join(_NAMES)}, got {op}')
+        _check_op(name, dtype)
+        small = dtype.is_floating_point and dtype.itemsize < 4
+        self.dtype = torch.float32 if small else dtype  # that MPI computes in
+        self.divisor = size if name == "AVG" else 1
+        self.type = _number_types().get(self.dtype)
+        if self.type is None:
+            raise ValueError(f'the "mpi4py" backend cannot reduce tensors of {dtype}')
+        name = _OF_BOOL.get(name, name) if dtype is torch.bool else name
+        # AVG is MPI's sum, divided at the end.
+        self.op = getattr(library.load(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
+
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the values of all tensors in one flat tensor, in the dtype MPI computes in."""
+        return flatten(tensors).to(self.dtype)
+
+    def receive_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a result: the tensor itself if possible."""
+        buffer = receive_buffer(tensor)
+        same = buffer.dtype is self.dtype
+        return buffer if same else torch.empty(buffer.shape, dtype=self.dtype)
+
+    def describe(self, tensor: torch.Tensor) -> list[Any]:
+        """Return what mpi4py needs to reduce a tensor's memory."""
+        return describe(tensor, type=self.type)
+
+    def copy_back(self, result: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy a result into the tensor, which rounds it; for AVG, divide it first."""
+        if self.divisor != 1:
+            result.div_(self.divisor)
+        copy_back([tensor], [result])
+
+
+def _check_op(name: str, dtype: torch.dtype) -> None:
+    integral = not dtype.is_floating_point and not dtype.is_complex
+    if name in _BITWISE and not integral:
+        raise ValueError(f"ReduceOp.{name} needs integers or bool, got {dtype}")
+    if name == "AVG" and integral:
+        raise ValueError(f"ReduceOp.AVG needs floating point or complex numbers, got {dtype}")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise ValueError(f"ReduceOp.{name} needs real numbers, got {dtype}")
+
+
+@functools.cache
+def _number_types() -> dict[torch.dtype, Any]:
+    MPI = library.load()
+    return {
+        torch.float32: MPI.FLOAT,
+        torch.float64: MPI.DOUBLE,
+        torch.complex64: MPI.C_FLOAT_COMPLEX,
+        torch.complex128: MPI.C_DOUBLE_COMPLEX,
+        torch.bool: MPI.UINT8_T,
+        torch.uint8: MPI.UINT8_T,
+        torch.uint16: MPI.UINT16_T,
+        torch.uint32: MPI.UINT32_T,
+        torch.uint64: MPI.UINT64_T,
+        torch.int8: MPI.INT8_T,
+        torch.int16: MPI.INT16_T,
+        torch.int32: MPI.INT32_T,
+        torch.int64: MPI.INT64_T,
+    }
