@@ -4,7 +4,7 @@
     ├── PoolError             a run or a pool that cannot be, as it was asked for
     ├── BackendError          a backend that cannot be had here
     ├── DataError             digits that cannot be had here
-    ├── TraceError            a trace that cannot be loaded from files
+    ├── TraceError            a trace that cannot be loaded, or lacks what was asked of it
     ├── ModelError            a cost that cannot be computed from what was given
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
     ├── RankDiedError         a process ended         .rank, .exitcode, .failures
@@ -80,7 +80,7 @@ class DataError(KitError):
 
 
 class TraceError(KitError, ValueError):
-    """A trace cannot be loaded: a rank's part is missing, or a file is no part of a trace."""
+    """A trace cannot be loaded, or does not have what was asked of it."""
 
 
 class ModelError(KitError, ValueError):

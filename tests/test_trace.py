@@ -559,13 +559,13 @@ def test_a_wait_is_read_as_it_was_written(page):
     assert Snapshot(3, page.read()).as_wait() == Wait(3, None)
     page.begin_wait(0, 2000, limited=False, shown=True)
     assert Snapshot(3, page.read()).as_wait() == Wait(3, "isend(dst=1)")
-    assert Snapshot(3, page.read()).waits_for_ever
+    assert Snapshot(3, page.read()).waits_forever
     page.end_wait(0, 3000, shown=True)
     snapshot = Snapshot(3, page.read())
-    assert (snapshot.waiting, snapshot.waits_for_ever) == (None, False)
+    assert (snapshot.waiting, snapshot.waits_forever) == (None, False)
     assert (snapshot.events[0].waited, snapshot.events[0].end) == (2000, 3000)
     page.begin_wait(0, 2000, limited=True, shown=True)
-    assert not Snapshot(3, page.read()).waits_for_ever
+    assert not Snapshot(3, page.read()).waits_forever
 
 
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):

@@ -74,7 +74,7 @@ class Watch:
 
 def _state(snapshot: Snapshot, returned: bool) -> RankState:
     """Return what the verdict looks at."""
-    waits_for = snapshot.waiting if snapshot.waits_for_ever else None
+    waits_for = snapshot.waiting if snapshot.waits_forever else None
     status = "returned" if returned else "waiting" if waits_for else "running"
     state = RankState(snapshot.rank, status, waits_for, {}, {}, {}, {}, {})
     for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
