@@ -124,7 +124,7 @@ NEW_GROUPS = Feature("new_group is not traced", f"{_C10D}:_new_group_with_tag")
 # All or none: a hook of the kit's must know the hook that the learner registers, which takes its
 # place, and by how many ranks DDP divides inside `join`.
 DDP_GRADIENTS = Feature(
-    "the gradients that DistributedDataParallel sends are not traced",
+    "the gradients of DistributedDataParallel, and how it rebuilds its buckets, are not traced",
     "torch.nn.parallel:DistributedDataParallel._ddp_init_helper",
     "torch.distributed:Reducer._set_forward_pass_work_handle",
     "torch.distributed:_register_comm_hook",
