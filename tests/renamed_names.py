@@ -191,10 +191,12 @@ def fork(run: Callable[[], Any]) -> Callable[[], Any]:
     if child == 0:
         try:
             os.close(reading)
+            try:
+                found = run()
+            except BaseException:
+                found = traceback.format_exc()
             with open(writing, "w") as file:
-                json.dump(run(), file)
-        except BaseException:
-            traceback.print_exc()
+                json.dump(found, file)
         finally:
             os._exit(0)
     os.close(writing)
@@ -203,7 +205,7 @@ def fork(run: Callable[[], Any]) -> Callable[[], Any]:
         with open(reading) as file:
             text = file.read()
         os.waitpid(child, 0)
-        return json.loads(text) if text else "raised, see stderr"
+        return json.loads(text) if text else "died"
 
     return result
 

@@ -57,28 +57,31 @@ def ops(found):
 
 @pytest.fixture(scope="module")
 def found():
-    """What two ranks found in each case, and where nothing is missing."""
+    """Return a function: what two ranks found in a case; (): nothing is missing."""
     program = [sys.executable, str(Path(__file__).with_name("renamed_names.py"))]
     out = subprocess.run(
         program, input=json.dumps([[], *CASES]), capture_output=True, text=True, timeout=600
     )
     assert out.returncode == 0, out.stderr
-    ranks = json.loads(out.stdout)
-    for case, result in zip([(), *CASES], ranks, strict=True):
-        assert all(isinstance(rank, dict) for rank in result), f"{case}: {out.stderr}"
-    return dict(zip([(), *CASES], ranks, strict=True))
+    ranks = dict(zip([(), *CASES], json.loads(out.stdout), strict=True))
+
+    def ranks_of(*case):
+        assert all(isinstance(rank, dict) for rank in ranks[case]), "".join(map(str, ranks[case]))
+        return ranks[case]
+
+    return ranks_of
 
 
 def test_this_pytorch_has_all_names(found):
     assert torch_internals.notices() == []
-    for rank in found[()]:
+    for rank in found():
         assert rank["notices"] == []
         assert set().union(*LOST.values()) - ops(rank) <= {"send", "recv"}  # each at one rank
 
 
 @pytest.mark.parametrize("names", CASES, ids=[case[-1].partition(":")[2] for case in CASES])
 def test_without_a_name_a_run_goes_on_and_one_line_says_what_is_lost(names, found):
-    for whole, rank in zip(found[()], found[names], strict=True):
+    for whole, rank in zip(found(), found(*names), strict=True):
         assert rank["values"] == whole["values"]
         assert rank["pickled"] == whole["pickled"]
         (notice,) = rank["notices"]
@@ -90,37 +93,36 @@ def test_without_a_name_a_run_goes_on_and_one_line_says_what_is_lost(names, foun
 
 
 def test_a_group_that_cannot_be_counted_counts_as_changed(found):
-    def counted(case):
+    def counted(*case):
         keys = "an unchanged group is equal", "a changed group is equal", "any group made"
-        return [tuple(rank[key] for key in keys) for rank in found[case]]
+        return [tuple(rank[key] for key in keys) for rank in found(*case)]
 
-    assert counted(()) == [(True, False, False)] * 2
+    assert counted() == [(True, False, False)] * 2
     for name in (WORLD, f"{WORLD}.group_count", f"{WORLD}.pg_map"):
-        assert counted((name,)) == [(False, False, True)] * 2
+        assert counted(name) == [(False, False, True)] * 2
 
 
 def test_the_timeout_of_a_group_is_known_or_none_is(found):
-    for case, ranks in found.items():
-        known = "timeout=" not in "".join(ranks[0]["notices"])
-        assert [rank["timeout"] for rank in ranks] == [60 if known else None] * 2, case
+    assert [rank["timeout"] for rank in found()] == [60, 60]
+    for name in torch_internals.GROUP_TIMEOUT.names:
+        assert [rank["timeout"] for rank in found(name)] == [None, None]
 
 
 def test_a_sender_is_known_or_left_open(found):
-    assert "recv(src=0, tag=4)" in found[()][1]["calls"]
-    assert "recv(tag=4)" in found["torch.distributed:Work._source_rank",][1]["calls"]
+    assert "recv(src=0, tag=4)" in found()[1]["calls"]
+    assert "recv(tag=4)" in found("torch.distributed:Work._source_rank")[1]["calls"]
 
 
 @pytest.mark.parametrize("name", ["_start_coalescing", "_end_coalescing"])
 def test_a_batch_is_awaited_unless_its_ends_are_not_seen(name, found):
-    assert [rank["unawaited in a batch"] for rank in found[()]] == [0, 0]
-    case = (f"torch.distributed:ProcessGroup.{name}",)
-    assert [rank["unawaited in a batch"] for rank in found[case]] == [2, 2]
+    assert [rank["unawaited in a batch"] for rank in found()] == [0, 0]
+    without = found(f"torch.distributed:ProcessGroup.{name}")
+    assert [rank["unawaited in a batch"] for rank in without] == [2, 2]
 
 
 def test_cloudpickle_is_as_it_was_after_each_worker(found):
-    for case, ranks in found.items():
-        assert all(rank["cloudpickle is as it was"] for rank in ranks), case
-    assert [rank["searches"] for rank in found[()]] == [1, 1]
+    assert [rank["cloudpickle is as it was"] for rank in found()] == [True, True]
+    assert [rank["searches"] for rank in found()] == [1, 1]
 
 
 def test_every_private_name_is_in_one_module():
