@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar
 
+import torch
 from torch.distributed import ProcessGroup, Work
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -218,7 +220,7 @@ def _world() -> Any:
     return GROUP_COUNT.found["group_count"][0]
 
 
-# --- what pickling a worker takes ----------------------------------------------------------
+# --- what pickling takes -------------------------------------------------------------------
 
 SUBMODULES = Feature(
     "sending a worker to its ranks takes a millisecond longer",
@@ -252,3 +254,21 @@ def _search_again(code: types.CodeType, used: Any) -> list:
 @lru_cache(maxsize=256)
 def _search(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
     return SUBMODULES.found["_find_imported_submodules"][1](code, used)
+
+
+def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the memory of a TypedStorage.
+
+    PyTorch itself uses a private name for this; the public one warns that the class is deprecated,
+    although every pickled tensor has one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return storage.untyped()
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a TypedStorage with this memory, as a pickled tensor needs it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddp_kit
 from ddp_kit import torch_internals
@@ -123,6 +124,16 @@ def test_a_batch_is_awaited_unless_its_ends_are_not_seen(name, found):
 def test_cloudpickle_is_as_it_was_after_each_worker(found):
     assert [rank["cloudpickle is as it was"] for rank in found()] == [True, True]
     assert [rank["searches"] for rank in found()] == [1, 1]
+
+
+def test_a_typed_storage_is_taken_apart_and_made_without_a_warning(recwarn):
+    tensor = torch.arange(3.0)
+    torch.storage._reset_warn_typed_storage_removal()  # it warns once
+    typed = torch_internals.typed_storage(tensor.untyped_storage(), tensor.dtype)
+    assert typed.dtype is torch.float32
+    torch.storage._reset_warn_typed_storage_removal()
+    assert torch_internals.untyped_storage(typed).data_ptr() == tensor.data_ptr()
+    assert not recwarn.list
 
 
 def test_every_private_name_is_in_one_module():

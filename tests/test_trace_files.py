@@ -86,14 +86,14 @@ def test_a_real_trace_comes_back_equal(tmp_path):
 def test_a_part_is_lines_of_json_that_can_be_read(tmp_path):
     write(tmp_path, BY_HAND["short"])
     head, *lines = (tmp_path / "run-00-work" / "rank-2.jsonl").read_text().splitlines()
-    said = json.loads(head)
-    assert (said["format"], said["version"], said["rank"], said["world_size"]) == (
+    first_line = json.loads(head)
+    assert [first_line[name] for name in ("format", "version", "rank", "world_size")] == [
         *("ddp_kit trace", 1, 2, 3),
-    )
+    ]
     first = json.loads(lines[0])
     assert (first["op"], first["peer"], first["outputs"]) == ("recv", 1, [[32, 32]])
     assert "reduce_op" not in first  # it has its default value
-    assert len(lines) == said["events"] == 4
+    assert len(lines) == first_line["events"] == 4
 
 
 # --- runs ----------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_a_file_that_is_no_rank_trace_is_never_removed(tmp_path):
 # --- what cannot be loaded -----------------------------------------------------------------
 
 
-def test_no_folder_and_an_empty_one_are_told_apart(tmp_path):
+def test_no_folder_and_an_empty_one_differ(tmp_path):
     with pytest.raises(kit.TraceError, match=r"no folder '.*never'; name the one that a lesson"):
         kit.load_trace(tmp_path / "never")
     with pytest.raises(kit.TraceError, match="there is no trace in"):
@@ -303,7 +303,7 @@ def test_a_run_that_fails_is_kept_too(tmp_path):
     assert kit.load_trace(tmp_path / "torchrun").dropped == (0,)
 
 
-def test_a_folder_that_cannot_be_is_told_before_anything_starts(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(kit.PoolError, match=rf"--trace cannot write to '{path}': \w+ .*"):

@@ -89,7 +89,7 @@ def describe(method: str, args: tuple) -> Call:
 def _device(values: Iterable[Any]) -> str:
     for value in values:
         if isinstance(value, torch.Tensor):
-            return value.device.type
+            return "cpu" if value.is_cpu else value.device.type  # a device is slow to name
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
             return _device(value)
     return "cpu"
