@@ -4,7 +4,7 @@
     ├── PoolError             a pool or a run is not possible as requested
     ├── BackendError          a backend is unavailable here
     ├── DataError             a data set is unavailable here
-    ├── TraceError            a trace cannot be loaded from files
+    ├── TraceError            a trace cannot be loaded, or lacks what was asked for
     ├── ModelError            a cost cannot be computed from the given numbers
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
@@ -79,7 +79,7 @@ class DataError(KitError):
 
 
 class TraceError(KitError, ValueError):
-    """A trace cannot be loaded: a rank's file is missing, or a file is not part of a trace."""
+    """A trace cannot be loaded, or does not contain what was asked for."""
 
 
 class ModelError(KitError, ValueError):

@@ -86,7 +86,7 @@ def test_slices_of_a_thread_lie_beside_or_inside_each_other(example, tmp_path):
                 assert other >= end or (begin <= other and until <= end)
 
 
-def test_operation_says_its_tag_bytes_shape_and_line(tmp_path):
+def test_operation_shows_its_tag_bytes_shape_and_line(tmp_path):
     script = traces.Script(2)
     script.message(0, 1, tag=7)
     found = written(script.trace(), tmp_path)

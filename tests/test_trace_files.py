@@ -86,14 +86,14 @@ def test_a_real_trace_comes_back_equal(tmp_path):
 def test_a_part_is_lines_of_json_that_can_be_read(tmp_path):
     write(tmp_path, BY_HAND["short"])
     head, *lines = (tmp_path / "run-00-work" / "rank-2.jsonl").read_text().splitlines()
-    said = json.loads(head)
-    assert (said["format"], said["version"], said["rank"], said["world_size"]) == (
+    first_line = json.loads(head)
+    assert [first_line[name] for name in ("format", "version", "rank", "world_size")] == [
         *("ddp_kit trace", 1, 2, 3),
-    )
+    ]
     first = json.loads(lines[0])
     assert (first["op"], first["peer"], first["outputs"]) == ("recv", 1, [[32, 32]])
     assert "reduce_op" not in first  # it has its default value
-    assert len(lines) == said["events"] == 4
+    assert len(lines) == first_line["events"] == 4
 
 
 # --- runs ----------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ def test_a_second_start_replaces_the_first_and_leaves_what_is_not_its_own(tmp_pa
     assert not (tmp_path / "run-00-other").exists()
 
 
-def test_a_file_that_is_no_part_is_never_removed(tmp_path):
+def test_a_file_that_is_no_rank_trace_is_never_removed(tmp_path):
     folder = write(tmp_path, traces.ring(2, 1))
     foreign = tmp_path / "run-00-work" / "rank-1.jsonl"
     foreign.write_text("my own work")
-    with pytest.raises(kit.TraceError, match=r"rank-1.jsonl' is no part of a trace, and it is in"):
+    with pytest.raises(kit.TraceError, match=r"rank-1.jsonl' is not a rank trace; move it"):
         folder.clear()
     assert files(tmp_path) == ["run-00-work/rank-0.jsonl", "run-00-work/rank-1.jsonl"]
 
@@ -156,7 +156,7 @@ def test_a_file_that_is_no_part_is_never_removed(tmp_path):
 # --- what cannot be loaded -----------------------------------------------------------------
 
 
-def test_no_folder_and_an_empty_one_are_told_apart(tmp_path):
+def test_no_folder_and_an_empty_one_differ(tmp_path):
     with pytest.raises(kit.TraceError, match=r"no folder '.*never'; name the one that a lesson"):
         kit.load_trace(tmp_path / "never")
     with pytest.raises(kit.TraceError, match="there is no trace in"):
@@ -165,10 +165,10 @@ def test_no_folder_and_an_empty_one_are_told_apart(tmp_path):
 
 def test_a_missing_part_is_named(tmp_path):
     write(tmp_path, traces.ring(4, 1), ranks=[0, 1, 3])
-    with pytest.raises(kit.TraceError, match=r"^rank 2: the part is missing in '.*run-00-work'"):
+    with pytest.raises(kit.TraceError, match=r"^rank 2: the trace is missing in '.*run-00-work'"):
         kit.load_trace(tmp_path)
     (tmp_path / "run-00-work" / "rank-3.jsonl").unlink()
-    with pytest.raises(kit.TraceError, match=r"^ranks 2 and 3: the parts are missing in"):
+    with pytest.raises(kit.TraceError, match=r"^ranks 2 and 3: the traces are missing in"):
         kit.load_trace(tmp_path)
 
 
@@ -190,14 +190,14 @@ def test_a_part_that_was_not_finished_is_no_part(tmp_path, monkeypatch):
 def test_parts_of_two_starts_are_not_mixed(tmp_path):
     write(tmp_path, traces.ring(2, 1), ranks=[0])
     write(tmp_path, traces.ring(2, 1), ranks=[1])
-    with pytest.raises(kit.TraceError, match="of different starts of a lesson"):
+    with pytest.raises(kit.TraceError, match="from different starts of a lesson"):
         kit.load_trace(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: "hello", "is no part of a trace"),
+        (lambda text: "hello", "is not a rank trace"),
         (lambda text: text.replace('"version": 1', '"version": 7'), "has version 7 of the format"),
         (lambda text: text[: len(text) // 2], "is damaged"),
         (lambda text: text[: text.rindex('{"rank"')], "is damaged"),
@@ -303,7 +303,7 @@ def test_a_run_that_fails_is_kept_too(tmp_path):
     assert kit.load_trace(tmp_path / "torchrun").dropped == (0,)
 
 
-def test_a_folder_that_cannot_be_is_told_before_anything_starts(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(kit.PoolError, match=rf"--trace cannot write to '{path}': \w+ .*"):

@@ -69,7 +69,7 @@ class RankHandle:
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
-        self.notices: tuple[str, ...] = ()
+        self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
         self._children: list = []
 
     @property
@@ -91,7 +91,7 @@ class RankHandle:
             return None
         self.owed -= 1
         self.modules |= reply.status.modules
-        self.notices += reply.status.notices
+        self.notices = reply.status.notices or self.notices
         return reply
 
     def stacks(self) -> list[list[Frame]]:

@@ -1,8 +1,8 @@
 """The status board: what a rank has called and what it waits in, readable while it is stuck.
 
-A rank that waits in native code answers no question. So it says where it goes before it goes
-there: it writes into memory that the pool's process maps too. The memory is a file without a
-name; it is gone when both processes are.
+A rank that waits in native code cannot answer. So before each call it writes what it is about to
+do into memory that the pool's process maps too. The memory is an anonymous file, which is gone
+when both processes are.
 
     head      which run, how many events, which one is waited for
     progress  how far a loop of the worker has come, and how many steps it has
@@ -11,7 +11,8 @@ name; it is gone when both processes are.
     events    the newest `EVENTS`, in a ring
     stacks    which lines its threads run, written when the pool asks
 
-The head is written last: who finds the same head before and after has read what belongs to it.
+The head is written last: a reader who finds the same head before and after has read a consistent
+board.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ import json
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import reduction
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ddp_kit.trace import stacks
-from ddp_kit.trace.unnamed import anonymous_file
 
-EVENTS = 1 << 16  # events of a rank that are kept; older ones make room
+EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 
-# Bits of a head: why a wait may end by itself, or why nothing can be concluded from the counts.
+# Bits of a head: the wait ends by itself after a time; not everything could be counted.
 LIMITED, CROWDED = 1, 2
-# Bits of a row: somebody asked whether it is complete, or for its future; the call has raised;
-# a message whose work ended before anybody had waited for it.
+# Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
+# message whose Work was deleted before anybody had waited for it.
 LOOKED_AFTER, VOID, GIVEN_UP = 1, 2, 4
 
 _HEAD = struct.Struct("=QQqQQQQqq")
-_HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its beginnings
-_PROGRESS = struct.Struct("=QQ")  # each one more than it is; 0: there is none
+_HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its first fields
+_PROGRESS = struct.Struct("=QQ")  # each number plus one; 0: none
 _COUNT = struct.Struct("=II")
 _ROW = struct.Struct("=IIiIqqQQQ")
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
@@ -54,24 +56,24 @@ _SIZE = _STACKS_AT + (1 << 16)
 
 
 class Head(NamedTuple):
-    """What there is to read on a board."""
+    """How much of a board is in use, and what its worker is doing."""
 
     moves: int = 0  # how often anything was written
     bits: int = 0
     waiting: int = -1  # the event that the worker waits for; -1: none
-    run: int = 0  # the pool's number of the run that this is about
+    run: int = 0  # the pool's number of the run
     events: int = 0  # how many there were
     texts: int = 0  # bytes
-    counted: int = 0
+    counted: int = 0  # channels and groups
     began: int = 0  # nanoseconds of the monotonic clock, when the worker was called
-    ended: int = 0  # and when it was over; 0: it is not
+    ended: int = 0  # when it ended; 0: it is still running
 
 
 class Row(NamedTuple):
-    """One event, in numbers. A text is named by its number, from 1; 0: there was no room."""
+    """One event, in numbers. Texts have numbers from 1; 0: there was no room for the text."""
 
-    what: int
-    where: int
+    what: int  # the text of its call
+    where: int  # the text of its line of code
     peer: int  # rank in the world; -1: none, or any
     bits: int
     tag: int
@@ -82,7 +84,7 @@ class Row(NamedTuple):
 
 
 class BoardCopy(NamedTuple):
-    """A copy of what stood on a board. `trace.snapshot` makes events of it."""
+    """A copy of what was on a board. `trace.snapshot` makes events of it."""
 
     head: Head
     counts: bytes
@@ -90,26 +92,39 @@ class BoardCopy(NamedTuple):
     rows: bytes
 
     def row(self, index: int) -> Row:
-        """Return an event that is still kept."""
+        """Return the row of an event that is still kept."""
         return Row(*_ROW.unpack_from(self.rows, index % EVENTS * _ROW.size))
 
     def kept(self) -> Iterator[tuple]:
-        """Go through the values of all rows that are kept, quickly and in no certain order."""
+        """Yield the values of all rows that are kept, in no particular order."""
         return _ROW.iter_unpack(self.rows)
 
     def count(self, slot: int) -> tuple[int, int]:
-        """Return how many operations were posted, and how many of them given up."""
+        """Return how many operations were posted, and how many of them were given up."""
         return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
 
 
 EMPTY = BoardCopy(Head(), b"", b"", b"")
 
 
+def anonymous_file(purpose: str) -> BinaryIO:
+    """Return an open file that has no name and is gone when its last descriptor is closed.
+
+    Two processes can share it, and one that is killed leaves nothing behind.
+    """
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):  # some sandboxes refuse it
+            return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
 class Board:
-    """One rank's page. The rank writes; the pool reads."""
+    """The status board of one rank. The rank writes; the pool reads.
+
+    descriptor: of the file, as it comes with a new process; None makes a new board.
+    """
 
     def __init__(self, descriptor: Any = None) -> None:
-        """Make a page, or map the one behind a descriptor that came with a new process."""
         if descriptor is None:
             self._file = anonymous_file("board")
             self._file.truncate(_SIZE)
@@ -118,18 +133,18 @@ class Board:
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
         self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
-        self._found = 0, 0, b""  # the text that was looked up last: its run, its number
+        self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
 
     def __reduce__(self) -> tuple:
         return Board, (reduction.DupFd(self._file.fileno()),)  # while a process is being spawned
 
     def answer_with_stacks(self) -> None:
-        """Have this process write its stacks behind the events whenever the pool asks."""
+        """Let this process write its stacks after the events whenever the pool asks."""
         os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
         stacks.answer_on(self._file)
 
     def begin(self, run: int, now: int) -> None:
-        """Forget the run before."""
+        """Begin a run on an empty board."""
         self._run, self._events, self._texts, self._counted, self._bits = run, 0, 0, 0, 0
         self._waiting, self._began, self._ended, self._lines = -1, now, 0, 0
         self._forget_stacks()
@@ -137,19 +152,19 @@ class Board:
         self._write_head()
 
     def _forget_stacks(self) -> None:
-        """Make room for new answers, if there are any: the pool asks again in another wait."""
+        """Remove old answers, because the pool asks again in the next wait."""
         if self._page[_STACKS_AT]:
             self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
             os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
 
     def end(self, now: int) -> None:
-        """Note that the worker is over."""
+        """Write that the worker has ended."""
         self.write_progress(None, None)
         self._ended = now
         self._write_head()
 
     def add_text(self, text: Any) -> int:
-        """Write down what events have in common; return its number, or 0 for lack of room."""
+        """Write what events have in common; return its number, or 0 if there is no room left."""
         line = json.dumps(text).encode() + b"\n"
         if self._texts + len(line) > TEXTS:
             return 0
@@ -161,7 +176,7 @@ class Board:
         return self._lines
 
     def add_count(self, text: Any) -> int:
-        """Return the place for the count of a channel or group; -1 if there is no room left."""
+        """Return a slot for the count of a channel or group; -1 if there is no room left."""
         if self._counted == COUNTED or not self.add_text(text):
             self._bits |= CROWDED
             return -1
@@ -171,12 +186,12 @@ class Board:
         return self._counted - 1
 
     def write_count(self, slot: int, posted: int, given_up: int) -> None:
-        """Write how many operations of a channel or group were posted, and given up."""
+        """Write how many operations of a channel or group were posted and given up."""
         if slot >= 0:
             _COUNT.pack_into(self._page, _COUNTS_AT + slot * _COUNT.size, posted, given_up)
 
     def add_row(self, *row: int) -> int:
-        """Write down an event and return its number. row: the values of a Row."""
+        """Write an event and return its index. row: the values of a Row."""
         index = self._events
         _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
         self._events = index + 1
@@ -187,9 +202,9 @@ class Board:
         return index
 
     def begin_wait(self, index: int, now: int, limited: bool, shown: bool) -> None:
-        """Write that somebody waits for an event.
+        """Write that a thread waits for an event.
 
-        limited: the wait ends by itself after a time. shown: it is the worker who waits.
+        limited: the wait ends by itself after a time. shown: the thread is the worker's own.
         """
         if self._is_kept(index):
             _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
@@ -201,7 +216,7 @@ class Board:
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
     def end_wait(self, index: int, now: int, shown: bool) -> None:
-        """Write that the wait is over; now: 0 if the event did not complete."""
+        """Write that the wait has ended. now: 0 if the event did not complete."""
         self.write_end(index, now)
         if shown:
             self._waiting = -1
@@ -209,12 +224,12 @@ class Board:
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
     def write_progress(self, done: int | None, total: int | None) -> None:
-        """Write how far a loop has come; None: there is none, or its end is not known."""
+        """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         written = (0 if number is None else number + 1 for number in (done, total))
         _PROGRESS.pack_into(self._page, _PROGRESS_AT, *written)
 
     def progress(self) -> tuple[int, int | None] | None:
-        """Return how far a loop has come, and how many steps it has; None: there is none."""
+        """Return how far a loop has come and its length; None if there is no loop."""
         done, total = _PROGRESS.unpack_from(self._page, _PROGRESS_AT)
         return (done - 1, total - 1 if total else None) if done else None
 
@@ -229,7 +244,7 @@ class Board:
             _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits)
 
     def write_source(self, index: int, source: int, sequence: int) -> None:
-        """Write where a message from any source has come from."""
+        """Write who sent a message that was received from any source."""
         if self._is_kept(index):
             _PEER.pack_into(self._page, _row_at(index) + _PEER_AT, source)
             _SEQUENCE.pack_into(self._page, _row_at(index) + _SEQUENCE_AT, sequence)
@@ -245,11 +260,11 @@ class Board:
         )
 
     def head(self) -> Head:
-        """Read what there is to read."""
+        """Read the head."""
         return Head(*_HEAD.unpack_from(self._page))
 
     def read(self) -> BoardCopy:
-        """Copy the board. A rank that writes meanwhile leaves a copy in which it does not wait."""
+        """Copy the board. If it changes all the time, the rank does not wait in the copy."""
         for _ in range(100):
             head = self.head()
             counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
@@ -260,9 +275,9 @@ class Board:
         return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
 
     def waiting(self, run: int, since: int) -> tuple[Row, bytes] | None:
-        """Return the event that the worker waits for, and its text; quicker than to `read` all.
+        """Return the event that the worker waits for, and its text; quicker than `read`.
 
-        None: it is not in this run, does not wait, began to after `since`, or has just moved on.
+        None: it is not in this run, does not wait, began to wait after `since`, or has moved on.
         """
         head = self.head()
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
@@ -278,20 +293,20 @@ class Board:
         return row, self._found[2]
 
     def read_stacks(self) -> str:
-        """Return what the rank has answered so far in this run."""
+        """Return the stacks that the rank has written so far in this run."""
         text = self._page[_STACKS_AT:]
         return text[: text.find(b"\0")].decode(errors="replace")
 
     def fileno(self) -> int:
-        """Return the descriptor of the file, for a process that is not spawned."""
+        """Return the descriptor of the file, for a process that the pool does not spawn."""
         return self._file.fileno()
 
     def close_file(self) -> None:
-        """Let go of the file, once the rank has it; the page stays mapped."""
+        """Close the file, once the rank has it; its memory stays mapped."""
         self._file.close()
 
     def close(self) -> None:
-        """Unmap the page."""
+        """Close the file and unmap its memory."""
         self._page.close()
         self._file.close()
 

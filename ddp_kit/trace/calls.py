@@ -1,37 +1,42 @@
-"""What a call of a ProcessGroup's method says: the tensors in it, the root, the reduction."""
+"""What a rank called, as texts that are written on the board once and read in another process.
+
+Many events have the same call, line of code, group and channel. Each of these becomes a text with
+a number, and an event holds the numbers. What `InternTable` writes, `read_texts` reads.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterable
+from datetime import timedelta
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 
-# What hands out a Work. `dist.send`, `dist.all_gather_object` and all the others end in one of
-# these, however they were imported, so one wrapper around each sees them all. The names differ
-# between releases of PyTorch.
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
-_IN_PLACE = ("broadcast", "reduce", "allreduce", "allreduce_coalesced")  # they give what they take
-_COLLECTIVES = (
-    *_IN_PLACE,
-    *("gather", "scatter", "barrier", "allgather", "_allgather_base", "allgather_coalesced"),
-    *("allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("alltoall", "alltoall_base", "all_to_all_single"),
-)
-METHODS = tuple(n for n in (*POINT_TO_POINT, *_COLLECTIVES) if hasattr(ProcessGroup, n))
+from ddp_kit import torch_internals
+from ddp_kit.failures import Frame
+from ddp_kit.trace.board import Board
+from ddp_kit.trace.events import Group, format_call
+from ddp_kit.trace.stacks import describe_line
+
+_IN_PLACE = ("broadcast", "reduce", "allreduce", "allreduce_coalesced")  # their input is the output
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-_REDUCING = {n for n in _COLLECTIVES if n.startswith(("reduce", "_reduce", "allreduce"))}
+_REDUCING = ("reduce", "_reduce", "allreduce")  # how their names begin
 _SPLITTING = {"alltoall_base", "all_to_all_single"}
 _REDUCE_OPS = {
     hash(getattr(ReduceOp, name)): name
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
     if hasattr(ReduceOp, name)
 }
+# Who asks for less wants to see the time go by. PyTorch's own default is 30 minutes.
+_SHORT = timedelta(minutes=25)
+_NO_GROUP = Group("", ())  # of an event whose group did not fit on the board
 
 
 class Call(NamedTuple):
@@ -43,7 +48,7 @@ class Call(NamedTuple):
     splits: tuple = ()
     inputs: tuple = ()  # (shape, dtype) of each tensor
     outputs: tuple = ()
-    device: str = "cpu"  # where its first tensor is
+    device: str = "cpu"  # of its first tensor
 
 
 def kind_of(method: str) -> str:
@@ -51,24 +56,29 @@ def kind_of(method: str) -> str:
     return _KINDS.get(method, "collective")
 
 
+def is_short(*args: Any) -> bool:
+    """Return whether one of the arguments is a timeout that the learner chose."""
+    return any(isinstance(arg, timedelta) and timedelta(0) < arg < _SHORT for arg in args)
+
+
 def describe(method: str, args: tuple) -> Call:
-    """Read the arguments of a collective, or of send and recv."""
+    """Return what the arguments of a method of ProcessGroup say."""
     root = reduce_op = None
     splits: tuple = ()
     outputs: tuple = ()
     if method in _KINDS:
-        inputs = _described(args[0])
+        inputs = _tensors(args[0])
         if method != "send":
             inputs, outputs = (), inputs
     elif method in _IN_PLACE:
-        inputs = _described(args[0])
+        inputs = _tensors(args[0])
     elif len(args) > 1:
-        inputs, outputs = _described(args[1]), _described(args[0])
+        inputs, outputs = _tensors(args[1]), _tensors(args[0])
     else:
         inputs = ()  # a barrier has no tensors
     if method in _ROOTED:
         root = getattr(args[-1], "rootRank", None)
-    if method in _REDUCING:
+    if method.startswith(_REDUCING):
         reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None)))
     if method in _SPLITTING and len(args) > 3:
         rows_from, rows_to = args[2:4]
@@ -79,22 +89,180 @@ def describe(method: str, args: tuple) -> Call:
 def _device(values: Iterable[Any]) -> str:
     for value in values:
         if isinstance(value, torch.Tensor):
-            return value.device.type
+            return "cpu" if value.is_cpu else value.device.type  # a device is slow to name
         if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
             return _device(value)
     return "cpu"
 
 
-def _described(value: Any) -> tuple:
+def _tensors(value: Any) -> tuple:
+    """Return (shape, dtype) of a tensor, or of each tensor in a list or a list of lists."""
     if isinstance(value, torch.Tensor):
         return ((value.shape, value.dtype),)
     if not isinstance(value, (list, tuple)):
         return ()
     if len(value) == 1:  # nearly always
-        return _described(value[0])
-    return tuple(described for inner in value for described in _described(inner))
+        return _tensors(value[0])
+    return tuple(tensor for inner in value for tensor in _tensors(inner))
 
 
-def nbytes(tensors: tuple) -> int:
-    """Return how many bytes tensors hold. tensors: (shape, dtype) of each."""
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors if dtype)
+class GroupInfo(NamedTuple):
+    """A process group as it is on the board."""
+
+    number: int  # of its text
+    ranks: tuple[int, ...]  # of the world
+    limited: bool  # its operations fail after a timeout that the learner chose
+
+    def rank(self, number: int) -> int:
+        """Return the world's number of a rank of the group.
+
+        Raises ValueError, as PyTorch does, if the group has no such rank.
+        """
+        if not 0 <= number < len(self.ranks):
+            last = len(self.ranks) - 1
+            raise ValueError(f"there is no rank {number}: the ranks of this group are 0 to {last}")
+        return self.ranks[number]
+
+
+class Count:
+    """How many operations of one channel or group were posted and given up."""
+
+    __slots__ = ("given_up", "posted", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.posted, self.given_up = slot, 0, 0
+
+
+class InternTable:
+    """Writes each text once and returns its number; 0: there is no room left for it."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._numbers: dict[Any, int] = {}  # of the texts that were written
+        self._codes: list[CodeType] = []
+        self._groups: dict[Any, GroupInfo] = {}
+        self._counts: dict[tuple, Count] = {}
+
+    def group(self, group: Any) -> GroupInfo:
+        """Write a process group, or a name with ranks that wait for each other as a group does."""
+        known = self._groups.get(group)
+        if known is not None:
+            return known
+        if isinstance(group, tuple):
+            (name, ranks), limited = group, False
+        else:
+            name, ranks = group.group_name, dist.get_process_group_ranks(group)
+            limited = torch_internals.group_timeout(group) < _SHORT
+        number = self._write(("group", name, *ranks), ["group", name, list(ranks)])
+        self._groups[group] = GroupInfo(number, tuple(ranks), limited)
+        return self._groups[group]
+
+    def forget_groups(self) -> None:
+        """Let go of process groups: whoever keeps one alive decides when its threads end."""
+        self._groups.clear()
+
+    def line(self, code: CodeType, line: int) -> int:
+        """Write a line of code."""
+        key = id(code), line  # the hash of code is slow; _codes keeps it alive
+        known = self._numbers.get(key)
+        if known:
+            return known
+        frame = describe_line(code.co_filename, line, code.co_name)
+        self._codes.append(code)
+        return self._write(key, ["line", frame.file, frame.line, frame.function, frame.source])
+
+    def call(self, op: str, group: GroupInfo, call: Call) -> int:
+        """Write what an operation was called with."""
+        key = op, group.number, call
+        known = self._numbers.get(key)
+        if known:
+            return known
+        root = None if call.root is None else group.rank(call.root)
+        return self._write(key, ["call", *_encode(op, group.number, root, call)])
+
+    def count(self, kind: str, peer: int | None, tag: int, group: GroupInfo) -> Count:
+        """Return the count of a channel, or of the collectives of a group."""
+        key = kind, peer, tag, group.number
+        count = self._counts.get(key)
+        if count is None:
+            # Without room on the board the pool cannot read it, but events need their sequence.
+            count = self._counts[key] = Count(self._board.add_count(["count", *key]))
+        return count
+
+    def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
+        """Count operations that were posted or given up; return how many were posted before."""
+        before = count.posted
+        count.posted += posted
+        count.given_up += given_up
+        self._board.write_count(count.slot, count.posted, count.given_up)
+        return before
+
+    def _write(self, key: Any, text: list) -> int:
+        number = self._board.add_text(text)
+        if number:
+            self._numbers[key] = number
+        return number
+
+
+def _encode(op: str, group: int, root: int | None, call: Call) -> list:
+    """Return a call as its text. root: in the world. `_decode` takes the same positions."""
+    tensors = call.inputs or call.outputs
+    dtype = str(tensors[0][1]).removeprefix("torch.") if tensors and tensors[0][1] else ""
+    inputs, outputs = ([list(shape) for shape, _ in side] for side in (call.inputs, call.outputs))
+    measured = call.outputs if call.method.startswith("recv") else call.inputs
+    nbytes = sum(math.prod(shape) * kind.itemsize for shape, kind in measured if kind)
+    shapes, method = (inputs, outputs, call.splits), call.method
+    what = [op, kind_of(method), method, group, root, dtype]
+    return [*what, *shapes, call.reduce_op, nbytes, call.device]
+
+
+def _decode(text: list) -> dict[str, Any]:
+    """Return what the text of a call says, by the names of Event; the group is still a number."""
+    op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes, device = text
+    inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
+    return {
+        "op": op,
+        "kind": "recv" if kind == "any" else kind,
+        "method": method,
+        "group": group,
+        "root": root,
+        "dtype": dtype,
+        "inputs": inputs,
+        "outputs": outputs,
+        "splits": splits,
+        "reduce_op": reduce_op,
+        "nbytes": nbytes,
+        "device": device,
+    }
+
+
+@functools.lru_cache(maxsize=32)
+def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
+    """Return what each text of a board says, by its number, and the key of each count.
+
+    A call becomes a dict by the names of Event. A key is (kind, peer, tag, group). The ranks of a
+    run usually have the same texts, and so has the next run of the same worker.
+    """
+    read: list[Any] = [None]
+    counted: list[tuple] = []
+    for line in texts.splitlines():
+        what, *text = json.loads(line)
+        if what == "group":
+            read.append(Group(text[0], tuple(text[1])))
+        elif what == "line":
+            read.append(Frame(*text, own=True))
+        elif what == "count":
+            kind, peer, tag, group = text
+            counted.append((kind, peer, tag, read[group] or _NO_GROUP))
+            read.append(None)
+        else:
+            call = _decode(text)
+            read.append(call | {"group": read[call["group"]] or _NO_GROUP})
+    return read, counted
+
+
+@functools.lru_cache(maxsize=256)
+def read_call(peer: int | None, tag: int, text: bytes) -> str:
+    """Return a call as the learner wrote it, as in "recv(src=1)". text: as on the board."""
+    call = _decode(json.loads(text)[1:])
+    return format_call(call["op"], call["method"], peer, tag, call["root"])

@@ -1,6 +1,6 @@
 """A trace as a file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-The format: "Trace Event Format" of the Chromium project; times in it are microseconds.
+The format is the "Trace Event Format" of the Chromium project, with times in microseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_kit.trace.events import Event, Message, Trace
 
-SHORTEST = 1  # nanoseconds; an arrow holds on to a slice only while that lasts
+SHORTEST = 1  # nanoseconds; an arrow can only be attached to a slice that lasts
 Slice = tuple[int, int, int]  # thread, begin and end in nanoseconds
 
 
@@ -22,9 +22,9 @@ def write_chrome(trace: Trace, path: str | PathLike[str]) -> None:
     """Write a trace as JSON in Chrome's trace event format.
 
     A rank is a process. Its first thread is the worker with its waits; the others hold its
-    operations, from the call to the end of the wait, those that overlap on threads of their
-    own. An arrow leads from each send to the receive that took it. Times are microseconds
-    since the first rank began. OSError if the file cannot be written.
+    operations, from the call to the end of the wait, on several threads where they overlap. An
+    arrow leads from each send to the receive that took it. Times are microseconds since the
+    first rank began. Raises OSError if the file cannot be written.
     """
     moments = [begin for begin, _ in trace.spans] + [event.start for event in trace]
     zero = min(moments, default=0)
@@ -43,11 +43,11 @@ def write_chrome(trace: Trace, path: str | PathLike[str]) -> None:
             found.append(_complete("worker", rank, 0, *span, zero))
         for event in own:
             thread, begin, end = laid[event.index]
-            said = _args(event)
+            args = _args(event)
             if event.waited is not None:
                 wait = (event.waited, max(end, event.waited))
-                found.append(_complete(f"wait for {event.op}", rank, 0, *wait, zero, said))
-            found.append(_complete(event.op, rank, thread, begin, end, zero, said))
+                found.append(_complete(f"wait for {event.op}", rank, 0, *wait, zero, args))
+            found.append(_complete(event.op, rank, thread, begin, end, zero, args))
     for number, message in enumerate(trace.messages()):
         found += _arrow(number, message, slices, zero)
     found.sort(key=lambda event: event["ts"])
@@ -56,16 +56,16 @@ def write_chrome(trace: Trace, path: str | PathLike[str]) -> None:
 
 
 def _over(events: Sequence[Event], span: tuple[int, int] | None) -> int:
-    """Return when a rank ended, as far as the trace says."""
+    """Return when a rank ended, as far as the trace shows."""
     moments = [t for e in events for t in (e.start, e.waited, e.end) if t is not None]
     return max([*moments, span[1]] if span else moments, default=0)
 
 
 def _lay(events: Sequence[Event], over: int) -> dict[int, Slice]:
-    """Give each operation a thread on which no other one is at the same time: {index: slice}.
+    """Assign each operation to a thread that has no other one at the same time: {index: slice}.
 
-    One whose wait never ended lasts until its rank did; one that nobody waited for is an
-    instant.
+    An operation whose wait never ended lasts as long as its rank; one that nobody waited for is
+    an instant.
     """
     laid: dict[int, Slice] = {}
     busy: list[tuple[int, int]] = []  # a heap: (end, thread)
@@ -84,14 +84,14 @@ def _lay(events: Sequence[Event], over: int) -> dict[int, Slice]:
 
 
 def _names(rank: int, threads: int) -> list[dict[str, Any]]:
-    """Name a rank and its threads, in the order in which they are to stand."""
+    """Return the names of a rank and its threads, in the order in which they are shown."""
     titles = ["worker and its waits", *(f"operations {i}" for i in range(1, threads + 1))]
-    said = [("process_name", 0, {"name": f"rank {rank}"})]
-    said.append(("process_sort_index", 0, {"sort_index": rank}))
+    named = [("process_name", 0, {"name": f"rank {rank}"})]
+    named.append(("process_sort_index", 0, {"sort_index": rank}))
     for thread, title in enumerate(titles):
-        said.append(("thread_name", thread, {"name": title}))
-        said.append(("thread_sort_index", thread, {"sort_index": thread}))
-    return [{"ph": "M", "name": n, "pid": rank, "tid": t, "args": args} for n, t, args in said]
+        named.append(("thread_name", thread, {"name": title}))
+        named.append(("thread_sort_index", thread, {"sort_index": thread}))
+    return [{"ph": "M", "name": n, "pid": rank, "tid": t, "args": args} for n, t, args in named]
 
 
 def _complete(
@@ -102,24 +102,24 @@ def _complete(
 
 
 def _args(event: Event) -> dict[str, Any]:
-    """Say of an operation what a reader may ask, and nothing that it does not have."""
-    said: dict[str, Any] = {"kind": event.kind, "group": list(event.group.ranks)}
+    """Return the details of an operation that Perfetto shows, without those it does not have."""
+    args: dict[str, Any] = {"kind": event.kind, "group": list(event.group.ranks)}
     if event.kind == "collective":
-        said |= {"sequence": event.sequence, "root": event.root, "reduce op": event.reduce_op}
+        args |= {"sequence": event.sequence, "root": event.root, "reduce op": event.reduce_op}
     else:
         peer = "dst" if event.kind == "send" else "src"
-        said |= {peer: "any" if event.peer is None else event.peer, "tag": event.tag}
-    said |= {"bytes": event.nbytes, "shape": list(event.shape), "dtype": event.dtype or None}
-    said["line"] = str(event.where) if event.where else None
+        args |= {peer: "any" if event.peer is None else event.peer, "tag": event.tag}
+    args |= {"bytes": event.nbytes, "shape": list(event.shape), "dtype": event.dtype or None}
+    args["line"] = str(event.where) if event.where else None
     if event.end is None:
-        said["ended"] = "never" if event.waited is not None else "nobody waited for it"
-    return {key: value for key, value in said.items() if value is not None}
+        args["ended"] = "never" if event.waited is not None else "nobody waited for it"
+    return {key: value for key, value in args.items() if value is not None}
 
 
 def _arrow(
     number: int, message: Message, slices: dict[tuple[int, int], Slice], zero: int
 ) -> list[dict[str, Any]]:
-    """Lead an arrow from a send to its receive; "f" binds to the slice around it by bp: e."""
+    """Return an arrow from a send to its receive; bp: e attaches its end to the slice around it."""
     send, recv = message.send, message.recv
     if recv is None:
         return []

@@ -1,8 +1,7 @@
-"""Makes visible what DistributedDataParallel sends from inside PyTorch's C++ code.
+"""Records what DistributedDataParallel sends from inside PyTorch's C++ code.
 
-DDP reduces its buckets itself, but lets a communication hook do it instead. So every model gets
-a hook that does what DDP would have done. A hook that the learner registers takes the place of
-that inside.
+DDP reduces its buckets itself, or lets a communication hook do it. So every model gets a hook
+that does what DDP would have done. If the learner registers a hook, this one calls that instead.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_kit import torch_internals
 from ddp_kit.trace import recorder
 from ddp_kit.trace.calls import Call, describe
 from ddp_kit.trace.recorder import Posted, Recorder
@@ -33,7 +33,7 @@ class _Hook:
         self.state: Any = self
         self.live: dist.Work | None = None  # in DDP.join: counts the ranks that still have data
         self._open: list[torch.futures.Future] = []
-        self._posted: Posted | None = None  # what the hook called last
+        self._posted: Posted | None = None  # the last operation that the hook called
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future:
         now = recorder.current
@@ -50,13 +50,13 @@ class _Hook:
         if now.newest is not newest:
             self._posted = now.newest
         if bucket.is_last() and self._posted is not None:
-            # Wait where DDP would, in its C++ code, in a moment; here the board can tell.
-            with suppress(Exception):  # DDP itself waits again, and raises
+            # DDP would wait in its C++ code in a moment; a wait here is on the board.
+            with suppress(Exception):  # DDP itself waits again and raises
                 now.block(self._posted, False, torch.futures.wait_all, self._open)
         return future
 
     def divisor(self) -> int:
-        """Return over how many ranks DDP takes the mean."""
+        """Return the number of ranks over which DDP averages."""
         if self.live is None:
             return self.group.size()
         self.live.wait()
@@ -64,14 +64,13 @@ class _Hook:
 
 
 def _average(hook: _Hook, bucket: dist.GradBucket) -> torch.futures.Future:
-    """Do what DDP does without a hook, to the last bit: it multiplies and then sums."""
+    """Do exactly what DDP does without a hook: it multiplies and then sums."""
     gradients = bucket.buffer().mul_(1.0 / hook.divisor())
     work = dist.all_reduce(gradients, group=hook.group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 _hooks: weakref.WeakKeyDictionary[Any, _Hook] = weakref.WeakKeyDictionary()  # by their Reducer
-_register = dist._register_comm_hook
 
 
 def _make_reducer(
@@ -83,7 +82,7 @@ def _make_reducer(
 ) -> None:
     original(model, *args, **kwargs)
     hook = _hooks[model.reducer] = _Hook(model.process_group)
-    _register(model.reducer, None, hook)
+    torch_internals.register_comm_hook(model.reducer, hook)
 
 
 def _register_inside(
@@ -91,7 +90,7 @@ def _register_inside(
 ) -> None:
     hook = _hooks.get(reducer)
     if hook is None or hook.registered:
-        original(reducer, state, inside)  # which raises if there is one
+        original(reducer, state, inside)  # which raises if there already is one
     else:
         hook.state, hook.inside, hook.registered = state, inside, True
 
@@ -99,7 +98,7 @@ def _register_inside(
 def _register_builtin(_: Recorder, original: Callable, reducer: Any, kind: Any) -> None:
     hook = _hooks.get(reducer)
     if hook is None or hook.registered:
-        original(reducer, kind)  # which raises if there is one
+        original(reducer, kind)  # which raises if there already is one
     else:
         half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
         hook.inside = default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook
@@ -116,14 +115,14 @@ def _count_live(
         hook.live = None if divide_by_all else work
 
 
-def _verify_params(
+def _compare_models(
     recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
 ) -> Any:
-    posted = recorder.post(group, Call("_verify_params"), op="DistributedDataParallel")
+    posted = recorder.post(group, Call("verify_params"), op="DistributedDataParallel")
     return recorder.block_as_one(posted, original, group, *args)
 
 
-def _broadcast_coalesced(
+def _broadcast(
     recorder: Recorder,
     original: Callable,
     group: dist.ProcessGroup,
@@ -136,24 +135,24 @@ def _broadcast_coalesced(
     recorder.block_as_one(posted, original, group, tensors, buffer_size, src)
 
 
-def _rebuild_buckets(recorder: Recorder, original: Callable, reducer: Any) -> bool:
+def _rebuild(recorder: Recorder, original: Callable, reducer: Any) -> bool:
     hook = _hooks.get(reducer)
     if hook is None or hook.rebuilt:
         return original(reducer)
-    posted = recorder.post(("DDP", hook.ranks), Call("_rebuild_buckets"), op="DDP forward")
+    posted = recorder.post(("DDP", hook.ranks), Call("rebuild_buckets"), op="DDP forward")
     hook.rebuilt = recorder.block_as_one(posted, original, reducer)
-    if not hook.rebuilt:  # it did nothing; it is asked before every forward
+    if not hook.rebuilt:  # nothing was sent; DDP asks before every forward
         recorder.take_back(posted)
     return hook.rebuilt
 
 
-# What is called instead of a function of PyTorch: whose it is, its name, the replacement.
-RECORDED = (
-    (dist.Reducer, "_rebuild_buckets", _rebuild_buckets),
-    (DistributedDataParallel, "_ddp_init_helper", _make_reducer),
-    (dist.Reducer, "_set_forward_pass_work_handle", _count_live),
-    (dist, "_register_comm_hook", _register_inside),
-    (dist, "_register_builtin_comm_hook", _register_builtin),
-    (dist, "_verify_params_across_processes", _verify_params),
-    (dist, "_broadcast_coalesced", _broadcast_coalesced),
+# What is called instead of the functions of each feature, in the order of its names.
+REPLACEMENTS = (
+    (
+        torch_internals.DDP_GRADIENTS,
+        *(_make_reducer, _count_live, _register_inside, _register_builtin),
+    ),
+    (torch_internals.DDP_BUCKETS, _rebuild),
+    (torch_internals.DDP_CHECK, _compare_models),
+    (torch_internals.DDP_BROADCAST, _broadcast),
 )

@@ -1,4 +1,4 @@
-"""The order in which a run communicated, without its times."""
+"""The order in which the ranks of a run communicated, without times."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Key = tuple[int, int]  # (rank, index) of an event
 
 
 def steps(trace: Trace) -> dict[Key, int]:
-    """Give every event its logical step, from 0: {(rank, index): step}.
+    """Return the logical step of every event, from 0: {(rank, index): step}.
 
-    The steps of one rank rise in the order of its operations; a receive comes after the send
-    that it took; the events of a collective share one step. Each step is the smallest that
-    keeps to this, so two runs of one program have the same steps (Lamport, "Time, Clocks, and
+    The steps of one rank increase in the order of its operations; a receive comes after the send
+    that it took; the events of a collective share one step. Each step is the smallest that meets
+    these conditions, so two runs of one program have the same steps (Lamport, "Time, Clocks, and
     the Ordering of Events in a Distributed System", 1978).
 
-    A receive or collective stands where its rank waited for it, not where it was posted: in a
-    ring, every rank posts its receive before its left neighbour has sent.
+    A receive or collective counts from when its rank waited for it, not from when it was posted:
+    in a ring, every rank posts its receive before its left neighbour has sent.
 
-    Where the ranks contradict each other (two collectives, waited for in opposite orders), no
-    order keeps to all of it. Then the order of each rank's own operations is kept, and the
-    earliest event that is held up, of the lowest rank, goes ahead alone.
+    If the ranks contradict each other (two collectives, waited for in opposite orders), no order
+    meets all conditions. Then the order of each rank's own operations is kept, and the earliest
+    event that is held up, on the lowest rank, goes ahead alone.
     """
     return _Order(trace).steps()
 
@@ -34,7 +34,7 @@ def _moment(event: Event) -> tuple[int, int]:
 
 
 class _Order:
-    """Walks along all ranks at once, each as far as the others let it."""
+    """Advances all ranks at once, each as far as the others allow."""
 
     def __init__(self, trace: Trace):
         self.queues: dict[int, list[Event]] = defaultdict(list)
@@ -42,8 +42,8 @@ class _Order:
             self.queues[event.rank].append(event)
         for queue in self.queues.values():
             queue.sort(key=_moment)
-        self.at = dict.fromkeys(self.queues, 0)  # how many of its events a rank has behind it
-        self.next = dict.fromkeys(self.queues, 0)  # the step of its next event, if nobody waits
+        self.at = dict.fromkeys(self.queues, 0)  # how many of its events a rank has passed
+        self.next = dict.fromkeys(self.queues, 0)  # the step of its next event, if none is held up
         self.found: dict[Key, int] = {}
         self.send_of = {
             (m.recv.rank, m.recv.index): (m.send.rank, m.send.index)
@@ -52,7 +52,7 @@ class _Order:
         }
         self.receiver = {send: recv[0] for recv, send in self.send_of.items()}
         self.collective_of: dict[Key, int] = {}  # which collective an event belongs to
-        self.absent: list[set[int]] = []  # by collective: who has not come to it yet
+        self.absent: list[set[int]] = []  # by collective: which ranks have not reached it yet
         for number, members in enumerate(trace.collectives):
             self.absent.append(set(members))
             self.collective_of.update(
@@ -73,7 +73,7 @@ class _Order:
         return self.found
 
     def _advance(self, rank: int) -> None:
-        """Let a rank pass its events until one must wait for another rank."""
+        """Advance a rank until one of its events must wait for another rank."""
         queue = self.queues[rank]
         while self.at[rank] < len(queue):
             key = rank, queue[self.at[rank]].index
@@ -82,22 +82,23 @@ class _Order:
                 self.absent[number].discard(rank)
                 self.together[number].add(rank)
                 if not self.absent[number]:
-                    self._meet(number)
+                    self._complete(number)
                     return
             elif send is None or send in self.found:
-                self._place(rank, self.found.get(send, -1) + 1)
+                self._pass(rank, self.found.get(send, -1) + 1)
                 continue
             heapq.heappush(self.held, (self.next[rank], rank, self.at[rank]))
             return
 
-    def _meet(self, number: int) -> None:
+    def _complete(self, number: int) -> None:
+        """Let all ranks pass a collective that the last of them has reached."""
         members = self.together[number]
         step = max(self.next[rank] for rank in members)
         for rank in members:
-            self._place(rank, step)
+            self._pass(rank, step)
         self.movable += members
 
-    def _place(self, rank: int, earliest: int) -> None:
+    def _pass(self, rank: int, earliest: int) -> None:
         event = self.queues[rank][self.at[rank]]
         step = max(self.next[rank], earliest)
         self.found[rank, event.index] = step
@@ -108,9 +109,9 @@ class _Order:
             self.movable.append(receiver)
 
     def _force(self, rank: int) -> None:
-        """Let a rank pass an event that another one holds up for ever."""
+        """Let a rank pass an event that another one holds up forever."""
         number = self.collective_of.get((rank, self.queues[rank][self.at[rank]].index))
         if number is not None:
             self.together[number].discard(rank)
-        self._place(rank, 0)
+        self._pass(rank, 0)
         self.movable.append(rank)

@@ -1,4 +1,4 @@
-"""How far a loop in a rank has come, for whoever shows the run while it lasts."""
+"""Progress bars: how far a loop in a rank has come, shown in the live view."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
+from ddp_kit.errors import TraceError
 from ddp_kit.trace import recorder
 
 T = TypeVar("T")
 
 
 def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
-    """Yield what `iterable` yields; meanwhile the live view has a bar for this rank.
+    """Yield the items of `iterable`; meanwhile the live view shows a progress bar for this rank.
 
-    total: how many there will be, by default `len(iterable)`; None where that is not known.
+    total: the number of items, by default `len(iterable)`, or None if that is not known.
 
-    In a process that is no rank it only yields. Nothing of it stays in a notebook.
+    In a process that is no rank it only yields. The bar disappears when the loop ends.
 
         for images, labels in kit.progress(batches):
             ...
     """
     try:
-        iter(iterable)  # a dataset can be looped over, and is no Iterable
+        iter(iterable)  # a dataset can be looped over, but is not an Iterable
     except TypeError:
         raise TypeError(
             f"progress needs something to loop over, such as range(5), got {iterable!r}"
@@ -31,7 +32,7 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]
     elif isinstance(total, bool) or not isinstance(total, int) or total < 0:
-        raise ValueError(f"total must be a whole number such as 100, or None, got {total!r}")
+        raise TraceError(f"total must be a whole number such as 100, or None, got {total!r}")
     return _shown(iterable, total)
 
 
@@ -48,7 +49,7 @@ def _shown(iterable: Iterable[T], total: int | None) -> Iterator[T]:
 
 
 def draw_bar(done: int, total: int | None, width: int = 20) -> str:
-    """Write a bar: "█████░░░░░ 50 of 100"; without a total, the number alone."""
+    """Return a bar such as "█████░░░░░ 50 of 100"; without a total, the number alone."""
     if not total:
         return format_progress(done, total)
     full = min(width, width * done // total)
@@ -56,5 +57,5 @@ def draw_bar(done: int, total: int | None, width: int = 20) -> str:
 
 
 def format_progress(done: int, total: int | None) -> str:
-    """Write how far a loop has come: "50 of 100"; without a total, the number alone."""
+    """Return how far a loop has come, as in "50 of 100"; without a total, the number alone."""
     return f"{done:,} of {total:,}" if total else f"{done:,}"

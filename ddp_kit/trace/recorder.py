@@ -1,4 +1,4 @@
-"""Writes on the board what this process communicates and what it waits in. Runs in a rank."""
+"""Writes what this process communicates and what it waits in on the board. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -14,86 +14,91 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Work, distributed_c10d
 
+from ddp_kit import torch_internals
 from ddp_kit.failures import Wait
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
-from ddp_kit.trace.call_site import describe_line, is_own
-from ddp_kit.trace.calls import Call, kind_of
+from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.intern_table import Count, InternTable, Members, is_limit
+from ddp_kit.trace.stacks import describe_line, is_own
 
 _C10D = distributed_c10d.__file__
 
-current: Recorder | None = None  # of the run that is on; None: none is
+current: Recorder | None = None  # of the run that is on; None: there is none
 
 
 class Posted(NamedTuple):
-    """An operation that was called, until nobody needs to know of it any more."""
+    """An operation that was called and may not be complete yet."""
 
     index: int  # of its event
     op: str
     call: Call
     peer: int | None
     tag: int
-    place: tuple[CodeType, int] | None  # the learner's own line
-    members: Members
+    line: tuple[CodeType, int] | None  # the learner's own
+    group: GroupInfo
     count: Count
 
     def as_wait(self) -> Wait:
-        """Describe it as what a rank waits in; the rank is not known here."""
+        """Return the operation as what a rank waits in; the rank is not known here."""
         root = self.call.root
         if root is not None:
-            root = self.members.ranks[root]
-        place = self.place and (self.place[0].co_filename, self.place[1], self.place[0].co_name)
-        said = format_call(self.op, self.call.method, self.peer, self.tag, root)
-        return Wait(0, said, describe_line(*place) if place else None)
+            root = self.group.ranks[root]
+        called = format_call(self.op, self.call.method, self.peer, self.tag, root)
+        if self.line is None:
+            return Wait(0, called)
+        code, number = self.line
+        return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
 
 
 class Recorder:
     """One run of one rank, on its board.
 
-    broken: the id of the exception that came out of a wait, and that wait.
+    broken: the id of the exception that was raised in a wait, and that wait.
     """
 
     def __init__(self, board: Board, run: int = 0) -> None:
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
-        self.prefix = ""  # what to put before the names of operations: who calls them
-        self._hidden: set[int] = set()  # threads whose calls belong to one that is recorded
-        self.batching = False  # nccl starts what is called now as one, with one Work for all
+        self.prefix = ""  # of the names of operations: who calls them, such as "DDP "
+        self._hidden: set[int] = set()  # threads whose calls are part of a recorded one
+        self.batching = False  # nccl starts the next operations as one, with one Work for all
         self.board, self.run = board, run
         self._board: Board | None = board  # None: the run is over
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._ledger = InternTable(board)
+        self._table = InternTable(board)
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
-        self._futures = 0  # that somebody holds, of operations which are not complete
+        self._futures = 0  # that somebody holds, of operations that are not complete
         self._dropped = 0
         board.begin(run, monotonic_ns())
 
     @property
     def all_awaited(self) -> bool:
-        """Nothing that was started could still be under way, and no connection was cut."""
-        if self.broken:  # after a time-out gloo closes the connection, also if it was caught
+        """Whether nothing that was started can still be in flight, and no connection was cut."""
+        # After a timeout gloo closes the connection, even if the exception is caught.
+        if self.broken:
             return False
         left = [reference() for reference, _ in self._started.values()]
-        # As PyTorch has it: what is in its place would note that somebody has asked.
+        # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not self._dropped and not self._futures
 
     def stop(self) -> None:
-        """Leave the board to the next run; a thread of this one may still be in a wait."""
+        """Leave the board to the next run, although a thread of this one may still wait."""
         with self._lock:
             if self._board is not None:
                 self._board.end(monotonic_ns())
             self._board = None
-            self._ledger.forget_groups()
+            self._table.forget_groups()
 
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
     ) -> Posted | None:
-        """Write that an operation is called. peer: rank in the group; op: else found out.
+        """Write that an operation is called.
 
-        Raises ValueError for a rank that is not there; a backend would wait for it in vain.
+        peer: rank in the group. op: the name to show; by default that of the function which the
+        learner called. Raises ValueError, as PyTorch does, for a rank that does not exist: a
+        backend would wait for it forever.
         """
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
@@ -104,34 +109,34 @@ class Recorder:
             board = self._board
             if board is None:
                 return None
-            ledger, place = self._ledger, caller and (caller.f_code, caller.f_lineno)
-            members = ledger.members(group)
-            to = None if peer is None else members.rank(peer)
-            count = ledger.count(kind_of(call.method), to, tag, members)
+            table, line = self._table, caller and (caller.f_code, caller.f_lineno)
+            info = table.group(group)
+            to = None if peer is None else info.rank(peer)
+            count = table.count(kind_of(call.method), to, tag, info)
             index = board.add_row(
-                ledger.call(op, members, call),
-                ledger.line(*place) if place else 0,
+                table.call(op, info, call),
+                table.line(*line) if line else 0,
                 -1 if to is None else to,
-                *(0, tag, ledger.change(count, posted=1), start, 0, 0),
+                *(0, tag, table.change(count, posted=1), start, 0, 0),
             )
-        self.newest = Posted(index, op, call, to, tag, place, members, count)
+        self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
 
     def show_progress(self, done: int | None, total: int | None) -> None:
-        """Write how far a loop has come; None: there is no loop, or nobody knows its end."""
+        """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         board = self._board
         if board is not None:
             board.write_progress(done, total)
 
     def take_back(self, posted: Posted | None) -> None:
-        """The call raised: nothing was posted after all."""
+        """Write that an operation was not posted after all: its call raised."""
         with self._lock:
             if posted and self._board is not None:
                 self._board.write_bits(posted.index, VOID)
-                self._ledger.change(posted.count, posted=-1)
+                self._table.change(posted.count, posted=-1)
 
     def track(self, work: Work | None, posted: Posted | None) -> None:
-        """Note what stands for an operation until it is complete."""
+        """Remember the Work of an operation until it is complete."""
         if work is None or posted is None:
             return
         if self.batching:
@@ -139,28 +144,28 @@ class Recorder:
                 self._board.write_bits(posted.index, LOOKED_AFTER)
             return
         key = id(work)
-        ends_alone = getattr(work, "ends_alone", False)  # MPI's messages are on their way
+        ends_alone = getattr(work, "ends_alone", False)  # a message of MPI is not lost
 
         def drop(_: weakref.ref) -> None:
-            # Work that ends unawaited takes its message along, sent or not. A collective goes on:
-            # the backend has it in a queue of its own.
+            # A message ends with its Work, sent or not. A collective goes on: the backend keeps
+            # it in a queue.
             with self._lock:
                 if self._started.pop(key, None):
                     self._dropped += 1
                     goes_on = ends_alone or kind_of(posted.call.method) == "collective"
                     if self._board is not None and not goes_on:
-                        self._ledger.change(posted.count, given_up=1)
+                        self._table.change(posted.count, given_up=1)
                         self._board.write_bits(posted.index, GIVEN_UP)
 
-        # A strong reference would keep such work alive: the recorder must not change what happens.
+        # A strong reference would keep the Work alive: the recorder must not change what happens.
         self._started[key] = weakref.ref(work, drop), posted
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
-        """Wait for `work` as `original` does, and say so on the board."""
+        """Wait for `work` as `original` does, and write the wait on the board."""
         _, posted = self._started.get(id(work), (None, None))
         if posted is None:
             return original(work, *args, **kwargs)
-        limited = is_limit(*args, *kwargs.values())
+        limited = is_short(*args, *kwargs.values())
         done = self.block(posted, limited, original, work, *args, **kwargs)
         if posted.call.method == "recv_anysource":
             self._note_source(posted, work)
@@ -170,10 +175,10 @@ class Recorder:
     def block(
         self, posted: Posted | None, limited: bool, blocking: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call what may block, and say so on the board meanwhile."""
+        """Call a function that may block, with the wait on the board meanwhile."""
         if posted is None:
             return blocking(*args, **kwargs)
-        limited = limited or posted.members.limited
+        limited = limited or posted.group.limited
         shown = threading.get_ident() == self._thread
         board = self._board
         if board is not None:
@@ -184,8 +189,8 @@ class Recorder:
             end = monotonic_ns()
             return done
         except BaseException as error:
-            # Its id only: the exception's frames hold this recorder and the process group, which
-            # would then live until Python collects garbage, and end in the middle of another run.
+            # Only its id: the exception's frames hold this recorder and the process group, which
+            # would then live until a garbage collection, and end in the middle of another run.
             self.broken = id(error), posted.as_wait()
             raise
         finally:
@@ -194,9 +199,9 @@ class Recorder:
                 board.end_wait(posted.index, end, shown)
 
     def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:
-        """Call what may block, as `block` does; what it calls in its turn is not recorded.
+        """Call a function that may block, as `block` does, without recording what it calls.
 
-        PyTorch's C++ comes back to a process group that is written in Python.
+        PyTorch's C++ code calls the methods of a process group that is written in Python.
         """
         own = {threading.get_ident()} - self._hidden
         self._hidden |= own
@@ -206,14 +211,14 @@ class Recorder:
             self._hidden -= own
 
     def look_after(self, work: Work) -> None:
-        """Note that somebody has seen that `work` is complete."""
+        """Write that somebody has seen that `work` is complete."""
         entry = self._started.pop(id(work), None)
         if entry and self._board is not None:
             self._board.write_end(entry[1].index, monotonic_ns())
             self._board.write_bits(entry[1].index, LOOKED_AFTER)
 
     def follow(self, work: Work, future: torch.futures.Future) -> None:
-        """Note that somebody has `future` to wait for, instead of `work`."""
+        """Write that somebody can wait for `future` instead of `work`."""
         entry = self._started.pop(id(work), None)
         if entry is None or self._board is None:
             return
@@ -229,18 +234,21 @@ class Recorder:
         future.then(complete)
 
     def _note_source(self, posted: Posted, work: Work) -> None:
-        """A message from any source has come from one."""
-        source = posted.members.ranks[work._source_rank()]
+        """Write who sent a message that was received from any source."""
+        sender = torch_internals.source_rank(work)
         with self._lock:
-            if self._board is not None:
-                count = self._ledger.count("recv", source, posted.tag, posted.members)
-                place = self._ledger.change(count, posted=1)
-                self._board.write_source(posted.index, source, place)
-                self._ledger.change(posted.count, given_up=1)  # it is open no more
+            if self._board is None:
+                return
+            self._table.change(posted.count, given_up=1)  # it is no longer open
+            if sender is not None:
+                source = posted.group.ranks[sender]
+                count = self._table.count("recv", source, posted.tag, posted.group)
+                sequence = self._table.change(count, posted=1)
+                self._board.write_source(posted.index, source, sequence)
 
 
 def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """Return the learner's own frame, and the function of `torch.distributed` that it called."""
+    """Return the learner's own frame and the function of `torch.distributed` that it called."""
     name = ""
     while frame is not None and not is_own(frame.f_code.co_filename):
         if frame.f_code.co_filename == _C10D:

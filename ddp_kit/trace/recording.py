@@ -1,7 +1,7 @@
-"""Puts the recorder between a worker and PyTorch, without a change of the worker's code.
+"""Puts the recorder between a worker and PyTorch, without changing the worker's code.
 
-The functions of PyTorch are replaced once in a process, for good: replacing them takes longer
-than a short run. Outside of a run the replacements only call what they stand for.
+The functions of PyTorch are replaced once in a rank's process, for good: replacing them takes
+longer than a short run. Outside of a run the replacements only call the originals.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work, distributed_c10d
+from torch.distributed import ProcessGroup, Work
 
-from ddp_kit.trace import calls, data_parallel, recorder
+from ddp_kit import torch_internals
+from ddp_kit.trace import data_parallel, recorder
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.calls import Call
-from ddp_kit.trace.intern_table import is_limit
+from ddp_kit.trace.calls import Call, describe, is_short
 from ddp_kit.trace.recorder import Posted, Recorder
 
 
@@ -25,8 +25,8 @@ from ddp_kit.trace.recorder import Posted, Recorder
 def recording(board: Board | None = None, run: int = 0) -> Iterator[Recorder]:
     """Record what this process communicates until the end of this block.
 
-    board: where to write it; None: on that of the recording in which this one is, which begins
-    anew, or on a new one. run: the pool's number of the run, which the board shows.
+    board: where to write it. None: on the board of the recording around this one, which begins
+    anew, or on a new board. run: the pool's number of the run, which the board shows.
     """
     _replace_all()
     before = recorder.current
@@ -52,22 +52,30 @@ def unrecorded() -> Iterator[None]:
 
 @functools.cache
 def _replace_all() -> None:
-    for method in calls.METHODS:
-        recorded = _point_to_point if method in calls.POINT_TO_POINT else _collective
-        _replace(ProcessGroup, method, functools.partial(recorded, method))
-    _replace(ProcessGroup, "monitored_barrier", _monitored_barrier)
-    _replace(ProcessGroup, "_start_coalescing", _start_batch)
-    _replace(ProcessGroup, "_end_coalescing", _end_batch)
-    _replace(distributed_c10d, "_new_group_with_tag", _new_group)
+    """Replace what this PyTorch has: the documented methods of Work, and those of each feature."""
     _replace(Work, "wait", _wait)
     _replace(Work, "is_completed", _is_completed)
     _replace(Work, "get_future", _get_future)
-    for owner, name, recorded in data_parallel.RECORDED:
-        _replace(owner, name, recorded)
+    messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
+    for feature, *replacements in (
+        (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
+        *(
+            (feature, *(functools.partial(_collective, method) for method in feature.found))
+            for feature in collectives
+        ),
+        (torch_internals.MONITORED_BARRIER, _monitored_barrier),
+        (torch_internals.BATCHES, _start_batch, _end_batch),
+        (torch_internals.NEW_GROUPS, _new_group),
+        *data_parallel.REPLACEMENTS,
+    ):
+        if feature.is_on:
+            places = feature.found.items()
+            for (name, (owner, _)), recorded in zip(places, replacements, strict=True):
+                _replace(owner, name, recorded)
 
 
 def _replace(owner: Any, name: str, recorded: Callable) -> None:
-    """Have a function called as `recorded(recorder, original, ...)` while a run is on.
+    """Call `recorded(recorder, original, ...)` instead of a function while a run is recorded.
 
     A backend that is written in Python has methods of its own; they are replaced as well.
     """
@@ -99,7 +107,7 @@ def _collective(
     *args: Any,
     **kwargs: Any,
 ) -> Work | None:
-    posted = recorder.post(group, calls.describe(method, (*args, *kwargs.values())))
+    posted = recorder.post(group, describe(method, (*args, *kwargs.values())))
     return _start(recorder, posted, original, group, *args, **kwargs)
 
 
@@ -113,9 +121,9 @@ def _point_to_point(
 ) -> Work | None:
     given = (*args, *kwargs.values())
     *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
-    if method == "recv" and peer[0] == group.rank():  # PyTorch refuses a send to oneself only
+    if method == "recv" and peer[0] == group.rank():  # PyTorch only refuses a send to oneself
         raise ValueError("a rank cannot receive from itself: src is its own rank")
-    posted = recorder.post(group, calls.describe(method, given), *peer, tag=tag)
+    posted = recorder.post(group, describe(method, given), *peer, tag=tag)
     return _start(recorder, posted, original, group, *args, **kwargs)
 
 
@@ -146,7 +154,7 @@ def _monitored_barrier(
     recorder: Recorder, original: Callable, group: ProcessGroup, *args: Any, **kwargs: Any
 ) -> None:
     posted = recorder.post(group, Call("monitored_barrier"))
-    limited = is_limit(*args, *kwargs.values())
+    limited = is_short(*args, *kwargs.values())
     recorder.block(posted, limited, original, group, *args, **kwargs)
 
 

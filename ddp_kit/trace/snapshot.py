@@ -1,14 +1,12 @@
-"""Makes events of what stands on a board."""
+"""What is on a board, as events."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from ddp_kit.failures import Frame, Wait
+from ddp_kit.failures import Wait
 from ddp_kit.trace.board import (
     CROWDED,
     EVENTS,
@@ -20,86 +18,33 @@ from ddp_kit.trace.board import (
     BoardCopy,
     Row,
 )
-from ddp_kit.trace.events import Event, Group, Trace, format_call
+from ddp_kit.trace.calls import read_call, read_texts
+from ddp_kit.trace.events import Event, Trace
 
-_NOBODY = Group("", ())
-_BLOCKING = ("send", "recv")  # they give nothing that one could wait for
-
-
-@functools.lru_cache(maxsize=32)
-def _read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
-    """Return what the texts of a board say, by number, and (kind, peer, tag, group) of each count.
-
-    The ranks of a run have the same texts as a rule, and so has the next run of a worker.
-    """
-    read: list[Any] = [None]
-    counted: list[tuple] = []
-    for line in texts.splitlines():
-        what, *text = json.loads(line)
-        if what == "group":
-            read.append(Group(text[0], tuple(text[1])))
-        elif what == "line":
-            read.append(Frame(*text, own=True))
-        elif what == "count":
-            kind, peer, tag, group = text
-            counted.append((kind, peer, tag, read[group] or _NOBODY))
-            read.append(None)
-        else:
-            call = _read_call(*text)
-            read.append(call | {"group": read[call["group"]] or _NOBODY})
-    return read, counted
-
-
-def _read_call(op: str, kind: str, method: str, group: int, *text: Any) -> dict[str, Any]:
-    """Return what the text of a call says, by the names of Event; the group is a number still."""
-    root, dtype, *shapes, reduce_op, nbytes, device = text
-    inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
-    return {
-        "op": op,
-        "kind": "recv" if kind == "any" else kind,
-        "method": method,
-        "group": group,
-        "root": root,
-        "dtype": dtype,
-        "inputs": inputs,
-        "outputs": outputs,
-        "splits": splits,
-        "reduce_op": reduce_op,
-        "nbytes": nbytes,
-        "device": device,
-    }
+_BLOCKING = ("send", "recv")  # they return no Work that one could wait for
 
 
 def read_wait(board: Board, run: int, since: int) -> tuple[str, int] | None:
-    """Return what a rank waits in, as in "recv(src=1)", and when that began; None: in nothing.
+    """Return what a rank waits in, as in "recv(src=1)", and since when; None if it does not wait.
 
-    A wait that began after `since` is left out. Times are nanoseconds of the monotonic clock.
+    A wait that began after `since` does not count. Times are nanoseconds of the monotonic clock.
     """
     found = board.waiting(run, since)
     if found is None:
         return None
     row, text = found
-    return _call(row.peer, row.tag, text), row.waited
-
-
-@functools.lru_cache(maxsize=256)
-def _call(peer: int, tag: int, text: bytes) -> str:
-    call = _read_call(*json.loads(text)[1:])
-    return format_call(call["op"], call["method"], None if peer < 0 else peer, tag, call["root"])
+    return read_call(None if row.peer < 0 else row.peer, row.tag, text), row.waited
 
 
 class Snapshot:
-    """One rank's board, made readable.
-
-    rank: the number that the rank goes by. log: the copy of its board.
-    """
+    """What is on the board of one rank. log: the copy of the board."""
 
     def __init__(self, rank: int, log: BoardCopy) -> None:
         self.rank, self.log = rank, log
-        self._texts, self._counted = _read_texts(log.texts)
+        self._texts, self._counted = read_texts(log.texts)
 
     def call(self, what: int) -> dict[str, Any]:
-        """Return what the events have in common whose row says `what`, by the names of Event."""
+        """Return what all events with this `what` in their row share, by the names of Event."""
         return self._texts[what] or {}
 
     @cached_property
@@ -110,7 +55,7 @@ class Snapshot:
 
     @property
     def dropped(self) -> int:
-        """How many events were not kept: older ones, and those without room for their texts."""
+        """How many events were not kept: the oldest ones, and those whose text had no room."""
         return self._older + sum(not what for what, *_ in self.log.kept())
 
     @property
@@ -119,30 +64,30 @@ class Snapshot:
 
     @property
     def waiting(self) -> Event | None:
-        """What the rank's worker waits for."""
+        """What the rank's worker waits for; None if it does not wait."""
         index = self.log.head.waiting
         if index < 0 or index < self._older or not self.log.row(index).what:
             return None
         return self._event(index, self.log.row(index))
 
     def as_wait(self) -> Wait:
-        """Say where the rank is."""
+        """Return where the rank is."""
         event = self.waiting
         return Wait(self.rank, event and event.call, event and event.where)
 
     @property
-    def waits_for_ever(self) -> bool:
-        """Its wait has no limit after which it would go on."""
+    def waits_forever(self) -> bool:
+        """Whether its wait has no timeout that would end it."""
         return self.waiting is not None and not self.log.head.bits & LIMITED
 
     @property
     def is_crowded(self) -> bool:
-        """It has used more channels than can be counted."""
+        """Whether it has used more channels than can be counted."""
         return bool(self.log.head.bits & CROWDED)
 
     @property
     def unawaited(self) -> list[Event]:
-        """Operations that nobody has waited for."""
+        """The operations that nobody has waited for."""
         found = []
         for place, values in enumerate(self.log.kept()):
             row = Row(*values)
@@ -155,7 +100,7 @@ class Snapshot:
 
     @property
     def latest(self) -> int:
-        """The newest moment on the board, in nanoseconds; 0: there is none."""
+        """The latest time on the board, in nanoseconds; 0: there is none."""
         newest = max((max(row[-3:]) for row in self.log.kept()), default=0)
         return max(self.log.head.began, self.log.head.ended, newest)
 
@@ -184,7 +129,7 @@ class Snapshot:
 
 
 class _Events(Sequence):
-    """The events of several ranks, made when somebody asks for one."""
+    """The events of several ranks, which are made when they are first needed."""
 
     def __init__(self, snapshots: list[Snapshot]) -> None:
         self._snapshots = snapshots
@@ -220,7 +165,7 @@ def join(snapshots: list[Snapshot]) -> Trace:
 
 
 def _spans(snapshots: list[Snapshot]) -> tuple[tuple[int, int], ...]:
-    """Return when each worker began and ended; one that was stopped, at the latest moment seen."""
+    """Return when each worker began and ended; one that was stopped, at the latest known time."""
     spans = [(snapshot.log.head.began, snapshot.log.head.ended) for snapshot in snapshots]
     if all(map(all, spans)):
         return tuple(spans)

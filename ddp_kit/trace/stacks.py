@@ -1,35 +1,67 @@
-"""Which lines a process runs at this moment, asked from outside.
+"""Lines of code: whose they are, and which of them a process runs at this moment.
 
-`faulthandler` answers a signal without Python's help, so a process that sits in native code
-answers too. It writes to the board's file, behind the board.
+`faulthandler` answers a signal without Python's help, so a process that is stuck in native code
+answers too. It writes into the file of the board, past everything that the board itself writes.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
+import linecache
 import os
 import re
 import signal
+import site
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import BinaryIO
 
 from ddp_kit.failures import Frame
-from ddp_kit.trace.call_site import describe_line
 
-_SIGNAL = getattr(signal, "SIGUSR1", None)  # None where there are no such signals
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
+    | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
+    | {
+        os.path.join(_PACKAGE, name) + os.sep
+        for name in ("check", "launch", "mpi", "notebook", "pool", "trace")
+    }
+    | {"<frozen ", os.path.join(_PACKAGE, "torch_internals.py")}
+)
+_SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
+@functools.cache
+def is_own(filename: str) -> bool:
+    """Return whether a file is the learner's code, lessons included, and not a library's."""
+    return not filename.startswith(_LIBRARIES)
+
+
+def own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return `frame`, or the nearest of its callers, that runs the learner's own code."""
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def describe_line(file: str, line: int, function: str) -> Frame:
+    """Return one line of code as plain data, with its text if that can be read."""
+    return Frame(file, line, function, linecache.getline(file, line).strip(), is_own(file))
+
+
 def answer_on(file: BinaryIO) -> None:
-    """Have this process write the stacks of its threads to `file` whenever it is asked."""
+    """Let this process write the stacks of its threads to `file` whenever another one asks."""
     if _SIGNAL is not None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
 def ask(pid: int, read: Callable[[], str], seconds: float = 0.3) -> str:
-    """Ask a process; return its answer, or "" if none came within `seconds`."""
+    """Ask a process for its stacks; return its answer, or "" if none came within `seconds`."""
     if _SIGNAL is None:
         return ""
     before = read()
@@ -39,7 +71,7 @@ def ask(pid: int, read: Callable[[], str], seconds: float = 0.3) -> str:
     while time.monotonic() < deadline:
         time.sleep(0.01)
         newest = read()
-        if newest == answer != before:  # nothing was added meanwhile: it is whole
+        if newest == answer != before:  # nothing was added meanwhile: the answer is complete
             break
         answer = newest
     return answer[len(before) :]

@@ -31,7 +31,7 @@ class RankState:
     def from_snapshot(cls, snapshot: Snapshot, returned: bool) -> RankState:
         """Return the state of the rank whose board was copied. returned: its worker has."""
         rank = snapshot.rank
-        waits_for = snapshot.waiting if snapshot.waits_for_ever else None
+        waits_for = snapshot.waiting if snapshot.waits_forever else None
         status = "returned" if returned else "waiting" if waits_for else "running"
         state = cls(rank, status, waits_for)
         for (kind, peer, tag, group), (started, given_up) in snapshot.counts().items():

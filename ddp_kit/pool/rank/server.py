@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ddp_kit import backends
+from ddp_kit import backends, torch_internals
 from ddp_kit.failures import RankFailure
 from ddp_kit.pool.rank.imports import Imports
 from ddp_kit.pool.rank.state import State, thread_left_running
@@ -78,8 +78,7 @@ class RankServer:
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Groups are named by their number, alike on all ranks; one that failed has counted.
-            dist.distributed_c10d._world.group_count = 0
+            torch_internals.restart_group_names()
             os.environ.update(backends.LOOPBACK_ENVIRONMENT)
             backends.take_device(place.backend, place.rank)
             if place.store is not None:
@@ -93,7 +92,7 @@ class RankServer:
             self._group = dist.group.WORLD  # None if there is no group
         except Exception as error:
             return Raised(describe(place.rank, error), RankStatus(self._imports.take()))
-        return Joined(RankStatus(self._imports.take()))
+        return Joined(RankStatus(self._imports.take(), notices=tuple(torch_internals.notices())))
 
     def _run(self, call: CallWorker) -> Returned | Raised:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
@@ -103,7 +102,7 @@ class RankServer:
         for name, source in call.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        groups, keeps_groups = _count_groups(), False
+        groups, keeps_groups = torch_internals.count_groups(), False
         with recording(self._board, call.number) as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
@@ -138,21 +137,15 @@ class RankServer:
         assert self._environment, "and the environment with the first CallWorker"
         self._state.restore(self._joined, self._environment)
 
-    def _status(self, whole: bool, groups: tuple | None = None) -> RankStatus:
+    def _status(self, whole: bool, groups: object | None = None) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
         return RankStatus(self._imports.take(), intact, thread_left_running())
 
-    def _group_is_intact(self, groups: tuple | None) -> bool:
+    def _group_is_intact(self, groups: object | None) -> bool:
         """Return whether the groups are the same as before; None: new ones may stay."""
-        if self._group is None and dist.distributed_c10d._world.group_count:
+        if self._group is None and torch_internals.any_group_made():
             return False  # one that failed has counted
-        return dist.group.WORLD is self._group and groups in (None, _count_groups())
-
-
-def _count_groups() -> tuple[int, int]:
-    """Return how many groups exist and how many were ever made; there is no public way."""
-    world = dist.distributed_c10d._world
-    return len(world.pg_map), world.group_count
+        return dist.group.WORLD is self._group and groups in (None, torch_internals.count_groups())
 
 
 def pack(value: object) -> payload.Payload:

@@ -7,7 +7,6 @@ a receiver's changes stay with the receiver.
 
 from __future__ import annotations
 
-import functools
 import io
 import mmap
 import os
@@ -27,6 +26,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from ddp_kit import torch_internals
 from ddp_kit.trace import anonymous_file
 
 LARGE = 1 << 16  # bytes; larger buffers travel in a file
@@ -109,43 +109,13 @@ def pickle_whole(value: Any) -> bytes:
     return pickled.getvalue()
 
 
-@functools.lru_cache(maxsize=256)
-def _submodules(
-    find: Any, code: types.CodeType, used: tuple[types.ModuleType, ...], _: int
-) -> list:
-    return find(code, used)
-
-
-@contextmanager
-def _cached_submodules() -> Iterator[None]:
-    """Cache cloudpickle's search for the submodules that a worker uses, such as `torch.nn`.
-
-    It scans all loaded modules for every pickle. With torch loaded that takes a millisecond.
-    """
-    module = cloudpickle.cloudpickle
-    find = getattr(module, "_find_imported_submodules", None)
-    if find is None:
-        yield
-        return
-
-    def find_cached(code: types.CodeType, used: Any) -> list:
-        modules = tuple(value for value in used if isinstance(value, types.ModuleType))
-        return _submodules(find, code, modules, len(sys.modules))
-
-    module._find_imported_submodules = find_cached
-    try:
-        yield
-    finally:
-        module._find_imported_submodules = find
-
-
 class _Pickler(cloudpickle.Pickler):
     """Cloudpickle that takes tensors' memory as buffers and refuses open files."""
 
     from_gpu = False
 
     def dump(self, obj: Any) -> None:
-        with _cached_submodules():
+        with torch_internals.quick_submodule_search():
             super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -153,7 +123,7 @@ class _Pickler(cloudpickle.Pickler):
             self.from_gpu |= obj.device.type == "cuda"
             return _storage, (_buffer_of(obj.cpu()),)
         if isinstance(obj, torch.storage.TypedStorage) and not obj.is_sparse:
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
+            return torch_internals.typed_storage, (torch_internals.untyped_storage(obj), obj.dtype)
         if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its content
         if obj is type(dist.Store):  # torch's own metaclass, which cannot be imported
@@ -176,10 +146,6 @@ def _storage(buffer: Any) -> torch.UntypedStorage:
         return torch.UntypedStorage(0)
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     return storage if len(buffer) >= LARGE else storage.clone()  # a clone can be resized
-
-
-def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def encode(message: Any) -> bytes:

@@ -1,0 +1,274 @@
+"""The undocumented names of PyTorch and cloudpickle that the kit uses, each looked up once, here.
+
+Another release may rename any of them. The feature that needs such a name is then off, `notices`
+says so in a line, and everything else works.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+_C10D = "torch.distributed.distributed_c10d"
+
+
+class Feature:
+    """What the kit does with undocumented names; it is off if one of them is missing.
+
+    without: what is lost then, for the notice.
+    names: "module:attribute.attribute" of each name.
+    any_of: one of the names is enough, because releases use different ones.
+
+    found: by the last part of a name, the object that has it and its value; missing: the names
+    that this PyTorch does not have.
+    """
+
+    all: ClassVar[list[Feature]] = []
+
+    def __init__(self, without: str, *names: str, any_of: bool = False) -> None:
+        self.without, self.names = without, names
+        self.found: dict[str, tuple[Any, Any]] = {}
+        self.missing: list[str] = []
+        for name in names:
+            try:
+                last, owner, value = _find(name)
+                self.found[last] = owner, value
+            except LookupError as error:
+                self.missing.append(str(error))
+        self.is_on = bool(self.found) if any_of else not self.missing
+        Feature.all.append(self)
+
+    def __repr__(self) -> str:
+        return f"Feature({'on' if self.is_on else 'off'}: {', '.join(self.names)})"
+
+
+def notices() -> list[str]:
+    """Return a line for each feature that is off: what is missing, and what is lost without it."""
+    return [
+        f"this {'cloudpickle' if 'cloudpickle' in feature.missing[0] else 'PyTorch'} has no "
+        f"{' and no '.join(dict.fromkeys(feature.missing))}: {feature.without}"
+        for feature in Feature.all
+        if not feature.is_on
+    ]
+
+
+def _find(path: str) -> tuple[str, Any, Any]:
+    """Return a name, the object that has it, and its value.
+
+    Raises LookupError with the name that is missing.
+    """
+    at, _, names = path.partition(":")
+    try:
+        value: Any = import_module(at)
+        for name in names.split("."):
+            owner, at = value, f"{at}.{name}"
+            value = getattr(owner, name)
+    except (ImportError, AttributeError):
+        raise LookupError(at) from None
+    return name, owner, value
+
+
+# --- what the recorder replaces ------------------------------------------------------------
+
+
+def _methods(without: str, *methods: str, any_of: bool = False) -> Feature:
+    names = (f"torch.distributed:ProcessGroup.{method}" for method in methods)
+    return Feature(without, *names, any_of=any_of)
+
+
+# All or none: with one side alone, each message would look as if nobody sent or received it.
+MESSAGES = _methods("messages between two ranks are not traced", "send", "recv", "recv_anysource")
+# `dist.all_gather_object` and all the others end in one of these methods, however they were
+# imported, so one wrapper around each sees them all.
+COLLECTIVES = tuple(
+    _methods(f"{function} is not traced", *methods, any_of=True)
+    for function, *methods in (
+        ("broadcast", "broadcast"),
+        ("all_reduce", "allreduce"),
+        ("all_reduce_coalesced", "allreduce_coalesced"),
+        ("reduce", "reduce"),
+        ("gather", "gather"),
+        ("scatter", "scatter"),
+        ("barrier", "barrier"),
+        ("all_gather", "allgather"),
+        ("all_gather_coalesced", "allgather_coalesced"),
+        ("all_gather_into_tensor", "_allgather_base", "all_gather_single"),
+        (
+            "a batch of all_gather_into_tensor",
+            *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        ),
+        ("reduce_scatter", "reduce_scatter"),
+        ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"),
+        (
+            "a batch of reduce_scatter_tensor",
+            *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        ),
+        ("all_to_all", "alltoall"),
+        ("all_to_all_single", "alltoall_base", "all_to_all_single"),
+    )
+)
+MONITORED_BARRIER = _methods("monitored_barrier is not traced", "monitored_barrier")
+BATCHES = _methods(
+    "operations that nccl starts as one batch are reported as never waited for",
+    *("_start_coalescing", "_end_coalescing"),
+)
+NEW_GROUPS = Feature("new_group is not traced", f"{_C10D}:_new_group_with_tag")
+# All or none: a hook of the kit's must know the hook that the learner registers, which takes its
+# place, and by how many ranks DDP divides inside `join`.
+DDP_GRADIENTS = Feature(
+    "the gradients of DistributedDataParallel, and how it rebuilds its buckets, are not traced",
+    "torch.nn.parallel:DistributedDataParallel._ddp_init_helper",
+    "torch.distributed:Reducer._set_forward_pass_work_handle",
+    "torch.distributed:_register_comm_hook",
+    "torch.distributed:_register_builtin_comm_hook",
+)
+DDP_BUCKETS = Feature(
+    "the collective with which DistributedDataParallel rebuilds its buckets is not traced",
+    "torch.distributed:Reducer._rebuild_buckets",
+)
+DDP_CHECK = Feature(
+    "the collective with which DistributedDataParallel compares its models is not traced",
+    "torch.distributed:_verify_params_across_processes",
+)
+DDP_BROADCAST = Feature(
+    "the parameters and buffers that DistributedDataParallel broadcasts are not traced",
+    "torch.distributed:_broadcast_coalesced",
+)
+
+
+def register_comm_hook(reducer: Any, hook: Any) -> None:
+    """Register a communication hook as PyTorch does, also while that function is replaced."""
+    DDP_GRADIENTS.found["_register_comm_hook"][1](reducer, None, hook)
+
+
+# --- what the kit asks PyTorch -------------------------------------------------------------
+
+GROUP_TIMEOUT = Feature(
+    "a wait in a group with a short timeout= is called a deadlock before that time is over",
+    "torch.distributed:ProcessGroup._device_types",
+    "torch.distributed:ProcessGroup._get_backend",
+    "torch._C._distributed_c10d:Backend.Options._timeout",
+)
+SOURCE_RANK = Feature(
+    "a message that is received from any source is not matched with its sender",
+    "torch.distributed:Work._source_rank",
+)
+GROUP_COUNT = Feature(
+    "the process group is formed again for each run",
+    *(f"{_C10D}:_world.group_count", f"{_C10D}:_world.pg_map"),
+)
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """Return after how long the operations of a group fail; `timedelta.max` if nobody knows."""
+    if isinstance(getattr(group, "timeout", None), timedelta):
+        return group.timeout  # a group that is written in Python
+    for device_type in group._device_types if GROUP_TIMEOUT.is_on else ():
+        options = getattr(group._get_backend(device_type), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return timedelta.max
+
+
+def source_rank(work: Work) -> int | None:
+    """Return which rank of its group sent what `work` received; None if nobody knows."""
+    ask = getattr(work, "_source_rank", None)  # a backend in Python has a method of its own
+    return None if ask is None else ask()
+
+
+def count_groups() -> object:
+    """Return a value that is equal as long as no process group is made or destroyed.
+
+    It holds how many groups there are, and how many were made. Where nobody knows, every value
+    is unequal to all others, so the groups always count as changed.
+    """
+    if not GROUP_COUNT.is_on:
+        return object()
+    return len(_world().pg_map), _world().group_count
+
+
+def any_group_made() -> bool:
+    """Return whether a process group was made or has failed since the names were restarted.
+
+    True where nobody knows.
+    """
+    return not GROUP_COUNT.is_on or bool(_world().group_count)
+
+
+def restart_group_names() -> None:
+    """Let the next process group have the name of a first one.
+
+    Groups are named by their number, which must be the same on all ranks, and one that could not
+    be formed has counted. `dist.destroy_process_group` also does this, if there is a group.
+    """
+    if GROUP_COUNT.is_on:
+        _world().group_count = 0
+
+
+def _world() -> Any:
+    return GROUP_COUNT.found["group_count"][0]
+
+
+# --- what pickling takes -------------------------------------------------------------------
+
+SUBMODULES = Feature(
+    "sending a worker to its ranks takes a millisecond longer",
+    "cloudpickle.cloudpickle:_find_imported_submodules",
+)
+
+
+@contextmanager
+def quick_submodule_search() -> Iterator[None]:
+    """Let cloudpickle search all loaded modules once for each worker, not once for each run.
+
+    It searches for submodules that the worker names, such as `torch.nn`. With torch loaded that
+    takes a millisecond, half of a warm run. Cloudpickle is as it was after the block.
+    """
+    if not SUBMODULES.is_on:
+        yield
+        return
+    module, original = SUBMODULES.found["_find_imported_submodules"]
+    module._find_imported_submodules = _search_again
+    try:
+        yield
+    finally:
+        module._find_imported_submodules = original  # also where two threads are in the block
+
+
+def _search_again(code: types.CodeType, used: Any) -> list:
+    modules = tuple(value for value in used if isinstance(value, types.ModuleType))
+    return _search(code, modules, len(sys.modules))
+
+
+@lru_cache(maxsize=256)
+def _search(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
+    return SUBMODULES.found["_find_imported_submodules"][1](code, used)
+
+
+def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the memory of a TypedStorage.
+
+    PyTorch itself uses a private name for this; the public one warns that the class is deprecated,
+    although every pickled tensor has one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return storage.untyped()
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a TypedStorage with this memory, as a pickled tensor needs it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype)

@@ -1,0 +1,265 @@
+"""The files of `--trace`: a folder for each run of a lesson, with a file for each rank.
+
+    traces/run-00-blocking/rank-0.jsonl
+    traces/run-00-blocking/rank-1.jsonl
+    traces/run-01-immediate/rank-0.jsonl
+    ...
+
+A file is a rank trace: lines of JSON. The first says which rank it is from; each other line is an
+event, without the fields that have their default value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_kit.errors import TraceError
+from ddp_kit.failures import Frame, name_ranks
+from ddp_kit.trace.events import Event, Group, Trace
+
+VERSION = 1
+_MARK = b'{"format": "ddp_kit trace", '  # how every rank trace begins
+_DEFAULTS = {f.name: f.default for f in fields(Event) if f.default is not MISSING}
+_RUN = re.compile(r"run-(\d+)-(\w+)")
+_FILE = re.compile(r"rank-(\d+)\.jsonl")
+_OURS = re.compile(r"rank-\d+\.jsonl|\.rank-\d+\.jsonl\.new")  # complete, or of a killed rank
+_SHOWN = 8  # runs that an error names
+
+
+class Clock(NamedTuple):
+    """What to add to a host's times to get rank 0's, and how wrong that may be; nanoseconds."""
+
+    offset: int
+    error: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank communicated in one run; its times are those of its own host."""
+
+    launch: str  # the same for all ranks of one start of a lesson
+    rank: int
+    world_size: int
+    dropped: int | None  # None: not known
+    span: tuple[int, int] | None
+    clock: Clock | None  # None: it is rank 0's own clock
+    events: tuple[Event, ...]
+
+    @staticmethod
+    def of(trace: Trace, rank: int, launch: str, clock: Clock | None = None) -> RankTrace:
+        """Return what `rank` did in a trace."""
+        dropped = trace.dropped[rank] if trace.dropped else None
+        span = trace.spans[rank] if trace.spans else None
+        events = tuple(event for event in trace if event.rank == rank)
+        return RankTrace(launch, rank, trace.world_size, dropped, span, clock, events)
+
+    def by_rank_0(self) -> RankTrace:
+        """Return the same with the times of rank 0's clock."""
+        if self.clock is None:
+            return self
+        times = ("start", "waited", "end")
+        events = tuple(
+            replace(event, **{name: self._shift(getattr(event, name)) for name in times})
+            for event in self.events
+        )
+        span = self.span and (self._shift(self.span[0]), self._shift(self.span[1]))
+        return replace(self, events=events, span=span)
+
+    def _shift(self, moment: Any) -> Any:
+        return moment + self.clock.offset if moment and self.clock else moment  # 0: there is none
+
+    def write(self, path: Path) -> None:
+        """Write the file, completely or not at all. Raises OSError."""
+        unfinished = path.with_name(f".{path.name}.new")  # a rank that is killed leaves it
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in self._lines())
+        os.replace(unfinished, path)
+
+    def _lines(self) -> Iterator[str]:
+        head = {"format": "ddp_kit trace", "version": VERSION, **vars(self)}
+        clock = self.clock and self.clock._asdict()
+        yield json.dumps(head | {"clock": clock, "events": len(self.events)})
+        for event in self.events:
+            given = {k: v for k, v in vars(event).items() if v != _DEFAULTS.get(k, MISSING)}
+            yield json.dumps(given, default=vars)  # a group and a line of code are objects
+
+
+def join_rank_traces(traces: Sequence[RankTrace]) -> Trace:
+    """Return the trace of a run, by rank 0's clock. traces: of all ranks, in rank order."""
+    shifted = [trace.by_rank_0() for trace in traces]
+    exact = all(trace.clock is None for trace in traces)
+    return Trace(
+        traces[0].world_size,
+        tuple(event for trace in shifted for event in trace.events),
+        tuple(trace.dropped for trace in traces if trace.dropped is not None),
+        tuple(trace.span for trace in shifted if trace.span is not None),
+        () if exact else tuple(trace.clock.error if trace.clock else 0 for trace in traces),
+    )
+
+
+class TraceFolder:
+    """Where a lesson writes the trace of each of its runs.
+
+    path: the folder; it is created if missing.
+    launch: what all files of one start of the lesson share; set it where processes must agree.
+    clock: of this process, compared with that of rank 0; None: it is the same clock.
+
+    Raises OSError if the folder cannot be created or written to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.launch = Path(path), uuid.uuid4().hex
+        self.clock: Clock | None = None
+        self._runs = 0
+        self.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path):
+            pass  # it can be written to
+
+    def clear(self) -> None:
+        """Remove the rank traces that an earlier start wrote, and nothing else.
+
+        Raises TraceError for a file that has the name of a rank trace but is none.
+        """
+        files = [file for _, _, path in _runs(self.path) for file in path.iterdir()]
+        ours = [file for file in files if _OURS.fullmatch(file.name)]
+        for file in ours:
+            with suppress(FileNotFoundError):  # another host that shares the folder was faster
+                if not _is_rank_trace(file):
+                    raise TraceError(
+                        f"{str(file)!r} is not a rank trace; move it, or use another folder"
+                    )
+        for file in ours:
+            file.unlink(missing_ok=True)
+        for path in {file.parent for file in ours}:
+            with suppress(OSError):  # it contains something else
+                path.rmdir()
+
+    def write(self, worker: str, trace: Trace, ranks: Iterable[int]) -> None:
+        """Write what `ranks` communicated in the next run, of `worker`. Raises OSError."""
+        name = re.sub(r"\W", "", worker) or "worker"  # a file's name cannot contain "<lambda>"
+        path = self.path / f"run-{self._runs:02}-{name}"
+        self._runs += 1
+        path.mkdir(exist_ok=True)
+        for rank in ranks:
+            RankTrace.of(trace, rank, self.launch, self.clock).write(path / f"rank-{rank}.jsonl")
+
+
+def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
+    """Return the trace of a run that a lesson wrote with `--trace folder`.
+
+    folder: as given to the lesson. If hosts do not share it, copy their files into one first.
+    run: which run of the lesson: a number as in the name of its folder, from 0; or from the
+        end, as in a list; or a worker's name, for the last run of it. By default the last run.
+
+    All times are those of rank 0's clock; `clock_error` of the trace is how far they may be off.
+    Raises TraceError if there is no such run, if the file of a rank is missing, and for a file
+    that is not a rank trace.
+    """
+    try:
+        path = _choose_run(Path(folder), run)
+        traces = [_read(file, rank) for rank, file in sorted(_files(path).items())]
+    except OSError as error:
+        raise TraceError(f"cannot read {error.filename!r}: {error.strerror}") from error
+    if len({(trace.launch, trace.world_size) for trace in traces}) > 1:
+        raise TraceError(
+            f"the files in {str(path)!r} are from different starts of a lesson; "
+            "remove the folder and run the lesson again"
+        )
+    missing = set(range(traces[0].world_size)).difference(trace.rank for trace in traces)
+    if missing:
+        verb = "trace is" if len(missing) == 1 else "traces are"
+        raise TraceError(
+            f"{name_ranks(missing)}: the {verb} missing in {str(path)!r}; a rank that was killed "
+            "has written none, and one on another host may have written it there"
+        )
+    return join_rank_traces(traces)
+
+
+def _runs(folder: Path) -> Iterator[tuple[int, str, Path]]:
+    """Yield the number, the worker's name and the folder of each run, in no particular order."""
+    for path in folder.iterdir():
+        match = _RUN.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), match[2], path
+
+
+def _files(path: Path) -> dict[int, Path]:
+    """Return the files in the folder of a run, by rank."""
+    found = ((_FILE.fullmatch(file.name), file) for file in path.iterdir())
+    return {int(match[1]): file for match, file in found if match}
+
+
+def _choose_run(folder: Path, run: int | str) -> Path:
+    if not folder.is_dir():
+        raise TraceError(
+            f"there is no folder {str(folder)!r}; name the one that a lesson wrote with --trace"
+        )
+    runs = sorted(found for found in _runs(folder) if _files(found[2]))
+    if not runs:
+        raise TraceError(f"there is no trace in {str(folder)!r}; a lesson writes one with --trace")
+    if isinstance(run, int) and -len(runs) <= run < 0:
+        return runs[run][2]
+    chosen = [path for number, worker, path in runs if run in (number, worker)]
+    if chosen:
+        return chosen[-1]
+    names = ", ".join(f"{number} {worker}" for number, worker, _ in runs[-_SHOWN:])
+    last = ", of which these are the last" if len(runs) > _SHOWN else ""
+    raise TraceError(
+        f"there is no run {run!r} in {str(folder)!r}; it has {len(runs)}{last}: {names}"
+    )
+
+
+def _is_rank_trace(path: Path) -> bool:
+    """Return whether a file is a rank trace, or the beginning of one."""
+    with path.open("rb") as file:
+        return _MARK.startswith(file.read(len(_MARK)))
+
+
+def _read(path: Path, rank: int) -> RankTrace:
+    """Read the trace of `rank`. Raises TraceError if the file is none, or is damaged."""
+    if not _is_rank_trace(path):
+        raise TraceError(f"{str(path)!r} is not a rank trace")
+    try:
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        head = json.loads(first)
+        version = head["version"]
+        if version == VERSION:
+            return _as_rank_trace(rank, head, tuple(_as_event(json.loads(line)) for line in lines))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{str(path)!r} is damaged; run the lesson again") from error
+    raise TraceError(
+        f"{str(path)!r} has version {version} of the format, but this kit reads version {VERSION}"
+    )
+
+
+def _as_rank_trace(rank: int, head: dict[str, Any], events: tuple[Event, ...]) -> RankTrace:
+    span, clock = head["span"], head["clock"]
+    if head["events"] != len(events) or {rank} != {head["rank"], *(e.rank for e in events)}:
+        raise ValueError("the first line contradicts the others")
+    return RankTrace(
+        head["launch"],
+        rank,
+        head["world_size"],
+        head["dropped"],
+        None if span is None else (span[0], span[1]),
+        None if clock is None else Clock(**clock),
+        events,
+    )
+
+
+def _as_event(values: dict[str, Any]) -> Event:
+    values["group"] = Group(values["group"]["name"], tuple(values["group"]["ranks"]))
+    for name in ("inputs", "outputs", "splits"):
+        values[name] = tuple(map(tuple, values.get(name, ())))
+    if "where" in values:
+        values["where"] = Frame(**values["where"])
+    return Event(**values)

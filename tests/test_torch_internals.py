@@ -1,0 +1,146 @@
+"""Without an undocumented name of PyTorch, a run goes on and a line says what is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_kit
+from ddp_kit import torch_internals
+from ddp_kit.torch_internals import Feature
+
+PACKAGE = Path(ddp_kit.__file__).parent
+MESSAGES = {"send", "recv", "batch_isend_irecv"}
+GRADIENTS = {"DDP all_reduce", "DDP forward"}
+LOST = {  # operations that are not in the trace, by the last of the names that are missing
+    **dict.fromkeys(("send", "recv", "recv_anysource"), MESSAGES),
+    **{name: {name} for name in ("broadcast", "reduce", "gather", "scatter", "barrier")},
+    **{name: {name} for name in ("reduce_scatter", "monitored_barrier", "all_to_all_single")},
+    "allreduce": {"all_reduce", "DDP all_reduce"},
+    "allreduce_coalesced": {"all_reduce_coalesced"},
+    "allgather": {"all_gather"},
+    "allgather_coalesced": {"all_gather_coalesced"},
+    "all_gather_single": {"all_gather_into_tensor"},
+    "reduce_scatter_single": {"reduce_scatter_tensor"},
+    "all_gather_single_coalesced": {
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    },
+    "reduce_scatter_single_coalesced": {
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    },
+    "_new_group_with_tag": {"new_group"},
+    "_ddp_init_helper": GRADIENTS,
+    "_set_forward_pass_work_handle": GRADIENTS,
+    "_register_comm_hook": GRADIENTS,
+    "_register_builtin_comm_hook": GRADIENTS,
+    "_rebuild_buckets": {"DDP forward"},
+    "_verify_params_across_processes": {"DistributedDataParallel"},
+    "_broadcast_coalesced": {"DDP broadcast"},
+}
+WORLD = "torch.distributed.distributed_c10d:_world"
+# Where releases use different names for one thing, all of them are missing at once.
+CASES = [
+    *(feature.names for feature in torch_internals.COLLECTIVES),
+    *((n,) for f in Feature.all if f not in torch_internals.COLLECTIVES for n in f.names),
+    (WORLD,),
+]
+
+
+def ops(found):
+    return {call.partition("(")[0] for call in found["calls"]}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return a function: what two ranks found in a case; (): nothing is missing."""
+    program = [sys.executable, str(Path(__file__).with_name("renamed_names.py"))]
+    out = subprocess.run(
+        program, input=json.dumps([[], *CASES]), capture_output=True, text=True, timeout=600
+    )
+    assert out.returncode == 0, out.stderr
+    ranks = dict(zip([(), *CASES], json.loads(out.stdout), strict=True))
+
+    def ranks_of(*case):
+        assert all(isinstance(rank, dict) for rank in ranks[case]), "".join(map(str, ranks[case]))
+        return ranks[case]
+
+    return ranks_of
+
+
+def test_this_pytorch_has_all_names(found):
+    assert torch_internals.notices() == []
+    for rank in found():
+        assert rank["notices"] == []
+        assert set().union(*LOST.values()) - ops(rank) <= {"send", "recv"}  # each at one rank
+
+
+@pytest.mark.parametrize("names", CASES, ids=[case[-1].partition(":")[2] for case in CASES])
+def test_without_a_name_a_run_goes_on_and_one_line_says_what_is_lost(names, found):
+    for whole, rank in zip(found(), found(*names), strict=True):
+        assert rank["values"] == whole["values"]
+        assert rank["pickled"] == whole["pickled"]
+        (notice,) = rank["notices"]
+        assert notice.startswith("this cloudpickle" if "cloudpickle" in names[0] else "this PyTo")
+        missing = " and no ".join(name.replace(":", ".") for name in names)
+        assert f" has no {missing}: " in notice
+        lost = LOST.get(names[-1].rpartition(".")[2].rpartition(":")[2], set())
+        assert ops(whole) - ops(rank) == lost & ops(whole)
+
+
+def test_a_group_that_cannot_be_counted_counts_as_changed(found):
+    def counted(*case):
+        keys = "an unchanged group is equal", "a changed group is equal", "any group made"
+        return [tuple(rank[key] for key in keys) for rank in found(*case)]
+
+    assert counted() == [(True, False, False)] * 2
+    for name in (WORLD, f"{WORLD}.group_count", f"{WORLD}.pg_map"):
+        assert counted(name) == [(False, False, True)] * 2
+
+
+def test_the_timeout_of_a_group_is_known_or_none_is(found):
+    assert [rank["timeout"] for rank in found()] == [60, 60]
+    for name in torch_internals.GROUP_TIMEOUT.names:
+        assert [rank["timeout"] for rank in found(name)] == [None, None]
+
+
+def test_a_sender_is_known_or_left_open(found):
+    assert "recv(src=0, tag=4)" in found()[1]["calls"]
+    assert "recv(tag=4)" in found("torch.distributed:Work._source_rank")[1]["calls"]
+
+
+@pytest.mark.parametrize("name", ["_start_coalescing", "_end_coalescing"])
+def test_a_batch_is_awaited_unless_its_ends_are_not_seen(name, found):
+    assert [rank["unawaited in a batch"] for rank in found()] == [0, 0]
+    without = found(f"torch.distributed:ProcessGroup.{name}")
+    assert [rank["unawaited in a batch"] for rank in without] == [2, 2]
+
+
+def test_cloudpickle_is_as_it_was_after_each_worker(found):
+    assert [rank["cloudpickle is as it was"] for rank in found()] == [True, True]
+    assert [rank["searches"] for rank in found()] == [1, 1]
+
+
+def test_a_typed_storage_is_taken_apart_and_made_without_a_warning(recwarn):
+    tensor = torch.arange(3.0)
+    torch.storage._reset_warn_typed_storage_removal()  # it warns once
+    typed = torch_internals.typed_storage(tensor.untyped_storage(), tensor.dtype)
+    assert typed.dtype is torch.float32
+    torch.storage._reset_warn_typed_storage_removal()
+    assert torch_internals.untyped_storage(typed).data_ptr() == tensor.data_ptr()
+    assert not recwarn.list
+
+
+def test_every_private_name_is_in_one_module():
+    # `mpi` implements methods of PyTorch's own groups, and `pool` is a later step.
+    private = {n.rpartition(".")[2].rpartition(":")[2] for f in Feature.all for n in f.names}
+    names = "|".join(sorted(name for name in private if name.startswith("_")))
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("mpi", "pool") and path.name != "torch_internals.py":
+            touched = re.search(rf"""(?<!self)\.({names})\b|["']({names})["']""", path.read_text())
+            assert not touched, f"{path}: {touched}"
