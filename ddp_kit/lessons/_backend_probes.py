@@ -1,23 +1,31 @@
-"""Operations to try on real ranks, with the answer that each of them must give.
+"""Probes of a backend: operations with known answers, each tried on real ranks.
 
-An operation is called on every rank as `operation(rank, world_size, dtype)`. It communicates, and
-returns two lists of tensors: what this rank got, and what it must have got. The second is None
-where there is no right answer, such as the bitwise "and" of two floats.
+An operation is called on every rank as `operation(rank, world_size, dtype)`. It communicates and
+returns two lists of tensors: what this rank got, and what it should have got. The second is None
+where no answer is right, as for the bitwise "and" of two floats. `probe` tries operations with
+many dtypes, in runs that end whatever happens, and returns how each one went.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import device
+from ddp_kit.errors import DeadlockError, RankDiedError, RankError, RunTimeoutError
 
 Answer = tuple[list[torch.Tensor], "list[torch.Tensor] | None"]
 Operation = Callable[[int, int, torch.dtype], Answer]
+Cells = dict[tuple[str, str], str]  # operation and dtype -> how it went
+
+ANY = "any"  # the dtype of an operation that moves no tensor
+LIMIT = 10.0  # seconds for one run of a probe
 
 BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
@@ -34,23 +42,23 @@ DTYPES = (
     "complex64",
 )
 
-# PyTorch 2.13 renamed two of them, and warns of the old names.
+# PyTorch 2.13 renamed these two and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def held(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a rank brings along: 4 * world_size small numbers, exact in every dtype.
+    """Return the tensor a rank starts with: 4 * world_size small numbers, exact in every dtype.
 
-    Its pieces, one for each rank, differ, so that a piece in a wrong place is noticed.
+    Its chunks, one for each rank, all differ, so that a chunk in the wrong place is noticed.
     """
-    places = torch.arange(4 * world_size) % 5
-    values = (places >> rank) & 1 if dtype is torch.bool else places + 2 * rank
+    positions = torch.arange(4 * world_size) % 5
+    values = (positions >> rank) & 1 if dtype is torch.bool else positions + 2 * rank
     return values.to(dtype).to(device())
 
 
 def has_answer(op: str, dtype: torch.dtype) -> bool:
-    """Tell whether every set of tensors has a right result: integers seldom have a whole mean."""
+    """Return whether any tensors of this dtype have a right result: a mean is seldom an integer."""
     integral = not dtype.is_floating_point and not dtype.is_complex
     if op == "AVG":
         return not integral
@@ -58,7 +66,7 @@ def has_answer(op: str, dtype: torch.dtype) -> bool:
 
 
 def combined(op: str, world_size: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Combine what all ranks hold, in this one process; None: there is no right answer."""
+    """Return what `op` should make of all ranks' tensors; None if no answer is right."""
     integral = not dtype.is_floating_point and not dtype.is_complex
     if not has_answer(op, dtype) and (op != "AVG" or dtype is torch.bool):
         return None
@@ -78,7 +86,7 @@ def combined(op: str, world_size: int, dtype: torch.dtype) -> torch.Tensor | Non
 
 
 def send_recv(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Pass a tensor to the right neighbour. Even ranks send first, so nobody waits for ever."""
+    """Pass a tensor to the right neighbour; even ranks send first, which avoids a deadlock."""
     mine, left = held(rank, world_size, dtype), (rank - 1) % world_size
     into = torch.zeros_like(mine)
     steps = [lambda: dist.send(mine, (rank + 1) % world_size), lambda: dist.recv(into, left)]
@@ -105,7 +113,7 @@ def all_reduce(op: str, rank: int, world_size: int, dtype: torch.dtype) -> Answe
 
 
 def reduce(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Add up all tensors on rank 0. What the others then hold is of no use."""
+    """Sum all tensors on rank 0. What the other ranks hold afterwards is undefined."""
     tensor = held(rank, world_size, dtype)
     dist.reduce(tensor, dst=0)
     return ([], []) if rank else ([tensor], [combined("SUM", world_size, dtype)])
@@ -136,7 +144,7 @@ def gather(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
 
 
 def scatter(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Deal out rank 0's list."""
+    """Scatter rank 0's list, one entry to each rank."""
     pieces = _pieces(0, world_size, dtype)
     into = torch.zeros_like(pieces[rank])
     dist.scatter(into, None if rank else pieces, src=0)
@@ -144,7 +152,7 @@ def scatter(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
 
 
 def reduce_scatter(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Add up all lists, and give rank i entry i."""
+    """Sum all lists and give rank i entry i."""
     pieces = _pieces(rank, world_size, dtype)
     into = torch.zeros_like(pieces[rank])
     dist.reduce_scatter(into, pieces)
@@ -152,7 +160,7 @@ def reduce_scatter(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
 
 
 def reduce_scatter_single(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Add up all tensors, and give rank i part i."""
+    """Sum all tensors and give rank i chunk i."""
     mine = held(rank, world_size, dtype)
     into = torch.zeros_like(mine[:4])
     _reduce_scatter_single(into, mine)
@@ -168,30 +176,30 @@ def all_to_all(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
 
 
 def all_to_all_single(rank: int, world_size: int, dtype: torch.dtype) -> Answer:
-    """Send part i of a tensor to rank i, on every rank."""
+    """Send chunk i of a tensor to rank i, on every rank."""
     mine = held(rank, world_size, dtype)
     into = torch.zeros_like(mine)
     dist.all_to_all_single(into, mine)
-    parts = [_pieces(other, world_size, dtype)[rank] for other in range(world_size)]
-    return list(into.chunk(world_size)), parts
+    chunks = [_pieces(other, world_size, dtype)[rank] for other in range(world_size)]
+    return list(into.chunk(world_size)), chunks
 
 
 def barrier(rank: int, world_size: int, dtype: torch.dtype | None = None) -> Answer:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called it."""
     dist.barrier()
     return [], []
 
 
 def objects(rank: int, world_size: int, dtype: torch.dtype | None = None) -> Answer:
-    """Move Python objects: collected, broadcast and dealt out."""
+    """Gather, broadcast and scatter Python objects."""
     collected: list = [None] * world_size
     dist.all_gather_object(collected, {"rank": rank})
-    told = ["a word"] if rank == 0 else [None]
-    dist.broadcast_object_list(told, src=0)
-    dealt: list = [None]
-    dist.scatter_object_list(dealt, list(range(world_size)) if rank == 0 else None, src=0)
+    copied = ["a word"] if rank == 0 else [None]
+    dist.broadcast_object_list(copied, src=0)
+    scattered: list = [None]
+    dist.scatter_object_list(scattered, list(range(world_size)) if rank == 0 else None, src=0)
     expected = [{"rank": other} for other in range(world_size)], ["a word"], [rank]
-    return [torch.tensor((collected, told, dealt) == expected)], [torch.tensor(True)]
+    return [torch.tensor((collected, copied, scattered) == expected)], [torch.tensor(True)]
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -217,3 +225,111 @@ def _pieces(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor
 
 def _everyone(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [held(rank, world_size, dtype) for rank in range(world_size)]
+
+
+# --- trying them ----------------------------------------------------------------------------
+
+
+def attempt(
+    rank: int, world_size: int, operation: Operation, dtypes: Iterable[str], catch: bool = True
+) -> dict[str, str]:
+    """Try one operation with each dtype; return how each went on this rank.
+
+    catch: False lets a refusal end the run, so that nobody waits for the rank that refused.
+    """
+    return {name: _once(rank, world_size, operation, name, catch) for name in dtypes}
+
+
+def _once(rank: int, world_size: int, operation: Operation, dtype: str, catch: bool) -> str:
+    try:
+        got, want = operation(rank, world_size, getattr(torch, dtype, None))
+    except Exception as error:
+        if not catch:
+            raise
+        return f"refused: {first_line(str(error))}"
+    if want is None:
+        return "wrong: it returned numbers where no answer is right"
+    for ours, right in zip(got, want, strict=True):
+        if not torch.equal(_bytes(ours), _bytes(right)):
+            odd = ours.dtype is torch.bool and bool((_bytes(ours) > 1).any())
+            return "wrong: a bool that is neither 0 nor 1" if odd else f"wrong: {ours.tolist()}"
+    return "works"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the raw bytes: PyTorch reads a bool of 2 as True and cannot compare float8."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def first_line(message: str) -> str:
+    """Return the first line of a backend's message, without source files and addresses."""
+    line = (message.splitlines() or ["(no message)"])[0]
+    for pattern in (r"\[\S*/\S*:\d+\] ?", r"0x[0-9a-fA-F]+", r"\[\S*\]:\d+"):
+        line = re.sub(pattern, "", line)
+    return " ".join(line.split())
+
+
+def probe(
+    run: Callable,
+    operations: Mapping[str, Operation] = OPERATIONS,
+    dtypes: Iterable[str] = DTYPES,
+    without_dtype: Mapping[str, Operation] = WITHOUT_DTYPE,
+) -> Cells:
+    """Try every operation with every dtype on real ranks; return how each went.
+
+    run: calls a worker on all ranks, with a time limit, such as
+        `functools.partial(kit.run, world_size=2, backend="gloo", timeout=LIMIT)`.
+
+    Each operation gets a run of its own. If that run fails, each of its dtypes gets one. An
+    outcome is "works" or a word with its reason: "refused: ...", "wrong: ...", "died: ...",
+    "hung: ...", and "no answer: ..." for a refusal where no answer is right.
+    """
+    names = tuple(dtypes)
+    asked = [(name, operation, names) for name, operation in operations.items()]
+    asked += [(name, operation, (ANY,)) for name, operation in without_dtype.items()]
+    cells: Cells = {}
+    for name, operation, kinds in asked:
+        try:
+            per_rank = list(run(attempt, operation, kinds))
+            outcomes = {kind: _agreed([went[kind] for went in per_rank]) for kind in kinds}
+        except (RankError, RankDiedError, DeadlockError, RunTimeoutError):
+            outcomes = {kind: _alone(run, operation, kind) for kind in kinds}
+        cells |= {(name, kind): _judged(name, kind, went) for kind, went in outcomes.items()}
+    return cells
+
+
+def _alone(run: Callable, operation: Operation, kind: str) -> str:
+    """Try one cell of the table in a run of its own."""
+    try:
+        return _agreed([went[kind] for went in run(attempt, operation, (kind,), False)])
+    except RankError as error:
+        return f"refused: {first_line(next(iter(error.failures.values())).message)}"
+    except RankDiedError as error:
+        return f"died: {error.signal or f'exit code {error.exitcode}'}"
+    except (DeadlockError, RunTimeoutError) as error:
+        return f"hung: {first_line(str(error))}"
+
+
+def _agreed(outcomes: list[str]) -> str:
+    """Return "works" if it worked on every rank, else the first other outcome."""
+    return next((outcome for outcome in outcomes if outcome != "works"), "works")
+
+
+def _judged(name: str, kind: str, outcome: str) -> str:
+    """Return the outcome, with "no answer" for a refusal where no answer is right."""
+    op = name.removeprefix("all_reduce ")
+    word, _, reason = outcome.partition(": ")
+    if word != "refused" or op == name or has_answer(op, getattr(torch, kind)):
+        return outcome
+    return f"no answer: {reason}"
+
+
+def refusals(cells: Cells) -> Counter[str]:
+    """Count a backend's reasons for refusing, leaving out the dtype and the op they name."""
+    reasons: Counter[str] = Counter()
+    for (name, kind), outcome in cells.items():
+        _, found, reason = outcome.partition(": ")
+        if found:
+            op = name.removeprefix("all_reduce ")
+            reasons[reason.replace(f"torch.{kind}", "DTYPE").replace(f".{op}", ".OP")] += 1
+    return reasons
