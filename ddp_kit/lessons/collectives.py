@@ -234,10 +234,7 @@ def main(argv: list[str] | None = None) -> None:
             for op in OPS if worker in WITH_OP else ("SUM",):
                 name = worker.__name__
                 result = ranks(worker, *([op] if worker in WITH_OP else []))
-                prove(
-                    f"{name} with {op} gives the right result",
-                    agrees(result, reference(name, held, op)),
-                )
+                prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
         moments = list(ranks(barrier))
         last = max(moment["arrived"] for moment in moments)
         prove("nobody left the barrier early", all(m["left"] >= last for m in moments))

@@ -215,14 +215,8 @@ def main(argv: list[str] | None = None) -> None:
             trace = ranks(count, ring, 1000 * n).trace
             messages, nbytes = expected_cost(ring, n, 4 * 1000 * n)
             for rank in range(n):
-                prove(
-                    "a rank sends as few messages as the formula says",
-                    len(trace.messages(src=rank)) == messages,
-                )
-                prove(
-                    "a rank sends as few bytes as the formula says",
-                    trace.bytes_sent(rank) == round(nbytes),
-                )
+                sent = len(trace.messages(src=rank)), trace.bytes_sent(rank)
+                prove("each rank sends what the formula says", sent == (messages, round(nbytes)))
         prove("after the last step every chunk includes every rank", _complete(ranks(watch)))
         ranks.say(f"ring_allreduce: {ranks}, {len(RINGS)} rings agree with dist.all_reduce")
         if options.measure:

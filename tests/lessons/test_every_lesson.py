@@ -135,7 +135,7 @@ def test_a_claim_that_fails_is_an_error():
 
 def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
     monkeypatch.setattr(ring_allreduce, "expected_cost", lambda ring, n, nbytes: (1, 1))
-    with pytest.raises(kit.ProofError, match="as few messages as the formula"):
+    with pytest.raises(kit.ProofError, match="each rank sends what the formula says"):
         ring_allreduce.main(["--world-size", "3"])
 
 
