@@ -167,8 +167,8 @@ def test_rounds_have_other_messages_than_were_sent_one_by_one(n):
         (model.tree, list(tree_rounds(n))),
         (model.halving_doubling, list(halving_rounds(n))),
     ):
-        told = [many for many, _ in model.rounds(cost, n, 840)]
-        assert told == [len(messages) for messages in schedule]
+        counted = [many for many, _ in model.rounds(cost, n, 840)]
+        assert counted == [len(messages) for messages in schedule]
 
 
 def test_ranks_that_share_cores_do_not_take_turns():
@@ -262,7 +262,7 @@ def test_two_levels_do_not_save_latency_between_hosts():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: model.tree(0, 1, 1, 1), "n must be a whole number of at least 1, got 0"),
         (lambda: model.tree(2.0, 1, 1, 1), "n must be a whole number of at least 1, got 2.0"),
@@ -304,18 +304,18 @@ def test_two_levels_do_not_save_latency_between_hosts():
             lambda: model.ddp_step(2, [1], 1, 1, lambda n, size: 0, [1.5]),
             "ready must hold 1 shares from 0 to 1, got [1.5]",
         ),
-        (lambda: model.fit([(4, 1), (4, 2)]), "a line needs two sizes at least, got [4]"),
+        (lambda: model.fit([(4, 1), (4, 2)]), "a line needs at least two sizes, got [4]"),
         (
             lambda: model.fit_link([(2, 4, 1)], model.tree),
-            "a link needs two sizes or numbers of ranks at least, got [(2, 4)]",
+            "a link needs at least two sizes or numbers of ranks, got [(2, 4)]",
         ),
         (lambda: model.fit([(4, 1), (8, 0)]), "a measured time must be more than 0, got 0"),
     ],
 )
-def test_bad_input_is_answered_with_a_number(call, said):
+def test_bad_input_is_answered_with_a_number(call, message):
     with pytest.raises(ModelError) as caught:
         call()
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 # ---- a step of DDP

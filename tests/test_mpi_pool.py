@@ -134,7 +134,11 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
             os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(end)
         dist.barrier()
 
-    ends = {"killed": "rank 1 died: ended by SIGKILL", 200: "exited with code 200", 0: "exited with code 0"}
+    ends = {
+        "killed": "rank 1 died: ended by SIGKILL",
+        200: "exited with code 200",
+        0: "exited with code 0",
+    }
     for end, message in ends.items():
         with pytest.raises(kit.RankDiedError, match=message) as caught:
             run(worker, end, timeout=60)

@@ -1,7 +1,7 @@
-"""Graders: each runs the answer to an exercise on real ranks, and says what is wrong with it.
+"""Graders: each runs an answer to an exercise on real ranks and explains what is wrong with it.
 
-`kit.check.exercise_4_1(chunked_ring)` prints one line if the answer is right. Otherwise it raises:
-NotImplementedError for a stub, and ExerciseError for an answer that is not right yet.
+`kit.check.exercise_4_1(chunked_ring)` prints one line if the answer is right. Otherwise it raises
+NotImplementedError for a stub, or ExerciseError for an answer that is not right yet.
 """
 
 from ddp_kit.check.collectives import (
@@ -36,4 +36,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__  # not the modules that they stand in
+    return __all__  # without the modules that define them

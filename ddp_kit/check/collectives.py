@@ -1,4 +1,4 @@
-"""Graders of lesson 02: collectives made of messages."""
+"""Graders of lesson 02: collectives built from messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
             held = brought(world_size, 5)
             case = f"broadcast(tensor, src={src})"
             result = grader.run(in_place, held, src, world_size=world_size, case=case)
-            grader.only_messages()
+            grader.check_no_collectives()
             grader.compare(
                 [held[src]] * world_size,
                 result,
@@ -35,7 +35,9 @@ def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
                 "their own `tensor`.",
             )
             others = world_size - 1
-            grader.sends(others, 20 * others, "Each rank but `src` must receive just once.")
+            grader.check_total_sent(
+                others, 20 * others, "Each rank except `src` needs to receive only once."
+            )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, from every src")
 
 
@@ -48,7 +50,7 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
     for world_size in SIZES:
         held = brought(world_size, 5)
         result = grader.run(in_place, held, world_size=world_size)
-        grader.only_messages()
+        grader.check_no_collectives()
         grader.compare(
             [sum(held[1:], held[0])],
             result.values[:1],
@@ -56,34 +58,36 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
             hint_if_unchanged(held, result.values) or _hint_for_sum(held, result[0]),
         )
         others = world_size - 1
-        grader.sends(others, 20 * others, "Each rank but 0 sends once, and is then done.")
+        grader.check_total_sent(
+            others, 20 * others, "Each rank except rank 0 sends once and is then done."
+        )
         needed, most = rounds(result.trace), math.ceil(math.log2(world_size))
         if needed > most:
             grader.fail(
-                f"right, but it takes {count(needed, 'round')}, where {most} are enough",
-                hint="In a round every rank can be in one message. Let pairs of ranks work at the "
-                "same time, so that half of those who still have something send it.",
+                f"right, but it takes {count(needed, 'round')} where {most} would be enough",
+                hint="In each round a rank can take part in one message. Let pairs of ranks work "
+                "at the same time, so that half of the ranks with a partial sum send it.",
             )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, in 0, 1, 2, 2 and 3 rounds")
 
 
 def _hint_for_sum(held: list[torch.Tensor], found: torch.Tensor) -> str:
-    """Say what most often gives this instead of the sum of what the ranks held."""
+    """Return a hint on why rank 0 does not hold the sum."""
     if same(held[0], found):
-        return "Nothing came to rank 0. Of each pair the upper rank sends, and the lower one adds."
+        return "Nothing reached rank 0. In each pair the higher rank sends and the lower one adds."
     if any(same(other, found) for other in held[1:]):
-        return "Rank 0 has lost its own numbers. Receive into `arriving`, and add that to `tensor`."
-    whole = "Each rank's numbers must come to rank 0 once."
+        return "Rank 0 lost its own numbers. Receive into `arriving`, and add that to `tensor`."
+    whole = "Each rank's numbers must reach rank 0 exactly once."
     if len(held) == 2:
         return whole
     return (
         f"{whole} A rank without a partner in a round still takes part in the next one: 3 and 5 "
-        "are no powers of two."
+        "are not powers of two."
     )
 
 
 def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
-    """Grade `all_gather(pieces, tensor)` on 1 to 5 ranks, in bytes, too.
+    """Grade `all_gather(pieces, tensor)` on 1 to 5 ranks, including the bytes sent.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
@@ -91,19 +95,19 @@ def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) 
     for world_size in SIZES:
         held = brought(world_size, 3)
         result = grader.run(_all_gather, held, world_size=world_size)
-        grader.only_messages()
+        grader.check_no_collectives()
         grader.compare(
             [held] * world_size,
             result,
             "hold",
-            "`pieces[r]` is what rank r brought, on every rank. What a rank passes on in "
-            "a step is the piece that came in the step before.",
+            "On every rank, `pieces[r]` must hold rank r's tensor. In each step a rank passes on "
+            "the piece that it received in the step before.",
         )
         messages = world_size * (world_size - 1)
-        grader.sends(
+        grader.check_total_sent(
             messages,
             12 * messages,
-            "Each rank lacks the pieces of all others, and needs each of them once.",
+            "Each rank needs the piece of every other rank once.",
         )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece came to each rank once")
 
@@ -122,20 +126,20 @@ def exercise_2_4(gather: Callable[[torch.Tensor, int], Any]) -> None:
         for dst in range(world_size):
             case = f"gather(tensor, dst={dst})"
             result = grader.run(_gather, held, dst, world_size=world_size, case=case)
-            grader.only_messages()
+            grader.check_no_collectives()
             grader.compare(
                 [held if rank == dst else None for rank in range(world_size)],
                 result,
                 "return",
-                "Rank `dst` returns what each rank brought, in rank order; all others "
-                "return None. `dst` must make room for as many numbers as will come.",
+                "Rank `dst` returns the tensors of all ranks, in rank order; all others return "
+                "None. `dst` must allocate room for as many numbers as it will receive.",
             )
             others = world_size - 1
             numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
-            grader.sends(
+            grader.check_total_sent(
                 2 * others,
                 8 * others + 4 * numbers,
-                "A length and then as many numbers: each rank but `dst` sends these two, to `dst`.",
+                "Each rank except `dst` sends it two messages: a length, and then as many numbers.",
             )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, to every dst, also for an empty tensor")
 
@@ -148,7 +152,7 @@ def exercise_2_5(barrier: Callable[[], Any]) -> None:
     grader = Grader("2.5", "barrier()", barrier)
     for world_size in SIZES:
         result = grader.run(_barrier, world_size=world_size)
-        grader.only_messages()
+        grader.check_no_collectives()
         early = {
             rank: unknown
             for rank, known in enumerate(known_at_the_end(result.trace))
@@ -161,41 +165,41 @@ def exercise_2_5(barrier: Callable[[], Any]) -> None:
                     f"rank {rank} leaves without having heard of {name_ranks(unknown)}"
                     for rank, unknown in early.items()
                 ),
-                hint="A rank hears that another has come by a message from it, or from somebody "
-                "who had heard of it before. A send tells its sender nothing.",
+                hint="A rank learns that another one has come by a message from it, or from a rank "
+                "that knew it already. A send that ends proves nothing: a backend may buffer it.",
             )
-        # All ranks tell all others, or a token goes round twice.
+        # All ranks send to all others, or a token goes round twice.
         most = max(2 * world_size, world_size * (world_size - 1)) if world_size > 1 else 0
-        grader.sends(most, 64 * most, "A token that goes round the ring twice is more than enough.")
+        grader.check_total_sent(most, 64 * most, "A token passed round the ring twice is enough.")
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come")
 
 
 def rounds(trace: Trace) -> int:
-    """Return how many rounds a run needs in which every rank takes part in one message."""
+    """Return how many rounds a run needs if a rank takes part in one message per round."""
     order = steps(trace)
     taken = [message for message in trace.messages() if message.recv is not None]
     taken.sort(key=lambda m: (order[m.recv.rank, m.recv.index], m.dst))
-    busy = [0] * trace.world_size  # rounds that a rank has behind it
+    busy = [0] * trace.world_size  # rounds that a rank has finished
     for message in taken:
         busy[message.src] = busy[message.dst] = max(busy[message.src], busy[message.dst]) + 1
     return max(busy)
 
 
 def known_at_the_end(trace: Trace) -> list[set[int]]:
-    """Return, for each rank, of which ranks it knew at the end that they had begun.
+    """Return, for each rank, the ranks that it knew at the end to have begun.
 
-    A message tells its receiver what its sender knew when it sent. Nothing else counts: not the
-    time, and not that a send has ended, because a backend may keep a small message aside.
+    A message carries what its sender knew when it sent. Nothing else counts: not the time, and
+    not that a send has ended, because a backend may buffer a small message.
     """
     known = [{rank} for rank in range(trace.world_size)]
-    told: dict[tuple[int, int], set[int]] = {}  # what a receive will tell, by (rank, index)
+    carried: dict[tuple[int, int], set[int]] = {}  # what a receive will bring, by (rank, index)
     order = steps(trace)
     receives = {(m.send.rank, m.send.index): m.recv for m in trace.messages()}
     for event in sorted(trace, key=lambda e: (order[e.rank, e.index], e.rank)):
         if event.kind == "recv":
-            known[event.rank] |= told.pop((event.rank, event.index), set())
+            known[event.rank] |= carried.pop((event.rank, event.index), set())
         elif event.kind == "send" and (recv := receives[event.rank, event.index]) is not None:
-            told[recv.rank, recv.index] = set(known[event.rank])
+            carried[recv.rank, recv.index] = set(known[event.rank])
     return known
 
 

@@ -1,4 +1,4 @@
-"""Graders of lesson 08: buckets that leave during backward, and one's own sampler."""
+"""Graders of lesson 08: buckets sent during backward, and a sampler of your own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ddp_kit.failures import count, name_ranks
 
 BUCKETS = 3
 SEEDS = (7, 1000)  # further apart than the epochs are
-_ONCE = "One all_reduce for each bucket, in each backward, of the gradients as they are."
+_ONCE = "Call all_reduce once per bucket in each backward, and do not convert the gradients."
 _START = (
-    "Call all_reduce with async_op=True in the hook, as soon as the last gradient of the bucket is "
-    "there. Keep the Work, and wait for it in `finish` only."
+    "Call all_reduce with async_op=True in the hook, as soon as the bucket's last gradient is "
+    "ready. Keep the Work object, and wait for it only in `finish`."
 )
 
 
@@ -38,12 +38,12 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
         calls = grader.collectives()
         if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
             grader.fail(
-                f"right, but {count(len(calls), 'collective')} in two backwards of "
-                f"{BUCKETS} buckets",
+                f"right, but two backwards with {BUCKETS} buckets made "
+                f"{count(len(calls), 'collective call')}",
                 hint=_ONCE,
             )
         sent, needed = sum(event.nbytes for event in calls), 2 * 4 * numbers
-        grader.enough(" in collectives by rank 0", sent, needed, "byte", _ONCE)
+        grader.check_at_most(" in collectives by rank 0", sent, needed, "byte", _ONCE)
         for step in range(2):
             for number, event in enumerate(calls[step * BUCKETS : (step + 1) * BUCKETS]):
                 last_ready, done = result[0]["moments"][step]
@@ -54,7 +54,7 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
                     )
                 if event.waited is not None and event.waited < done:
                     grader.fail(
-                        f"right, but backward stood still until bucket {number} was reduced",
+                        f"right, but backward waited until bucket {number} was reduced",
                         hint=_START,
                     )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward")
@@ -73,49 +73,49 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
             if len(result.trace):
                 grader.fail(
                     f"{result.trace.events[0].op} was called",
-                    hint="A sampler sends nothing. All ranks draw the same order from the same "
-                    "seed, and each takes its own part.",
+                    hint="A sampler needs no communication. All ranks draw the same order from the "
+                    "same seed, and each takes its own part.",
                 )
             _check_hands(grader, length)
             first, other, again, reseeded = (
                 [dealt["hands"][i] for dealt in result] for i in range(4)
             )
-            if length >= 10:  # fewer may be shuffled twice alike
+            if length >= 10:  # fewer may be shuffled alike twice
                 _check_shuffled(grader, "epochs 0 and 1 have", first, other)
                 _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
             if any(dealt["seeded"] for dealt in result):
                 grader.fail(
-                    "the random numbers of the whole process were changed",
-                    hint="Seed a torch.Generator of the sampler's own, and give it to "
+                    "it changed the random state of the whole process",
+                    hint="Seed a torch.Generator of the sampler's own, and pass it to "
                     "torch.randperm.",
                 )
             if first != again:
                 grader.fail(
-                    "epoch 0 has another order the second time",
-                    hint="The order depends on seed and epoch only: make a new torch.Generator "
-                    "for each epoch, and seed it.",
+                    "epoch 0 has a different order the second time",
+                    hint="The order must depend only on seed and epoch: create and seed a new "
+                    "torch.Generator for each epoch.",
                 )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
 
 
 def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
-    """Fail if two orders are the same, or on a single rank the same but for where they begin."""
+    """Fail if two orders are the same; on a single rank, also if one is only rotated."""
     if hands == others:
         grader.fail(
             f"{whose} the same order",
-            hint="The order comes from the seed plus the epoch that set_epoch was told.",
+            hint="Draw the order from the seed plus the epoch given to set_epoch.",
         )
     order, other = hands[0], others[0]
     if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
         grader.fail(
-            f"{whose} the same order, begun at another place",
-            hint="Shuffle anew: seed a torch.Generator with the seed plus the epoch, and give it "
+            f"{whose} the same order, only starting at a different position",
+            hint="Shuffle again: seed a torch.Generator with the seed plus the epoch, and pass it "
             "to torch.randperm.",
         )
 
 
 def _check_hands(grader: Grader, length: int) -> None:
-    """Fail unless all ranks have equally many positions, and each position is somebody's."""
+    """Fail unless all ranks get equally many positions, and each position goes to a rank."""
     result = grader.result
     each = -(-length // len(result))
     for epoch in range(2):
@@ -126,23 +126,23 @@ def _check_hands(grader: Grader, length: int) -> None:
             grader.fail(
                 f"{name_ranks(wrong)} should get {count(each, 'position')}",
                 *gets,
-                hint="All ranks get equally many, or one would wait in its last all_reduce. Fill "
-                "the order up from its beginning, as often as that takes, before you deal it.",
+                hint="All ranks must get equally many, or one would wait in its last all_reduce. "
+                "First extend the order from its beginning, as often as needed; then deal it out.",
             )
         beyond = sorted(set(chain(*hands)) - set(range(length)))
         if beyond:
             grader.fail(
                 f"there is no position {beyond[0]}",
                 *gets,
-                hint=f"Shuffle the positions 0 to {length - 1}, and fill the order up from its "
+                hint=f"Shuffle the positions 0 to {length - 1}, then extend the order from its "
                 "beginning.",
             )
         missing = sorted(set(range(length)) - set(chain(*hands)))
         if missing:
             grader.fail(
-                f"nobody gets position {missing[0]}",
+                f"no rank gets position {missing[0]}",
                 *gets,
-                hint="Every position goes to somebody. All ranks must shuffle alike, so seed a "
+                hint="Every position must go to a rank. All ranks must shuffle alike, so seed a "
                 "torch.Generator; and no two may take the same part of the order.",
             )
 
@@ -160,13 +160,13 @@ def _check_gradients(grader: Grader, step: int) -> None:
             "hold",
             hint_for_mean(mean, found, own)
             if step == 0
-            else "The first backward was right. Begin to count anew for the next one.",
+            else "The first backward was right. Reset your counts for the next one.",
             place=f" in {name}.grad after backward {step + 1}",
         )
 
 
 def _model() -> nn.Sequential:
-    """Make three layers of whole numbers, so that gradients are exact."""
+    """Return three layers of whole numbers, so that gradients are exact."""
     layers = small_layers(2, 3, 2, 1)
     with torch.no_grad():
         for parameter in layers.parameters():
@@ -187,7 +187,7 @@ def _own_gradients(rank: int, step: int) -> list[torch.Tensor]:
 
 
 def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dict:
-    """Run backward twice, and note when the last gradient was there and when backward was done."""
+    """Run backward twice; note when the last gradient was ready and when backward ended."""
     layers = _model()
     ready: list[int] = []
     for parameter in layers.parameters():
@@ -204,7 +204,7 @@ def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dic
 
 
 def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dict:
-    """Deal four hands of positions, and look whether torch's own random numbers have changed."""
+    """Deal four hands of positions, and check whether torch's global random state changed."""
     before = torch.get_rng_state()
     sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
     hands = []

@@ -1,4 +1,4 @@
-"""Runs a learner's answer on real ranks, and says what is wrong with it."""
+"""What all graders share: running an answer on real ranks, and explaining what is wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,27 +26,26 @@ from ddp_kit.trace import Event
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
 IN_PLACE = (
-    "The tensor is to change in place: `a += b` and `a.copy_(b)` write into it, and `a = a + b` "
-    "makes another one."
+    "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
+    "new one."
 )
 _MOST_SHOWN = 8  # numbers of a tensor
 _FAILED: dict[type[Exception], str] = {
-    RankError: "an error came up",
-    DeadlockError: "it never ends",
-    MismatchError: "the ranks do not agree",
+    RankError: "it raised an error",
+    DeadlockError: "it deadlocks",
+    MismatchError: "the ranks' calls do not match",
     RankDiedError: "a rank died",
-    RunTimeoutError: "it takes too long",
+    RunTimeoutError: "it did not finish in time",
 }
 
 
 class Grader:
-    """One exercise with one answer: runs it, case by case, and fails with what would help.
+    """Grades one answer: runs it case by case, and fails with a message that helps.
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: what the learner gave, a function or a class. hints: what most often makes a run fail
-    with such an error.
+    answer: the learner's function or class. hints: what to try if a run fails with such an error.
 
-    Raises ExerciseError if the answer cannot be called so.
+    Raises ExerciseError if the answer cannot be called in this form.
     """
 
     def __init__(
@@ -61,20 +59,20 @@ class Grader:
         self._hints = hints or {}
         self._result: Result | None = None  # of the latest run
         self._case = ""
-        self._printed: list[str] = []  # what came out of each run
+        self._printed: list[str] = []  # the output of each run
         check = f"kit.check.exercise_{number.replace('.', '_')}"
         name, _, parameters = form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
-            self._refuse(f"{check}({name}) takes what you wrote, uncalled; got {got}")
+            self._refuse(f"{check}({name}) expects your function or class itself; got {got}")
         if not _takes(answer, [part for part in parameters.split(", ") if part]):
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
-            self._refuse(f"what you write is called as {form}, and {given} cannot be")
+            self._refuse(f"your answer must accept the call {form}, but it is defined as {given}")
 
     @property
     def result(self) -> Result:
-        """What came of the latest run."""
-        assert self._result is not None, "asked after a run"
+        """The result of the latest run."""
+        assert self._result is not None, "there has been a run"
         return self._result
 
     def run(
@@ -82,10 +80,10 @@ class Grader:
     ) -> Result:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
-        case: the call in this run, for messages, where it says more than the form.
+        case: the call in this run, for messages, if it is more specific than the form.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails, PoolError if the
-        answer cannot be sent to the ranks, and BackendError if gloo is not here.
+        answer cannot be sent to the ranks, and BackendError if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
         printed = io.StringIO()
@@ -101,13 +99,13 @@ class Grader:
                 )
         except tuple(_FAILED) as error:
             self._printed.append(printed.getvalue())
-            _pass_on_what_is_missing(error, self.number)
+            _raise_if_stub(error, self.number)
             self.fail(_FAILED[type(error)], hint=self._hints.get(type(error), ""), error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise
         self._printed.append(printed.getvalue())
-        self._all_waited_for()
+        self._check_waits()
         return self.result
 
     def compare(
@@ -121,56 +119,57 @@ class Grader:
         """Fail unless each rank's value is what it should be.
 
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
-        stands, for the message, as in " in weight.grad".
+        is, for the message, as in " in weight.grad".
         """
-        told = [
-            f"rank {rank} should {verb} {say(want)}{place}, and {verb}s {say(have, against=want)}"
+        wrong = [
+            f"rank {rank} should {verb} {format_value(want)}{place} "
+            f"but {verb}s {format_value(have, against=want)}"
             for rank, (want, have) in enumerate(zip(wanted, found, strict=True))
             if not same(want, have)
         ]
-        if told:
-            self.fail("wrong", *told, hint=hint)
+        if wrong:
+            self.fail("wrong result", *wrong, hint=hint)
 
     def collectives(self) -> list[Event]:
-        """Return the collectives that rank 0 has called in the latest run."""
+        """Return the collectives that rank 0 called in the latest run."""
         events = self.result.trace
         return [event for event in events if event.rank == 0 and event.kind == "collective"]
 
-    def only_messages(self) -> None:
+    def check_no_collectives(self) -> None:
         """Fail if the latest run called a collective."""
         for members in self.result.trace.collectives:
             op = next(iter(members.values())).op
             self.fail(
                 f"{op} was called",
-                hint="This one is to be made of send and recv, or of isend and irecv.",
+                hint="Build this one from send and recv, or from isend and irecv.",
             )
 
-    def sends(self, messages: int, nbytes: int, hint: str) -> None:
-        """Fail if all ranks together have sent more messages or bytes than these."""
+    def check_total_sent(self, messages: int, nbytes: int, hint: str) -> None:
+        """Fail if all ranks together sent more messages or bytes than these."""
         sent = self.result.trace.messages()
-        self.enough("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
-        self.enough("", len(sent), messages, "message", hint)
+        self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
+        self.check_at_most("", len(sent), messages, "message", hint)
 
-    def each_sends(self, nbytes: int, hint: str) -> None:
-        """Fail if one rank has sent more bytes than these."""
+    def check_each_sent(self, nbytes: int, hint: str) -> None:
+        """Fail if a rank sent more bytes than these."""
         for rank in range(len(self.result)):
             sent = self.result.trace.bytes_sent(rank)
-            self.enough(f" by {name_ranks([rank])}", sent, nbytes, "byte", hint)
+            self.check_at_most(f" by {name_ranks([rank])}", sent, nbytes, "byte", hint)
 
-    def enough(self, whose: str, sent: int, most: int, noun: str, hint: str) -> None:
-        """Fail if more was sent than is needed. whose: " by rank 2", or "" for all ranks."""
+    def check_at_most(self, by: str, sent: int, most: int, noun: str, hint: str) -> None:
+        """Fail if more was sent than is needed. by: " by rank 2", or "" for all ranks."""
         if sent > most:
             were = "was" if sent == 1 else "were"
-            fact = f"right, but {count(sent, noun)} {were} sent{whose}, where {most:,} would do"
-            self.fail(fact, hint=hint)
+            sent_by = f"{count(sent, noun)} {were} sent{by}"
+            self.fail(f"right, but {sent_by} where {most:,} would be enough", hint=hint)
 
     def fail(
-        self, fact: str, *told: str, hint: str = "", error: Exception | None = None
+        self, fact: str, *details: str, hint: str = "", error: Exception | None = None
     ) -> NoReturn:
         """Show what the ranks printed in the latest run, and raise ExerciseError."""
         if self._printed:
             print(self._printed[-1], end="")
-        lines = [f"exercise {self.number}, {self._case}: {fact}", *told]
+        lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
         raise ExerciseError(
             "\n".join([*lines, hint] if hint else lines),
             error,
@@ -178,24 +177,24 @@ class Grader:
         ) from error
 
     def passed(self, praise: str) -> None:
-        """Show what the ranks printed in the first run, and print the line of success."""
+        """Show what the ranks printed in the first run, and print that the answer is right."""
         print(self._printed[0], end="")
         print(f"Exercise {self.number}: {praise}.")
 
-    def _all_waited_for(self) -> None:
+    def _check_waits(self) -> None:
         left = {
             Wait(event.rank, event.call, event.where)
             for event in self.result.trace
             if event.waited is None and event.end is None and event.op not in ("send", "recv")
         }
         if left:
-            told = format_unawaited(left)
-            # The run has said so, below what the ranks printed. Once is enough.
-            self._printed[-1] = self._printed[-1].removesuffix("\n".join([*told, ""]))
-            self.fail("not all that was started was waited for", *told)
+            unawaited = format_unawaited(left)
+            # The run has printed this warning already, below the ranks' output. Once is enough.
+            self._printed[-1] = self._printed[-1].removesuffix("\n".join([*unawaited, ""]))
+            self.fail("some operations were started but never waited for", *unawaited)
 
-    def _refuse(self, said: str) -> NoReturn:
-        raise ExerciseError(f"exercise {self.number}: {said}")
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ExerciseError(f"exercise {self.number}: {reason}")
 
 
 def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
@@ -203,28 +202,25 @@ def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
         inspect.signature(answer).bind(*parameters)
     except TypeError:
         return False
-    except ValueError:  # some built-in callables do not tell
+    except ValueError:  # some built-in callables have no signature
         return True
     return True
 
 
-def _pass_on_what_is_missing(error: Exception, number: str) -> None:
-    """Raise NotImplementedError if a rank has come to the missing lines of this exercise."""
+def _raise_if_stub(error: Exception, number: str) -> None:
+    """Raise NotImplementedError if a rank reached the missing lines of this exercise."""
     for failure in getattr(error, "failures", {}).values():
         named = failure.message.startswith(f"Exercise {number}")
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
             missing = NotImplementedError(failure.message)
-            # IPython calls this, and would show the kit's inside without it.
-            missing._render_traceback_ = partial(_told, missing)  # type: ignore[attr-defined]
+            shown = [f"NotImplementedError: {missing}"]
+            # IPython calls this; without it, it would show the kit's internals.
+            missing._render_traceback_ = lambda shown=shown: shown  # type: ignore[attr-defined]
             raise missing from None
 
 
-def _told(error: Exception) -> list[str]:
-    return [f"{type(error).__name__}: {error}"]
-
-
 def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
-    """Return what each rank brings: rank 2 has 30, 31, 32 and so on. Sums of them are exact."""
+    """Return the tensor each rank starts with: rank 2 has 30, 31, 32... Sums are exact."""
     counted = torch.arange(torch.Size(shape).numel()).reshape(shape)
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
@@ -232,20 +228,20 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
 def in_place(
     rank: int, world_size: int, answer: Callable, held: list[torch.Tensor], *args: Any
 ) -> torch.Tensor:
-    """Call an answer that changes this rank's tensor, and return the tensor."""
+    """Call an answer that changes this rank's tensor, and return that tensor."""
     tensor = held[rank].clone()
     answer(tensor, *args)
     return tensor
 
 
 def hint_if_unchanged(held: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
-    """Say what most often leaves every rank with what it brought; "" if one has changed."""
+    """Return a hint if every rank still holds what it started with, else ""."""
     changed = not all(map(torch.equal, held, found))
-    return "" if changed else f"Every rank has what it brought. {IN_PLACE}"
+    return "" if changed else f"Every rank still holds what it started with. {IN_PLACE}"
 
 
 def same(want: Any, have: Any) -> bool:
-    """Tell whether two values are equal, tensors and lists of tensors included."""
+    """Return whether two values are equal, including tensors and lists of tensors."""
     if isinstance(want, torch.Tensor):
         alike = isinstance(have, torch.Tensor) and have.shape == want.shape
         return alike and have.dtype == want.dtype and torch.allclose(have, want, rtol=1e-5)
@@ -255,24 +251,24 @@ def same(want: Any, have: Any) -> bool:
     return type(want) is type(have) and want == have
 
 
-def say(value: Any, against: Any = None) -> str:
-    """Write a value in a line; of a long tensor, the place where it first differs."""
+def format_value(value: Any, against: Any = None) -> str:
+    """Return a value in one line; for a long tensor, with the first number that differs."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
-        return f"[{', '.join(map(say, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
     numbers = [_number(number) for number in value.flatten().tolist()]
     few = len(numbers) <= _MOST_SHOWN
-    said = f"[{', '.join(numbers if few else [*numbers[:_MOST_SHOWN], '...'])}]"
+    text = f"[{', '.join(numbers if few else [*numbers[:_MOST_SHOWN], '...'])}]"
     if not isinstance(against, torch.Tensor):
-        return said
+        return text
     if (against.dtype, against.shape) != (value.dtype, value.shape):
-        return f"{said} ({_kind(value)}, not {_kind(against)})"
+        return f"{text} ({_kind(value)} instead of {_kind(against)})"
     if few:
-        return said
+        return text
     place = int((~torch.isclose(value, against)).flatten().nonzero()[0])
     should = _number(against.flatten()[place].item())
-    return f"{said}, where number {place} is {numbers[place]} and not {should}"
+    return f"{text}, where number {place} is {numbers[place]} instead of {should}"
 
 
 def _kind(tensor: torch.Tensor) -> str:

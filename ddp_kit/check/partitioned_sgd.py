@@ -23,7 +23,7 @@ def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:
         grader.run(_average, True, world_size=world_size)
         check_means(grader, True)
         gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-        _cost(grader, gradients, "One all_reduce for each gradient does it.")
+        _cost(grader, gradients, "One all_reduce for each gradient is enough.")
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, no more than one all_reduce for each gradient")
 
 
@@ -38,34 +38,34 @@ def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
             case = f"average_in_buckets(model, most={most})"
             grader.run(_average, False, most, world_size=world_size, case=case)
             check_means(grader, False)
-            _cost(grader, buckets, "One all_reduce for each bucket does it.")
+            _cost(grader, buckets, "One all_reduce for each bucket is enough.")
             reduced = grader.collectives()
             if len(reduced) < buckets and world_size > 1:
                 calls = count(len(reduced), "all_reduce")
                 grader.fail(
-                    f"right, but {calls} for {count(buckets, 'bucket')}",
-                    hint=f"A bucket holds no more than {most} numbers, unless one gradient alone "
-                    "does. Reduce each of `buckets` by itself.",
+                    f"right, but only {calls} for {count(buckets, 'bucket')}",
+                    hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
+                    "larger. Reduce each of `buckets` separately.",
                 )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each bucket")
 
 
 def model(frozen: bool) -> nn.Sequential:
-    """Make a small model; if `frozen`, its middle layer needs no gradient."""
+    """Return a small model; if `frozen`, its middle layer needs no gradient."""
     layers = small_layers(3, 2, 4, 1)
     layers[1].requires_grad_(not frozen)
     return layers
 
 
 def small_layers(*sizes: int) -> nn.Sequential:
-    """Make float32 layers from each size to the next; the notebook's random numbers stay."""
+    """Return float32 layers from each size to the next; the random state is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         shapes = pairwise(sizes)
         return nn.Sequential(*(nn.Linear(*shape, dtype=torch.float32) for shape in shapes))
 
 
 def _gradient(rank: float, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return what a rank brings as a gradient: means over 1 to 5 ranks are whole numbers."""
+    """Return a gradient of a rank: means over 1 to 5 ranks are whole numbers."""
     if not parameter.requires_grad:
         return None
     return 60 * (rank + 1) + torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
@@ -87,7 +87,7 @@ def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most:
 
 
 def check_means(grader: Grader, frozen: bool) -> None:
-    """Fail unless each gradient is the mean and the model is as it was."""
+    """Fail unless each gradient is the mean and the model is unchanged."""
     result, n = grader.result, len(grader.result)
     past_frozen = False
     for name, parameter in model(frozen).named_parameters():
@@ -96,33 +96,33 @@ def check_means(grader: Grader, frozen: bool) -> None:
         own = [_gradient(rank, parameter) for rank in range(n)]
         hint = hint_for_mean(mean, found, own)
         if past_frozen and all(map(same, own, found)):
-            hint = "Those before it are right. Go on to the next parameter where one has no grad."
+            hint = "The ones before it are right. Skip a parameter without a grad, then continue."
         grader.compare([mean] * n, found, "hold", hint, place=f" in {name}.grad")
         past_frozen = past_frozen or mean is None
     for rank, value in enumerate(result):
         if value["changed"]:
             grader.fail(
-                f"the gradients are right, but rank {rank} has another {value['changed'][0]}",
-                hint="It is the gradients that are averaged. The parameters stay as they are.",
+                f"the gradients are right, but rank {rank} changed {value['changed'][0]}",
+                hint="Average the gradients only, and leave the parameters as they are.",
             )
 
 
 def hint_for_mean(mean: Any, found: list, own: list) -> str:
-    """Say what most often gives such gradients instead of the mean."""
+    """Return a hint on why these gradients are not the mean."""
     n = len(found)
     if mean is None:
-        return "A parameter whose grad is None takes no part. Leave it alone."
+        return "Leave a parameter alone if its grad is None."
     if all(same(mean * n, have) for have in found):
         return (
-            "That is the sum. A mean is the sum divided by the world size, in place: `a /= b` "
-            "writes into `a`, and `a = a / b` makes another one."
+            "That is the sum. Divide it by the world size in place: `a /= b` writes into `a`, but "
+            "`a = a / b` makes a new tensor."
         )
     if all(same(mean / n, have) for have in found):
-        return f"That is the sum divided by {n * n}, and the world size is {n}."
+        return f"That is the sum divided by {n * n}, but the world size is {n}."
     if all(map(same, own, found)):
         return (
-            "Each rank still has its own. all_reduce changes the tensor it is given: give it the "
-            "gradient itself, or copy the result back."
+            "Each rank still has its own gradient. all_reduce changes the tensor that you pass: "
+            "pass the gradient itself, or copy the result back."
         )
     return "The mean is the sum over all ranks, divided by the world size, for every gradient."
 
@@ -130,17 +130,17 @@ def hint_for_mean(mean: Any, found: list, own: list) -> str:
 def _cost(grader: Grader, calls: int, hint: str) -> None:
     reduced = grader.collectives()
     if grader.result.trace.messages():
-        grader.fail("right, but by messages", hint=hint)
+        grader.fail("right, but it sends messages", hint=hint)
     for event in reduced:
         if event.op != "all_reduce":
             grader.fail(f"right, but {event.op} was called", hint=hint)
     gradients = grader.result[0]["gradients"].values()
     nbytes = sum(4 * gradient.numel() for gradient in gradients if gradient is not None)
-    grader.enough(
+    grader.check_at_most(
         " in all_reduces by rank 0", sum(event.nbytes for event in reduced), nbytes, "byte", hint
     )
     if len(reduced) > calls:
         grader.fail(
-            f"right, but all_reduce was called {len(reduced)} times, where {calls} would do",
+            f"right, but all_reduce was called {len(reduced)} times where {calls} would be enough",
             hint=hint,
         )

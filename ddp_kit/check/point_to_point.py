@@ -30,23 +30,25 @@ def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
             case = f"ping_pong(counter, rounds={rounds})"
             result = grader.run(in_place, held, rounds, world_size=world_size, case=case)
             wanted = [torch.tensor([2 * rounds]), torch.tensor([2 * rounds - 1]), *held[2:]]
-            grader.only_messages()
+            grader.check_no_collectives()
             first_came = [torch.tensor([1]), torch.tensor([0])]  # what the first message brought
             grader.compare(
                 wanted,
                 result,
                 "hold",
-                f"Ranks 0 and 1 have what came to them, and nothing added to it. {IN_PLACE}"
+                f"Ranks 0 and 1 hold what they received, with nothing added. {IN_PLACE}"
                 if same(first_came, list(result.values[:2]))
-                else "Each message carries the counter on, and whoever receives it adds 1: "
-                "rank 1 first, then rank 0, and so on. All other ranks leave theirs alone.",
+                else "Each message carries the counter, and the rank that receives it adds 1: "
+                "first rank 1, then rank 0, and so on. All other ranks leave theirs alone.",
             )
-            grader.sends(2 * rounds, 16 * rounds, "One message to and one fro make a round.")
+            grader.check_total_sent(
+                2 * rounds, 16 * rounds, "A round is one message there and one back."
+            )
     grader.passed("right on 2, 3 and 5 ranks, two messages a round")
 
 
 def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
-    """Grade `shift(tensor)`, the first deadlock mended, on 2 to 5 ranks.
+    """Grade `shift(tensor)`, the first deadlock fixed, on 2 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
@@ -54,26 +56,28 @@ def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
     for world_size in (2, 3, 4, 5):
         held = brought(world_size, 4)
         result = grader.run(_returned_and_held, held, world_size=world_size)
-        grader.only_messages()
+        grader.check_no_collectives()
         wanted = [held[rank - 1] for rank in range(world_size)]
         grader.compare(
             wanted,
             [returned for returned, _ in result],
             "return",
-            "The tensor goes to `right`, and what arrives comes from `left`.",
+            "Send the tensor to `right`, and receive from `left`.",
         )
         grader.compare(
             held,
             [kept for _, kept in result],
             "hold",
-            "Receive into `arriving`: `tensor` is to stay as it was.",
+            "Receive into `arriving`: `tensor` must stay as it was.",
         )
-        grader.sends(world_size, 16 * world_size, "One message from each rank is enough.")
+        grader.check_total_sent(
+            world_size, 16 * world_size, "One message from each rank is enough."
+        )
     grader.passed("right on 2, 3, 4 and 5 ranks, one message a rank")
 
 
 def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
-    """Grade `running_sum(tensor)`, the second deadlock mended, on 1 to 5 ranks.
+    """Grade `running_sum(tensor)`, the second deadlock fixed, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
@@ -81,26 +85,26 @@ def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
     for world_size in SIZES:
         held = brought(world_size, 3)
         result = grader.run(in_place, held, world_size=world_size)
-        grader.only_messages()
+        grader.check_no_collectives()
         wanted = [sum(held[1 : rank + 1], held[0]) for rank in range(world_size)]
         grader.compare(
             wanted,
             result,
             "hold",
             hint_if_unchanged(held, result.values)
-            or "A rank adds what comes from the left to its `tensor`, in place. What it "
-            "passes on is that sum, so it adds before it sends.",
+            or "A rank adds what it receives from the left to its `tensor`, in place. It passes "
+            "that sum on, so it adds before it sends.",
         )
-        grader.sends(
+        grader.check_total_sent(
             world_size - 1,
             12 * (world_size - 1),
-            "A line of ranks has one gap less than it has ranks. Each gap needs one message.",
+            "Each rank except the last sends one message, to the rank on its right.",
         )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message from each rank but the last")
 
 
 def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
-    """Grade `stream(items)`, the third deadlock mended, on 1 to 5 ranks.
+    """Grade `stream(items)`, the third deadlock fixed, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
@@ -109,16 +113,18 @@ def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
         for items in ([3, 1, 4], []):
             case = f"stream({items})"
             result = grader.run(_stream, items, world_size=world_size, case=case)
-            grader.only_messages()
+            grader.check_no_collectives()
             grader.compare(
                 [items] * world_size,
                 result,
                 "return",
-                "Every item goes to every other rank, in order; then END does, which is "
-                "no item. Rank 0 returns its items, too.",
+                "Send every item to every other rank, in order, and then END, which is not an "
+                "item. Rank 0 returns its items, too.",
             )
             messages = (len(items) + 1) * (world_size - 1)
-            grader.sends(messages, 8 * messages, "Each item, and END, goes to each rank once.")
+            grader.check_total_sent(
+                messages, 8 * messages, "Send each item, and END, to each rank once."
+            )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, also for an empty list")
 
 

@@ -14,17 +14,19 @@ from ddp_kit.trace import Trace
 
 SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
 _CHUNKS = (
-    "In step s, rank r passes on chunk (r - s) % n, and what arrives is chunk (r - s - 1) % n. In "
-    "the first n - 1 steps it is added, in the others it takes the chunk's place."
+    "In step s, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n. In the first "
+    "n - 1 steps it adds what it receives to its own chunk, in the others it replaces the chunk."
 )
-_LENGTHS = "Chunks may differ in length: cut `arriving` to that of the chunk that comes."
+_LENGTHS = (
+    "Chunks may differ in length: cut `arriving` to the length of the chunk that you receive."
+)
 _PIECES = (
     "In each of the 2 * (n - 1) steps a rank receives every piece of one chunk from its left. It "
-    "passes them on in all steps but the last."
+    "passes them on in all steps except the last."
 )
 _BYTES = (
-    "One chunk, a part in n of the tensor, travels in each step. A whole tensor in each step, or "
-    "one rank through which everything goes, moves more."
+    "Each step should move one chunk, 1/n of the tensor. Sending the whole tensor in each step, or "
+    "everything through one rank, moves more."
 )
 
 
@@ -53,7 +55,7 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
             case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
             trace = _sum(grader, shape, world_size, case, pieces)
             if shape != (60,) or world_size == 1:
-                continue  # some pieces are empty, and need not be sent
+                continue  # some pieces are empty and need not be sent
             messages = 2 * (world_size - 1) * pieces
             for rank in range(world_size):
                 _as_a_pipeline(grader, trace, rank, messages, pieces)
@@ -61,10 +63,10 @@ def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
 
 
 def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
-    """Run one case, check the sum and the bytes, and return what was sent."""
+    """Run one case, check the sum and the bytes, and return the trace."""
     held = brought(world_size, *shape)
     result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
-    grader.only_messages()
+    grader.check_no_collectives()
     grader.compare(
         [sum(held[1:], held[0])] * world_size,
         result,
@@ -72,7 +74,7 @@ def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int)
         hint_if_unchanged(held, result.values) or _CHUNKS,
     )
     longest = -(-held[0].numel() // world_size)
-    grader.each_sends(2 * (world_size - 1) * longest * 4, _BYTES)
+    grader.check_each_sent(2 * (world_size - 1) * longest * 4, _BYTES)
     return result.trace
 
 
@@ -83,14 +85,14 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
     if len(sends) < messages:
         grader.fail(
             f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}",
-            hint="Each chunk travels in `pieces` messages.",
+            hint="Send each chunk as `pieces` messages.",
         )
-    # The first sends are those of the rank's own chunk. The next one passes on what came.
+    # The first sends are the rank's own chunk. The next one passes on what it received.
     passed_on = sends[pieces]
     before = sum(event.kind == "recv" and (event.waited or 0) < passed_on for event in mine)
     if before > 1:
         grader.fail(
             f"right, but rank {rank} waited for {before} pieces before it passed on the first",
-            hint="Send a piece on as soon as it has arrived and was added, and then wait for the "
-            "next one. So the right neighbour has work while this rank waits.",
+            hint="Pass a piece on as soon as it has arrived and been added, and only then wait for "
+            "the next one. That gives the right neighbour work while this rank waits.",
         )

@@ -1,14 +1,18 @@
 """Backends: what each of them can do on this machine, and what a message costs.
 
-Every answer is probed on real ranks: an operation, a dtype, and the numbers that must come out.
+Each operation is tried on real ranks with each dtype, and its numbers are checked.
 Sources: the backend tables of "Writing Distributed Applications with PyTorch" and of notes on
 `torch.distributed`; mlbench's comparison of communication backends (2020), for the costs.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import median
 
 import psutil
 import torch
@@ -17,35 +21,19 @@ import torch.distributed as dist
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._costs import SIZES, TIMED, measure, series, told
-from ddp_kit.lessons._operations import BITWISE, DTYPES, OPERATIONS, WITHOUT_DTYPE
-from ddp_kit.lessons._probes import LIMIT, Cells, attempt, probe, refusals
+from ddp_kit.lessons import renamed
+from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses them
+    BITWISE,
+    DTYPES,
+    LIMIT,
+    OPERATIONS,
+    WITHOUT_DTYPE,
+    Cells,
+    attempt,
+    probe,
+    refusals,
+)
 from ddp_kit.model import fit
-
-__all__ = [
-    "DTYPES",
-    "LIMIT",
-    "OPERATIONS",
-    "PLACES",
-    "SIZES",
-    "TIMED",
-    "WITHOUT_DTYPE",
-    "attempt",
-    "both_send_first",
-    "fit",
-    "here",
-    "lopsided_sum",
-    "main",
-    "measure",
-    "missing",
-    "probe",
-    "probe_here",
-    "refusals",
-    "series",
-    "started_by",
-    "told",
-    "true_until",
-]
 
 PLACES = {
     "gloo on the CPU": "gloo",
@@ -53,11 +41,18 @@ PLACES = {
     "gloo on GPUs": "cuda:gloo",
     "nccl on GPUs": "nccl",
 }
-EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes that all backends have
+EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
+SIZES = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)  # bytes
+SMALL = 1_000_000  # bytes; below this a round is quick, and many are needed
+ALPHA, BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER BETA}"
+Series = list[tuple[int, float]]
+
+
+__getattr__ = renamed(__name__, told="format_fit")
 
 
 def missing(backend: str, world_size: int = 2) -> str | None:
-    """Say in the kit's words why a backend cannot be had here; None: it can."""
+    """Return the kit's reason why a backend is unavailable here; None if it is available."""
     try:
         backends.choose_backend(backend, world_size)
     except BackendError as error:
@@ -66,14 +61,14 @@ def missing(backend: str, world_size: int = 2) -> str | None:
 
 
 def here(world_size: int = 2) -> list[str]:
-    """List the backends for tensors on the CPU that can be had here: gloo, and perhaps mpi."""
+    """Return the backends available here for tensors on the CPU: gloo, and perhaps mpi."""
     return [name for name in ("gloo", "mpi") if missing(name, world_size) is None]
 
 
 def probe_here() -> dict[str, Cells | str]:
-    """Probe every place with two ranks; one that cannot be had gets the kit's reason.
+    """Probe each of PLACES with two ranks; an unavailable one gets the kit's reason instead.
 
-    nccl is probed with as many ranks as there are GPUs, two at most.
+    nccl is probed with as many ranks as there are GPUs, but at most two.
     """
     found: dict[str, Cells | str] = {}
     for place, backend in PLACES.items():
@@ -92,7 +87,7 @@ def started_by(rank: int, world_size: int) -> str:
 
 
 def both_send_first(rank: int, world_size: int, nbytes: int) -> float:
-    """Send to the other rank before receiving from it; return a number that came."""
+    """Send to the other rank before receiving from it; return the first number received."""
     mine = torch.full((nbytes // 4,), float(rank), device=device())
     into = torch.empty_like(mine)
     dist.send(mine, 1 - rank)
@@ -101,9 +96,9 @@ def both_send_first(rank: int, world_size: int, nbytes: int) -> float:
 
 
 def lopsided_sum(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
-    """Add up ones and one large number, from which `dtype` cannot tell the next odd one.
+    """Sum ones and one number so large that adding a single 1 to it changes nothing in `dtype`.
 
-    Each rank has the large number at its own place, so at some place it is added first.
+    Each rank has the large number at another position, so at one position it comes first.
     """
     large = 2.0 / torch.finfo(dtype).eps
     tensor = torch.ones(world_size, dtype=dtype, device=device())
@@ -113,7 +108,7 @@ def lopsided_sum(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
 
 
 def true_until(rank: int, world_size: int, most: int = 20) -> int | None:
-    """Sum up True over and over; return after how many sums it is False. None: it stays True."""
+    """Sum True over and over; return after how many sums it is False, None if it stays True."""
     tensor = torch.tensor([True], device=device())
     for count in range(1, most + 1):
         dist.all_reduce(tensor)
@@ -122,10 +117,91 @@ def true_until(rank: int, world_size: int, most: int = 20) -> int | None:
     return None
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Try what all backends can do with dtypes that all of them have, print one line.
+# --- what a message costs ------------------------------------------------------------------
 
-    On GPUs a backend may refuse an operation; wherever it runs, no answer may be wrong.
+
+def ping_pong(tensor: torch.Tensor) -> None:
+    """Send a tensor from rank 0 to rank 1 and back; other ranks do nothing."""
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
+
+
+def broadcast(tensor: torch.Tensor) -> None:
+    """Copy rank 0's tensor to every rank."""
+    dist.broadcast(tensor, src=0)
+
+
+TIMED: dict[str, Callable[[torch.Tensor], None]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": broadcast,
+    "send and back": ping_pong,
+}
+
+
+def measure(
+    rank: int,
+    world_size: int,
+    operation: Callable[[torch.Tensor], None],
+    sizes: Iterable[int],
+    dtype: torch.dtype = torch.float32,
+    most: int = 10,
+) -> list[float]:
+    """Time an operation at each size on this rank: the median of several rounds, in seconds.
+
+    Each round starts with a barrier, and the first round warms up. most: rounds at small
+    sizes; large ones get three.
+    """
+    medians = []
+    for nbytes in sizes:
+        tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())
+        seconds = []
+        for _ in range(1 + (most if nbytes < SMALL else 3)):
+            dist.barrier()
+            start = time.perf_counter()
+            operation(tensor)
+            if tensor.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        medians.append(median(seconds[1:]))
+    return medians
+
+
+def series(
+    run: Callable,
+    operation: str,
+    sizes: Iterable[int] = SIZES,
+    dtype: torch.dtype = torch.float32,
+) -> Series:
+    """Return pairs of bytes and seconds on the slowest rank; a round trip counts half.
+
+    run: calls a worker on all ranks, such as `functools.partial(kit.run, world_size=2)`.
+    operation: a name in TIMED.
+    """
+    sizes = tuple(sizes)
+    per_rank = list(run(measure, TIMED[operation], sizes, dtype))
+    share = 0.5 if operation == "send and back" else 1.0
+    slowest = (share * max(times) for times in zip(*per_rank, strict=True))
+    return list(zip(sizes, slowest, strict=True))
+
+
+def format_fit(points: Iterable[tuple[int, float]]) -> str:
+    """Return alpha in microseconds and beta in nanoseconds a byte and as GB/s, in one line."""
+    alpha, beta = fit(points)
+    rate = 1e-9 / beta if beta else math.inf
+    return (
+        f"{ALPHA} = {1e6 * alpha:7,.0f} µs   {BETA} = {1e9 * beta:6.3f} ns a byte ({rate:.2f} GB/s)"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Try all operations with the dtypes that every backend has, and print one line.
+
+    On GPUs a backend may refuse an operation; a wrong answer is an error everywhere.
     """
     options = lesson_parser("backends", __doc__).parse_args(argv or [])
     operations = {name: OPERATIONS[name] for name in OPERATIONS if name.split()[-1] not in BITWISE}
@@ -134,7 +210,8 @@ def main(argv: list[str] | None = None) -> None:
         on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in backends.ON_GPUS
         well = ("works", "no answer", "refused") if on_gpus else ("works", "no answer")
         for (name, kind), outcome in cells.items():
-            prove(f"{name} is right for {kind}; it {outcome}", outcome.partition(":")[0] in well)
+            claim = f"{name} gives the right answer for {kind}; got: {outcome}"
+            prove(claim, outcome.partition(":")[0] in well)
         refused = {name for (name, _), outcome in cells.items() if outcome.startswith("refused")}
         right = len({name for name, _ in cells} - refused)
         ranks.say(f"backends: {ranks}, {right} operations right on {len(EVERYWHERE)} dtypes")

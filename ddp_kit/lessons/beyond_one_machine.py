@@ -1,7 +1,7 @@
-"""Beyond one machine: what torchrun tells a process, and how training outlives one that dies.
+"""Beyond one machine: torchrun's environment, and training that survives a rank's death.
 
-A worker that says where torchrun has put it, and one that trains, keeps a checkpoint after each
-step and goes on from there when torchrun starts it again, on as many ranks as there are then.
+A worker that returns its numbers in torchrun's environment, and one that saves a checkpoint after
+each training step and resumes from it when torchrun restarts it, on as many ranks as are left.
 Source: the documentation of torchrun (torch.distributed.elastic).
 """
 
@@ -25,9 +25,9 @@ ATTEMPTS = "attempts.txt"
 
 
 def my_place(rank: int, world_size: int) -> dict[str, int | None]:
-    """Return what torchrun tells this process; None for what nobody has set."""
-    told = {name: os.environ.get(name) for name in NAMES}
-    return {name: None if value is None else int(value) for name, value in told.items()}
+    """Return this process's numbers in torchrun's environment; None where a variable is unset."""
+    texts = {name: os.environ.get(name) for name in NAMES}
+    return {name: None if text is None else int(text) for name, text in texts.items()}
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,14 +41,14 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(folder: str, step: int, weights: torch.Tensor) -> None:
-    """Write a checkpoint: under another name first, so that no kill leaves half of one."""
+    """Write a checkpoint: under another name first, so that a kill never leaves half of one."""
     unfinished = Path(folder, "checkpoint.new")
     torch.save({"step": step, "weights": weights.cpu()}, unfinished)
     os.replace(unfinished, Path(folder, "checkpoint.pt"))
 
 
 def load(folder: str) -> tuple[int, torch.Tensor]:
-    """Return the next step and the weights. Rank 0 reads them; the others need no such folder."""
+    """Return the next step and the weights. Only rank 0 reads the folder; it broadcasts both."""
     state = torch.zeros(1 + FEATURES)
     file = Path(folder, "checkpoint.pt")
     if dist.get_rank() == 0 and file.exists():
@@ -69,9 +69,9 @@ def train(
 ) -> tuple[int, list[float]]:
     """Train on a part of each batch; return the step at which this attempt began, and the weights.
 
-    Rank 0 keeps a checkpoint in `folder` after each step, and a line there for each attempt.
+    Rank 0 saves a checkpoint in `folder` after each step, and a line there for each attempt.
     dies: a rank and a step; in the first attempt this rank's process is killed before this step.
-    pause: seconds between two steps as long as there is one rank only, so that others can join.
+    pause: seconds between two steps while there is only one rank, so that others can join.
     """
     begun, weights = load(folder)
     if rank == 0:
@@ -86,20 +86,32 @@ def train(
         weights -= LEARNING_RATE * gradient / BATCH
         if rank == 0:
             save(folder, step + 1, weights)
-        dist.barrier()  # nobody goes on before it is written
+        dist.barrier()  # nobody continues before it is written
         time.sleep(pause if world_size == 1 else 0)
     return begun, weights.tolist()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare what each rank was told, and training in one go with two halves; print one line.
+    """Check each rank's numbers, compare interrupted with uninterrupted training, print one line.
 
-    With --checkpoint it trains there instead, as often as it is started, until all is done.
+    With --checkpoint it trains in that folder instead, resuming at each start until all is done.
     """
     parser = lesson_parser("beyond_one_machine", __doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", help="train, and keep a checkpoint there")
-    parser.add_argument("--steps", type=int, default=100, help="with --checkpoint (default 100)")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds a lone rank waits a step")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="train, and save checkpoints in this folder"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="how many steps to train with --checkpoint (default 100)",
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        help="seconds that a lone rank waits after each step (default 0)",
+    )
     options = parser.parse_args(argv or [])
     if options.checkpoint is not None:
         with open_ranks(options.world_size, options.backend, options.trace) as ranks:
@@ -113,17 +125,17 @@ def main(argv: list[str] | None = None) -> None:
         tempfile.TemporaryDirectory() as whole,
         tempfile.TemporaryDirectory() as halves,
     ):
-        for rank, told in enumerate(ranks(my_place)):
-            prove("each is told its rank", told["RANK"] == rank)
-            prove("each is told the world size", told["WORLD_SIZE"] == ranks.world_size)
-            if told["GROUP_RANK"] is not None:  # torchrun has started it
-                first = told["GROUP_RANK"] * told["LOCAL_WORLD_SIZE"]
-                prove("hosts have their ranks in a row", rank == first + told["LOCAL_RANK"])
+        for rank, info in enumerate(ranks(my_place)):
+            prove("each rank finds its number", info["RANK"] == rank)
+            prove("each rank finds the world size", info["WORLD_SIZE"] == ranks.world_size)
+            if info["GROUP_RANK"] is not None:  # torchrun has started it
+                first = info["GROUP_RANK"] * info["LOCAL_WORLD_SIZE"]
+                prove("each host has consecutive ranks", rank == first + info["LOCAL_RANK"])
         at_once = list(ranks(train, whole, 6))
         first_half = list(ranks(train, halves, 3))
         second_half = list(ranks(train, halves, 6))
-        prove("it begins where it was left", {begun for begun, _ in second_half} == {3})
-        prove("the first half is not the whole", first_half[0] != at_once[0])
+        prove("training resumes where it stopped", {begun for begun, _ in second_half} == {3})
+        prove("half of the training is not all of it", first_half[0] != at_once[0])
         weights = [weights for _, weights in [*at_once, *second_half]]
         prove("nothing is lost: all weights are bit-equal", all(w == weights[0] for w in weights))
         ranks.say(f"beyond_one_machine: {ranks}, each knows its place, resumed training bit-equal")

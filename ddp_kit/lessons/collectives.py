@@ -1,6 +1,6 @@
 """Collectives: every rank of a group takes part in one operation.
 
-Each worker returns {"before": ..., "after": ...}: the tensors that this rank really held.
+Each worker returns {"before": ..., "after": ...}: the tensors that this rank held.
 Source: "Writing Distributed Applications with PyTorch", section Collective Communication;
 `reduce_scatter`, `all_to_all` and AVG go beyond it.
 """
@@ -25,7 +25,7 @@ OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
 
 def own_tensor(rank: int, world_size: int) -> torch.Tensor:
-    """Return what a rank brings along: shape (world_size,), rank 2 of 4 has 20, 21, 22, 23."""
+    """Return the tensor a rank starts with: for rank 2 of 4 it is 20, 21, 22, 23."""
     return 10.0 * rank + torch.arange(world_size, device=device())
 
 
@@ -38,7 +38,7 @@ def broadcast(rank: int, world_size: int, src: int = 0) -> dict:
 
 
 def scatter(rank: int, world_size: int, src: int = 0) -> dict:
-    """Deal out one rank's list: tensor i goes to rank i."""
+    """Send tensor i of one rank's list to rank i."""
     pieces = list(own_tensor(rank, world_size).split(1)) if rank == src else None
     tensor = torch.empty(1, device=device())
     dist.scatter(tensor, pieces, src=src)
@@ -46,7 +46,7 @@ def scatter(rank: int, world_size: int, src: int = 0) -> dict:
 
 
 def gather(rank: int, world_size: int, dst: int = 0) -> dict:
-    """Collect one tensor of every rank in a list on one rank."""
+    """Collect one tensor from every rank in a list on one rank."""
     tensor = torch.tensor([10.0 * rank], device=device())
     pieces = [torch.empty_like(tensor) for _ in range(world_size)] if rank == dst else None
     dist.gather(tensor, pieces, dst=dst)
@@ -54,7 +54,7 @@ def gather(rank: int, world_size: int, dst: int = 0) -> dict:
 
 
 def reduce(rank: int, world_size: int, op: str = "SUM", dst: int = 0) -> dict:
-    """Combine all tensors on one rank. What the other ranks then hold is of no use."""
+    """Combine all tensors on one rank. What the others hold afterwards is undefined."""
     tensor = own_tensor(rank, world_size)
     before = tensor.clone()
     dist.reduce(tensor, dst=dst, op=getattr(dist.ReduceOp, op))
@@ -70,7 +70,7 @@ def all_reduce(rank: int, world_size: int, op: str = "SUM") -> dict:
 
 
 def all_gather(rank: int, world_size: int) -> dict:
-    """Collect one tensor of every rank, on every rank."""
+    """Collect one tensor from every rank, on every rank."""
     tensor = torch.tensor([10.0 * rank], device=device())
     pieces = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(pieces, tensor)
@@ -78,7 +78,7 @@ def all_gather(rank: int, world_size: int) -> dict:
 
 
 def reduce_scatter(rank: int, world_size: int, op: str = "SUM") -> dict:
-    """Combine all lists, and give rank i only entry i of the result."""
+    """Combine all lists and give rank i only entry i of the result."""
     pieces = list(own_tensor(rank, world_size).split(1))
     before = [piece.clone() for piece in pieces]
     tensor = torch.empty(1, device=device())
@@ -95,7 +95,7 @@ def all_to_all(rank: int, world_size: int) -> dict:
 
 
 def all_reduce_in_a_group(rank: int, world_size: int) -> dict:
-    """Sum over the even ranks only. Every rank calls `new_group`; the odd ones do no more."""
+    """Sum over the even ranks only. Every rank must call `new_group`, the odd ones too."""
     even = dist.new_group(list(range(0, world_size, 2)))
     tensor = own_tensor(rank, world_size)
     before = tensor.clone()
@@ -107,7 +107,7 @@ def all_reduce_in_a_group(rank: int, world_size: int) -> dict:
 def barrier(rank: int, world_size: int) -> dict[str, int]:
     """Wait until the last rank has arrived; higher ranks come later.
 
-    Returns the moments of arriving and leaving, in nanoseconds of one clock for all ranks.
+    Returns when this rank arrived and left, in nanoseconds of one clock for all ranks.
     """
     time.sleep(0.02 * rank)
     arrived = time.monotonic_ns()
@@ -116,10 +116,10 @@ def barrier(rank: int, world_size: int) -> dict[str, int]:
 
 
 def reference(name: str, held: list[torch.Tensor], op: str = "SUM", root: int = 0) -> list:
-    """Say what each rank must hold after a collective, worked out in this one process.
+    """Return what each rank should hold after a collective, computed in this one process.
 
-    held: what `own_tensor` gave each rank. root: the `src` or `dst` of those that have one.
-    None stands for "nothing that one may use".
+    held: the `own_tensor` of each rank. root: the `src` or `dst` of those that have one.
+    None means that what the rank holds is undefined.
     """
     n = len(held)
     stacked = torch.stack(held)  # row: rank, column: entry
@@ -165,7 +165,7 @@ WITH_ROOT: dict[Callable, str] = {broadcast: "src", scatter: "src", gather: "dst
 
 
 def agrees(result, expected: list) -> bool:
-    """Tell whether each rank's "after" is what `reference` says."""
+    """Return whether each rank's "after" is what `reference` expects."""
     return all(
         want is None or _flat(value["after"]) == _flat(want)
         for value, want in zip(result, expected, strict=True)
@@ -181,10 +181,10 @@ def explore(
 ) -> Explorer:
     """Run one collective and draw what each rank held before and after.
 
-    root: the `src` or `dst` of those that have one. The drawing's `interact()` gives controls.
-    Raises PoolError for what cannot be chosen.
+    root: the `src` or `dst` of those that have one. The drawing's `interact()` adds controls.
+    Raises PoolError for an invalid choice.
     """
-    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit import plot  # ranks do not need it
     from ddp_kit.notebook.explorer import Explorer
 
     def choices(settings: dict) -> dict:
@@ -205,7 +205,7 @@ def explore(
 
 
 def _call(settings: dict) -> tuple:
-    """Return the worker that is meant, and its arguments."""
+    """Return the chosen worker and its arguments."""
     worker = globals()[settings["collective"]]
     arguments = [settings["op"]] if worker in WITH_OP else []
     return worker, *arguments, *([settings["root"]] if worker in WITH_ROOT else [])
@@ -218,15 +218,15 @@ def _without_effect(settings: dict) -> set[str]:
 
 
 def _title(settings: dict) -> str:
-    """Say what the ranks call: "reduce(op=SUM, dst=0) on 4 ranks"."""
+    """Return what the ranks call: "reduce(op=SUM, dst=0) on 4 ranks"."""
     worker, *_ = _call(settings)
-    said = [f"op={settings['op']}"] if worker in WITH_OP else []
-    said += [f"{WITH_ROOT[worker]}={settings['root']}"] if worker in WITH_ROOT else []
-    return f"{worker.__name__}({', '.join(said)}) on {count(settings['world_size'], 'rank')}"
+    arguments = [f"op={settings['op']}"] if worker in WITH_OP else []
+    arguments += [f"{WITH_ROOT[worker]}={settings['root']}"] if worker in WITH_ROOT else []
+    return f"{worker.__name__}({', '.join(arguments)}) on {count(settings['world_size'], 'rank')}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run every collective with every op, compare with one process, print one line."""
+    """Run every collective with every op, compare with one process, and print one line."""
     options = lesson_parser("collectives", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         held = [own_tensor(rank, ranks.world_size).cpu() for rank in range(ranks.world_size)]

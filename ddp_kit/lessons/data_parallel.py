@@ -1,22 +1,23 @@
 """DataParallel: eight steps in one process, all of them through the first device.
 
 `nn.DataParallel` taken apart into scatter, replicate, parallel apply, gather, loss, backward,
-reduce and update, with what each device holds after each of them. Sources: PyTorch's
+reduce and update, with the memory that each device holds after each of them. Sources: PyTorch's
 `torch.nn.parallel`, and the notes "Multi GPU", section DataParallel, and "Distributed training".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._eight_steps import (  # noqa: F401 - the notebook shows them one by one
+from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook shows them one by one
     LOSS,
     Replica,
     are_real,
@@ -28,7 +29,6 @@ from ddp_kit.lessons._eight_steps import (  # noqa: F401 - the notebook shows th
     scatter,
     virtual,
 )
-from ddp_kit.lessons._holdings import Holdings, kept_for_backward
 from ddp_kit.lessons.partitioned_sgd import (
     SEED,
     Net,
@@ -42,9 +42,9 @@ BATCH = 30
 
 
 def start(place: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the network of lesson 03 and its optimiser, with the same numbers every time.
+    """Return the network of lesson 03 and its optimiser, with the same numbers every time.
 
-    Dropout is off: it would draw other masks for other shards.
+    Dropout is off: each shard would get a mask of its own.
     """
     torch.manual_seed(SEED)
     model = Net().to(place or device()).eval()
@@ -73,7 +73,7 @@ def train(places: Sequence[torch.device], steps: int = 3, count: int = BATCH) ->
 
 
 def train_plainly(steps: int = 3, count: int = BATCH) -> dict:
-    """Train the same as everybody does on one device: the reference."""
+    """Train in the usual way on one device: the reference."""
     model, optimizer = start()
     gradient = None
     for images, labels in batches(steps, count):
@@ -90,6 +90,51 @@ def _gradient(model: nn.Module) -> torch.Tensor:
 
 # --- what each device holds ----------------------------------------------------------------
 
+# What a device may hold. Each line: the whole of something, then a part or copy of it.
+KINDS = (
+    *("parameters", "replica"),
+    *("batch", "shard"),
+    *("gathered, loss", "outputs"),
+    *("gradients", "optimiser state"),
+    "kept for backward",
+)
+
+
+class MemoryTracker:
+    """Tracks the memory of every device: each storage once, for as long as it lives."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._known: dict[StorageWeakRef, tuple[int, str, int]] = {}
+
+    def add(self, place: int, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Add the memory of these tensors; a storage that is known already keeps its first kind."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known.setdefault(StorageWeakRef(storage), (place, kind, storage.nbytes()))
+
+    def bytes(self) -> list[dict[str, int]]:
+        """Return the bytes alive now, by kind, for each device."""
+        held = [dict.fromkeys(KINDS, 0) for _ in range(self.count)]
+        for storage, (place, kind, nbytes) in self._known.items():
+            if not storage.expired():
+                held[place][kind] += nbytes
+        return held
+
+
+def kept_for_backward(output: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that autograd saved, in every node on the way back from `output`."""
+    found, seen, waiting = [], set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found += [value for value in saved if isinstance(value, torch.Tensor)]
+        waiting += [earlier for earlier, _ in node.next_functions]
+    return found
+
 
 def held_after_each_step(
     places: Sequence[torch.device],
@@ -99,30 +144,30 @@ def held_after_each_step(
     labels: torch.Tensor,
     loss_of: Callable = LOSS,
 ) -> dict[str, list[dict[str, int]]]:
-    """Train one step; return the bytes that live after each of the eight, by device and kind."""
-    holdings = Holdings(len(places))
-    holdings.add(0, "parameters", [*model.parameters(), *model.buffers()])
+    """Train one step; return the bytes alive after each of the eight, by device and kind."""
+    memory = MemoryTracker(len(places))
+    memory.add(0, "parameters", [*model.parameters(), *model.buffers()])
     for state in optimizer.state.values():
         values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        holdings.add(0, "optimiser state", values)
-    holdings.add(0, "batch", [images, labels])
+        memory.add(0, "optimiser state", values)
+    memory.add(0, "batch", [images, labels])
     after = {}
     for step, kind, new in eight_steps(model, optimizer, images, labels, places, loss_of):
         for place, tensors in enumerate(new):
-            holdings.add(place, kind, tensors)
+            memory.add(place, kind, tensors)
             if step == "parallel apply":
-                holdings.add(place, "kept for backward", kept_for_backward(tensors[0]))
+                memory.add(place, "kept for backward", kept_for_backward(tensors[0]))
         del new, tensors  # these names would keep the memory alive
-        after[step] = holdings.bytes()
+        after[step] = memory.bytes()
     return after
 
 
 def held_by_net(
     places: Sequence[torch.device], count: int = BATCH
 ) -> dict[str, list[dict[str, int]]]:
-    """Count the bytes of the second step of training with `count` digits, on lesson 03's network.
+    """Count the bytes in the second training step of lesson 03's network, on `count` digits.
 
-    The second, because momentum has no memory before the first update.
+    The second step, because momentum has no memory before the first update.
     """
     model, optimizer = start(places[0])
     first, second = batches(2, count)
@@ -139,10 +184,10 @@ def held_by_net(
 def step_seconds(
     contestants: Sequence[Sequence[torch.device]], rounds: int = 20
 ) -> list[dict[str, list[float]]]:
-    """Time each of the eight steps on several sets of devices, in turn, so that noise meets all.
+    """Time each of the eight steps on several sets of devices, in turn, so that all share noise.
 
-    Returns for each set the seconds by step, `rounds` of them. PyTorch computes on one thread
-    meanwhile: small shards on many threads mostly measure the waiting of threads.
+    Returns the seconds by step for each set, `rounds` of them. PyTorch computes on one thread
+    meanwhile: with small shards on many threads, one would mostly measure threads waiting.
     """
     runs, threads = [], torch.get_num_threads()
     for places in contestants:
@@ -167,7 +212,7 @@ def step_seconds(
 
 
 def count_up(rank: int = 0, world_size: int = 1, limit: int = 300_000) -> int:
-    """Count in plain Python, one by one: work that holds the interpreter's lock."""
+    """Count in plain Python, one by one: work that holds the interpreter lock (GIL)."""
     number = 0
     while number < limit:
         number += 1
@@ -175,7 +220,7 @@ def count_up(rank: int = 0, world_size: int = 1, limit: int = 300_000) -> int:
 
 
 def count_up_in_threads(count: int) -> None:
-    """Count on so many threads of this process at once, each from 0 to the limit."""
+    """Run `count_up` in `count` threads of this process at once."""
     threads = [Thread(target=count_up) for _ in range(count)]
     for thread in threads:
         thread.start()
@@ -194,7 +239,7 @@ def rank_gradient(
 ) -> torch.Tensor:
     """Average the gradients of the shards that scatter would make; return the mean, flat.
 
-    weighted: multiply each loss by the shard's share of the batch, in units of an equal share.
+    weighted: multiply each loss by the size of its shard relative to an equal share.
     """
     model, _ = start()
     images, labels = first_digits(count)
@@ -209,7 +254,7 @@ def rank_gradient(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train on virtual devices, on ranks and plainly; compare, print one line."""
+    """Train on virtual devices, on ranks and on one device; compare, and print one line."""
     options = lesson_parser("data_parallel", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
@@ -222,10 +267,7 @@ def main(argv: list[str] | None = None) -> None:
             prove("the weighted mean over ranks is DataParallel's sum", error < 1e-6)
         for gradient in ranks(rank_gradient):
             same = distance(gradient, parallel["gradient"]) < 1e-6
-            prove(
-                "the plain mean is, too, if and only if all shards are equal",
-                same == (BATCH % n == 0),
-            )
+            prove("so is the plain mean, but only for equal shards", same == (BATCH % n == 0))
         ranks.say(f"data_parallel: {ranks}, eight steps and a weighted mean equal one process")
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: what it sends, when, and what it leaves to you.
+"""DistributedDataParallel: what it sends and when, and what it leaves to you.
 
 The constructor's broadcast, gradients in buckets and their overlap with backward, `no_sync`,
 parameters that get no gradient, buffers, and the `DistributedSampler`. Source: "Writing
@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._buckets import (  # noqa: F401 - the notebook uses them
+from ddp_kit.lessons._ddp_buckets import (  # noqa: F401 - the notebook uses them
     OPTIONS,
     Stack,
     backwards,
@@ -42,15 +42,15 @@ from ddp_kit.lessons.partitioned_sgd import (
 )
 from ddp_kit.trace import Trace
 
-# The argument that was called broadcast_buffers until PyTorch 2.13.
+# This argument was called broadcast_buffers until PyTorch 2.13.
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _ARGUMENTS)
 
 
 def construct(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Make a network from another seed on every rank, and give it to DDP.
+    """Make a network from a different seed on every rank and wrap it in DDP.
 
-    Returns all parameters, one flat tensor, before and after.
+    Returns all parameters before and after, each as one flat tensor.
     """
     torch.manual_seed(rank)
     model = Net().to(device())
@@ -62,8 +62,8 @@ def construct(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 def one_step(rank: int, world_size: int, per_rank: int = 32) -> dict[str, torch.Tensor]:
     """Compute the gradient of this rank's digits three times, from the same start.
 
-    Returns it flat: the rank's "own", the one that `average_gradients` makes of it, and the
-    one that "DDP" leaves.
+    Returns three flat gradients: the rank's "own", that after "average_gradients", and that
+    after a backward of "DDP".
     """
     images, labels = first_digits(per_rank * world_size)
     images, labels = images[rank::world_size], labels[rank::world_size]
@@ -83,10 +83,10 @@ def one_step(rank: int, world_size: int, per_rank: int = 32) -> dict[str, torch.
 def accumulate(
     rank: int, world_size: int, pieces: int = 4, silent: bool = True, piece: int = 8
 ) -> torch.Tensor:
-    """Add up the gradients of several small batches before the optimizer would step.
+    """Accumulate the gradients of several small batches, as before one optimizer step.
 
-    silent: all backwards but the last are under `no_sync`. piece: digits in a small batch.
-    Returns the gradient, flat: that of the mean loss over all batches of all ranks.
+    silent: run all backwards but the last under `no_sync`. piece: digits in a small batch.
+    Returns the flat gradient of the mean loss over all batches of all ranks.
     """
     torch.manual_seed(SEED)
     model = DistributedDataParallel(Net().to(device()).eval())
@@ -108,9 +108,9 @@ def deal(
     drop_last: bool = False,
     epochs: Iterable[int] = (0,),
 ) -> list[list[int]]:
-    """Ask a DistributedSampler for this rank's positions in a dataset, once an epoch.
+    """Return this rank's positions in a dataset from a DistributedSampler, once per epoch.
 
-    epochs: what `set_epoch` is told before each.
+    epochs: the argument of `set_epoch` before each.
     """
     sampler = DistributedSampler(range(length), shuffle=shuffle, drop_last=drop_last)
     dealt = []
@@ -123,10 +123,10 @@ def deal(
 def deal_by_hand(length: int, world_size: int, drop_last: bool = False) -> list[list[int]]:
     """Deal positions out like cards, one to each rank in turn; return each rank's.
 
-    Every rank gets equally many: the last round is filled up from the beginning, or left out.
+    Every rank gets equally many: the last round is filled up from the beginning or dropped.
     """
     rounds = length // world_size if drop_last else -(-length // world_size)
-    cards = [place % length for place in range(rounds * world_size)]
+    cards = [card % length for card in range(rounds * world_size)]
     return [cards[rank::world_size] for rank in range(world_size)]
 
 
@@ -140,8 +140,8 @@ def pull(
 ) -> list[float]:
     """Train one weight, from 0, towards this rank's own target of 10 * rank.
 
-    hook: what DDP should do with a bucket, instead of taking the mean. unwrap: train
-    `model.module`, and not the model. Returns the weight after each step.
+    hook: the communication hook that replaces DDP's mean. unwrap: train `model.module` instead
+    of the wrapped model. Returns the weight after each step.
     """
     weight = nn.Linear(1, 1, bias=False).to(device())
     nn.init.zeros_(weight.weight)
@@ -162,13 +162,13 @@ def pull(
 
 
 def sum_gradients(_, bucket):
-    """Add a bucket up over all ranks, and do not divide: a hook for `register_comm_hook`."""
+    """Sum a bucket over all ranks without dividing: a hook for `register_comm_hook`."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
 class Heads(nn.Module):
-    """A trunk and two heads of one weight each; a forward uses one head."""
+    """A trunk and two heads of one weight each; each forward uses one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,16 +178,16 @@ class Heads(nn.Module):
             nn.init.ones_(parameter)
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        """Apply the trunk and one head; x and the answer have shape (batch, 1)."""
+        """Apply the trunk and one head; x and the output have shape (batch, 1)."""
         return self.heads[head](self.trunk(x))
 
 
 def use_heads(
     rank: int, world_size: int, find_unused_parameters: bool, heads: list[int], steps: int = 1
 ) -> dict[str, float | None]:
-    """Run some backwards of Heads, this rank with head `heads[rank]` and 10 ** rank as input.
+    """Run some backwards of Heads: this rank uses head `heads[rank]` and 10 ** rank as input.
 
-    Returns the gradient of each parameter after the last one; None: it has none.
+    Returns the gradient of each parameter after the last one, None where it has none.
     """
     model = Heads().to(device())
     ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
@@ -201,10 +201,10 @@ def use_heads(
 
 
 def running_means(rank: int, world_size: int, sync: bool = True) -> dict[str, torch.Tensor]:
-    """Note the running mean of a BatchNorm in two forwards, as tensors of shape (1,).
+    """Return the running mean of a BatchNorm during two forwards, as tensors of shape (1,).
 
     This rank's data has the mean 8 * (rank + 1). The running mean starts at 0, and each
-    forward moves it half of the way. sync: as DDP does by default.
+    forward moves it halfway there. sync: broadcast rank 0's buffers, DDP's default.
     """
     norm = nn.BatchNorm1d(1, momentum=0.5).to(device())
     seen: list[torch.Tensor] = []
@@ -222,12 +222,12 @@ def running_means(rank: int, world_size: int, sync: bool = True) -> dict[str, to
 
 
 def count_calls(trace: Trace) -> Counter[str]:
-    """Count the collectives of a trace by their call, as in "DDP broadcast(src=0)"."""
+    """Count the collectives of a trace by call, such as "DDP broadcast(src=0)"."""
     return Counter(next(iter(call.values())).call for call in trace.collectives)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the workers, compare with what one process computes, print one line."""
+    """Run the workers, compare with what one process computes, and print one line."""
     options = lesson_parser("ddp", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
@@ -235,14 +235,14 @@ def main(argv: list[str] | None = None) -> None:
             hands = [dealt for (dealt,) in ranks(deal, length, False, drop_last)]
             prove("positions are dealt as by hand", hands == deal_by_hand(length, n, drop_last))
             shuffled = [dealt for (dealt,) in ranks(deal, length, True, drop_last, (7,))]
-            prove("shuffling deals equally often", how_often(shuffled) == how_often(hands))
+            prove("shuffling deals each position as often", how_often(shuffled) == how_often(hands))
         prove_start_and_mean(ranks)
         prove_no_sync(ranks)
         ranks.say(f"ddp: {ranks}, equal start, mean gradients; no_sync and sampler as by hand")
 
 
 def prove_start_and_mean(ranks) -> None:
-    """Prove that DDP starts all replicas as rank 0's, and leaves the mean gradient."""
+    """Prove that DDP copies rank 0's parameters, and leaves the mean gradient."""
     result = ranks(construct)
     start = result[0]["before"]
     prove("replicas start as rank 0's", all(torch.equal(r["after"], start) for r in result))
@@ -255,7 +255,7 @@ def prove_start_and_mean(ranks) -> None:
 
 
 def prove_no_sync(ranks) -> None:
-    """Prove that four small batches make the gradient of one large batch, and of one exchange."""
+    """Prove that four small batches give one large batch's gradient, in one exchange."""
     reference = whole_batch_gradient(8 * 4 * ranks.world_size)
     for silent, exchanges in ((True, 1), (False, 4)):
         result = ranks(accumulate, 4, silent)
@@ -266,8 +266,8 @@ def prove_no_sync(ranks) -> None:
 
 
 def how_often(hands: list[list[int]]) -> list[int]:
-    """Return how many positions were dealt once, how many twice and so on."""
-    counts = Counter(Counter(place for hand in hands for place in hand).values())
+    """Return how many positions were dealt once, how many twice, and so on."""
+    counts = Counter(Counter(card for hand in hands for card in hand).values())
     return [counts[often] for often in range(1, 1 + max(counts, default=0))]
 
 

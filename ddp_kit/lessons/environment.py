@@ -1,7 +1,7 @@
 """Your machine: what PyTorch finds here, and how a process learns which rank it is.
 
 `is_available`, `is_initialized`, a `synchronize()` that is safe to call anywhere, and a worker that
-reads its rank from the environment, whoever started it. Source: a note on the first steps with
+reads its rank from the environment, however it was started. Source: a note on the first steps with
 `torch.distributed`.
 """
 
@@ -19,16 +19,20 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons import renamed
 from ddp_kit.pool.rank_handle import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun tells each process
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun sets for each process
 EXITS = (
     "torch has no distributed package",
     "there is no process group",
     "the world is one rank",
     "all ranks are here",
 )
+
+
+__getattr__ = renamed(__name__, told="who_am_i")
 
 
 def synchronize() -> str:
@@ -46,14 +50,14 @@ def synchronize() -> str:
 def without_a_package() -> str:
     """Call `synchronize` as on a PyTorch that was built without its distributed package.
 
-    Such a build is rare, so this exit alone is feigned: `dist.is_available` is replaced.
+    Such builds are rare, so this is the one exit that we fake: `dist.is_available` is replaced.
     """
     with patch.object(dist, "is_available", return_value=False):
         return synchronize()
 
 
 def in_a_world_of_one() -> str:
-    """Call `synchronize` in a process group that this process forms with nobody else."""
+    """Call `synchronize` in a process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return synchronize()
@@ -67,7 +71,7 @@ def everywhere(rank: int, world_size: int) -> str:
 
 
 def introduce() -> str:
-    """Print and return who this process is. It asks its environment, and nobody else."""
+    """Print and return who this process is, using only its environment variables."""
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -81,9 +85,9 @@ def introduce() -> str:
 def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
-    None of them outlives this call, nor what it has started: an interrupt ends them, and so does
-    the time, which raises TimeoutError. Their temporary files go with them. errors: return the
-    lines on stderr, too.
+    No program outlives this call, nor does any process it has started: they are ended by an
+    interrupt, and by the time limit, which raises TimeoutError. Their temporary files are removed.
+    errors: also return the lines on stderr.
     """
     started: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -92,14 +96,14 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT if errors else subprocess.DEVNULL,
         }
-        mark = uuid.uuid4().hex  # what they start has it, too
+        mark = uuid.uuid4().hex  # the processes that they start inherit it
         around = os.environ | {"TMPDIR": folder, RANK_MARK: mark}
         try:
             for command in commands:
                 program = shlex.split(command)
                 started.append(subprocess.Popen(program, text=True, env=around, **streams))
             deadline = time.monotonic() + seconds
-            said = [p.communicate(timeout=deadline - time.monotonic())[0] for p in started]
+            printed = [p.communicate(timeout=deadline - time.monotonic())[0] for p in started]
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
         finally:
@@ -107,11 +111,11 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
                 process.kill()
                 process.wait()
             kill_marked(mark)
-    return sorted("".join(said).splitlines())
+    return sorted("".join(printed).splitlines())
 
 
-def told(rank: int, world_size: int) -> dict[str, int]:
-    """Return what the environment says, and what the process group says."""
+def who_am_i(rank: int, world_size: int) -> dict[str, int]:
+    """Return this rank's numbers according to the environment and to the process group."""
     environment = {name: int(os.environ[name]) for name in NAMES}
     return environment | {
         "get_rank()": dist.get_rank(),
@@ -120,7 +124,7 @@ def told(rank: int, world_size: int) -> dict[str, int]:
 
 
 def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) -> dict[str, float]:
-    """Let rank `late` come `seconds` late to a `synchronize` of all ranks.
+    """Call `synchronize` on all ranks, with rank `late` coming `seconds` late.
 
     Returns when this rank came and when it left, in seconds on the machine's own clock.
     """
@@ -133,18 +137,18 @@ def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Leave `synchronize` by its exits, compare what ranks are told, print one line."""
+    """Leave `synchronize` by each exit, check each rank's numbers, and print one line."""
     options = lesson_parser("environment", __doc__).parse_args(argv or [])
     prove("it returns without a package", without_a_package() == EXITS[0])
     prove("it returns without a group", synchronize() == EXITS[1])
     prove("it returns in a world of one", in_a_world_of_one() == EXITS[2])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
-        for rank, answers in enumerate(ranks(told)):
-            told_by_group = answers["get_rank()"], answers["get_world_size()"]
-            prove("the group counts as the kit does", told_by_group == (rank, n))
-            told_by_environment = answers["RANK"], answers["WORLD_SIZE"]
-            prove("the environment says the same", told_by_environment == (rank, n))
+        for rank, answers in enumerate(ranks(who_am_i)):
+            group = answers["get_rank()"], answers["get_world_size()"]
+            prove("the group numbers ranks as the kit does", group == (rank, n))
+            environment = answers["RANK"], answers["WORLD_SIZE"]
+            prove("the environment agrees", environment == (rank, n))
         last = EXITS[2] if n == 1 else EXITS[3]
         prove("all ranks leave together", list(ranks(everywhere)) == [last] * n)
         times = list(ranks(come_and_leave, 0))

@@ -1,7 +1,7 @@
-"""Init methods: how ranks find each other before the first message.
+"""Init methods: how ranks find each other before the first message (the rendezvous).
 
 `env://`, `file://`, `tcp://` and a `Store` made by hand, what the ranks write into it, and what
-PyTorch's words mean when they do not find each other. Source: "Writing Distributed Applications
+PyTorch's messages mean when a rendezvous fails. Source: "Writing Distributed Applications
 with PyTorch", section Initialization Methods.
 """
 
@@ -22,17 +22,21 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_kit.errors import RankError
+from ddp_kit.failures import name_ranks
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._explain import MEANINGS, explain  # noqa: F401 - the notebook uses them
-from ddp_kit.lessons._noted_store import NotedStore, ranks_in
+from ddp_kit.lessons import renamed
+from ddp_kit.lessons._recording_store import RecordingStore, ranks_in
 
 LOOPBACK = "127.0.0.1"
-HERE = os.environ.get("MASTER_ADDR", LOOPBACK)  # torchrun names rank 0's host to all the others
-PATIENCE = timedelta(seconds=30)  # for a meeting that should succeed
+HERE = os.environ.get("MASTER_ADDR", LOOPBACK)  # torchrun sets it to rank 0's host on all ranks
+PATIENCE = timedelta(seconds=30)  # for a rendezvous that should succeed
+
+__getattr__ = renamed(__name__, NotedStore="RecordingStore")
 
 
 def sum_of_ranks() -> int:
-    """Talk once in the group that was formed, and leave it; return the sum of all ranks."""
+    """Communicate once in the new group, destroy it, and return the sum of all ranks."""
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
     dist.destroy_process_group()
@@ -40,7 +44,7 @@ def sum_of_ranks() -> int:
 
 
 def by_environment(rank: int, world_size: int, port: int) -> int:
-    """Meet at the address that the environment names. RANK and WORLD_SIZE are there already."""
+    """Rendezvous at the address in the environment, where RANK and WORLD_SIZE are set already."""
     os.environ.setdefault("MASTER_ADDR", HERE)
     os.environ.setdefault("MASTER_PORT", str(port))
     dist.init_process_group("gloo", init_method="env://", timeout=PATIENCE)
@@ -48,51 +52,53 @@ def by_environment(rank: int, world_size: int, port: int) -> int:
 
 
 def by_file(rank: int, world_size: int, path: str) -> int:
-    """Meet in a file that every rank can write to."""
-    place = {"rank": rank, "world_size": world_size}
-    dist.init_process_group("gloo", init_method=f"file://{path}", timeout=PATIENCE, **place)
+    """Rendezvous in a file that every rank can write to."""
+    url = f"file://{path}"
+    dist.init_process_group(
+        "gloo", init_method=url, rank=rank, world_size=world_size, timeout=PATIENCE
+    )
     return sum_of_ranks()
 
 
 def by_tcp(rank: int, world_size: int, port: int) -> int:
-    """Meet at an address that every rank knows; rank 0 listens there."""
+    """Rendezvous at an address that every rank knows; rank 0 listens there."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # under torchrun no rank would listen
-    place = {"rank": rank, "world_size": world_size}
-    dist.init_process_group("gloo", init_method=f"tcp://{HERE}:{port}", timeout=PATIENCE, **place)
+    url = f"tcp://{HERE}:{port}"
+    dist.init_process_group(
+        "gloo", init_method=url, rank=rank, world_size=world_size, timeout=PATIENCE
+    )
     return sum_of_ranks()
 
 
 def by_store(rank: int, world_size: int, port: int) -> int:
-    """Meet in a store made by hand."""
-    place = {"rank": rank, "world_size": world_size}
+    """Rendezvous in a store made by hand."""
     store = dist.TCPStore(HERE, port, world_size, is_master=rank == 0, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, timeout=PATIENCE, **place)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
     return sum_of_ranks()
 
 
-def meeting_places(rank: int, world_size: int) -> dict[str, str | int]:
-    """Propose where to meet: a new folder, and ports that nobody uses at this moment."""
+def propose_rendezvous(rank: int, world_size: int) -> dict[str, str | int]:
+    """Return a new folder, and ports that nobody uses at this moment."""
     folder, (first, second, third) = tempfile.mkdtemp(), free_ports(3)
     return {"folder": folder, "env": first, "tcp": second, "store": third}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ask the system for ports that are free now; they are taken only when somebody listens."""
+    """Return ports that are free now; they stay so until somebody listens on them."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
 
 
 def noted(rank: int, world_size: int, path: str) -> dict:
-    """Form a group through a store that takes notes, and talk once.
+    """Form a group through a RecordingStore, and communicate once.
 
-    Returns "notes" (as NotedStore has them), "later" (how many of them came after the group was
-    formed), and "listens" (whether what this rank wrote holds an address at which it listens; None
-    where the system does not tell).
+    Returns "notes" (the store's), "later" (how many of them were made after the group was
+    formed), and "listens" (whether this rank wrote an address on which it listens; None if the
+    system does not report that).
     """
-    store = NotedStore(dist.FileStore(path, world_size))
-    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
-    dist.init_process_group("gloo", store=store, **place)
+    store = RecordingStore(dist.FileStore(path, world_size))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
     formed = len(store.notes)
     own = [(ip, port) for ip, port, pid in listeners() if pid == os.getpid()]
     written = b"".join(store.values.values())
@@ -103,14 +109,14 @@ def noted(rank: int, world_size: int, path: str) -> dict:
 
 
 def packed(ip: str) -> bytes:
-    """Return an address as the bytes that the system uses."""
+    """Return an IP address as bytes in network order."""
     return socket.inet_pton(socket.AF_INET6 if ":" in ip else socket.AF_INET, ip)
 
 
 def listeners() -> list[tuple[str, int, int | None]]:
-    """List who listens on this machine: address, port, and process id where the system tells it.
+    """Return all listeners of this machine: address, port, and process id where it is known.
 
-    Where the system tells it to an administrator only, it lists what this process listens at.
+    Where only an administrator may ask for all of them, return those of this process.
     """
     try:
         found = [(c, c.pid) for c in psutil.net_connections("tcp")]
@@ -120,16 +126,16 @@ def listeners() -> list[tuple[str, int, int | None]]:
 
 
 def owner(port: int) -> str:
-    """Say who listens on a port of this machine, as far as the system tells."""
+    """Return the names of the processes that listen on a port, as far as the system shows them."""
     try:
         pids = {pid for _, other, pid in listeners() if other == port}
         names = {
             "this process" if pid == os.getpid() else psutil.Process(pid).name()
             for pid in pids - {None}
         }
-    except psutil.Error:  # it ended meanwhile, or belongs to somebody else
+    except psutil.Error:  # it has ended meanwhile, or belongs to another user
         names = set()
-    return " and ".join(sorted(names)) or "nobody, or a process that the system does not name"
+    return " and ".join(sorted(names)) or "no process, or one that the system does not show"
 
 
 def attempt(
@@ -139,26 +145,29 @@ def attempt(
     claims: Sequence[tuple[int, int, float] | None],
     late: float = 0,
 ) -> int | None:
-    """Try to form a group. What a rank says about itself may be wrong.
+    """Try to form a group in which ranks may give PyTorch wrong numbers.
 
-    claims: for each rank, the rank, the world size and the time limit in seconds that it gives to
-    PyTorch; None keeps it away. late: seconds by which all ranks but rank 0 come later.
+    claims: for each rank, the rank, world size and time limit in seconds that it gives to
+    PyTorch; None keeps it away. late: seconds by which all ranks but rank 0 are delayed.
     """
     if claims[rank] is None:
         return None
     time.sleep(late if rank else 0)
     rank, world_size, seconds = claims[rank]
-    place = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=seconds)}
+    limit = timedelta(seconds=seconds)
     with quiet():
-        dist.init_process_group("gloo", init_method=url, **place)
+        dist.init_process_group(
+            "gloo", init_method=url, rank=rank, world_size=world_size, timeout=limit
+        )
     return sum_of_ranks()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Send what this process writes to file descriptor 2 nowhere.
+    """Discard what this process writes to file descriptor 2 (stderr).
 
-    When a meeting fails, PyTorch's C++ prints a page of addresses there, besides what it raises.
+    When a rendezvous fails, PyTorch's C++ code not only raises, but also prints a page of
+    addresses there.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -171,38 +180,102 @@ def quiet() -> Iterator[None]:
 
 
 def killed(rank: int, world_size: int, path: str) -> None:
-    """Form a group through a file; then rank 1's process is killed, and cleans up nothing."""
-    place = {"rank": rank, "world_size": world_size, "timeout": PATIENCE}
-    dist.init_process_group("gloo", init_method=f"file://{path}", **place)
+    """Form a group through a file; then rank 1's process is killed and cleans up nothing."""
+    url = f"file://{path}"
+    dist.init_process_group(
+        "gloo", init_method=url, rank=rank, world_size=world_size, timeout=PATIENCE
+    )
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
+START_ALL = "Start every rank, each with its own rank number and all with the same world size."
+
+# What PyTorch's message contains, what it means, and what to do.
+MEANINGS = {
+    "expected, but not set": (
+        "env:// needs an environment variable that is not set.",
+        "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank.",
+    ),
+    "clients joined": ("it hosts the store, and not all ranks connected in time.", START_ALL),
+    "Wait timeout": ("it waited for another rank, which wrote nothing to the file.", START_ALL),
+    "wait timeout": ("it waited for another rank, which wrote nothing to the store.", START_ALL),
+    "EADDRINUSE": (
+        "it must listen on a port that another process is using.",
+        "Choose a free port. Only one rank may be rank 0.",
+    ),
+    "to connect to": (
+        "nothing listens at the address it was given.",
+        "Start rank 0. MASTER_ADDR and MASTER_PORT, or the URL, must name its machine and port.",
+    ),
+    "onnect": (  # "Connection refused" or "Connect timeout": it depends on which rank connects
+        "it found another rank's address, but could not connect to it.",
+        "The address may be from an earlier run: remove the file, or use a new name each time.",
+    ),
+    "operation to complete": (
+        "it joined a group, but another rank did not take part in time.",
+        START_ALL,
+    ),
+}
+CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
+
+
+def explain(error: Exception) -> str:
+    """Return what PyTorch meant, in wording that is the same on every run.
+
+    A RankError is explained rank by rank, without ranks that failed only because another one had
+    left. For any other error, only its meaning is returned.
+    """
+    if not isinstance(error, RankError):
+        return _meaning(type(error).__name__, str(error))
+    followed = {
+        rank
+        for rank, failure in error.failures.items()
+        if any(fragment in failure.message for fragment in CONSEQUENCES)
+    }
+    ranks_by_meaning: dict[str, list[int]] = {}
+    for rank in error.failures.keys() - followed or followed:
+        failure = error.failures[rank]
+        meaning = _meaning(failure.type, failure.message)
+        ranks_by_meaning.setdefault(meaning, []).append(rank)
+    return "\n".join(
+        f"{name_ranks(ranks)}: {meaning}"
+        for meaning, ranks in sorted(ranks_by_meaning.items(), key=lambda item: min(item[1]))
+    )
+
+
+def _meaning(kind: str, message: str) -> str:
+    for fragment, (meaning, hint) in MEANINGS.items():
+        if fragment in message:
+            return f"{meaning}\n    {hint}"
+    return f"{kind}, which this lesson does not explain; read its message."
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Meet in four ways, and look into the store; print one line."""
+    """Form groups in four ways, look into the store, and print one line."""
     options = lesson_parser("init_methods", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace, init=False) as ranks:
         n = ranks.world_size
-        proposed = list(ranks(meeting_places))
-        places = proposed[0]  # rank 0 decides
+        proposed = list(ranks(propose_rendezvous))
+        points = proposed[0]  # rank 0 decides
         try:
-            path = f"{places['folder']}/noted"
+            path = f"{points['folder']}/noted"
             for rank, seen in enumerate(ranks(noted, path)):
                 _prove_all_gather(seen, rank, n)
-            for worker, place in (
-                (by_environment, places["env"]),
-                (by_file, f"{places['folder']}/met"),
-                (by_tcp, places["tcp"]),
-                (by_store, places["store"]),
+            for worker, point in (
+                (by_environment, points["env"]),
+                (by_file, f"{points['folder']}/met"),
+                (by_tcp, points["tcp"]),
+                (by_store, points["store"]),
             ):
                 with patch.dict(os.environ):  # under torchrun a worker changes this process's own
-                    sums = list(ranks(worker, place))
+                    sums = list(ranks(worker, point))
                 prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
         finally:
-            for place in proposed:
-                shutil.rmtree(place["folder"], ignore_errors=True)
+            for points in proposed:
+                shutil.rmtree(points["folder"], ignore_errors=True)
         ranks.say(f"init_methods: {ranks}, met in 4 ways, one address from each in the store")
 
 
@@ -210,8 +283,8 @@ def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
     wrote = [key for call, key, _ in seen["notes"] if call == "set"]
     read = [key for call, key, _ in seen["notes"] if call == "get"]
     prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
-    prove("it reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
-    prove("what it wrote is an address at which it listens", seen["listens"] is not False)
+    prove("a rank reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
+    prove("a rank wrote an address at which it listens", seen["listens"] is not False)
     prove("messages do not go through the store", seen["later"] == 0)
 
 

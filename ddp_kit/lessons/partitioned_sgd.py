@@ -1,6 +1,6 @@
 """Partitioned SGD: every rank trains on its part of the digits; gradients are averaged.
 
-The tutorial's own data-parallel training, whole: `Partition`, `DataPartitioner`, `Net`,
+The tutorial's complete data-parallel training: `Partition`, `DataPartitioner`, `Net` and
 `average_gradients`, with its hyper-parameters. Source: "Writing Distributed Applications with
 PyTorch", section Distributed Training.
 """
@@ -8,7 +8,8 @@ PyTorch", section Distributed Training.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,25 +17,88 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_kit import device, mnist, progress
 from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._digits import (  # noqa: F401 - the notebook uses them
-    SEED,
-    DataPartitioner,
-    Net,
-    Partition,
-    as_batch,
-    first_digits,
-)
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.explorer import Explorer
 
+SEED = 1234
 GLOBAL_BATCH = 128
 USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+
+
+class Partition(Dataset):
+    """The part of a dataset given by a list of positions."""
+
+    def __init__(self, data: Dataset, index: Sequence[int]) -> None:
+        self.data, self.index = data, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, position: int):
+        return self.data[self.index[position]]
+
+
+class DataPartitioner:
+    """Cuts a dataset at random into parts of the given sizes, the same on every rank.
+
+    sizes: fractions of the whole, such as (0.25, 0.25, 0.25, 0.25).
+    """
+
+    def __init__(self, data: Dataset, sizes: Sequence[float], seed: int = SEED) -> None:
+        self.data = data
+        self.partitions: list[list[int]] = []
+        index = list(range(len(data)))
+        Random(seed).shuffle(index)
+        for size in sizes:
+            length = int(size * len(data))
+            self.partitions.append(index[:length])
+            index = index[length:]
+
+    def use(self, part: int) -> Partition:
+        """Return one of the parts."""
+        return Partition(self.data, self.partitions[part])
+
+
+class Net(nn.Module):
+    """The tutorial's network: two convolutions, two linear layers, 21,840 parameters.
+
+    The input has shape (batch, 1, 28, 28), the output (batch, 10): log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.dropout(x, training=self.training)
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a dataset as one batch: images (count, 1, 28, 28), labels (count,)."""
+    images, labels = zip(*(digits[i] for i in range(len(digits))), strict=True)
+    return torch.stack(images).to(device()), torch.tensor(labels, device=device())
+
+
+def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first training digits as one batch."""
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    return as_batch(Partition(mnist(), range(count)))
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -46,7 +110,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def average_gradients_flat(model: nn.Module) -> None:
-    """Do the same with one all_reduce: all gradients share one flat buffer."""
+    """Do the same with a single all_reduce: all gradients share one flat buffer."""
     gradients = [parameter.grad for parameter in model.parameters()]
     buffer = torch.cat([gradient.view(-1) for gradient in gradients])
     dist.all_reduce(buffer, op=dist.ReduceOp.SUM)
@@ -57,7 +121,7 @@ def average_gradients_flat(model: nn.Module) -> None:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Leave each rank its own gradients; what a single process does, too."""
+    """Do nothing: each rank keeps its own gradients, as a single process would."""
 
 
 def partition_dataset(rank: int, world_size: int) -> DataLoader:
@@ -108,10 +172,10 @@ def train_alone(epochs: int = 3, lr: float = 0.01, momentum: float = 0.5) -> dic
 def first_steps(
     rank: int, world_size: int, lr: float = 0.03, steps: int = 24, batches: int = 8
 ) -> list[float]:
-    """Train one replica for some steps, again and again through the first few batches.
+    """Train one replica for some steps, cycling through the first few batches.
 
-    A batch has 128 digits for all ranks together. Dropout is off, so that 1, 2, 4 and 8 ranks
-    take the same course but for rounding. Returns this rank's loss in each step.
+    A batch has 128 digits for all ranks together. Dropout is off, so that training takes the same
+    course on 1, 2, 4 and 8 ranks, up to rounding. Returns this rank's loss in each step.
     """
     torch.manual_seed(SEED)
     model = Net().to(device()).eval()
@@ -130,11 +194,11 @@ def first_steps(
 
 
 def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
-    """Train for 24 steps and draw each rank's loss; `interact()` gives controls.
+    """Train for 24 steps and draw each rank's loss; `interact()` adds controls.
 
-    Raises PoolError for what cannot be chosen.
+    Raises PoolError for an invalid choice.
     """
-    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit import plot  # ranks do not need it
     from ddp_kit.notebook.explorer import Explorer, positive
 
     rates = positive("lr", lr, USUAL_RATES)
@@ -154,7 +218,7 @@ def _title(settings: dict) -> str:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """Return the fraction of test digits that the model names rightly."""
+    """Return the fraction of test digits that the model classifies correctly."""
     model.eval()
     images, labels = as_batch(mnist(train=False))
     right = (model(images).argmax(1) == labels).sum().item()
@@ -163,12 +227,12 @@ def accuracy(model: nn.Module) -> float:
 
 
 def flat(tensors) -> torch.Tensor:
-    """Return one flat copy of many tensors, on the CPU."""
+    """Return many tensors as one flat copy on the CPU."""
     return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference between two tensors of one shape."""
+    """Return the largest absolute difference between two tensors of the same shape."""
     return (one - other).abs().max().item()
 
 
@@ -180,7 +244,7 @@ def mean_gradient(
 ) -> torch.Tensor:
     """Average the gradients of equal shards of one batch; return them flat.
 
-    Dropout is off: it would draw other masks on other ranks.
+    Dropout is off: each rank would draw a mask of its own.
     """
     torch.manual_seed(SEED)
     model = Net().to(device()).eval()
@@ -230,7 +294,7 @@ VARIANTS = {
 
 
 def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[float]]:
-    """Time one training step of each variant, in turn, so that noise meets all alike.
+    """Time one training step of each variant, in turn, so that noise affects all alike.
 
     Returns seconds per step for each name in VARIANTS, `steps` of them.
     """
@@ -263,7 +327,7 @@ def slowest(result) -> dict[str, list[float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, compare with one process and with DDP, print one line."""
+    """Train, compare with one process and with DDP, and print one line."""
     parser = lesson_parser("partitioned_sgd", __doc__)
     parser.add_argument("--epochs", type=int, default=1, help="passes over the digits (default 1)")
     options = parser.parse_args(argv or [])

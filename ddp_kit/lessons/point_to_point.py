@@ -1,7 +1,7 @@
 """Point-to-point: one rank sends, one receives.
 
-Blocking `send`/`recv`, immediate `isend`/`irecv`, a token passed round the ring, and what may
-not be touched before `wait()`. Source: "Writing Distributed Applications with PyTorch",
+Blocking `send`/`recv`, immediate `isend`/`irecv`, a token passed round a ring, and which tensors
+must not be touched before `wait()`. Source: "Writing Distributed Applications with PyTorch",
 section Point-to-Point Communication.
 """
 
@@ -15,7 +15,7 @@ from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 
 
 def blocking(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Send from each even rank to the odd rank behind it; both wait until it is done.
+    """Send from each even rank to the next odd rank; both wait until the message is through.
 
     Returns the tensor of shape (1,) before and after. A rank without a partner keeps its own.
     """
@@ -31,7 +31,7 @@ def blocking(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 def immediate(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     """Send to the right and receive from the left, both at once, on every rank.
 
-    Returns the tensors of shape (1,): what the rank held before, what it received.
+    Returns the tensors of shape (1,): what the rank held before, and what it received.
     """
     tensor = torch.tensor([10 * rank], device=device())
     received = tensor.clone()
@@ -46,8 +46,8 @@ def immediate(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 def token(rank: int, world_size: int) -> list[int]:
     """Pass one tensor round the ring; each rank signs it, and rank 0 gets it back.
 
-    Returns what stood on the token when this rank passed it on, -1 where nobody had signed;
-    for rank 0, what came back.
+    Returns the token as this rank passed it on, with -1 where nobody had signed yet; rank 0
+    returns it as it came back.
     """
     signed = torch.full((world_size,), -1, device=device())
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
@@ -62,10 +62,10 @@ def token(rank: int, world_size: int) -> list[int]:
 
 
 def written_too_early(rank: int, world_size: int) -> int | None:
-    """Write to a tensor after `isend` and before `wait()`: rank 0 means 1, then writes 99.
+    """Write to a tensor after `isend` and before `wait()`: rank 0 sends 1, then writes 99.
 
-    Returns what ranks 0 and 1 hold at the end. The barrier stands where an unlucky moment
-    would; with gloo it makes the outcome the same every time.
+    Returns what ranks 0 and 1 hold at the end. The barrier takes the place of unlucky timing;
+    with gloo it makes the outcome the same every time.
     """
     if rank > 1 or world_size == 1:
         dist.barrier()
@@ -83,9 +83,9 @@ def written_too_early(rank: int, world_size: int) -> int | None:
 
 
 def read_too_early(rank: int, world_size: int) -> dict[str, int] | None:
-    """Read a tensor after `irecv` and before `wait()`, on rank 1, and once more after it.
+    """Read a tensor on rank 1 after `irecv`, both before and after `wait()`.
 
-    The barrier holds rank 0 back until rank 1 has looked, as a slow sender would.
+    The barrier holds rank 0 back until rank 1 has read, as if the sender were slow.
     """
     if rank != 1:
         dist.barrier()
@@ -101,7 +101,7 @@ def read_too_early(rank: int, world_size: int) -> dict[str, int] | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the workers, compare with what a plain list would hold, print one line."""
+    """Run the workers, compare with what plain lists would hold, and print one line."""
     options = lesson_parser("point_to_point", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         signed[0] = list(range(n))
 
         result = ranks(blocking)
-        prove("odd ranks hold what the rank before sent", _after(result) == paired)
+        prove("odd ranks hold what the rank before them sent", _after(result) == paired)
         result = ranks(immediate)
         prove("every rank holds what its left neighbour sent", _after(result) == shifted)
         prove("the token came round with every rank on it", list(ranks(token)) == signed)

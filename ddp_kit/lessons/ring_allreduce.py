@@ -1,6 +1,6 @@
-"""Ring all-reduce: the sum of all ranks' tensors, made of sends to the right neighbour.
+"""Ring all-reduce: the sum of all ranks' tensors, built from sends to the right neighbour.
 
-Three rings, each sums a contiguous `tensor` in place on every rank, as `dist.all_reduce` does:
+Three rings; each sums a contiguous `tensor` in place on every rank, as `dist.all_reduce` does:
 
     whole_ring      the tutorial's: the whole tensor travels n-1 times
     chunked_ring    its homework: n chunks; reduce-scatter, then all-gather
@@ -51,7 +51,7 @@ def whole_ring(tensor: torch.Tensor) -> None:
 def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: None) -> None:
     """Sum a contiguous `tensor` over all ranks in place; every message is one chunk of n.
 
-    after_step: called after each of the 2(n-1) steps, for those who want to watch.
+    after_step: called after each of the 2(n-1) steps, to watch the chunks.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -59,7 +59,7 @@ def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: 
     arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
     for step in range(2 * (n - 1)):
         going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        reducing = step < n - 1  # first add up, then hand round
+        reducing = step < n - 1  # first reduce, then gather
         into = arriving[: len(coming)] if reducing else coming
         exchange(going, right, into, left)
         if reducing:
@@ -68,7 +68,7 @@ def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: 
 
 
 def exchange(going: torch.Tensor, right: int, coming: torch.Tensor, left: int) -> None:
-    """Send one chunk and receive another at once. An empty chunk is no message."""
+    """Send one chunk and receive another at the same time. An empty chunk is not sent."""
     sending = dist.isend(going, right) if len(going) else None
     if len(coming):
         dist.recv(coming, left)
@@ -79,8 +79,8 @@ def exchange(going: torch.Tensor, right: int, coming: torch.Tensor, left: int) -
 def preposted_ring(tensor: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
     """Sum a contiguous `tensor` in place, with every receive posted before the first send.
 
-    scratch: a tensor of the same shape and dtype to receive in; made anew when None. A trainer
-        would keep it between steps.
+    scratch: a tensor of the same shape and dtype to receive into; allocated if None. A training
+        loop would keep one between steps.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -113,7 +113,7 @@ def example(rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dty
 
 
 def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], dtype: torch.dtype):
-    """Tell whether `ring` gives just what `dist.all_reduce` gives, for one shape and dtype."""
+    """Return whether `ring` gives exactly what `dist.all_reduce` gives for a shape and dtype."""
     tensor = example(rank, world_size, shape, dtype)
     expected = tensor.clone()
     dist.all_reduce(expected)
@@ -122,15 +122,15 @@ def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], 
 
 
 def count(rank: int, world_size: int, ring: Callable, numel: int) -> None:
-    """Run `ring` once on `numel` float32; the run's trace then holds its messages."""
+    """Run `ring` once on `numel` float32; the run's trace then contains its messages."""
     ring(example(rank, world_size, (numel,), torch.float32))
 
 
 def watch(rank: int, world_size: int) -> torch.Tensor:
-    """Run the chunked ring on powers of ten, and keep what each chunk held after each step.
+    """Run the chunked ring on powers of ten, and record each chunk after each step.
 
-    Rank r brings 10**r in every chunk, so the digits of a sum tell who is in it.
-    Returns shape (2 * (world_size - 1) + 1, world_size): steps from the start on, chunks.
+    Rank r starts with 10**r in every chunk, so the digits of a sum show which ranks are in it.
+    Returns shape (2 * (world_size - 1) + 1, world_size): the start and each step, by chunk.
     """
     tensor = torch.full((world_size,), 10**rank, device=device())
     steps = [tensor.clone()]
@@ -141,9 +141,9 @@ def watch(rank: int, world_size: int) -> torch.Tensor:
 def explore(world_size: int = 4) -> Explorer:
     """Watch the chunked ring and draw all its steps; `interact()` shows them one by one.
 
-    Raises PoolError for a world size that cannot be drawn or run.
+    Raises PoolError for a world size that cannot be run or drawn.
     """
-    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit import plot  # ranks do not need it
     from ddp_kit.notebook.explorer import Explorer
 
     return Explorer(
@@ -158,7 +158,7 @@ def explore(world_size: int = 4) -> Explorer:
 
 
 def expected_cost(ring: Callable, world_size: int, nbytes: int) -> tuple[int, float]:
-    """Return messages and bytes that one rank sends, by the formula."""
+    """Return how many messages and bytes one rank sends, by the formula."""
     if ring is whole_ring:
         return world_size - 1, (world_size - 1) * nbytes
     return 2 * (world_size - 1), 2 * (world_size - 1) / world_size * nbytes
@@ -187,7 +187,7 @@ def measure(rank: int, world_size: int, nbytes: int, rounds: int) -> dict[str, l
 
 
 def bandwidth(run: Callable, sizes=SIZES, rounds: int = 3) -> dict[str, list[tuple[int, float]]]:
-    """Measure each contestant over message sizes; median seconds on the slowest rank.
+    """Time each contestant at each message size; return median seconds on the slowest rank.
 
     run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor.
     """
@@ -201,7 +201,7 @@ def bandwidth(run: Callable, sizes=SIZES, rounds: int = 3) -> dict[str, list[tup
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare each ring with `dist.all_reduce`, count its messages, print one line."""
+    """Compare each ring with `dist.all_reduce`, count its messages, and print one line."""
     parser = lesson_parser("ring_allreduce", __doc__)
     parser.add_argument("--measure", action="store_true", help="also time 4 kB to 100 MB")
     options = parser.parse_args(argv or [])
@@ -215,19 +215,19 @@ def main(argv: list[str] | None = None) -> None:
             trace = ranks(count, ring, 1000 * n).trace
             messages, nbytes = expected_cost(ring, n, 4 * 1000 * n)
             for rank in range(n):
-                prove("messages are as few", len(trace.messages(src=rank)) == messages)
-                prove("bytes are as few", trace.bytes_sent(rank) == round(nbytes))
-        prove("the last step holds every rank", _complete(ranks(watch)))
+                sent = len(trace.messages(src=rank)), trace.bytes_sent(rank)
+                prove("each rank sends what the formula says", sent == (messages, round(nbytes)))
+        prove("after the last step every chunk includes every rank", _complete(ranks(watch)))
         ranks.say(f"ring_allreduce: {ranks}, {len(RINGS)} rings agree with dist.all_reduce")
         if options.measure:
-            _say_bandwidth(ranks)
+            _print_bandwidth(ranks)
 
 
 def _complete(result) -> bool:
     return all((steps[-1] == int("1" * len(result))).all() for steps in result)
 
 
-def _say_bandwidth(ranks) -> None:
+def _print_bandwidth(ranks) -> None:
     series = bandwidth(ranks)
     base = dict(series["built-in all_reduce"])
     for name, points in series.items():

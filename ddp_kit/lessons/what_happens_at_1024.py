@@ -1,13 +1,15 @@
 """What happens at 1024: five all_reduces and DDP send what `ddp_kit.model` says.
 
-The model counts messages and bytes, and gives each a price. Here real ranks send them, and the
-trace of the run is held against the model. Times are for the notebook.
+The model counts messages and bytes and gives each a cost. Here real ranks send them, and the
+trace of the run is compared with the model. Besides the rings of lesson 04 there are three more
+all_reduces made of sends: a tree, halving and doubling, and two levels of rings. The times are
+for the notebook.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from statistics import median
 
@@ -18,13 +20,96 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device, model
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._all_reduces import halving_doubling, tree, two_level
-from ddp_kit.lessons._buckets import Stack
-from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, whole_ring
+from ddp_kit.lessons._ddp_buckets import Stack
+from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange, whole_ring
 from ddp_kit.model import Link
 from ddp_kit.trace import Trace
 
-# What sums a tensor on real ranks, and what the model says of it.
+
+def tree(tensor: torch.Tensor) -> None:
+    """Sum a contiguous `tensor` in place: up a binomial tree to rank 0, and down again."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    arriving = torch.empty_like(tensor)
+    distances = [2**level for level in range((n - 1).bit_length())]
+    for distance in distances:
+        if rank % (2 * distance) == distance:
+            dist.send(tensor, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < n:
+            dist.recv(arriving, rank + distance)
+            tensor += arriving
+    for distance in reversed(distances):
+        if rank % (2 * distance) == distance:
+            dist.recv(tensor, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < n:
+            dist.send(tensor, rank + distance)
+
+
+def halving_doubling(tensor: torch.Tensor) -> None:
+    """Sum a contiguous `tensor` in place: swap halves, quarters, eighths, and all the way back.
+
+    Ranks above the largest power of two first send their tensor to a partner, and receive the
+    sum from it at the end.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    core = 2 ** (n.bit_length() - 1)
+    arriving = torch.empty_like(tensor).view(-1)
+    if rank >= core:
+        dist.send(tensor, rank - core)
+        dist.recv(tensor, rank - core)
+        return
+    if rank + core < n:
+        dist.recv(arriving, rank + core)
+        tensor.view(-1).add_(arriving)
+    piece, swaps, distance = tensor.view(-1), [], core // 2
+    while distance:
+        low, high = piece.tensor_split(2)
+        kept, given = (high, low) if rank & distance else (low, high)
+        exchange(given, rank ^ distance, arriving[: len(kept)], rank ^ distance)
+        kept += arriving[: len(kept)]
+        swaps.append((rank ^ distance, kept, given))
+        piece, distance = kept, distance // 2
+    for partner, kept, given in reversed(swaps):
+        exchange(kept, partner, given, partner)
+    if rank + core < n:
+        dist.send(tensor, rank + core)
+
+
+def two_level(tensor: torch.Tensor, per_host: int) -> None:
+    """Sum a contiguous `tensor` in place: rings inside hosts of `per_host` ranks, then between.
+
+    Consecutive ranks share a host; the world size must be a multiple of `per_host`.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    host = rank - rank % per_host
+    inside, between = range(host, host + per_host), range(rank % per_host, n, per_host)
+    chunks = tensor.view(-1).tensor_split(per_host)
+    mine = reduce_scatter(chunks, inside)
+    pieces = mine.tensor_split(len(between))
+    reduce_scatter(pieces, between)
+    all_gather(pieces, between)
+    all_gather(chunks, inside)
+
+
+def reduce_scatter(chunks: Sequence[torch.Tensor], ring: Sequence[int]) -> torch.Tensor:
+    """Sum n chunks over the n ranks of a ring, in n-1 steps; return the one complete here."""
+    me, n = ring.index(dist.get_rank()), len(ring)
+    arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
+    for step in range(n - 1):
+        going, coming = chunks[(me - step) % n], chunks[(me - step - 1) % n]
+        exchange(going, ring[(me + 1) % n], arriving[: len(coming)], ring[(me - 1) % n])
+        coming += arriving[: len(coming)]
+    return chunks[(me + 1) % n]
+
+
+def all_gather(chunks: Sequence[torch.Tensor], ring: Sequence[int]) -> None:
+    """Pass the complete chunks round the ring, in n-1 steps."""
+    me, n = ring.index(dist.get_rank()), len(ring)
+    for step in range(n - 1):
+        going, coming = chunks[(me - step + 1) % n], chunks[(me - step) % n]
+        exchange(going, ring[(me + 1) % n], coming, ring[(me - 1) % n])
+
+
+# What sums a tensor on real ranks, and its formula in the model.
 SENT: dict[str, tuple[Callable, Callable]] = {
     "naive ring": (whole_ring, model.naive_ring),
     "chunked ring": (chunked_ring, model.chunked_ring),
@@ -38,7 +123,7 @@ ALL_REDUCES = SENT | {"built-in": (dist.all_reduce, model.chunked_ring)}
 def replay(trace: Trace, alpha: float, beta: float) -> float:
     """Return the seconds that the messages of a run would take on links of alpha and beta.
 
-    A message starts when sender and receiver are through with all that they had waited for
+    A message starts when its sender and its receiver have finished all that they waited for
     before they posted it.
     """
     messages = trace.messages()
@@ -55,9 +140,9 @@ def replay(trace: Trace, alpha: float, beta: float) -> float:
 
 
 def backwards_by_ring(rank: int, world_size: int) -> list[int]:
-    """Run two backwards of DDP whose buckets go round the chunked ring; return their bytes.
+    """Run two backwards of DDP that reduces buckets by the chunked ring; return their bytes.
 
-    The first has one bucket, because DDP does not know yet in which order gradients come.
+    The first has one bucket, because DDP does not know yet in which order gradients are ready.
     """
     sizes: list[int] = []
 
@@ -80,7 +165,7 @@ def backwards_by_ring(rank: int, world_size: int) -> list[int]:
 def time_all_reduces(
     rank: int, world_size: int, sizes: Iterable[int]
 ) -> dict[tuple[str, int], float]:
-    """Time each of ALL_REDUCES once, after a first call that warms up: by name and bytes."""
+    """Time each of ALL_REDUCES once, after a warm-up call: seconds by name and bytes."""
     seconds: dict[tuple[str, int], float] = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4, device=device())
@@ -96,10 +181,10 @@ def time_all_reduces(
 def measure(
     run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], rounds: int = 3
 ) -> dict[str, list[tuple[int, int, float]]]:
-    """Return ranks, bytes and seconds of each all_reduce: of the slowest rank, the best round.
+    """Return ranks, bytes and seconds of each all_reduce: the slowest rank in the best round.
 
-    The best, because other programs can only make it longer. All are timed in each round, so
-    that a busy moment does not hit one of them alone.
+    The best round, because other programs can only make it longer. All are timed in each round,
+    so that a busy moment does not affect only one of them.
     run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
     """
     best: dict[str, dict[tuple[int, int], float]] = {name: {} for name in ALL_REDUCES}
@@ -130,7 +215,7 @@ def compute_seconds(rank: int, world_size: int, steps: int = 20) -> tuple[float,
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Hold the traces of real ranks against the model, print one line."""
+    """Compare the traces of real ranks with the model, and print one line."""
     options = lesson_parser("what_happens_at_1024", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size
@@ -142,39 +227,40 @@ def main(argv: list[str] | None = None) -> None:
             sent = [message.nbytes for message in result.trace.messages(src=rank)]
             for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
                 ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
-                told = model.ddp_step(n, buckets, 0, 0, ring)
-                prove("DDP sends what the model says", counted == round(told))
+                predicted = model.ddp_step(n, buckets, 0, 0, ring)
+                prove("DDP sends what the model says", counted == round(predicted))
         ranks.say(f"what_happens_at_1024: {ranks}, 5 all_reduces and DDP send what the model says")
 
 
 def prove_counts(ranks, name: str, all_reduce: Callable, cost: Callable) -> None:
-    """Prove an all_reduce exact, and its messages those of the model: in a row, and in all."""
+    """Prove that an all_reduce is exact and sends the model's messages, in a row and in all."""
     n, nbytes = ranks.world_size, 480 * ranks.world_size
     prove(f"{name} is exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
     trace = ranks(count, all_reduce, nbytes // 4).trace
     for alpha, beta in ((1, 0), (0, 1)):
-        told = cost(n, nbytes, alpha, beta)
-        prove(f"{name} lasts as long", round(replay(trace, alpha, beta)) == round(told))
+        predicted = round(cost(n, nbytes, alpha, beta))
+        prove(f"{name} takes as long as predicted", round(replay(trace, alpha, beta)) == predicted)
     rounds = model.rounds(cost, n, nbytes)
-    prove(f"{name} has so many", len(trace.messages()) == sum(many for many, _ in rounds))
-    sent = sum(message.nbytes for message in trace.messages())
-    prove(f"{name} sends so much", sent == round(sum(many * size for many, size in rounds)))
+    messages = trace.messages()
+    prove(f"{name} sends as many messages", len(messages) == sum(many for many, _ in rounds))
+    nbytes = round(sum(many * size for many, size in rounds))
+    prove(f"{name} sends as many bytes", sum(message.nbytes for message in messages) == nbytes)
 
 
 def prove_two_levels(ranks, per_host: int) -> None:
-    """Prove the same of two levels, with hosts that are made up."""
+    """Prove the same for two levels, on imaginary hosts."""
     n, nbytes, free, one = ranks.world_size, 480 * ranks.world_size, Link(0, 0), Link(1, 0)
     all_reduce = partial(two_level, per_host=per_host)
     prove("two levels are exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
     trace = ranks(count, all_reduce, nbytes // 4).trace
-    told = model.two_level(n, nbytes, per_host, one, one)
-    prove("two levels last as long", replay(trace, 1, 0) == told)
+    predicted = model.two_level(n, nbytes, per_host, one, one)
+    prove("two levels take as long as predicted", replay(trace, 1, 0) == predicted)
     leaving = [m.nbytes for m in trace.messages() if m.src < per_host <= m.dst]
-    told = model.two_level(n, nbytes, per_host, free, Link(0, 1))
-    prove("the link of a host carries so much", sum(leaving) == round(told))
+    predicted = model.two_level(n, nbytes, per_host, free, Link(0, 1))
+    prove("a host's link carries as many bytes", sum(leaving) == round(predicted))
     staying = [m.nbytes for m in trace.messages(src=0) if m.dst < per_host]
-    told = model.two_level(n, nbytes, per_host, Link(0, 1), free)
-    prove("a link in a host carries so much", sum(staying) == round(told))
+    predicted = model.two_level(n, nbytes, per_host, Link(0, 1), free)
+    prove("a link inside a host carries as many bytes", sum(staying) == round(predicted))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What communication costs, as formulas: plain functions of ranks, bytes, alpha and beta.
 
-    alpha   seconds that a message takes however short it is
+    alpha   seconds that a message takes, however short it is
     beta    seconds that each byte adds; its reciprocal is the bandwidth
-    gamma   seconds to add up one byte; 0 where adding is free or counted in beta
+    gamma   seconds to add one byte; 0 if adding is free or included in beta
 
-A function of `all_reduce` tells the seconds of one all_reduce, `ddp_step` those of a training step.
-`fit` and `fit_link` get alpha and beta out of measured times. Nothing here needs a process.
+The functions in `all_reduce` return the seconds of one all_reduce, `ddp_step` those of a training
+step. `fit` and `fit_link` find alpha and beta from measured times. Nothing here starts a process.
 """
 
 from ddp_kit.model.all_reduce import (
@@ -13,10 +13,11 @@ from ddp_kit.model.all_reduce import (
     chunked_ring,
     halving_doubling,
     naive_ring,
+    on_cores,
+    rounds,
     tree,
     two_level,
 )
-from ddp_kit.model.cores import on_cores, rounds
 from ddp_kit.model.fit import fit, fit_link
 from ddp_kit.model.step import buckets, ddp_step
 

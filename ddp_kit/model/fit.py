@@ -1,4 +1,4 @@
-"""Alpha and beta out of measured times."""
+"""Alpha and beta, fitted to measured times."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ddp_kit.model.all_reduce import Link, check_times
 
 
 def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return alpha, in seconds, and beta, in seconds a byte, of the line alpha + beta * bytes.
+    """Return alpha, in seconds, and beta, in seconds per byte, of the line alpha + beta * bytes.
 
-    points: pairs of bytes and measured seconds. The line has the least squares of the *relative*
-    error: each point is divided by its time, so that a microsecond counts among the small
-    messages as a millisecond does among the large ones. Neither number may be negative; where
-    the best line has one that is, it is 0 and the other alone is fitted. ModelError with fewer
-    than two sizes.
+    points: pairs of bytes and measured seconds. The line minimises the squares of the *relative*
+    errors: each point is divided by its time, so that a microsecond counts as much for a small
+    message as a millisecond for a large one. Neither number may be negative: if one of the best
+    line is, it is set to 0 and only the other one is fitted. Raises ModelError for fewer than two
+    sizes.
     """
     points = list(points)
     for nbytes, _ in points:
         check_times(bytes=nbytes)
     sizes = sorted({nbytes for nbytes, _ in points})
     if len(sizes) < 2:
-        raise ModelError(f"a line needs two sizes at least, got {sizes}")
+        raise ModelError(f"a line needs at least two sizes, got {sizes}")
     return _least_squares([(1.0, nbytes, seconds) for nbytes, seconds in points])
 
 
@@ -37,7 +37,7 @@ def fit_link(
     points = list(points)
     sizes = sorted({(n, nbytes) for n, nbytes, _ in points})
     if len(sizes) < 2:
-        raise ModelError(f"a link needs two sizes or numbers of ranks at least, got {sizes}")
+        raise ModelError(f"a link needs at least two sizes or numbers of ranks, got {sizes}")
     rows = [(cost(n, size, 1, 0), cost(n, size, 0, 1), seconds) for n, size, seconds in points]
     return Link(*_least_squares(rows))
 
@@ -45,12 +45,14 @@ def fit_link(
 def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
     """Return alpha and beta of messages * alpha + bytes * beta = seconds."""
     if not any(messages or nbytes for messages, nbytes, _ in rows):
-        raise ModelError("no message was sent in these runs; measure two ranks or more")
+        raise ModelError("no message was sent in these runs; measure at least two ranks")
     for _, _, seconds in rows:
         check_times(seconds=seconds)
         if seconds == 0:
             raise ModelError(f"a measured time must be more than 0, got {seconds!r}")
-    scale = max(nbytes for _, nbytes, _ in rows) or 1.0  # so that both columns are of one order
+    scale = (
+        max(nbytes for _, nbytes, _ in rows) or 1.0
+    )  # so that both columns have similar magnitudes
     a = [messages / seconds for messages, _, seconds in rows]
     b = [nbytes / scale / seconds for _, nbytes, seconds in rows]
     aa, ab, bb = _dot(a, a), _dot(a, b), _dot(b, b)
@@ -61,7 +63,7 @@ def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float
         if alpha >= 0 and beta >= 0:
             return alpha, beta / scale
     alone = [(sum(a) / aa if aa else 0.0, 0.0), (0.0, sum(b) / bb if bb else 0.0)]
-    alpha, beta = min(alone, key=lambda line: _wrong(a, b, line))
+    alpha, beta = min(alone, key=lambda line: _squared_error(a, b, line))
     return alpha, beta / scale
 
 
@@ -69,5 +71,5 @@ def _dot(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _wrong(a: list[float], b: list[float], line: tuple[float, float]) -> float:
+def _squared_error(a: list[float], b: list[float], line: tuple[float, float]) -> float:
     return sum((line[0] * x + line[1] * y - 1) ** 2 for x, y in zip(a, b, strict=True))

@@ -16,10 +16,10 @@ MIB = 2**20
 
 
 def buckets(nbytes: float, bucket_cap_mb: float = 25) -> list[float]:
-    """Cut gradients of so many bytes into buckets, in the order in which DDP sends them.
+    """Return the bytes of the buckets that gradients are cut into, in the order DDP sends them.
 
-    bucket_cap_mb: of a bucket, in MiB, as DDP counts it. DDP keeps the first one at 1 MiB, so that
-    it can leave early. All are full here but the last; a real one holds whole parameters.
+    bucket_cap_mb: the size limit of a bucket, in MiB, as for DDP. DDP keeps the first one at 1 MiB,
+    so that it can be sent early. Here all but the last are full; real ones hold whole parameters.
     """
     check_times(nbytes=nbytes, bucket_cap_mb=bucket_cap_mb)
     if bucket_cap_mb == 0:
@@ -39,15 +39,15 @@ def ddp_step(
     cost: Callable[[int, float], float],
     ready: Sequence[float] | None = None,
 ) -> float:
-    """Return the seconds of a forward and a backward whose gradients are averaged on the way.
+    """Return the seconds of a forward and a backward during which gradients are averaged.
 
     Buckets are all_reduced one after the other, each as soon as it is full and the one before it
-    is through. The backward goes on meanwhile, and no slower. The step ends when both have ended.
+    is done. The backward continues meanwhile at full speed. The step ends when both have ended.
 
-    n: ranks. buckets: bytes of each, in the order in which they leave. forward, backward: seconds
-    of computing on one rank. cost: seconds of one all_reduce of n ranks and nbytes, such as
-    `partial(chunked_ring, alpha=5e-6, beta=4e-11)`. ready: when each bucket is full, as a share
-    of the backward; None: the backward brings equally many bytes at any time. All 1: no overlap.
+    n: ranks. buckets: bytes of each, in the order in which they are sent. forward, backward:
+    seconds of computing on one rank. cost: seconds of one all_reduce of n ranks and nbytes, such
+    as `partial(chunked_ring, alpha=5e-6, beta=4e-11)`. ready: when each bucket is full, as a share
+    of the backward; None: gradients are produced at a steady rate. All 1: no overlap.
     """
     check_count("n", n)
     check_times(forward=forward, backward=backward)
@@ -58,8 +58,10 @@ def ddp_step(
     elif len(ready) != len(buckets) or not all(0 <= share <= 1 for share in ready):
         raise ModelError(f"ready must hold {len(buckets)} shares from 0 to 1, got {list(ready)}")
     elif list(ready) != sorted(ready):
-        raise ModelError(f"ready must rise, as buckets leave in order, got {list(ready)}")
-    free = 0.0  # when the queue has sent what came before, counted from the start of the backward
+        raise ModelError(
+            f"ready must not decrease, because buckets are sent in order; got {list(ready)}"
+        )
+    free = 0.0  # when the network is free again, counted from the start of the backward
     for size, share in zip(buckets, ready, strict=True):
         free = max(free, share * backward) + cost(n, size)
     return forward + max(backward, free)

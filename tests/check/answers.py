@@ -1,4 +1,4 @@
-"""What a grader says to an answer that is wrong."""
+"""The error that a grader raises for a wrong answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import ddp_kit as kit
 
 
-def told(grade: Callable, answer: object) -> str:
+def error_text(grade: Callable, answer: object) -> str:
     """Grade an answer, and return the text of the ExerciseError that must come of it."""
     with pytest.raises(kit.ExerciseError) as caught:
         grade(answer)

@@ -1,11 +1,11 @@
-"""Wrong answers to the exercises of lesson 01, and what the learner is told."""
+"""Wrong answers to the exercises of lesson 01, and the errors that the learner gets."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
 from ddp_kit import errors
@@ -27,18 +27,20 @@ def counting(add):
 
 
 def test_a_counter_that_only_one_rank_adds_to():
-    said = told(kit.check.exercise_1_1, counting(lambda counter: counter.add_(dist.get_rank())))
-    assert said.startswith("exercise 1.1, ping_pong(counter, rounds=1) on 2 ranks: wrong\n")
-    assert "rank 0 should hold [2], and holds [1]\n" in said
-    assert said.endswith("All other ranks leave theirs alone.")
+    text = error_text(
+        kit.check.exercise_1_1, counting(lambda counter: counter.add_(dist.get_rank()))
+    )
+    assert text.startswith("exercise 1.1, ping_pong(counter, rounds=1) on 2 ranks: wrong result\n")
+    assert "rank 0 should hold [2] but holds [1]\n" in text
+    assert text.endswith("All other ranks leave theirs alone.")
 
 
 def test_a_counter_that_is_replaced_instead_of_changed():
-    said = told(kit.check.exercise_1_1, counting(lambda counter: counter + 1))
-    assert "nothing added to it. The tensor is to change in place: `a += b`" in said
+    text = error_text(kit.check.exercise_1_1, counting(lambda counter: counter + 1))
+    assert "nothing added. Change the tensor in place: `a += b`" in text
 
 
-def test_an_onlooker_who_waits_is_told_and_drawn_as_a_deadlock(monkeypatch):
+def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
     def ping_pong(counter, rounds):
         rank = dist.get_rank()
         for turn in range(2 * rounds):
@@ -52,7 +54,7 @@ def test_an_onlooker_who_waits_is_told_and_drawn_as_a_deadlock(monkeypatch):
         kit.check.exercise_1_1(ping_pong)
     error = caught.value
     assert str(error) == (
-        "exercise 1.1, ping_pong(counter, rounds=1) on 3 ranks: it never ends\n" + str(error.error)
+        "exercise 1.1, ping_pong(counter, rounds=1) on 3 ranks: it deadlocks\n" + str(error.error)
     )
     assert isinstance(error.error, kit.DeadlockError)
     assert error.__cause__ is error.error
@@ -79,8 +81,8 @@ def test_a_counter_that_is_sent_twice():
             if rank == 1 - turn % 2:
                 counter += 1
 
-    said = told(kit.check.exercise_1_1, ping_pong)
-    assert "right, but 32 bytes were sent, where 16 would do\nOne message to" in said
+    text = error_text(kit.check.exercise_1_1, ping_pong)
+    assert "right, but 32 bytes were sent where 16 would be enough\nA round is one message" in text
 
 
 def test_a_shift_the_other_way():
@@ -92,10 +94,10 @@ def test_a_shift_the_other_way():
         sending.wait()
         return arriving
 
-    said = told(kit.check.exercise_1_2, shift)
-    assert "shift(tensor) on 3 ranks: wrong\n" in said  # on 2 both ways are one
-    assert "rank 0 should return [30, 31, 32, 33], and returns [20, 21, 22, 23]\n" in said
-    assert said.endswith("The tensor goes to `right`, and what arrives comes from `left`.")
+    text = error_text(kit.check.exercise_1_2, shift)
+    assert "shift(tensor) on 3 ranks: wrong result\n" in text  # on 2 both ways are one
+    assert "rank 0 should return [30, 31, 32, 33] but returns [20, 21, 22, 23]\n" in text
+    assert text.endswith("Send the tensor to `right`, and receive from `left`.")
 
 
 def test_a_shift_that_does_not_wait_for_its_send(capsys):
@@ -113,16 +115,17 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
         print("shifted")
         return arriving
 
-    said = told(kit.check.exercise_1_2, shift)
+    text = error_text(kit.check.exercise_1_2, shift)
     words = "which may still be in flight; keep what it returns and call wait()\n"
     line = shift.__code__.co_firstlineno + 3
-    assert said == (
-        "exercise 1.2, shift(tensor) on 2 ranks: not all that was started was waited for\n"
+    assert text == (
+        "exercise 1.2, shift(tensor) on 2 ranks: "
+        "some operations were started but never waited for\n"
         f"rank 0 never waited for isend(dst=1), {words}"
         f"rank 1 never waited for isend(dst=0), {words}"
         f"    line {line} of shift: work = dist.isend(tensor, (rank + 1) % n)"
     )
-    assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # said once
+    assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # reported once
 
 
 def test_a_shift_that_writes_over_the_tensor():
@@ -134,7 +137,7 @@ def test_a_shift_that_writes_over_the_tensor():
         sending.wait()
         return tensor
 
-    assert "Receive into `arriving`" in told(kit.check.exercise_1_2, shift)
+    assert "Receive into `arriving`" in error_text(kit.check.exercise_1_2, shift)
 
 
 def test_a_running_sum_that_forgets_what_came_before():
@@ -147,10 +150,10 @@ def test_a_running_sum_that_forgets_what_came_before():
         if rank < n - 1:
             dist.send(own, rank + 1)
 
-    said = told(kit.check.exercise_1_3, running_sum)
-    assert "running_sum(tensor) on 3 ranks: wrong\n" in said
-    assert "rank 2 should hold [60, 63, 66], and holds [50, 52, 54]\n" in said
-    assert said.endswith("so it adds before it sends.")
+    text = error_text(kit.check.exercise_1_3, running_sum)
+    assert "running_sum(tensor) on 3 ranks: wrong result\n" in text
+    assert "rank 2 should hold [60, 63, 66] but holds [50, 52, 54]\n" in text
+    assert text.endswith("so it adds before it sends.")
 
 
 def test_a_running_sum_that_is_another_tensor():
@@ -163,8 +166,10 @@ def test_a_running_sum_that_is_another_tensor():
         if rank < n - 1:
             dist.send(tensor, rank + 1)
 
-    said = told(kit.check.exercise_1_3, running_sum)
-    assert "Every rank has what it brought. The tensor is to change in place: `a += b`" in said
+    text = error_text(kit.check.exercise_1_3, running_sum)
+    assert (
+        "Every rank still holds what it started with. Change the tensor in place: `a += b`" in text
+    )
 
 
 def test_a_running_sum_where_everybody_sends_to_all():
@@ -180,8 +185,11 @@ def test_a_running_sum_where_everybody_sends_to_all():
                     dist.recv(arriving, src)
                     tensor += arriving
 
-    said = told(kit.check.exercise_1_3, running_sum)
-    assert "on 3 ranks: right, but 36 bytes were sent, where 24 would do\nA line" in said
+    text = error_text(kit.check.exercise_1_3, running_sum)
+    assert (
+        "on 3 ranks: right, but 36 bytes were sent where 24 would be enough\nEach rank except"
+        in text
+    )
 
 
 def test_a_running_sum_by_gathering():
@@ -190,20 +198,20 @@ def test_a_running_sum_by_gathering():
         dist.all_gather(pieces, tensor)
         tensor.copy_(sum(pieces[: dist.get_rank() + 1]))
 
-    said = told(kit.check.exercise_1_3, running_sum)
-    assert "on 2 ranks: all_gather was called\nThis one is to be made of send" in said
+    text = error_text(kit.check.exercise_1_3, running_sum)
+    assert "on 2 ranks: all_gather was called\nBuild this one from send" in text
 
 
 def test_a_stream_that_rank_0_does_not_return():
-    assert "rank 0 should return [3, 1, 4], and returns None\n" in told(
+    assert "rank 0 should return [3, 1, 4] but returns None\n" in error_text(
         kit.check.exercise_1_4, stream([3, 1, 4], returned=False)
     )
 
 
 def test_a_stream_without_its_last_item():
-    said = told(kit.check.exercise_1_4, stream([3, 1], returned=True))
-    assert "stream([3, 1, 4]) on 2 ranks: wrong\n" in said
-    assert "rank 1 should return [3, 1, 4], and returns [3, 1]\nEvery item goes to" in said
+    text = error_text(kit.check.exercise_1_4, stream([3, 1], returned=True))
+    assert "stream([3, 1, 4]) on 2 ranks: wrong result\n" in text
+    assert "rank 1 should return [3, 1, 4] but returns [3, 1]\nSend every item to" in text
 
 
 def stream(sent, returned):

@@ -1,10 +1,10 @@
-"""Wrong answers to the exercises of lesson 02, and what the learner is told."""
+"""Wrong answers to the exercises of lesson 02, and the errors that the learner gets."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
 
@@ -17,10 +17,10 @@ def test_a_broadcast_that_always_comes_from_rank_0():
         else:
             dist.recv(tensor, 0)
 
-    said = told(kit.check.exercise_2_1, broadcast)
-    assert said.startswith("exercise 2.1, broadcast(tensor, src=1) on 2 ranks: wrong\n")
-    assert "rank 0 should hold [20, 21, 22, 23, 24], and holds [10, 11, 12, 13, 14]\n" in said
-    assert "Rank `src` sends, and that need not be rank 0." in said
+    text = error_text(kit.check.exercise_2_1, broadcast)
+    assert text.startswith("exercise 2.1, broadcast(tensor, src=1) on 2 ranks: wrong result\n")
+    assert "rank 0 should hold [20, 21, 22, 23, 24] but holds [10, 11, 12, 13, 14]\n" in text
+    assert "Rank `src` sends, and that need not be rank 0." in text
 
 
 def test_a_broadcast_that_all_receive_from_rank_0():
@@ -32,11 +32,12 @@ def test_a_broadcast_that_all_receive_from_rank_0():
         else:
             dist.recv(tensor, 0)
 
-    said = told(kit.check.exercise_2_1, broadcast)
+    text = error_text(kit.check.exercise_2_1, broadcast)
     assert (
-        "broadcast(tensor, src=1) on 2 ranks: an error came up\nrank 0 raised ValueError: " in said
+        "broadcast(tensor, src=1) on 2 ranks: it raised an error\nrank 0 raised ValueError: "
+        in text
     )
-    assert "ValueError: a rank cannot receive from itself: src is its own rank\n" in said
+    assert "ValueError: a rank cannot receive from itself: src is its own rank\n" in text
 
 
 def test_a_broadcast_that_receives_into_another_tensor():
@@ -48,17 +49,17 @@ def test_a_broadcast_that_receives_into_another_tensor():
                 tensor = torch.empty_like(tensor)
                 dist.recv(tensor, src)
 
-    said = told(kit.check.exercise_2_1, broadcast)
-    assert "src=0) on 2 ranks: wrong\nrank 1 should hold [10, 11, 12, 13, 14]" in said
-    assert "\nEvery rank has what it brought. The tensor is to change in place" in said
+    text = error_text(kit.check.exercise_2_1, broadcast)
+    assert "src=0) on 2 ranks: wrong result\nrank 1 should hold [10, 11, 12, 13, 14]" in text
+    assert "\nEvery rank still holds what it started with. Change the tensor in place" in text
 
 
 def test_a_broadcast_that_calls_broadcast():
     def broadcast(tensor, src):
         dist.broadcast(tensor, src)
 
-    said = told(kit.check.exercise_2_1, broadcast)
-    assert "on 2 ranks: broadcast was called\nThis one is to be made of send and recv" in said
+    text = error_text(kit.check.exercise_2_1, broadcast)
+    assert "on 2 ranks: broadcast was called\nBuild this one from send and recv" in text
 
 
 def test_a_broadcast_that_fails_on_one_rank():
@@ -70,9 +71,11 @@ def test_a_broadcast_that_fails_on_one_rank():
         else:
             dist.recv(tensor, src)
 
-    said = told(kit.check.exercise_2_1, broadcast)
-    assert "broadcast(tensor, src=0) on 1 rank: an error came up\nrank 0 raised ValueError:" in said
-    assert " of broadcast: dist.send(tensor, (src + 1 + step) % n)" in said
+    text = error_text(kit.check.exercise_2_1, broadcast)
+    assert (
+        "broadcast(tensor, src=0) on 1 rank: it raised an error\nrank 0 raised ValueError:" in text
+    )
+    assert " of broadcast: dist.send(tensor, (src + 1 + step) % n)" in text
 
 
 def test_a_tree_with_too_few_rounds_for_five():
@@ -86,10 +89,10 @@ def test_a_tree_with_too_few_rounds_for_five():
                 dist.recv(arriving, rank + distance)
                 tensor += arriving
 
-    said = told(kit.check.exercise_2_2, tree_reduce)
-    assert "tree_reduce(tensor) on 5 ranks: wrong\n" in said
-    assert "rank 0 should hold [150, 155, 160, 165, 170], and holds [100, 104," in said
-    assert said.endswith("3 and 5 are no powers of two.")
+    text = error_text(kit.check.exercise_2_2, tree_reduce)
+    assert "tree_reduce(tensor) on 5 ranks: wrong result\n" in text
+    assert "rank 0 should hold [150, 155, 160, 165, 170] but holds [100, 104," in text
+    assert text.endswith("3 and 5 are not powers of two.")
 
 
 def test_a_tree_that_grows_upward_or_does_not_add():
@@ -108,12 +111,12 @@ def test_a_tree_that_grows_upward_or_does_not_add():
             dist.recv(tensor, 1)
 
     for answer, hint in (
-        (upward, "and holds [10, 11, 12, 13, 14]\nNothing came to rank 0."),
-        (replacing, "and holds [20, 21, 22, 23, 24]\nRank 0 has lost its own numbers."),
+        (upward, "but holds [10, 11, 12, 13, 14]\nNothing reached rank 0."),
+        (replacing, "but holds [20, 21, 22, 23, 24]\nRank 0 lost its own numbers."),
     ):
-        said = told(kit.check.exercise_2_2, answer)
-        assert "tree_reduce(tensor) on 2 ranks: wrong\n" in said
-        assert hint in said
+        text = error_text(kit.check.exercise_2_2, answer)
+        assert "tree_reduce(tensor) on 2 ranks: wrong result\n" in text
+        assert hint in text
 
 
 def test_a_tree_that_makes_another_tensor():
@@ -128,8 +131,10 @@ def test_a_tree_that_makes_another_tensor():
                 tensor = tensor + arriving
             distance *= 2
 
-    said = told(kit.check.exercise_2_2, tree_reduce)
-    assert "Every rank has what it brought. The tensor is to change in place: `a += b`" in said
+    text = error_text(kit.check.exercise_2_2, tree_reduce)
+    assert (
+        "Every rank still holds what it started with. Change the tensor in place: `a += b`" in text
+    )
 
 
 def test_a_tree_that_is_a_star_or_a_line():
@@ -151,8 +156,11 @@ def test_a_tree_that_is_a_star_or_a_line():
             dist.send(tensor, rank - 1)
 
     for answer in (star, line):
-        said = told(kit.check.exercise_2_2, answer)
-        assert "on 4 ranks: right, but it takes 3 rounds, where 2 are enough\nIn a round" in said
+        text = error_text(kit.check.exercise_2_2, answer)
+        assert (
+            "on 4 ranks: right, but it takes 3 rounds where 2 would be enough\nIn each round"
+            in text
+        )
 
 
 def test_pieces_in_the_order_in_which_they_came():
@@ -164,10 +172,10 @@ def test_pieces_in_the_order_in_which_they_came():
             dist.recv(pieces[step + 1], (rank - 1) % n)
             sending.wait()
 
-    said = told(kit.check.exercise_2_3, all_gather)
-    assert "all_gather(pieces, tensor) on 2 ranks: wrong\n" in said
-    assert "rank 1 should hold [[10, 11, 12], [20, 21, 22]], and holds [[20, 21, 22], [10" in said
-    assert "`pieces[r]` is what rank r brought" in said
+    text = error_text(kit.check.exercise_2_3, all_gather)
+    assert "all_gather(pieces, tensor) on 2 ranks: wrong result\n" in text
+    assert "rank 1 should hold [[10, 11, 12], [20, 21, 22]] but holds [[20, 21, 22], [10" in text
+    assert "`pieces[r]` must hold rank r's tensor" in text
 
 
 def test_pieces_that_come_twice():
@@ -184,26 +192,26 @@ def test_pieces_that_come_twice():
         for piece, row in zip(pieces, together, strict=True):
             piece.copy_(row)
 
-    said = told(kit.check.exercise_2_3, all_gather)
-    assert "on 2 ranks: right, but 48 bytes were sent, where 24 would do\n" in said
-    assert said.endswith("needs each of them once.")
+    text = error_text(kit.check.exercise_2_3, all_gather)
+    assert "on 2 ranks: right, but 48 bytes were sent where 24 would be enough\n" in text
+    assert text.endswith("needs the piece of every other rank once.")
 
 
 def test_a_gather_that_every_rank_returns():
-    said = told(kit.check.exercise_2_4, gather(returned_by_all=True))
-    assert "gather(tensor, dst=0) on 2 ranks: wrong\nrank 1 should return None" in said
+    text = error_text(kit.check.exercise_2_4, gather(returned_by_all=True))
+    assert "gather(tensor, dst=0) on 2 ranks: wrong result\nrank 1 should return None" in text
 
 
 def test_a_gather_of_equal_sizes():
-    said = told(kit.check.exercise_2_4, gather(room=5))
-    assert "gather(tensor, dst=0) on 2 ranks: the ranks do not agree\n" in said
-    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20 bytes.\n" in said
+    text = error_text(kit.check.exercise_2_4, gather(room=5))
+    assert "gather(tensor, dst=0) on 2 ranks: the ranks' calls do not match\n" in text
+    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20.\n" in text
 
 
 def test_a_gather_in_reverse():
-    said = told(kit.check.exercise_2_4, gather(reverse=True))
-    assert "rank 0 should return [[10, 11], []], and returns [[], [10, 11]]\n" in said
-    assert "in rank order" in said
+    text = error_text(kit.check.exercise_2_4, gather(reverse=True))
+    assert "rank 0 should return [[10, 11], []] but returns [[], [10, 11]]\n" in text
+    assert "in rank order" in text
 
 
 def gather(returned_by_all=False, room=None, reverse=False):
@@ -234,15 +242,15 @@ def test_a_barrier_that_lets_the_reporting_ranks_go():
             for src in range(1, n):
                 dist.recv(token, src)
 
-    said = told(kit.check.exercise_2_5, barrier)
-    assert "barrier() on 2 ranks: a rank may leave too early\n" in said
-    assert "rank 1 leaves without having heard of rank 0\nA rank hears" in said
+    text = error_text(kit.check.exercise_2_5, barrier)
+    assert "barrier() on 2 ranks: a rank may leave too early\n" in text
+    assert "rank 1 leaves without having heard of rank 0\nA rank learns" in text
 
 
 def test_a_barrier_that_goes_round_only_once():
-    said = told(kit.check.exercise_2_5, token(turns=1))
-    assert "barrier() on 3 ranks: a rank may leave too early\n" in said
-    assert "\nrank 1 leaves without having heard of rank 2\nA rank hears" in said
+    text = error_text(kit.check.exercise_2_5, token(turns=1))
+    assert "barrier() on 3 ranks: a rank may leave too early\n" in text
+    assert "\nrank 1 leaves without having heard of rank 2\nA rank learns" in text
 
 
 def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(capsys):
@@ -262,8 +270,8 @@ def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(caps
 
 
 def test_a_barrier_that_goes_round_three_times():
-    said = told(kit.check.exercise_2_5, token(turns=3))
-    assert "on 2 ranks: right, but 6 messages were sent, where 4 would do\nA token" in said
+    text = error_text(kit.check.exercise_2_5, token(turns=3))
+    assert "on 2 ranks: right, but 6 messages were sent where 4 would be enough\nA token" in text
 
 
 def token(turns):

@@ -1,10 +1,10 @@
-"""Wrong answers to the exercises of lesson 03, and what the learner is told."""
+"""Wrong answers to the exercises of lesson 03, and the errors that the learner gets."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
@@ -19,10 +19,10 @@ def test_a_sum_instead_of_a_mean():
         for gradient in gradients(model):
             dist.all_reduce(gradient)
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert said.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong\n")
-    assert "rank 1 should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad, and holds [180," in said
-    assert "\nThat is the sum. A mean is the sum divided by the world size, in place: `a" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert text.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong result\n")
+    assert "rank 1 should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad but holds [180," in text
+    assert "\nThat is the sum. Divide it by the world size in place: `a" in text
 
 
 def test_a_mean_that_knows_of_four_ranks_only():
@@ -31,9 +31,9 @@ def test_a_mean_that_knows_of_four_ranks_only():
             dist.all_reduce(gradient)
             gradient /= 4
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: wrong\n" in said
-    assert said.endswith("\nThat is the sum divided by 4, and the world size is 2.")
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: wrong result\n" in text
+    assert text.endswith("\nThat is the sum divided by 4, but the world size is 2.")
 
 
 def test_a_mean_that_ends_at_a_frozen_layer():
@@ -44,9 +44,9 @@ def test_a_mean_that_ends_at_a_frozen_layer():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "in 2.weight.grad, and holds " in said
-    assert said.endswith("Go on to the next parameter where one has no grad.")
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "in 2.weight.grad but holds " in text
+    assert text.endswith("Skip a parameter without a grad, then continue.")
 
 
 def test_a_mean_that_does_not_know_of_frozen_layers():
@@ -55,9 +55,9 @@ def test_a_mean_that_does_not_know_of_frozen_layers():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: an error came up\nranks 0 and 1 raised TypeError" in said
-    assert " of average_gradients: dist.all_reduce(parameter.grad)" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: it raised an error\nranks 0 and 1 raised TypeError" in text
+    assert " of average_gradients: dist.all_reduce(parameter.grad)" in text
 
 
 def test_a_mean_of_the_parameters_too():
@@ -68,8 +68,8 @@ def test_a_mean_of_the_parameters_too():
                 parameter.grad /= dist.get_world_size()
                 parameter.data /= 2
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "the gradients are right, but rank 0 has another 0.weight\n" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "the gradients are right, but rank 0 changed 0.weight\n" in text
 
 
 def test_a_mean_by_reduce_and_broadcast():
@@ -79,8 +79,8 @@ def test_a_mean_by_reduce_and_broadcast():
             dist.broadcast(gradient, src=0)
             gradient /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in text
 
 
 def test_a_mean_that_moves_twice_the_bytes():
@@ -90,8 +90,10 @@ def test_a_mean_that_moves_twice_the_bytes():
             dist.all_reduce(wide)
             gradient.copy_(wide / dist.get_world_size())
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "right, but 104 bytes were sent in all_reduces by rank 0, where 52 would do" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert (
+        "right, but 104 bytes were sent in all_reduces by rank 0 where 52 would be enough" in text
+    )
 
 
 def test_a_mean_that_nobody_waits_for(capsys):
@@ -100,10 +102,12 @@ def test_a_mean_that_nobody_waits_for(capsys):
             dist.all_reduce(gradient, async_op=True)
             gradient /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: not all that was started was waited for\nranks 0 and 1 never" in said
-    assert "never waited for all_reduce, which may still be in flight; keep what it returns" in said
-    assert capsys.readouterr().out == ""  # said once
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert (
+        "on 2 ranks: some operations were started but never waited for\nranks 0 and 1 never" in text
+    )
+    assert "never waited for all_reduce, which may still be in flight; keep what it returns" in text
+    assert capsys.readouterr().out == ""  # reported once
 
 
 def test_a_mean_by_messages():
@@ -112,8 +116,8 @@ def test_a_mean_by_messages():
             ring_allreduce.chunked_ring(gradient)
             gradient /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: right, but by messages\nOne all_reduce for each" in said
+    text = error_text(kit.check.exercise_3_1, average_gradients)
+    assert "on 2 ranks: right, but it sends messages\nOne all_reduce for each" in text
 
 
 def test_one_flat_mean_is_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
@@ -155,10 +159,10 @@ def test_a_bucket_that_is_not_copied_back():
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
 
-    said = told(kit.check.exercise_3_2, average_in_buckets)
-    assert "average_in_buckets(model, most=100) on 2 ranks: wrong\n" in said
-    assert "Each rank still has its own." in said
-    assert said.endswith("or copy the result back.")
+    text = error_text(kit.check.exercise_3_2, average_in_buckets)
+    assert "average_in_buckets(model, most=100) on 2 ranks: wrong result\n" in text
+    assert "Each rank still has its own gradient." in text
+    assert text.endswith("or copy the result back.")
 
 
 def test_buckets_of_which_only_the_first_is_averaged():
@@ -170,14 +174,16 @@ def test_buckets_of_which_only_the_first_is_averaged():
         for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(piece.view_as(gradient))
 
-    said = told(kit.check.exercise_3_2, average_in_buckets)
-    assert "average_in_buckets(model, most=10) on 2 ranks: wrong\n" in said
-    assert "Each rank still has its own." in said  # and not a word of frozen layers
+    text = error_text(kit.check.exercise_3_2, average_in_buckets)
+    assert "average_in_buckets(model, most=10) on 2 ranks: wrong result\n" in text
+    assert "Each rank still has its own gradient." in text  # and not a word of frozen layers
 
 
 def test_one_bucket_for_all():
-    said = told(kit.check.exercise_3_2, buckets_as_if(1000))
-    assert "most=10) on 2 ranks: right, but 1 all_reduce for 3 buckets\nA bucket holds no" in said
+    text = error_text(kit.check.exercise_3_2, buckets_as_if(1000))
+    assert (
+        "most=10) on 2 ranks: right, but only 1 all_reduce for 3 buckets\nA bucket holds at" in text
+    )
 
 
 def test_no_call_on_one_rank_is_right(capsys):
@@ -190,8 +196,8 @@ def test_no_call_on_one_rank_is_right(capsys):
 
 
 def test_one_call_for_each_gradient():
-    said = told(kit.check.exercise_3_2, buckets_as_if(1))
-    assert "most=100) on 2 ranks: right, but all_reduce was called 6 times, where 1 would" in said
+    text = error_text(kit.check.exercise_3_2, buckets_as_if(1))
+    assert "most=100) on 2 ranks: right, but all_reduce was called 6 times where 1 would" in text
 
 
 def buckets_as_if(other):

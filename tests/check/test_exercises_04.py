@@ -1,10 +1,10 @@
-"""Wrong answers to the exercises of lesson 04, and what the learner is told."""
+"""Wrong answers to the exercises of lesson 04, and the errors that the learner gets."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
@@ -27,19 +27,21 @@ def test_a_ring_that_leaves_out_what_does_not_divide():
         each = len(flat) // n
         ring_of([flat[i * each : (i + 1) * each] for i in range(n)])
 
-    said = told(kit.check.exercise_4_1, chunked_ring)
-    assert said.startswith("exercise 4.1, chunked_ring(tensor of shape (7,)) on 2 ranks: wrong\n")
-    assert "rank 0 should hold [30, 32, 34, 36, 38, 40, 42], and holds [30, 32, 34, 36, 38, 40, 16]"
+    text = error_text(kit.check.exercise_4_1, chunked_ring)
+    assert text.startswith(
+        "exercise 4.1, chunked_ring(tensor of shape (7,)) on 2 ranks: wrong result\n"
+    )
+    assert "rank 0 should hold [30, 32, 34, 36, 38, 40, 42] but holds [30, 32, 34, 36, 38, 40, 16]"
 
 
 def test_a_ring_that_goes_on_adding():
     def chunked_ring(tensor):
         ring_of(tensor.view(-1).tensor_split(dist.get_world_size()), replace=False)
 
-    said = told(kit.check.exercise_4_1, chunked_ring)
-    assert "chunked_ring(tensor of shape (60,)) on 2 ranks: wrong\n" in said
-    assert "...], where number 0 is 40 and not 30\n" in said
-    assert said.endswith("in the others it takes the chunk's place.")
+    text = error_text(kit.check.exercise_4_1, chunked_ring)
+    assert "chunked_ring(tensor of shape (60,)) on 2 ranks: wrong result\n" in text
+    assert "...], where number 0 is 40 instead of 30\n" in text
+    assert text.endswith("in the others it replaces the chunk.")
 
 
 def test_a_ring_of_a_copy():
@@ -47,20 +49,23 @@ def test_a_ring_of_a_copy():
         tensor = tensor.clone()
         ring_allreduce.chunked_ring(tensor)
 
-    said = told(kit.check.exercise_4_1, chunked_ring)
-    assert "Every rank has what it brought. The tensor is to change in place" in said
+    text = error_text(kit.check.exercise_4_1, chunked_ring)
+    assert "Every rank still holds what it started with. Change the tensor in place" in text
 
 
 def test_a_ring_that_moves_twice_the_bytes():
-    said = told(kit.check.exercise_4_1, ring_allreduce.whole_ring)
-    assert "on 3 ranks: right, but 480 bytes were sent by rank 0, where 320 would do\nOne" in said
+    text = error_text(kit.check.exercise_4_1, ring_allreduce.whole_ring)
+    assert (
+        "on 3 ranks: right, but 480 bytes were sent by rank 0 where 320 would be enough\nEach step"
+        in text
+    )
 
 
 def test_a_ring_that_calls_all_reduce():
     def chunked_ring(tensor):
         dist.all_reduce(tensor)
 
-    assert "on 2 ranks: all_reduce was called\n" in told(kit.check.exercise_4_1, chunked_ring)
+    assert "on 2 ranks: all_reduce was called\n" in error_text(kit.check.exercise_4_1, chunked_ring)
 
 
 def test_a_pipeline_that_waits_for_all_pieces_of_a_step():
@@ -77,9 +82,9 @@ def test_a_pipeline_that_waits_for_all_pieces_of_a_step():
             for sending in sends:
                 sending.wait()
 
-    said = told(kit.check.exercise_4_2, pipelined_ring)
-    assert "pipelined_ring(tensor of shape (60,), pieces=3) on 2 ranks: right, but rank 0" in said
-    assert "rank 0 waited for 3 pieces before it passed on the first\nSend a piece on" in said
+    text = error_text(kit.check.exercise_4_2, pipelined_ring)
+    assert "pipelined_ring(tensor of shape (60,), pieces=3) on 2 ranks: right, but rank 0" in text
+    assert "rank 0 waited for 3 pieces before it passed on the first\nPass a piece on" in text
 
 
 def test_a_ring_whose_arriving_chunk_is_not_cut():
@@ -92,8 +97,10 @@ def test_a_ring_whose_arriving_chunk_is_not_cut():
             exchange(chunks[(rank - step) % n], (rank + 1) % n, arriving, (rank - 1) % n)
             coming.copy_(arriving + coming if step < n - 1 else arriving)
 
-    said = told(kit.check.exercise_4_1, chunked_ring)
-    assert "shape (7,)) on 2 ranks: the ranks do not agree\nChunks may differ in length" in said
+    text = error_text(kit.check.exercise_4_1, chunked_ring)
+    assert (
+        "shape (7,)) on 2 ranks: the ranks' calls do not match\nChunks may differ in length" in text
+    )
 
 
 def test_a_pipeline_that_goes_on_in_the_last_step():
@@ -111,20 +118,22 @@ def test_a_pipeline_that_goes_on_in_the_last_step():
         for sending in sends:
             sending.wait()
 
-    said = told(kit.check.exercise_4_2, pipelined_ring)
-    assert "on 2 ranks: it never ends\nIn each of the 2 * (n - 1) steps" in said
+    text = error_text(kit.check.exercise_4_2, pipelined_ring)
+    assert "on 2 ranks: it deadlocks\nIn each of the 2 * (n - 1) steps" in text
 
 
 def test_a_pipeline_without_pieces():
     def pipelined_ring(tensor, pieces):
         ring_allreduce.chunked_ring(tensor)
 
-    said = told(kit.check.exercise_4_2, pipelined_ring)
-    assert "on 2 ranks: right, but rank 0 sent 2 messages instead of 6\nEach chunk" in said
+    text = error_text(kit.check.exercise_4_2, pipelined_ring)
+    assert "on 2 ranks: right, but rank 0 sent 2 messages instead of 6\nSend each chunk" in text
 
 
 def test_a_pipeline_that_goes_on_adding():
     def pipelined_ring(tensor, pieces):
         ring_of(tensor.view(-1).tensor_split(dist.get_world_size()), replace=False)
 
-    assert "where number 0 is 40 and not 30" in told(kit.check.exercise_4_2, pipelined_ring)
+    assert "where number 0 is 40 instead of 30" in error_text(
+        kit.check.exercise_4_2, pipelined_ring
+    )

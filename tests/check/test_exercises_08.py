@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of lesson 08, and what the learner is told."""
+"""Wrong answers to the exercises of lesson 08, and the errors that the learner gets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
@@ -57,22 +57,25 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wi
     [
         (
             {"divide": False},
-            "in 0.weight.grad after backward 1, and holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
+            "in 0.weight.grad after backward 1 but holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
         ),
-        ({"anew": False}, "Begin to count anew for the next one."),
-        ({"waits": "never"}, "never waited for all_reduce, which may still be in flight; keep"),
+        ({"anew": False}, "Reset your counts for the next one."),
+        (
+            {"waits": "never"},
+            "never waited for all_reduce, which may still be in flight; keep what",
+        ),
         (
             {"wide": True},
-            "right, but 320 bytes were sent in collectives by rank 0, where 160 would",
+            "right, but 320 bytes were sent in collectives by rank 0 where 160 would",
         ),
         ({"starts": "in finish"}, "right, but bucket 0 waited for the gradients of all buckets\n"),
-        ({"waits": "in the hook"}, "right, but backward stood still until bucket 0 was reduced\n"),
+        ({"waits": "in the hook"}, "right, but backward waited until bucket 0 was reduced\n"),
     ],
 )
 def test_buckets_that_are(wrong, words):
-    said = told(kit.check.exercise_8_1, reducing(**wrong))
-    assert said.startswith("exercise 8.1, average_in_backward(buckets) on 2 ranks: ")
-    assert words in said
+    text = error_text(kit.check.exercise_8_1, reducing(**wrong))
+    assert text.startswith("exercise 8.1, average_in_backward(buckets) on 2 ranks: ")
+    assert words in text
 
 
 def test_buckets_that_go_round_as_messages():
@@ -84,8 +87,11 @@ def test_buckets_that_go_round_as_messages():
 
         return finish
 
-    said = told(kit.check.exercise_8_1, average_in_backward)
-    assert "on 2 ranks: right, but 0 collectives in two backwards of 3 buckets\nOne all" in said
+    text = error_text(kit.check.exercise_8_1, average_in_backward)
+    assert (
+        "on 2 ranks: right, but two backwards with 3 buckets made 0 collective calls\nCall all"
+        in text
+    )
 
 
 def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
@@ -99,7 +105,7 @@ def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
     assert capsys.readouterr().out.startswith("Exercise 8.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
-def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True, within=True):
+def sampler(pad=True, repeat=True, uses_epoch=True, same_seed=True, offset=True, within=True):
     """Return an answer to 8.2; each argument can make it wrong in one way."""
 
     class OwnSampler:
@@ -107,7 +113,7 @@ def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True,
             self.length, self.seed, self.epoch = len(data), seed, 0
 
         def set_epoch(self, epoch):
-            self.epoch = epoch if told_epoch else 0
+            self.epoch = epoch if uses_epoch else 0
 
         def __iter__(self):
             rank, n = dist.get_rank(), dist.get_world_size()
@@ -130,16 +136,16 @@ def sampler(pad=True, repeat=True, told_epoch=True, same_seed=True, offset=True,
             "range(23), seed=7) on 2 ranks: rank 1 should get 12 positions\nrank 0 gets",
         ),
         ({"repeat": False}, "range(2), seed=7) on 5 ranks: rank 4 should get 1 position\n"),
-        ({"told_epoch": False}, "on 2 ranks: epochs 0 and 1 have the same order\nThe order comes"),
-        ({"same_seed": False}, "on 2 ranks: nobody gets position "),
-        ({"offset": False}, "on 2 ranks: nobody gets position "),
+        ({"uses_epoch": False}, "on 2 ranks: epochs 0 and 1 have the same order\nDraw the order"),
+        ({"same_seed": False}, "on 2 ranks: no rank gets position "),
+        ({"offset": False}, "on 2 ranks: no rank gets position "),
         ({"within": False}, "range(23), seed=7) on 2 ranks: there is no position 23\nrank 0 gets"),
     ],
 )
 def test_a_sampler_that_is(wrong, words):
-    said = told(kit.check.exercise_8_2, sampler(**wrong))
-    assert said.startswith("exercise 8.2, OwnSampler(range(")
-    assert words in said
+    text = error_text(kit.check.exercise_8_2, sampler(**wrong))
+    assert text.startswith("exercise 8.2, OwnSampler(range(")
+    assert words in text
 
 
 def test_a_sampler_that_shuffles_without_a_seed():
@@ -148,8 +154,8 @@ def test_a_sampler_that_shuffles_without_a_seed():
             self.seed += 1
             return super().__iter__()
 
-    said = told(kit.check.exercise_8_2, OwnSampler)
-    assert "epoch 0 has another order the second time\n" in said
+    text = error_text(kit.check.exercise_8_2, OwnSampler)
+    assert "epoch 0 has a different order the second time\n" in text
 
 
 def test_a_sampler_that_seeds_the_whole_process():
@@ -158,8 +164,8 @@ def test_a_sampler_that_seeds_the_whole_process():
             torch.manual_seed(self.seed + self.epoch)
             return super().__iter__()
 
-    said = told(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: the random numbers of the whole process were changed\nSeed a" in said
+    text = error_text(kit.check.exercise_8_2, OwnSampler)
+    assert "on 2 ranks: it changed the random state of the whole process\nSeed a" in text
 
 
 def test_positions_may_be_tensors(capsys):
@@ -176,8 +182,8 @@ def test_a_sampler_without_its_seed():
         def __init__(self, data, seed=0):
             super().__init__(data)
 
-    said = told(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: seeds 7 and 1000 give the same order\nThe order comes" in said
+    text = error_text(kit.check.exercise_8_2, OwnSampler)
+    assert "on 2 ranks: seeds 7 and 1000 give the same order\nDraw the order" in text
 
 
 def test_a_sampler_that_only_begins_elsewhere():
@@ -187,8 +193,9 @@ def test_a_sampler_that_only_begins_elsewhere():
             order = [(i + self.seed + self.epoch) % self.length for i in range(self.length)]
             return iter((order * n)[: -(-self.length // n) * n][rank::n])
 
-    said = told(kit.check.exercise_8_2, OwnSampler)
-    assert "on 1 rank: epochs 0 and 1 have the same order, begun at another place\nShuffle" in said
+    text = error_text(kit.check.exercise_8_2, OwnSampler)
+    assert "on 1 rank: epochs 0 and 1 have the same order, only starting at" in text
+    assert "at a different position\nShuffle again" in text
 
 
 def test_a_sampler_that_sends():
@@ -197,5 +204,5 @@ def test_a_sampler_that_sends():
             dist.barrier()
             return super().__iter__()
 
-    said = told(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: barrier was called\nA sampler sends nothing." in said
+    text = error_text(kit.check.exercise_8_2, OwnSampler)
+    assert "on 2 ranks: barrier was called\nA sampler needs no communication." in text

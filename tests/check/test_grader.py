@@ -1,4 +1,4 @@
-"""What all graders have in common: what they take, what they show, and what they pass on."""
+"""What all graders have in common: what they accept, show and pass on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from answers import told
+from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit.check.grader import say
+from ddp_kit.check.grader import format_value
 
 
 @pytest.mark.parametrize(
     ("answer", "got"), [(None, "None"), (torch.zeros(1), "a value of type Tensor")]
 )
 def test_what_is_no_function_is_refused_in_a_sentence(answer, got):
-    assert told(kit.check.exercise_2_1, answer) == (
-        f"exercise 2.1: kit.check.exercise_2_1(broadcast) takes what you wrote, uncalled; got {got}"
+    assert error_text(kit.check.exercise_2_1, answer) == (
+        "exercise 2.1: kit.check.exercise_2_1(broadcast) "
+        f"expects your function or class itself; got {got}"
     )
 
 
@@ -26,9 +27,9 @@ def test_other_arguments_are_refused_in_a_sentence():
     def broadcast(tensor):
         pass
 
-    assert told(kit.check.exercise_2_1, broadcast) == (
-        "exercise 2.1: what you write is called as broadcast(tensor, src), "
-        "and broadcast(tensor) cannot be"
+    assert error_text(kit.check.exercise_2_1, broadcast) == (
+        "exercise 2.1: your answer must accept the call broadcast(tensor, src), "
+        "but it is defined as broadcast(tensor)"
     )
 
 
@@ -45,13 +46,13 @@ def test_a_stub_fails_with_its_own_error_and_shows_nothing_of_the_kit(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_pytorchs_own_not_implemented_error_is_told_with_its_line():
+def test_pytorchs_own_not_implemented_error_is_reported_with_its_line():
     def broadcast(tensor, src):
         torch.empty(1, device="meta").cpu()
 
-    said = told(kit.check.exercise_2_1, broadcast)
-    assert "on 2 ranks: an error came up\nranks 0 and 1 raised NotImplementedError: " in said
-    assert ' of broadcast: torch.empty(1, device="meta").cpu()' in said
+    text = error_text(kit.check.exercise_2_1, broadcast)
+    assert "on 2 ranks: it raised an error\nranks 0 and 1 raised NotImplementedError: " in text
+    assert ' of broadcast: torch.empty(1, device="meta").cpu()' in text
 
 
 def test_an_answer_that_cannot_be_sent_to_the_ranks_is_a_pool_error():
@@ -70,7 +71,7 @@ def test_prints_of_a_wrong_answer_are_shown_for_the_run_that_failed_only(capsys)
         if src == 0:
             move(tensor, 0)
 
-    told(kit.check.exercise_2_1, broadcast)
+    error_text(kit.check.exercise_2_1, broadcast)
     assert capsys.readouterr().out == "[rank 0] src is 1\n[rank 1] src is 1\n"
 
 
@@ -104,7 +105,7 @@ def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
     error = caught.value
     line = all_gather.__code__.co_firstlineno + 2
     assert str(error) == (
-        "exercise 2.3, all_gather(pieces, tensor) on 2 ranks: an error came up\n"
+        "exercise 2.3, all_gather(pieces, tensor) on 2 ranks: it raised an error\n"
         "ranks 0 and 1 raised IndexError: list index out of range\n"
         f"    line {line} of all_gather: pieces[7].copy_(tensor)"
     )
@@ -117,15 +118,15 @@ def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_a_long_tensor_is_told_by_the_first_place_where_it_differs():
+def test_a_long_tensor_is_shown_with_the_first_place_where_it_differs():
     want, have = torch.arange(60.0), torch.arange(60.0)
     have[17] = -1
-    assert say(have, against=want) == (
-        "[0, 1, 2, 3, 4, 5, 6, 7, ...], where number 17 is -1 and not 17"
+    assert format_value(have, against=want) == (
+        "[0, 1, 2, 3, 4, 5, 6, 7, ...], where number 17 is -1 instead of 17"
     )
 
 
 def test_another_shape_or_dtype_is_named():
-    assert say(torch.zeros(2), against=torch.zeros(2, dtype=torch.int64)) == (
-        "[0, 0] (float32 of shape (2,), not int64 of shape (2,))"
+    assert format_value(torch.zeros(2), against=torch.zeros(2, dtype=torch.int64)) == (
+        "[0, 0] (float32 of shape (2,) instead of int64 of shape (2,))"
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ddp_kit.launch import open_ranks
-from ddp_kit.lessons._costs import series
+from ddp_kit.lessons.backends import series
 from ddp_kit.lessons.ring_allreduce import bandwidth
 
 file, rounds, *sizes = sys.argv[1:]

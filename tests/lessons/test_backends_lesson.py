@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import mpi
-from ddp_kit.lessons import _operations, _probes, backends
+from ddp_kit.lessons import _backend_probes, backends
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 GLOO = partial(kit.run, world_size=2, backend="gloo", timeout=5)
@@ -70,7 +70,7 @@ def answers_float16_though_nothing_is_right(rank, world_size, dtype):
         (is_wrong_at_float16_on_one_rank, "wrong: [0.0]"),
         (
             answers_float16_though_nothing_is_right,
-            "wrong: it gave numbers where no answer is right",
+            "wrong: it returned numbers where no answer is right",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_refusal_is_blamed_where_no_answer_is_right():
     }
 
 
-def test_gloo_is_said_to_do_less_or_more_than_it_does():
+def test_gloo_does_less_or_more_than_the_lesson_says():
     cells = backends.probe(GLOO)
     assert len(cells) == 19 * 10 + 2
     for (name, kind), outcome in cells.items():
@@ -130,7 +130,7 @@ def test_mpi_refuses_what_it_could_do_or_is_wrong():
     ],
 )
 def test_the_answer_that_must_come_out_is_another(op, dtype, expected):
-    answer = _operations.combined(op, 3, getattr(torch, dtype))
+    answer = _backend_probes.combined(op, 3, getattr(torch, dtype))
     assert (answer if answer is None else answer[:4].tolist()) == expected
 
 
@@ -140,23 +140,23 @@ def test_a_piece_in_a_wrong_place_is_not_noticed(dtype):
         pieces = [
             tuple(piece.float().tolist())
             for rank in range(world_size)
-            for piece in _operations.held(rank, world_size, dtype).chunk(world_size)
+            for piece in _backend_probes.held(rank, world_size, dtype).chunk(world_size)
         ]
         assert len(set(pieces)) == world_size**2
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("message", "kept"),
     [
         ("[/src/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4242", None),
         ("Connection closed by peer\nin some function", None),
         ("Connection closed  by peer 0x7f3a5c0d1e90", None),
-        ("", "it said nothing"),
+        ("", "(no message)"),
         ("expected [2, 3], got 4.5", "expected [2, 3], got 4.5"),
     ],
 )
-def test_a_backends_words_show_a_path_or_an_address(said, kept):
-    assert _probes.words(said) == (kept or "Connection closed by peer")
+def test_a_backends_message_shows_a_path_or_an_address(message, kept):
+    assert _backend_probes.first_line(message) == (kept or "Connection closed by peer")
 
 
 def test_refusals_of_many_dtypes_are_counted_apart():
@@ -171,7 +171,7 @@ def test_refusals_of_many_dtypes_are_counted_apart():
     assert backends.refusals(cells) == {"ReduceOp.OP needs integers, got DTYPE": 2}
 
 
-def test_a_place_that_cannot_be_had_is_probed(monkeypatch):
+def test_an_unavailable_backend_is_probed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(mpi, "missing", lambda: "it needs mpi4py")
     monkeypatch.setattr(backends, "probe", lambda run: run.keywords["backend"])
@@ -217,10 +217,10 @@ def test_mpi_differs_from_gloo_in_other_points_than_the_lesson_says():
     assert kit.run(backends.started_by, world_size=3, backend="mpi")[0] != "Python"
 
 
-def test_alpha_and_beta_are_told_with_other_units():
+def test_alpha_and_beta_are_printed_in_other_units():
     line = [(n, 5e-5 + 2e-9 * n) for n in backends.SIZES]
-    assert backends.told(line).endswith("2.000 ns a byte (0.50 GB/s)")
-    assert "=      50 µs" in backends.told(line)
+    assert backends.format_fit(line).endswith("2.000 ns a byte (0.50 GB/s)")
+    assert "=      50 µs" in backends.format_fit(line)
 
 
 def test_a_size_is_not_measured():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ddp_kit as kit
-from ddp_kit.lessons import _eight_steps, data_parallel, partitioned_sgd
+from ddp_kit.lessons import _data_parallel_steps, data_parallel, partitioned_sgd
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -138,7 +138,9 @@ def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_si
 
 def test_main_fails_when_outputs_are_gathered_in_another_order(monkeypatch):
     gather = data_parallel.gather
-    monkeypatch.setattr(_eight_steps, "gather", lambda outputs, at: gather(outputs[::-1], at))
+    monkeypatch.setattr(
+        _data_parallel_steps, "gather", lambda outputs, at: gather(outputs[::-1], at)
+    )
     with pytest.raises(kit.ProofError, match="the gradient of 2 devices and of one are the same"):
         data_parallel.main(["--world-size", "2"])
 

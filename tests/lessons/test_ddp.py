@@ -21,7 +21,7 @@ def test_the_first_backward_has_one_bucket_and_later_ones_send_while_they_comput
     ]
 
 
-def test_buckets_follow_the_registration_for_ever_where_unused_parameters_are_looked_for():
+def test_buckets_follow_the_registration_forever_where_unused_parameters_are_looked_for():
     first, second = kit.run(ddp.watch, 1, True, (2, 0, 3, 1), True, world_size=2)[0]
     assert first == second
     assert second.index("-> bucket 0: layer1.bias") > second.index("layer2.weight")
@@ -106,9 +106,9 @@ def test_the_sampler_deals_as_by_hand(length):
         assert hands == ddp.deal_by_hand(length, 3, drop_last)
 
 
-def test_an_epoch_that_is_not_told_deals_the_same_again():
-    told, forgotten = (kit.run(ddp.deal, 20, True, False, told) for told in ((0, 1), (0, 0)))
-    assert all(first != second for first, second in told)
+def test_without_set_epoch_the_same_order_is_dealt_again():
+    called, forgotten = (kit.run(ddp.deal, 20, True, False, n) for n in ((0, 1), (0, 0)))
+    assert all(first != second for first, second in called)
     assert all(first == second for first, second in forgotten)
 
 

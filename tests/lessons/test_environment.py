@@ -35,7 +35,7 @@ def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
         environment.main(["--world-size", "2"])
 
 
-def test_the_same_worker_says_the_same_from_a_cell_and_under_torchrun(tmp_path):
+def test_the_same_worker_prints_the_same_from_a_cell_and_under_torchrun(tmp_path):
     script = tmp_path / "hello.py"
     script.write_text(
         "import os, torch, torch.distributed as dist\n"

@@ -113,7 +113,7 @@ def test_help_names_the_options(name, capsys):
 
 
 @pytest.mark.parametrize("name", PROOFS)
-def test_bad_options_are_told_in_one_line(name):
+def test_bad_options_give_an_error_of_one_line(name):
     module = lesson(name)
     for size in ("0", "-1", "1000000"):
         with pytest.raises(kit.PoolError, match="world_size must be at"):
@@ -135,7 +135,7 @@ def test_a_claim_that_fails_is_an_error():
 
 def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
     monkeypatch.setattr(ring_allreduce, "expected_cost", lambda ring, n, nbytes: (1, 1))
-    with pytest.raises(kit.ProofError, match="messages are as few"):
+    with pytest.raises(kit.ProofError, match="each rank sends what the formula says"):
         ring_allreduce.main(["--world-size", "3"])
 
 

@@ -1,4 +1,4 @@
-"""Init methods: each meeting that fails is explained."""
+"""Init methods: each rendezvous that fails is explained."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def explained(pool, worker, *args):
     return init_methods.explain(caught.value)
 
 
-def meaning(words):
-    return "\n    ".join(init_methods.MEANINGS[words])
+def meaning(fragment):
+    return "\n    ".join(init_methods.MEANINGS[fragment])
 
 
-def test_each_meeting_that_fails_is_explained(tmp_path):
+def test_each_rendezvous_that_fails_is_explained(tmp_path):
     here = [f"tcp://127.0.0.1:{port}" for port in init_methods.free_ports(3)]
     with kit.WorkerPool(2, init=False) as pool, socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        told = [
+        explanations = [
             explained(pool, init_methods.attempt, *case)
             for case in (
                 (f"file://{tmp_path}/alone", [(0, 2, 1), None]),
@@ -39,7 +39,7 @@ def test_each_meeting_that_fails_is_explained(tmp_path):
                 (taken, [(0, 2, 30), (1, 2, 30)]),
             )
         ]
-        assert told == [
+        assert explanations == [
             "rank 0: " + meaning("Wait timeout"),
             "ranks 0 and 1: " + meaning("Wait timeout"),
             "rank 1: " + meaning("Wait timeout"),
@@ -57,8 +57,8 @@ def test_the_file_of_a_killed_run_is_explained(tmp_path):
         with pytest.raises(kit.RankDiedError):
             pool.run(init_methods.killed, path)
         assert path.exists()
-        told = explained(pool, init_methods.attempt, f"file://{path}", [(0, 2, 0.5), None])
-    assert told == "rank 0: " + meaning("onnect")
+        explanation = explained(pool, init_methods.attempt, f"file://{path}", [(0, 2, 0.5), None])
+    assert explanation == "rank 0: " + meaning("onnect")
 
 
 def failure(rank, message):
@@ -67,11 +67,11 @@ def failure(rank, message):
 
 def test_only_the_cause_is_explained_where_one_failure_brought_another():
     both = [failure(0, "Read error: Connection reset by peer"), failure(1, "Wait timeout")]
-    told = init_methods.explain(kit.RankError(dict(enumerate(both))))
-    assert told == "rank 1: " + meaning("Wait timeout")
+    explanation = init_methods.explain(kit.RankError(dict(enumerate(both))))
+    assert explanation == "rank 1: " + meaning("Wait timeout")
     assert "rank 0: " in init_methods.explain(kit.RankError({0: both[0]}))
     unknown = init_methods.explain(kit.RankError({1: failure(1, "smoke at port 4711")}))
-    assert unknown.startswith("rank 1: RuntimeError, for which")
+    assert unknown.startswith("rank 1: RuntimeError, which this lesson does not explain")
     assert "4711" not in unknown
 
 
@@ -89,8 +89,8 @@ def test_an_error_of_this_process_is_explained_too():
     assert init_methods.explain(caught.value) == meaning("to connect to")
 
 
-def test_a_meeting_that_failed_does_not_count_in_the_next_run(tmp_path):
-    """What the group is called stands in the keys, and the lesson reads them."""
+def test_a_rendezvous_that_failed_does_not_count_in_the_next_run(tmp_path):
+    """The keys contain the group's name, and the lesson reads them."""
 
     def fail(rank, world_size, path):
         if rank == 0:
@@ -101,3 +101,10 @@ def test_a_meeting_that_failed_does_not_count_in_the_next_run(tmp_path):
     with kit.WorkerPool(2, init=False) as pool:
         assert list(pool.run(fail, tmp_path / "one")) == [1, 0]
         assert list(pool.run(fail, tmp_path / "two")) == [1, 0]
+
+
+def test_an_old_name_warns_and_still_works():
+    with pytest.warns(DeprecationWarning, match="NotedStore is now RecordingStore"):
+        assert init_methods.NotedStore is init_methods.RecordingStore
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = init_methods.nothing

@@ -44,7 +44,7 @@ def test_a_lesson_runs_as_the_readme_has_it():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ["--world-size", "3"],
@@ -58,19 +58,25 @@ def test_a_lesson_runs_as_the_readme_has_it():
         ),
     ],
 )
-def test_what_mpiexec_cannot_give_is_refused(options, said, monkeypatch):
+def test_what_mpiexec_cannot_give_is_refused(options, message, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")  # as mpiexec -n 2 would
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(kit.KitError) as caught:
         point_to_point.main(options)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_torchruns_ranks_cannot_have_mpi(monkeypatch):
-    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}
-    for name, value in (told | {"TORCHELASTIC_RUN_ID": "none"}).items():
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "",
+        "MASTER_PORT": "",
+    }
+    for name, value in (variables | {"TORCHELASTIC_RUN_ID": "none"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(kit.BackendError) as caught:
         point_to_point.main(["--backend", "mpi"])
-    said = 'backend="mpi" needs ranks that mpiexec started; use backend="gloo"'
-    assert str(caught.value) == said
+    message = 'backend="mpi" needs ranks that mpiexec started; use backend="gloo"'
+    assert str(caught.value) == message

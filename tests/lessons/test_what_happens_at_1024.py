@@ -10,16 +10,16 @@ import torch
 import ddp_kit as kit
 from ddp_kit import model
 from ddp_kit.launch import open_ranks
-from ddp_kit.lessons import _all_reduces, ring_allreduce
+from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons import what_happens_at_1024 as lesson
 
 
 def test_an_all_reduce_is_wrong_where_sizes_do_not_divide():
     def all_cases(rank, world_size):
-        two_level = partial(_all_reduces.two_level, per_host=2 if world_size % 2 == 0 else 1)
+        two_level = partial(lesson.two_level, per_host=2 if world_size % 2 == 0 else 1)
         return [
             (all_reduce, shape, dtype)
-            for all_reduce in (_all_reduces.tree, _all_reduces.halving_doubling, two_level)
+            for all_reduce in (lesson.tree, lesson.halving_doubling, two_level)
             for shape in [(1,), (2,), (5,), (7, 3), (1001,)]
             for dtype in [torch.float32, torch.int32]
             if not ring_allreduce.compare(rank, world_size, all_reduce, shape, dtype)
@@ -47,9 +47,9 @@ def test_messages_that_cross_are_replayed_one_after_the_other():
 
 
 def test_the_lesson_holds_though_the_model_counts_wrong(monkeypatch):
-    wrong = {"tree": (_all_reduces.tree, model.naive_ring)}
+    wrong = {"tree": (lesson.tree, model.naive_ring)}
     monkeypatch.setattr(lesson, "SENT", wrong)
-    with pytest.raises(kit.ProofError, match="tree lasts as long"):
+    with pytest.raises(kit.ProofError, match="tree takes as long as predicted"):
         lesson.main(["--world-size", "3"])
 
 

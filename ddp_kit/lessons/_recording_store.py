@@ -1,4 +1,4 @@
-"""A store that notes what PyTorch asks of it."""
+"""A store that records every request of PyTorch's, for lesson 06."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class NotedStore(dist.Store):
-    """A store that passes all calls to another one, and notes those that read or write.
+class RecordingStore(dist.Store):
+    """A store that passes all calls on to another one and records those that read or write.
 
     notes: (call, key, bytes), in the order of the calls; values: what was written, by key.
     """
@@ -27,7 +27,7 @@ class NotedStore(dist.Store):
         self.store.set(key, value)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
-        """Block until all keys were written."""
+        """Wait until all keys have been written."""
         self.notes.extend(("wait", key, 0) for key in keys)
         self.store.wait(keys, *timeout)
 
@@ -43,11 +43,11 @@ class NotedStore(dist.Store):
         return self.store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys were written."""
+        """Return whether all keys have been written."""
         return self.store.check(keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value where another one stood."""
+        """Replace a value if it is the expected one."""
         self.notes.append(("set", key, len(desired)))
         return self.store.compare_set(key, expected, desired)
 
@@ -61,11 +61,11 @@ class NotedStore(dist.Store):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """Tell whether the store can do more than set, get and wait."""
+        """Return whether the store has more than set, get and wait."""
         return self.store.has_extended_api()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long to wait."""
+        """Set how long `wait` and `get` may take."""
         self.store.set_timeout(timeout)
 
 

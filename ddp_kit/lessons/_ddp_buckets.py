@@ -1,4 +1,4 @@
-"""When DDP's buckets leave, what that hides, and what it wins: noted, drawn and timed."""
+"""DDP's buckets: when they are sent, how that overlaps with backward, and the time it saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
 
 class Stack(nn.Module):
-    """Four linear layers with 1 MiB of weights each; takes and gives (batch, 512).
+    """Four linear layers with 1 MiB of weights each; input and output are (batch, 512).
 
     order: in which the layers are registered; they are used from 0 to 3. spare: register one
     more parameter, a single number that is never used.
@@ -53,7 +53,7 @@ def watch(
     order: Iterable[int] = range(4),
     spare: bool = False,
 ) -> list[list[str]]:
-    """Note each gradient that is ready and each bucket that leaves, in two backwards of a Stack.
+    """Note when each gradient is ready and each bucket is sent, in two backwards of a Stack.
 
     Returns the notes of each backward, in order.
     """
@@ -81,7 +81,7 @@ def watch(
 def backwards(
     rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 10
 ) -> None:
-    """Run some backwards of a Stack of 4 MiB, for their trace; 256 rows each."""
+    """Run some backwards of a Stack of 4 MiB on 256 rows, for the trace."""
     ddp = DistributedDataParallel(Stack().to(device()), bucket_cap_mb=bucket_cap_mb)
     x = torch.ones(256, 512, device=device())
     for _ in range(steps):
@@ -89,7 +89,7 @@ def backwards(
 
 
 def typical(trace: Trace) -> int:
-    """Return which backward kept rank 0 waiting for the median time; the first does not count."""
+    """Return the index of the backward with rank 0's median wait; the first does not count."""
     reduced = [event for event in trace if event.rank == 0 and event.op == "DDP all_reduce"]
     waits = [event.end - event.waited for event in reduced if event.end and event.waited][1:]
     return 1 + waits.index(sorted(waits)[len(waits) // 2])
@@ -98,9 +98,9 @@ def typical(trace: Trace) -> int:
 def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
 
-    The drawing's `interact()` gives controls. Raises PoolError for what cannot be chosen.
+    The drawing's `interact()` adds controls. Raises PoolError for an invalid choice.
     """
-    from ddp_kit import plot  # ranks have no use for it
+    from ddp_kit import plot  # ranks do not need it
     from ddp_kit.notebook.explorer import Explorer, positive
 
     caps = positive("bucket_cap_mb", bucket_cap_mb, USUAL_CAPS)
@@ -128,8 +128,8 @@ def step_seconds(
 ) -> dict[str, list[float]]:
     """Time forward and backward of a Stack with each of OPTIONS, in turn.
 
-    bytes_per_second: of a wire to imitate, with gloo. Each bucket then comes that much later,
-    one after the other; no core works meanwhile.
+    bytes_per_second: of a slow network to imitate, with gloo. Each bucket is then delayed by its
+    time on that network, one after the other; the cores are free meanwhile.
     Returns seconds per step for each name in OPTIONS, `steps` of them.
     """
     x = torch.ones(128, 512, device=device())
@@ -154,7 +154,7 @@ def step_seconds(
 
 
 def carry_slowly(state, bucket):
-    """Reduce a bucket, and keep it back as a slow wire would: a hook, for tensors on the CPU."""
+    """Reduce a bucket, then delay it as a slow network would: a hook for tensors on the CPU."""
     wire, bytes_per_second = state
     reduced, arrived = allreduce_hook(None, bucket), torch.futures.Future()
     nbytes = bucket.buffer().numel() * bucket.buffer().element_size()

@@ -17,26 +17,26 @@ LOSS = F.nll_loss
 
 
 def devices(count: int) -> list[torch.device]:
-    """Name so many GPUs if this machine has them, else so many virtual devices."""
+    """Return `count` GPUs if this machine has that many, else `count` virtual devices."""
     if 1 < count <= torch.cuda.device_count():
         return [torch.device("cuda", index) for index in range(count)]
     return virtual(count)
 
 
 def virtual(count: int) -> list[torch.device]:
-    """Name this process's own device several times: each time is a virtual device."""
+    """Return this process's own device `count` times; each time counts as a virtual device."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     return [device()] * count
 
 
 def are_real(places: Sequence[torch.device]) -> bool:
-    """Tell whether the devices differ, so that PyTorch's own functions can run on them."""
+    """Return whether the devices differ, so that PyTorch's own functions can run on them."""
     return len(set(places)) > 1
 
 
 def scatter(batch: torch.Tensor, places: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Cut the batch into chunks, the first for device 0, and copy the others away from it."""
+    """Cut the batch into chunks; the first stays on device 0, the others are copied."""
     if are_real(places):
         return list(nn.parallel.scatter(batch, places))
     first, *others = batch.chunk(len(places))
@@ -45,16 +45,16 @@ def scatter(batch: torch.Tensor, places: Sequence[torch.device]) -> list[torch.T
 
 @dataclass(frozen=True)
 class Replica:
-    """The network as one device has it: what calls it, and its own parameters."""
+    """The network on one device: a function that calls it, and its parameters there."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     parameters: list[torch.Tensor]
 
 
 def replicate(model: nn.Module, places: Sequence[torch.device]) -> list[Replica]:
-    """Copy the network to every device but the first, whose replica is the model's own memory.
+    """Copy the network to every device but the first, whose replica shares the model's memory.
 
-    Backward goes through the copies: it adds the gradients of all replicas up on device 0.
+    Backward goes through the copies and sums the gradients of all replicas on device 0.
     """
     names = [name for name, _ in model.named_parameters()]
     if are_real(places):
@@ -76,7 +76,7 @@ def _caller(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Callable:
 def parallel_apply(
     replicas: Sequence[Replica], shards: Sequence[torch.Tensor], places: Sequence[torch.device]
 ) -> list[torch.Tensor]:
-    """Call each replica with its shard: in a thread for each GPU, else one after the other."""
+    """Call each replica with its shard: in one thread per GPU, else one after the other."""
     if are_real(places):
         used = places[: len(replicas)]
         return nn.parallel.parallel_apply([r.forward for r in replicas], shards, devices=used)
@@ -84,7 +84,7 @@ def parallel_apply(
 
 
 def gather(outputs: Sequence[torch.Tensor], places: Sequence[torch.device]) -> torch.Tensor:
-    """Join all outputs on device 0; a single one is there already."""
+    """Concatenate all outputs on device 0; a single one is already there."""
     if len(outputs) == 1:
         return outputs[0]
     if are_real(places):
@@ -100,10 +100,10 @@ def eight_steps(
     places: Sequence[torch.device],
     loss_of: Callable = LOSS,
 ) -> Iterator[tuple[str, str, list[list[torch.Tensor]]]]:
-    """Train one step as DataParallel does; stop after each of the eight.
+    """Train one step as DataParallel does, and yield after each of the eight.
 
-    Yields (step, kind, new): the tensors that the step made, a list for each device that got
-    some, from device 0 on. Model and batch lie on device 0, as DataParallel wants it.
+    Yields (step, kind, new): the tensors that the step made, as one list for each device that
+    got some, starting with device 0. Model and batch must be on device 0, as for DataParallel.
     """
     optimizer.zero_grad()
     shards = scatter(images, places)
@@ -117,25 +117,22 @@ def eight_steps(
     yield "parallel apply", "outputs", [[output] for output in outputs]
 
     gathered = gather(outputs, places)
-    del shards, replicas, outputs  # what backward needs of them stays, like on GPUs
+    del shards, replicas, outputs  # what backward needs of them stays, as on GPUs
     yield "gather", "gathered, loss", [[gathered]]
 
     loss = loss_of(gathered, labels)
     yield "loss", "gathered, loss", [[loss]]
 
-    # loss.backward() does both of the next steps; here it stops where the replicas begin.
+    # loss.backward() does both of the next steps; here we stop between them, at the replicas.
     every_copy = [tensor for copy in copies for tensor in copy]
     gradients = torch.autograd.grad(loss, every_copy)
     width = len(copies[0])
-    yield "backward", "gradients", [list(part) for part in _parts(gradients, width)]
+    per_replica = [gradients[i : i + width] for i in range(0, len(gradients), width)]
+    yield "backward", "gradients", [list(one) for one in per_replica]
 
     torch.autograd.backward(every_copy, gradients)
-    del copies, every_copy, gradients
+    del copies, every_copy, gradients, per_replica
     yield "reduce", "gradients", [[parameter.grad for parameter in model.parameters()]]
 
     optimizer.step()
     yield "update", "parameters", [list(model.parameters())]
-
-
-def _parts(values: Sequence[torch.Tensor], width: int) -> list[Sequence[torch.Tensor]]:
-    return [values[start : start + width] for start in range(0, len(values), width)]
