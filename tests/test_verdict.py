@@ -17,7 +17,7 @@ from ddp_kit.failures import Frame
 from ddp_kit.trace import Board, Snapshot, board
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
-from ddp_kit.trace.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.verdict import RankState, deadlock, judge, mismatch, shortest_cycle, stuck
 
 TWO, THREE, EIGHT = (Group("0", tuple(range(size))) for size in (2, 3, 8))

@@ -10,8 +10,8 @@ A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has th
 
 from ddp_kit.trace.board import EMPTY, Board, BoardCopy, anonymous_file
 from ddp_kit.trace.events import Event, Group, Message, Trace
-from ddp_kit.trace.progress import draw_bar, format_progress, progress
-from ddp_kit.trace.recording import recording, unrecorded
+from ddp_kit.trace.rank.progress import draw_bar, format_progress, progress
+from ddp_kit.trace.rank.recording import recording, unrecorded
 from ddp_kit.trace.snapshot import Snapshot, join, read_wait
 from ddp_kit.trace.stacks import describe_line, is_own, own_frame
 from ddp_kit.trace.trace_files import Clock, RankTrace, TraceFolder, join_rank_traces, load_trace

@@ -20,7 +20,7 @@ kit_done = time.perf_counter()
 import torch.distributed as dist  # noqa: E402
 from side import seconds, serve  # noqa: E402
 
-from ddp_kit.trace import recorder  # noqa: E402
+from ddp_kit.trace.rank import recorder  # noqa: E402
 
 HEAVY = ("matplotlib", "IPython", "torchvision", "ipywidgets")
 

@@ -205,7 +205,7 @@ def test_a_gather_that_every_rank_returns():
 def test_a_gather_of_equal_sizes():
     text = error_text(kit.check.exercise_2_4, gather(room=5))
     assert "gather(tensor, dst=0) on 2 ranks: the ranks' calls do not match\n" in text
-    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20.\n" in text
+    assert "rank 1 sends 0 bytes, rank 0 receives into a tensor of 20 bytes.\n" in text
 
 
 def test_a_gather_in_reverse():

@@ -42,10 +42,10 @@ from ddp_kit.trace import (
     RankTrace,
     Snapshot,
     join,
-    recorder,
     recording,
     unrecorded,
 )
+from ddp_kit.trace.rank import recorder
 
 COLLECT_TIMEOUT = 300.0  # seconds for the ranks of other hosts, after rank 0 has returned
 REASON_TIMEOUT = 1.0  # seconds for another host to report why its ranks are gone

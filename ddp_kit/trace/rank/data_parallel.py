@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import torch_internals
-from ddp_kit.trace import recorder
 from ddp_kit.trace.calls import Call, describe
-from ddp_kit.trace.recorder import Posted, Recorder
+from ddp_kit.trace.rank import recorder
+from ddp_kit.trace.rank.recorder import Posted, Recorder
 
 
 class _Hook:

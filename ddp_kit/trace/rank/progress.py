@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ddp_kit.errors import TraceError
-from ddp_kit.trace import recorder
+from ddp_kit.trace.rank import recorder
 
 T = TypeVar("T")
 

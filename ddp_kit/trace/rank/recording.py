@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
-from ddp_kit.trace import data_parallel, recorder
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, describe, is_short
-from ddp_kit.trace.recorder import Posted, Recorder
+from ddp_kit.trace.rank import data_parallel, recorder
+from ddp_kit.trace.rank.recorder import Posted, Recorder
 
 
 @contextmanager

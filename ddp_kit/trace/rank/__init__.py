@@ -1,0 +1,1 @@
+"""What records in a rank: its calls and waits go onto the board."""
