@@ -25,9 +25,9 @@ from ddp_kit.trace import (
     board,
     draw_bar,
     join,
-    recorder,
     recording,
 )
+from ddp_kit.trace.rank import recorder
 
 WORLD = Group("0", (0, 1))
 

@@ -363,9 +363,12 @@ def test_a_bug_in_the_kit_itself_is_reported_with_its_traceback(name):
             raise ValueError("boom")
         dist.barrier()
 
-    with pytest.raises(kit.InternalError) as caught:
+    def breaks_the_kit_and_fails():
         kit.run(breaks_the_kit, world_size=2)
         kit.run(fails_on_one, world_size=2)
+
+    with pytest.raises(kit.InternalError) as caught:
+        breaks_the_kit_and_fails()
     assert caught.value.rank == 1
     assert "LookupError: a bug in the kit" in caught.value.traceback
     assert "Please report it" in str(caught.value)
