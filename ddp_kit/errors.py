@@ -6,6 +6,7 @@
     ├── DataError             digits that cannot be had here
     ├── TraceError            a trace that cannot be loaded from files
     ├── ModelError            a cost that cannot be computed from what was given
+    ├── PlotError             a picture that cannot be drawn from what was given
     ├── RankError             ranks raised            .failures: {rank: RankFailure}
     ├── RankDiedError         a process ended         .rank, .exitcode, .failures
     ├── RunTimeoutError       timeout= went by        .unfinished
@@ -85,6 +86,10 @@ class TraceError(KitError, ValueError):
 
 class ModelError(KitError, ValueError):
     """A cost cannot be computed from what was given."""
+
+
+class PlotError(KitError, ValueError, TypeError):
+    """A picture cannot be drawn from what was given: an argument's value or its type is wrong."""
 
 
 class ProofError(KitError, AssertionError):
