@@ -200,6 +200,24 @@ def test_title_replaces_the_own_one():
     assert not any("What each rank holds" in text for text in texts(picture))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
+)
+def test_what_is_no_input_at_all_is_a_plot_error(draw):
+    given = (7, 0) if draw is plot.ring_step else (7,)
+    with pytest.raises(PlotError, match=r"(needs|must map) .* got (7|int)") as caught:
+        draw(*given)
+    for former in (ValueError, TypeError):  # what these functions raised before
+        assert isinstance(caught.value, former)
+
+
+def test_former_name_of_the_text_table_warns():
+    picture = tensors([{"before": t(1)}])
+    with pytest.warns(DeprecationWarning, match="Picture.twin is now text_table"):
+        assert picture.twin == picture.text_table
+
+
 # ---- tensors
 
 

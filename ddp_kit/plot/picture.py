@@ -67,14 +67,6 @@ class Picture(Figure):
         self.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0.1, **style)
         return buffer.getvalue()
 
-    def sheet(self) -> Axes:
-        """Add axes that cover the figure, in inches from its top left corner."""
-        width, height = self.get_size_inches()
-        ax = self.add_axes((0, 0, 1, 1))
-        ax.set(xlim=(0, width), ylim=(height, 0))
-        ax.set_axis_off()
-        return ax
-
     def chart(
         self, left: float, top: float, width: float, height: float, grid: str, xlabel="", ylabel=""
     ) -> Axes:
@@ -108,11 +100,16 @@ def open_picture(
 ) -> tuple[Picture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
 
+    The sheet is axes that cover the picture, in inches from its top left corner.
+
     caption: its lines, 0.17 inches each; they begin `lift` inches further down than `below`.
     left: where title and caption begin.
     """
-    picture = Picture(width, below + 0.17 * len(caption), text_table)
-    sheet = picture.sheet()
+    height = below + 0.17 * len(caption)
+    picture = Picture(width, height, text_table)
+    sheet = picture.add_axes((0, 0, 1, 1))
+    sheet.set(xlim=(0, width), ylim=(height, 0))
+    sheet.set_axis_off()
     write(sheet, left, 0.12, title, 11.5, weight="bold")
     for i, line in enumerate(caption):
         write(sheet, left, below + lift + 0.17 * i, line, 8.5, color=QUIET)

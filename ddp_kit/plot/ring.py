@@ -248,5 +248,5 @@ def _caption(n: int) -> str:
     if n > MOST_NUMBERS:
         text = f"Rows: ranks; columns: chunks; numbers left out above {MOST_NUMBERS} ranks"
     if n > 1:
-        text += "; an outlined cell has just come from the left neighbour, whose colour it wears"
+        text += "; an outline in the left neighbour's colour marks a cell just received from it"
     return text + "."

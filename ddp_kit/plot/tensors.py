@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from operator import attrgetter
 from typing import Any
@@ -162,7 +162,12 @@ def _origins(first: list[list[Column]]) -> Origin:
 
 def _elide(columns: list[Column], limit: int) -> list[Column]:
     """Return the columns without their middle: at most `limit` columns of four rows."""
-    columns = [Column(column.block, _elide_rows(column.entries)) for column in columns]
+    columns = [
+        replace(c, entries=(*c.entries[: MOST_ROWS - 2], ELLIPSIS, c.entries[-1]))
+        if len(c.entries) > MOST_ROWS
+        else c
+        for c in columns
+    ]
     if len(columns) <= limit:
         return columns
     head, tail = columns[: limit // 2], columns[len(columns) - (limit - limit // 2 - 1) :]
@@ -170,12 +175,6 @@ def _elide(columns: list[Column], limit: int) -> list[Column]:
     block = head[-1].block if same else -1
     dots = Column(block, (ELLIPSIS,) * (len(head[-1].entries) if same else 1))
     return [*head, dots, *tail]
-
-
-def _elide_rows(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(entries) <= MOST_ROWS:
-        return entries
-    return (*entries[: MOST_ROWS - 2], ELLIPSIS, entries[-1])
 
 
 def _gaps(cell: list[Column]) -> list[int]:

@@ -60,8 +60,8 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
     if any(trace.dropped):
         caption += f" The {sum(trace.dropped):,} oldest events were dropped and are not shown."
     lines = fold(caption, LEFT + WIDE)
-    full, below = LEFT + WIDE + 0.15, top + tall + 0.8
-    picture, sheet = open_picture(title, text_table, full, below, lines, lift=0.04)
+    full, below = LEFT + WIDE + 0.15, top + tall + 0.5
+    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
     for rank in range(n):
         chip(sheet, 0.02, top + (rank + 0.5) * tall / n - 0.11, 0.62, 0.22, rank, f"rank {rank}")
     xlabel = "time since the first rank began (ms)" if timed else "step"
@@ -75,7 +75,7 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
     else:
         marks.draw_each(ax, lanes, scale)
         marks.write_names(ax, slant, names)
-    _key(sheet, LEFT, top + tall + 0.59, lanes, timed)
+    _key(sheet, LEFT, below + 0.09, lanes, timed)
     return picture
 
 

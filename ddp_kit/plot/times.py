@@ -6,15 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from matplotlib import ticker
 from matplotlib.axes import Axes
-from matplotlib.ticker import (
-    FixedLocator,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-    MultipleLocator,
-    NullLocator,
-)
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.inputs import read_named, read_points
@@ -175,7 +168,7 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     ax.set(xlim=(0, longest * 1.17), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticks(rows_at, names)
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=7))
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
     return picture
 
 
@@ -232,12 +225,11 @@ def _log_log(ax: Axes, sizes: list[int], values: list[float]) -> None:
         if not ticks or math.log(n / ticks[-1]) >= 0.1 * (high - low):
             ticks.append(n)
     ax.set_xlim(math.exp(low - margin), math.exp(high + margin))
-    _ticks(ax.xaxis, FixedLocator(ticks), byte_size)
-    ratio = _log_limits(ax, values)
-    if ratio > 8:
-        _ticks(ax.yaxis, _powers(ratio), "{:,g}".format)
-    else:  # too narrow for 1, 2, 5: even steps
-        _ticks(ax.yaxis, MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]), "{:,g}".format)
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), byte_size)
+    locator, ratio = _log_limits(ax, values)
+    if ratio <= 8:  # too narrow for 1, 2, 5: even steps
+        locator = ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    _ticks(ax.yaxis, locator, "{:,g}".format)
 
 
 def _rank_axes(ax: Axes, drawn: list[dict[int, float]], efficiency: bool) -> None:
@@ -248,29 +240,26 @@ def _rank_axes(ax: Axes, drawn: list[dict[int, float]], efficiency: bool) -> Non
     powers = range(math.floor(math.log2(ranks[0])), 1 + math.ceil(math.log2(ranks[-1])))
     step = 1 + len(powers) // 13
     ticks = [2**p for p in powers[::step] if ranks[0] <= 2**p <= ranks[-1]] or [ranks[0]]
-    _ticks(ax.xaxis, FixedLocator(ticks), "{:,.0f}".format)
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), "{:,.0f}".format)
     if efficiency:
         ax.set_ylim(0, 1.06 * max(100, *values))
-        ax.yaxis.set_major_locator(MultipleLocator(20))
+        ax.yaxis.set_major_locator(ticker.MultipleLocator(20))
         return
     ax.set_yscale("log")
-    ratio = _log_limits(ax, values)
-    _ticks(ax.yaxis, _powers(ratio), lambda v: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+    locator, _ = _log_limits(ax, values)
+    _ticks(ax.yaxis, locator, lambda v: f"{v:,.0f}" if v >= 1 else f"{v:g}")
 
 
-def _log_limits(ax: Axes, values: list[float]) -> float:
-    """Set the limits of a logarithmic y axis; return the highest value over the lowest."""
+def _log_limits(ax: Axes, values: list[float]) -> tuple[ticker.Locator, float]:
+    """Set the limits of a logarithmic y axis; return where its ticks are, and high over low."""
     low, high = min(values), max(values)
     margin = 0.06 * math.log(high / low) or 0.5
     ax.set_ylim(low * math.exp(-margin), high * math.exp(margin))
-    return high / low
-
-
-def _powers(ratio: float) -> LogLocator:
-    return LogLocator(subs=(1.0,) if ratio > 300 else (1.0, 2.0, 5.0))
+    locator = ticker.LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0))
+    return locator, high / low
 
 
 def _ticks(axis, locator, label) -> None:
     axis.set_major_locator(locator)
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
+    axis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: label(value)))
