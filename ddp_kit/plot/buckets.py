@@ -97,7 +97,7 @@ def buckets(
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ha = "right" if over > 0.6 * longest else "left"
     write(ax, over, -0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
-    y = TOP + height + 0.6
+    y = TOP + height + 0.6 - 0.07
     x = swatch(sheet, LEFT, y, "hidden behind computing", *HIDDEN)
     swatch(sheet, x, y, "not hidden", *OPEN)
     return picture

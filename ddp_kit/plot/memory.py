@@ -62,7 +62,7 @@ def memory(held: Held, title: str | None = None) -> Picture:
         ax.set_xticks(range(len(held)), [step.replace(" ", "\n") for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
     for (kind, (fill, hatch)), (x, line) in zip(kinds.items(), entries, strict=True):
-        y = TOP + height + 0.64 + 0.2 * line
+        y = TOP + height + 0.64 + 0.2 * line - 0.07
         swatch(sheet, x, y, kind, fill, EDGE, hatch, linewidth=0.6)
     return picture
 

@@ -146,9 +146,9 @@ def set_hatch(drawn, hatch: str | None, color: str) -> None:
 def swatch(
     sheet: Axes, x: float, y: float, text: str, fill: str, edge: str, hatch=None, **style
 ) -> float:
-    """Draw one entry of a key, and return where the next one begins."""
-    bars(sheet, [(x, 0.26)], (y - 0.07, 0.14), fill, edge, hatch, **style)
-    write(sheet, x + 0.34, y, text, 8.5)
+    """Draw one entry of a key, top left corner at (x, y), and return x of the next one."""
+    bars(sheet, [(x, 0.26)], (y, 0.14), fill, edge, hatch, **style)
+    write(sheet, x + 0.34, y + 0.07, text, 8.5)
     return x + 0.6 + 0.075 * len(text)
 
 

@@ -75,7 +75,7 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
     else:
         marks.draw_each(ax, lanes, scale)
         marks.write_names(ax, slant, names)
-    _key(sheet, LEFT, below + 0.09, lanes, timed)
+    _key(sheet, LEFT, below + 0.08 - 0.06, lanes, timed)
     return picture
 
 
