@@ -6,6 +6,7 @@
     ├── DataError             a data set is unavailable here
     ├── TraceError            a trace cannot be loaded, or lacks what was asked for
     ├── ModelError            a cost cannot be computed from the given numbers
+    ├── PlotError             a picture cannot be drawn from the given arguments
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
@@ -84,6 +85,10 @@ class TraceError(KitError, ValueError):
 
 class ModelError(KitError, ValueError):
     """A cost cannot be computed from the given numbers."""
+
+
+class PlotError(KitError, ValueError, TypeError):
+    """A picture cannot be drawn: an argument has a wrong value or type."""
 
 
 class ProofError(KitError, AssertionError):

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn, in which colour, and what the text twin says."""
+"""Pictures: what is drawn, in which colour, and what the text table says."""
 
 import ast
 import re
@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from ddp_kit import plot
+from ddp_kit.errors import PlotError
 from ddp_kit.plot import (
     bandwidth,
     losses,
@@ -25,8 +26,8 @@ from ddp_kit.plot import (
     support,
     tensors,
 )
-from ddp_kit.plot.numbers import short, significant, size
-from ddp_kit.plot.style import luminance, text_color
+from ddp_kit.plot.style import byte_size, luminance, significant, text_color
+from ddp_kit.plot.tensors import _text
 from ddp_kit.pool import Result
 from ddp_kit.trace import Trace
 
@@ -109,7 +110,7 @@ def test_rank_colours_are_okabe_and_itos():
 
 
 def test_negative_rank_has_no_colour():
-    with pytest.raises(ValueError, match="rank must be at least 0, got -1"):
+    with pytest.raises(PlotError, match="rank must be at least 0, got -1"):
         rank_color(-1)
 
 
@@ -138,7 +139,7 @@ def test_rank_has_the_same_colour_in_every_picture():
 def test_same_data_gives_the_same_bytes_and_text(n):
     for one, two in zip(one_of_each(n), one_of_each(n), strict=True):
         assert one._repr_png_() == two._repr_png_()
-        assert repr(one) == repr(two) == str(one) == one.twin
+        assert repr(one) == repr(two) == str(one) == one.text_table
 
 
 def test_pictures_of_eight_ranks_fit_a_notebook():
@@ -199,10 +200,28 @@ def test_title_replaces_the_own_one():
     assert not any("What each rank holds" in text for text in texts(picture))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
+)
+def test_what_is_no_input_at_all_is_a_plot_error(draw):
+    given = (7, 0) if draw is plot.ring_step else (7,)
+    with pytest.raises(PlotError, match=r"(needs|must map) .* got (7|int)") as caught:
+        draw(*given)
+    for former in (ValueError, TypeError):  # what these functions raised before
+        assert isinstance(caught.value, former)
+
+
+def test_former_name_of_the_text_table_warns():
+    picture = tensors([{"before": t(1)}])
+    with pytest.warns(DeprecationWarning, match="Picture.twin is now text_table"):
+        assert picture.twin == picture.text_table
+
+
 # ---- tensors
 
 
-def test_gather_twin():
+def test_gather_table():
     picture = tensors(
         [
             {"before": t(1, 2), "after": [t(1, 2), t(11, 12)]},
@@ -255,7 +274,7 @@ def test_none_is_a_dashed_box_without_a_colour():
     assert "Dashed: nothing here." in " ".join(texts(picture))
 
 
-def test_scalars_matrices_and_empty_tensors_have_a_twin():
+def test_scalars_matrices_and_empty_tensors_have_a_table():
     stages = {"a": torch.tensor(3.0), "b": t(1, 2).view(2, 1), "c": torch.zeros(0), "d": [t(1)] * 2}
     row = repr(tensors([stages])).split("\n")[2]
     assert row == "rank 0  3  1; 2  []  1 | 1"
@@ -297,7 +316,7 @@ def test_picture_grows_no_wider_than_a_notebook():
     assert "…" in texts(wide)
 
 
-def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_twin():
+def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_table():
     picture = tensors([{"in": t(1), "out": t(3)}, {"in": t(2), "out": None}], name="device")
     assert repr(picture).split("\n") == [
         "What each device holds: in → out",
@@ -314,22 +333,22 @@ def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_twin():
     ("result", "message"),
     [
         ([], "the result is empty"),
-        ([{"a": t(1)}, t(7)], r"rank 1 must give a dict .* got tensor\(\[7\]\)"),
-        ([{}], "rank 0 must give a dict .* got {}"),
+        ([{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
+        ([{}], "rank 0 must return a dict .* got {}"),
         ([{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
         ([{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
         ([{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two dim.*\(2, 3, 4\)"),
     ],
 )
 def test_tensors_says_what_it_cannot_draw(result, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         tensors(result)
 
 
 # ---- losses
 
 
-def test_losses_twin_has_two_decimals():
+def test_losses_table_has_two_decimals():
     assert repr(losses([[2.345, 1.0, 0.5], t(2.3, 0.449)], xlabel="step")) == (
         "Training loss of each rank, step by step\n"
         "        first step  last step\n"
@@ -390,20 +409,20 @@ def test_infinite_loss_is_named_at_its_last_finite_point():
     ("result", "message"),
     [
         ([], "the result is empty"),
-        ([[1.0], []], r"rank 1 must give a sequence of losses, got \[\]"),
-        ([None], "rank 0 must give a sequence of losses, got None"),
-        ([torch.zeros(2, 2)], "rank 0 must give a sequence of losses, got tensor"),
+        ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
+        ([None], "rank 0 must return a sequence of losses, got None"),
+        ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
     ],
 )
 def test_losses_says_what_it_cannot_draw(result, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         losses(result)
 
 
 # ---- ring
 
 
-def test_ring_twin_marks_what_changed():
+def test_ring_table_marks_what_changed():
     assert repr(ring(ring_history(2))) == (
         "Ring all-reduce on 2 ranks: complete after 2 steps\n"
         "                  rank 0  rank 1\n"
@@ -473,13 +492,13 @@ def test_ring_of_one_is_one_panel():
             [torch.ones(3, 2), torch.ones(2, 2)],
             r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
         ),
-        ([None], r"rank 0 must give a tensor of shape \(1, 1\) on 1 rank, got None"),
-        ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is no sum of powers of ten"),
+        ([None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 rank, got None"),
+        ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is not a sum of powers of ten"),
         ([t(float("nan")).view(1, 1)], "rank 0 holds nan"),
     ],
 )
 def test_ring_says_what_it_cannot_draw(result, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         ring(result)
 
 
@@ -491,7 +510,7 @@ SERIES = {
 }
 
 
-def test_bandwidth_twin_has_three_digits_and_exact_sizes():
+def test_bandwidth_table_has_three_digits_and_exact_sizes():
     assert repr(bandwidth(SERIES)) == (
         "Time of one call by message size (ms)\n"
         "bytes        built-in  by hand\n"
@@ -538,14 +557,14 @@ def test_series_wear_no_colour_of_a_rank():
     ("series", "message"),
     [
         ({}, "series is empty"),
-        ({"a": []}, "'a' has no point"),
-        ({"a": [(4, 0.0)]}, "'a' has 0.0 seconds for 4 bytes"),
-        ({"a": [(0, 1.0)]}, "'a' has 1.0 seconds for 0 bytes"),
-        ({"a": [(4, 1.0), (4, 2.0)]}, "'a' measures 4 bytes twice"),
+        ({"a": []}, "'a' has no points"),
+        ({"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
+        ({"a": [(0, 1.0)]}, "'a' has 1.0 for 0 bytes"),
+        ({"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
     ],
 )
 def test_bandwidth_says_what_it_cannot_draw(series, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         bandwidth(series)
 
 
@@ -556,9 +575,9 @@ MEASURED = {"tree": [(4, 0.02), (2, 0.005)]}
 PUBLISHED = {"Somebody 2018": [(256, 0.25)]}
 
 
-def test_scaling_twin_tells_prediction_measurement_and_publication_apart():
-    twin = repr(scaling(PREDICTED, MEASURED, PUBLISHED)).replace("\N{EN DASH}", "-")
-    assert twin == (
+def test_scaling_table_tells_prediction_measurement_and_publication_apart():
+    table = repr(scaling(PREDICTED, MEASURED, PUBLISHED)).replace("\N{EN DASH}", "-")
+    assert table == (
         "Time by number of ranks (ms)\n"
         "ranks  ring  tree  tree, measured  Somebody 2018, published\n"
         "2      1.00  4.00            5.00                         -\n"
@@ -612,14 +631,14 @@ def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
     ("arguments", "message"),
     [
         (({},), "predicted is empty"),
-        (({"a": []},), "'a' has no point"),
-        ((PREDICTED, {"b": [(2, 0)]}), "'b' has 0 for 2 ranks: must be positive"),
-        ((PREDICTED, {}, {"c": [(0, 1)]}), "'c' has 1 for 0 ranks: must be positive"),
+        (({"a": []},), "'a' has no points"),
+        ((PREDICTED, {"b": [(2, 0)]}), "'b' has 0 for 2 ranks: both must be positive"),
+        ((PREDICTED, {}, {"c": [(0, 1)]}), "'c' has 1 for 0 ranks: both must be positive"),
         ((PREDICTED, {"b": [(2, 1), (2, 2)]}), "'b' has 2 ranks twice"),
     ],
 )
 def test_scaling_says_what_it_cannot_draw(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         scaling(*arguments)
 
 
@@ -628,7 +647,7 @@ def test_scaling_says_what_it_cannot_draw(arguments, message):
 TIMES = {"DDP": [0.010, 0.030, 0.012], "by hand": [0.0205]}
 
 
-def test_step_times_twin_is_the_median():
+def test_step_times_table_is_the_median():
     assert repr(step_times(TIMES)) == (
         "Time of one step\n         median (ms)\nDDP             12.0\nby hand         20.5"
     )
@@ -655,12 +674,12 @@ def test_values_stand_clear_of_bar_and_line():
     ("times", "message"),
     [
         ({}, "times is empty"),
-        ({"DDP": []}, "'DDP' has no sample"),
+        ({"DDP": []}, "'DDP' has no samples"),
         ({"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
     ],
 )
 def test_step_times_says_what_it_cannot_draw(times, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         step_times(times)
 
 
@@ -672,7 +691,7 @@ HELD = {
 }
 
 
-def test_memory_twin_has_every_byte_and_the_sum():
+def test_memory_table_has_every_byte_and_the_sum():
     assert repr(memory(HELD)) == (
         "What each device holds after each step (bytes)\n"
         "                device  batch  shard   kept  in all\n"
@@ -729,17 +748,17 @@ def test_devices_that_hold_nothing_at_all_are_drawn():
     ],
 )
 def test_memory_says_what_it_cannot_draw(held, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         memory(held)
 
 
 def test_memory_asks_for_a_mapping():
-    with pytest.raises(TypeError, match="held must map the name of each step"):
+    with pytest.raises(PlotError, match="held must map the name of each step"):
         memory([{"parameters": 4}])
 
 
 def test_memory_draws_no_two_kinds_alike():
-    with pytest.raises(ValueError, match="at most 12 kinds can be told apart, got 13"):
+    with pytest.raises(PlotError, match="at most 12 kinds can be drawn, got 13"):
         memory({"end": [{f"part {number}": 1 for number in range(13)}]})
 
 
@@ -760,7 +779,7 @@ def test_memory_draws_no_two_kinds_alike():
     ],
 )
 def test_number_in_a_box_is_short(value, text):
-    assert short(value) == text
+    assert _text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -775,7 +794,7 @@ def test_three_significant_digits_without_an_exponent(value, text):
     [(0, "0 B"), (8, "8 B"), (4096, "4.1 kB"), (999_999, "1 MB"), (10**8, "100 MB")],
 )
 def test_size_has_a_unit(nbytes, text):
-    assert size(nbytes) == text
+    assert byte_size(nbytes) == text
 
 
 # ---- support
@@ -792,7 +811,7 @@ PLACES = {
 }
 
 
-def test_support_twin_has_a_table_for_each_place_and_the_reason_for_one_that_is_missing():
+def test_support_table_has_a_table_for_each_place_and_the_reason_for_one_that_is_missing():
     assert repr(support(PLACES)) == (
         "What works, by operation and dtype\n"
         "gloo\n"
@@ -832,7 +851,7 @@ def test_a_cell_that_nobody_asked_for_is_empty():
 
 def test_places_that_are_all_missing_are_told_in_words():
     drawn = support({"nccl": "it needs a GPU", "mpi": "it needs mpi4py"})
-    assert drawn.twin.endswith("nccl: it needs a GPU\nmpi: it needs mpi4py")
+    assert drawn.text_table.endswith("nccl: it needs a GPU\nmpi: it needs mpi4py")
     assert not drawn.axes[0].patches
 
 
@@ -856,5 +875,5 @@ def test_four_places_of_eleven_columns_fit_a_notebook():
     ],
 )
 def test_support_says_what_it_cannot_draw(places, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(PlotError, match=re.escape(message)):
         support(places)

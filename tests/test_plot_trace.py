@@ -13,12 +13,12 @@ import traces
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from ddp_kit.errors import PlotError
 from ddp_kit.failures import Frame
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
-from ddp_kit.plot.bins import _arrows, _shares
-from ddp_kit.plot.lanes import by_steps, by_time
-from ddp_kit.plot.marks import LOST
-from ddp_kit.plot.style import edge_color
+from ddp_kit.plot.style import LOST, edge_color
+from ddp_kit.plot.timeline_lanes import by_steps, by_time
+from ddp_kit.plot.timeline_marks import count_arrows, shares
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 from ddp_kit.trace.logical import steps
@@ -175,8 +175,8 @@ def test_title_replaces_the_own_one():
 
 
 @pytest.mark.parametrize("draw", [timeline, messages, buckets])
-def test_what_has_no_trace_is_a_type_error(draw):
-    with pytest.raises(TypeError, match=r"needs a trace, a result or an error .* got 7"):
+def test_source_without_a_trace_is_an_error(draw):
+    with pytest.raises(PlotError, match=r"needs a trace, a result or an error .* got 7"):
         draw(7)
 
 
@@ -190,7 +190,7 @@ def test_results_and_errors_are_drawn_by_their_trace():
 # ---- timeline
 
 
-def test_logical_twin_is_a_row_a_step():
+def test_logical_table_is_a_row_a_step():
     assert repr(timeline(traces.pipeline(2, batches=1))) == (
         "1 message and 2 collectives on 2 ranks, step by step\n"
         "step  rank 0      rank 1\n"
@@ -201,7 +201,7 @@ def test_logical_twin_is_a_row_a_step():
     )
 
 
-def test_twin_names_what_never_came():
+def test_table_names_what_never_came():
     said = repr(timeline(traces.broken(4)))
     assert "recv ← 3 (never sent)" in said
     assert "send → 0 (never received)" in said
@@ -240,7 +240,7 @@ def test_what_was_dropped_is_not_called_missing():
     assert "never" not in repr(picture)
     assert "without" not in repr(picture)
     assert LOST not in [color for *_, color in arrows(picture)]
-    assert "The 10 oldest events were not kept" in " ".join(texts(picture))
+    assert "The 10 oldest events were dropped" in " ".join(texts(picture))
 
 
 def test_wait_is_as_long_as_the_steps_before_it():
@@ -338,16 +338,16 @@ def test_more_than_240_events_are_many(rounds, many):
 def test_shares_of_a_bin_add_up_to_the_time_spent():
     lanes = by_time(traces.mixed(2, 100))
     edges = np.linspace(*lanes.limits, 61)
-    shares = _shares(lanes, edges)
+    found = shares(lanes, edges)
     spent = sum(bar.end - bar.begin for bar in lanes.bars if bar.rank == 0)
-    assert shares[0].sum() * (edges[1] - edges[0]) == pytest.approx(spent)
-    assert shares.min() >= 0
-    assert shares.sum(axis=1).max() <= 1 + 1e-9
+    assert found[0].sum() * (edges[1] - edges[0]) == pytest.approx(spent)
+    assert found.min() >= 0
+    assert found.sum(axis=1).max() <= 1 + 1e-9
 
 
 def test_every_message_is_counted_in_an_arrow():
     lanes = by_steps(traces.mixed(16, 20))
-    assert sum(count for *_, count, _ in _arrows(lanes)) == 16 * 20
+    assert sum(count for *_, count, _ in count_arrows(lanes)) == 16 * 20
 
 
 def test_too_many_pairs_have_no_arrows_and_the_caption_says_where_they_are():
@@ -364,14 +364,14 @@ def test_too_many_pairs_have_no_arrows_and_the_caption_says_where_they_are():
 
 
 def test_empty_trace_has_no_timeline():
-    with pytest.raises(ValueError, match="the trace is empty: the ranks sent nothing"):
+    with pytest.raises(PlotError, match="the trace is empty: the ranks sent nothing"):
         timeline(Trace(2))
 
 
 # ---- messages
 
 
-def test_messages_twin_has_exact_bytes_and_sums():
+def test_messages_table_has_exact_bytes_and_sums():
     script = traces.Script(2)
     script.message(0, 1, nbytes=1_000_000)
     script.message(0, 1, nbytes=24)
@@ -384,7 +384,7 @@ def test_messages_twin_has_exact_bytes_and_sums():
         f"rank 1          {NONE}          {NONE}          0\n"
         "all             0  1,000,024  1,000,024\n"
         "Rows: senders; columns: receivers; bytes of the tensors that were sent. "
-        "1 collective is not in it."
+        "1 collective is not included."
     )
     assert texts(picture).count("1 MB") == 4
     assert texts(picture).count("0 B") == 2
@@ -405,14 +405,14 @@ def test_messages_that_nobody_took_are_counted():
 def test_collectives_alone_are_no_messages():
     script = traces.Script(2)
     script.collective("barrier")
-    with pytest.raises(ValueError, match="no rank sent a message point to point"):
+    with pytest.raises(PlotError, match="no rank sent a message point to point"):
         messages(script.trace())
 
 
 # ---- waits
 
 
-def test_waits_twin_names_the_cycle():
+def test_waits_table_names_the_cycle():
     picture = waits(deadlock(wait(0, "recv(src=1)", 1), wait(1, "recv(src=0)", 0, line=7)))
     assert repr(picture) == (
         "Ranks 0 and 1 wait for each other\n"
@@ -455,16 +455,16 @@ def test_waits_without_peers_are_still_drawn():
 
 
 def test_waits_says_what_it_cannot_draw():
-    with pytest.raises(ValueError, match="no rank waits"):
+    with pytest.raises(PlotError, match="no rank waits"):
         waits(deadlock())
-    with pytest.raises(TypeError, match=r"needs an error with \.waits, got 7"):
+    with pytest.raises(PlotError, match=r"needs an error with \.waits, got 7"):
         waits(7)
 
 
 # ---- buckets
 
 
-def test_buckets_twin_tells_what_is_hidden():
+def test_buckets_table_tells_what_is_hidden():
     assert repr(buckets(ddp(([(0, 3), (2, 6)], 4)))) == (
         "DDP backward on rank 0: 29% of all_reduce hidden behind computing\n"
         "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"
@@ -489,10 +489,10 @@ def test_bucket_that_was_never_reduced_says_so():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rank": 1}, "rank 1 ran no backward of a DistributedDataParallel"),
-        ({"step": 1}, "step must be below 1"),
+        ({"rank": 1}, "rank 1 ran no backward pass of a DistributedDataParallel"),
+        ({"step": 1}, "step must be from -1 to 0, got 1"),
     ],
 )
 def test_buckets_says_what_it_cannot_draw(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlotError, match=message):
         buckets(ddp(([(0, 1)], 1)), **given)

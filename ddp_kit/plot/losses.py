@@ -7,20 +7,14 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import MaxNLocator
 
-from ddp_kit.plot.labels import LINE, name_lines
-from ddp_kit.plot.numbers import table
-from ddp_kit.plot.picture import Picture, label_axes
-from ddp_kit.plot.style import (
-    PAPER,
-    edge_color,
-    marker,
-    rank_color,
-    write,
-)
+from ddp_kit.errors import PlotError
+from ddp_kit.plot.inputs import read_ranks
+from ddp_kit.plot.picture import NAME_HEIGHT, Picture, name_lines, open_picture, table
+from ddp_kit.plot.style import PAPER, edge_color, marker, rank_color
 
 LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches
-MOST_MARKERS = 12  # points of a line; above, its end alone is marked
-DASH = 3.5  # points of each rank's colour in one period where all lines lie on one another
+MOST_MARKERS = 12  # points of a line; above, only its end is marked
+DASH = 3.5  # points of each rank's colour in one period where all lines coincide
 
 
 def losses(
@@ -29,25 +23,21 @@ def losses(
     xlabel: str = "epoch",
     ylabel: str = "training loss",
 ) -> Picture:
-    """Draw one line of losses a rank; lines that coincide show all their colours.
+    """Draw one line of losses per rank; lines that coincide show all their colours.
 
     result[rank] is a sequence of numbers (a list, a 1-d tensor), the first one at x = 1;
-    lengths may differ. ValueError if the result, or one rank's sequence, is empty or is not
+    lengths may differ. Raises PlotError if the result, or one rank's sequence, is empty or is not
     a sequence of numbers.
     """
-    lines = [_read(rank, value) for rank, value in enumerate(result)]
-    if not lines:
-        raise ValueError("the result is empty: there is no rank to draw")
+    lines = [_read(rank, value) for rank, value in enumerate(read_ranks(result))]
     if title is None:
         title = f"{ylabel[:1].upper()}{ylabel[1:]} of each rank, {xlabel} by {xlabel}"
     rows = [[f"rank {r}", f"{y[0]:.2f}", f"{y[-1]:.2f}"] for r, y in enumerate(lines)]
-    twin = table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
+    text_table = table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
 
-    height = max(TALL, LINE * len(lines))
-    picture = Picture(LEFT + WIDE + 0.85, TOP + height + 0.5, twin)
-    write(picture.sheet(), 0.02, 0.12, title, 11.5, weight="bold")
-    ax = picture.chart(LEFT, TOP, WIDE, height, grid="y")
-    label_axes(ax, xlabel, ylabel)
+    height = max(TALL, NAME_HEIGHT * len(lines))
+    picture, _ = open_picture(title, text_table, LEFT + WIDE + 0.85, TOP + height + 0.5)
+    ax = picture.chart(LEFT, TOP, WIDE, height, "y", xlabel, ylabel)
     for rank, y in enumerate(lines):
         _line(ax, rank, y, len(lines))
     longest = max(map(len, lines))
@@ -69,38 +59,31 @@ def _read(rank: int, value: Sequence[float]) -> list[float]:
     except (TypeError, ValueError):
         numbers = []
     if not numbers:
-        raise ValueError(f"rank {rank} must give a sequence of losses, got {value!r}")
+        raise PlotError(f"rank {rank} must return a sequence of losses, got {value!r}")
     return numbers
 
 
 def _line(ax, rank: int, y: list[float], ranks: int) -> None:
     """Draw a hairline and dashes over it.
 
-    Rank r is drawn for (ranks - r) parts in `ranks` of a period: where lines coincide, each
-    higher rank covers a part less of the ones below, and every colour shows in equal shares.
+    Rank r is drawn for (ranks - r) of the `ranks` parts of a period: where lines coincide, each
+    higher rank covers one part less of the ones below, and all colours show in equal shares.
     """
-    color = rank_color(rank)
-    edge = edge_color(rank)
+    color, edge = rank_color(rank), edge_color(rank)
     x = range(1, len(y) + 1)
     ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
     on, off = DASH * (ranks - rank), DASH * rank
-    ax.plot(
-        x,
-        y,
-        color=color,
-        linewidth=2.2,
-        linestyle=(0, (on / 2.2, off / 2.2)) if rank else "-",
-        dash_capstyle="butt",
-        marker=marker(rank),
-        markersize=widest
-        - (widest - 5.5) * rank / max(1, ranks - 1),  # the lower rank looks out below
-        markeredgecolor=PAPER if edge == color else edge,
-        markeredgewidth=0.6,
-        markevery=1 if len(y) <= MOST_MARKERS else [len(y) - 1],
-        label=f"rank {rank}",
-        zorder=3 + rank / 100,
-    )
+    dashes = (0, (on / 2.2, off / 2.2)) if rank else "-"
+    style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
+    # Smaller for higher ranks, so that lower ones show behind them.
+    marks = {
+        "marker": marker(rank),
+        "markersize": widest - (widest - 5.5) * rank / max(1, ranks - 1),
+    }
+    marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
+    marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
+    ax.plot(x, y, label=f"rank {rank}", zorder=3 + rank / 100, **style, **marks)
 
 
 def _end(ax, y: list[float]) -> tuple[float, float]:

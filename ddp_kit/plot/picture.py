@@ -1,8 +1,10 @@
-"""The figure that every function of this package returns."""
+"""The figure that every function of this package returns: title, caption, axes, text table."""
 
 from __future__ import annotations
 
 import io
+import warnings
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,13 +13,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET
+from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, write
 
 DPI = 110
+NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
+LEADER = 0.24  # inches, from the chart to the names
 
 
 class _Canvas(FigureCanvasAgg):
-    """Write a PNG with a palette: a third of the bytes, which a notebook keeps for ever."""
+    """Write a PNG with a palette: a third of the bytes, which a notebook keeps forever."""
 
     def print_png(self, filename_or_obj, *, metadata=None, pil_kwargs=None, **_):
         self.draw()
@@ -32,48 +36,44 @@ class _Canvas(FigureCanvasAgg):
 
 
 class Picture(Figure):
-    """A matplotlib Figure that a notebook shows by itself, with its numbers as text.
+    """A matplotlib Figure that a notebook displays by itself, with its numbers as text.
 
-    twin: a plain-text table of what is drawn, the same for the same data; it is the repr,
-    so it is what nbval compares and what a reader without the image gets. (It is not called
-    `text` because `Figure.text` is the method that `suptitle` uses.)
+    text_table: what is drawn as plain text, the same for the same data. It is the repr, which
+    nbval compares and a reader without the image sees. (It is not called `text` because
+    `Figure.text` is the method that `suptitle` uses.)
     """
 
-    def __init__(self, width: float, height: float, twin: str):
+    def __init__(self, width: float, height: float, text_table: str):
         super().__init__(figsize=(width, height), dpi=DPI, facecolor=PAPER, edgecolor=PAPER)
         _Canvas(self)
         self.set_layout_engine("none")
-        self.twin = twin
+        self.text_table = text_table
+
+    @property
+    def twin(self) -> str:
+        """Deprecated: use `text_table`."""
+        warnings.warn("Picture.twin is now text_table", DeprecationWarning, stacklevel=2)
+        return self.text_table
 
     def __repr__(self) -> str:
-        return self.twin
+        return self.text_table
 
     __str__ = __repr__
 
     def _repr_png_(self) -> bytes:
         """Draw with the arguments of IPython's own printer: with pyplot or without, one PNG."""
         buffer = io.BytesIO()
-        self.savefig(
-            buffer,
-            format="png",
-            dpi=self.dpi,
-            facecolor=PAPER,
-            edgecolor=PAPER,
-            bbox_inches="tight",
-            pad_inches=0.1,
-        )
+        style = {"dpi": self.dpi, "facecolor": PAPER, "edgecolor": PAPER}
+        self.savefig(buffer, format="png", bbox_inches="tight", pad_inches=0.1, **style)
         return buffer.getvalue()
 
-    def sheet(self) -> Axes:
-        """Add an axes that covers the figure, in inches from its top left corner."""
-        width, height = self.get_size_inches()
-        ax = self.add_axes((0, 0, 1, 1))
-        ax.set(xlim=(0, width), ylim=(height, 0))
-        ax.set_axis_off()
-        return ax
+    def chart(
+        self, left: float, top: float, width: float, height: float, grid: str, xlabel="", ylabel=""
+    ) -> Axes:
+        """Add plain axes, at a place in inches from the top left corner.
 
-    def chart(self, left: float, top: float, width: float, height: float, grid: str) -> Axes:
-        """Add quiet axes at a place given in inches from the top left; grid: "x" or "y"."""
+        grid: the axis whose ticks have grid lines, "x", "y" or "both".
+        """
         full_width, full_height = self.get_size_inches()
         bottom = full_height - top - height
         ax = self.add_axes(
@@ -90,10 +90,74 @@ class Picture(Figure):
         ax.tick_params(
             which="both", **style, right=False, labelsize=9, labelfontfamily=FAMILY, width=0.8
         )
+        ax.set_xlabel(xlabel, fontsize=9.5, color=INK, family=FAMILY)
+        ax.set_ylabel(ylabel, fontsize=9.5, color=INK, family=FAMILY)
         return ax
 
 
-def label_axes(ax: Axes, xlabel: str = "", ylabel: str = "") -> None:
-    """Name what the axes measure, with units."""
-    ax.set_xlabel(xlabel, fontsize=9.5, color=INK, family=FAMILY)
-    ax.set_ylabel(ylabel, fontsize=9.5, color=INK, family=FAMILY)
+def open_picture(
+    title: str, text_table: str, width: float, below: float, caption=(), lift=0.0, left=0.02
+) -> tuple[Picture, Axes]:
+    """Return a picture with its title and caption, and the sheet that they are written on.
+
+    The sheet is axes that cover the picture, in inches from its top left corner.
+
+    caption: its lines, 0.17 inches each; they begin `lift` inches further down than `below`.
+    left: where title and caption begin.
+    """
+    height = below + 0.17 * len(caption)
+    picture = Picture(width, height, text_table)
+    sheet = picture.add_axes((0, 0, 1, 1))
+    sheet.set(xlim=(0, width), ylim=(height, 0))
+    sheet.set_axis_off()
+    write(sheet, left, 0.12, title, 11.5, weight="bold")
+    for i, line in enumerate(caption):
+        write(sheet, left, below + lift + 0.17 * i, line, 8.5, color=QUIET)
+    return picture, sheet
+
+
+def table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: str = ">"
+) -> str:
+    """Return rows of text as lines of columns under a title.
+
+    The first column is aligned left, the others as `align` says: "<" left, ">" right.
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    aligns = ["<"] + [align] * (len(header) - 1)
+    aligned = [
+        "  ".join(f"{text:{a}{w}}" for text, a, w in zip(line, aligns, widths, strict=True))
+        for line in lines
+    ]
+    return "\n".join([title, *(line.rstrip() for line in aligned)])
+
+
+def name_lines(
+    ax: Axes, names: Sequence[str], ends: Sequence[tuple[float, float]], colors: Sequence[str]
+) -> None:
+    """Write each name to the right of the axes, connected to its line's end by a thin line.
+
+    ends: the last point of each line, in data; the limits of the axes must be set before.
+    Names whose ends lie close are moved apart, so that lines that coincide have readable names.
+    """
+    ax.get_ylim()  # autoscaling is lazy, and reading transData does not trigger it
+    size = ax.get_figure().get_size_inches() * ax.get_position().size
+    to_axes = ax.transData + ax.transAxes.inverted()
+    heights = [to_axes.transform(end)[1] * size[1] for end in ends]
+    gap = NAME_HEIGHT * max(name.count("\n") + 1 for name in names)
+    order = sorted(range(len(heights)), key=lambda i: (heights[i], -i))
+    floor, ceiling = 0.0, size[1]
+    for i in order:
+        heights[i] = max(heights[i], floor)
+        floor = heights[i] + gap
+    for i in reversed(order):
+        heights[i] = min(heights[i], ceiling)
+        ceiling = heights[i] - gap
+    for name, end, color, height in zip(names, ends, colors, heights, strict=True):
+        place = (1 + LEADER / size[0], height / size[1])
+        style = {"fontsize": 9, "family": FAMILY, "color": INK, "va": "center"}
+        line = {"arrowstyle": "-", "color": color, "linewidth": 1.1, "relpos": (0, 0.5)}
+        line |= {"shrinkA": 1, "shrinkB": 4}
+        style |= {"textcoords": "axes fraction", "annotation_clip": False, "arrowprops": line}
+        ax.annotate(name, end, place, **style)

@@ -1,4 +1,4 @@
-"""The steps of a ring all-reduce: a contact sheet of small tables."""
+"""The steps of a ring all-reduce: all of them as small tables, or one with its messages."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.axes import Axes
 
+from ddp_kit.errors import PlotError
 from ddp_kit.failures import count, name_ranks
-from ddp_kit.plot.numbers import table
-from ddp_kit.plot.picture import Picture
+from ddp_kit.plot.inputs import read_ranks, read_trace
+from ddp_kit.plot.picture import Picture, open_picture, table
 from ddp_kit.plot.style import (
-    INK,
     PAPER,
     QUIET,
+    arrow,
+    blend,
     box,
+    byte_size,
+    chip,
+    edge_color,
     fold,
     rank_color,
-    text_color,
     write,
 )
 
-FEW, MANY, COMPLETE = "#eef1f4", "#8fa1b3", "#3d2a6b"  # no rank wears one of these
-MOST_NUMBERS = 6  # ranks; above, a cell is too small for its digits
-GAP, HEAD, TOP = 0.18, 0.25, 0.38  # inches
-LABELS = 0.2  # inches, of the rank numbers to the left of a panel
+FEW, MANY, COMPLETE = "#eef1f4", "#8fa1b3", "#3d2a6b"  # no rank has one of these
+MOST_NUMBERS = 6  # ranks in `ring`; above, a cell is too small for its digits
+MOST_IN_STEP = 8  # ranks in `ring_step`; above, the numbers do not fit
+Held = list[list[list[int]]]  # by rank, step and chunk
 
 
 def ring(result: Sequence[Any], title: str | None = None) -> Picture:
@@ -35,97 +39,165 @@ def ring(result: Sequence[Any], title: str | None = None) -> Picture:
     each of its n chunks before the first step and after each one. Rank r starts with 10**r
     in every chunk, so that a sum's digits name the ranks in it: 1011 is ranks 0, 1 and 3.
 
-    A cell darkens with every rank in it and changes colour when the sum is complete; a cell
-    that changed in this step is outlined in the colour of the left neighbour, who sent it.
-    Above six ranks the numbers are left out, and the caption says so.
+    More ranks make a cell darker, and a complete sum has a colour of its own; a cell that changed
+    in this step is outlined in the colour of the left neighbour, which sent it. Above six ranks
+    the numbers are left out, and the caption says so.
 
-    ValueError if the result is empty, a shape is another, or a cell is not a whole number.
+    Raises PlotError if the result is empty, a shape is wrong, or a cell is not a whole number.
     """
-    held = read(list(result))
+    held = _read(result)
     n, steps = len(held), len(held[0])
-    names = step_names(n)
-    complete = (10**n - 1) // 9
+    names = _step_names(n)
     if title is None:
         title = "Ring all-reduce on 1 rank: nothing to send"
         if n > 1:
             title = f"Ring all-reduce on {n} ranks, step by step"
-            if all(cell == complete for rank in held for cell in rank[-1]):
+            if all(cell == _complete(n) for rank in held for cell in rank[-1]):
                 title = f"Ring all-reduce on {n} ranks: complete after {steps - 1} steps"
-    changed = [
-        [[s > 0 and rank[s][c] != rank[s - 1][c] for c in range(n)] for s in range(steps)]
-        for rank in held
-    ]
+    changed = [_changed(held, step) for step in range(steps)]
     rows = [
-        [name]
-        + [
-            " ".join(f"{v}{'*' * c}" for v, c in zip(held[r][s], changed[r][s], strict=True))
-            for r in range(n)
-        ]
+        [name, *(_chunks(held[r][s], changed[s][r]) for r in range(n))]
         for s, name in enumerate(names)
     ]
-    twin = table(title, ["", *(f"rank {r}" for r in range(n))], rows, align="<")
+    text_table = table(title, ["", *(f"rank {r}" for r in range(n))], rows, align="<")
 
+    gap, head, top, labels = 0.18, 0.25, 0.38, 0.2  # inches; labels: the numbers of ranks
     wide, tall, size, across = _measure(n)
-    stride = max(LABELS + n * wide + GAP, 1.4)  # room for the name of a step
-    bands = math.ceil(n / across)  # rows of panels a phase
-    panel_rows = bands * (1 if n == 1 else 2)
-    width = max(across * stride - GAP, 5.8)
+    stride = max(labels + n * wide + gap, 1.4)  # room for the name of a step
+    bands = math.ceil(n / across)  # rows of panels per phase
+    panel = head + n * tall + gap
+    width = max(across * stride - gap, 5.8)
+    below = top + bands * (1 if n == 1 else 2) * panel + 0.16 - 0.08
     caption = fold(_caption(n), width)
-    below = TOP + panel_rows * (HEAD + n * tall + GAP) + 0.16
-    picture = Picture(width, below + 0.17 * len(caption) - 0.08, twin)
-    ax = picture.sheet()
-    write(ax, 0, 0.12, title, 11.5, weight="bold")
+    picture, ax = open_picture(title, text_table, width, below, caption, lift=0.02, left=0)
     for step, name in enumerate(names):
-        # The first all-gather stands below the first reduce-scatter; the key fills the gap.
+        # The first all-gather is below the first reduce-scatter; the key fills the gap.
         slot = step if step < n else bands * across + step - n + 1
-        x = LABELS + slot % across * stride
-        y = TOP + HEAD + slot // across * (HEAD + n * tall + GAP)
-        write(ax, x, y - 0.13, name, 9, color=INK)
+        x = labels + slot % across * stride
+        y = top + head + slot // across * panel
+        write(ax, x, y - 0.13, name)
         for r in range(n):
             if r % math.ceil(0.12 / tall) == 0:
                 write(ax, x - 0.06, y + (r + 0.5) * tall, str(r), 8, color=QUIET, ha="right")
             box(ax, x - 0.05, y + r * tall + 0.02, 0.03, tall - 0.04, rank_color(r), "none")
-            for c in range(n):
-                value = held[r][step][c]
-                place = (x + c * wide, y + r * tall)
+            for c, value in enumerate(held[r][step]):
+                place = (x + c * wide, y + r * tall, wide, tall)
                 text = str(value) if n <= MOST_NUMBERS else ""
-                _cell(ax, *place, wide, tall, fill(value, n), text, size)
-                if changed[r][step][c]:
-                    outline(ax, *place, wide, tall, rank_color((r - 1) % n))
+                box(ax, *place, _fill(value, n), PAPER, text, size, linewidth=1)
+                if changed[step][r][c]:
+                    _outline(ax, *place, rank_color((r - 1) % n))
     if n > 1:
-        _key(ax, 0.02, TOP + HEAD + bands * (HEAD + n * tall + GAP), n)
-    for i, line in enumerate(caption):
-        write(ax, 0, below - 0.06 + 0.17 * i, line, 8.5, color=QUIET)
+        _key(ax, 0.02, top + head + bands * panel, n)
     return picture
 
 
-def step_names(n: int) -> list[str]:
-    """Name what a ring of n ranks holds: at the start, and after each of its 2 * (n - 1) steps."""
-    return ["start", *(f"{p} {i}" for p in ("reduce-scatter", "all-gather") for i in range(1, n))]
+def ring_step(result: Sequence[Any], step: int) -> Picture:
+    """Draw what every rank holds after one step of a chunked ring all-reduce.
+
+    result: of a run whose ranks return what `ring` takes, and whose trace has the messages of the
+        ring and no others: each rank's message number `step` belongs to that step.
+    step: 0 is before the first one.
+
+    An arrow is a message of the trace, in the colour of the rank that sent it; it ends at the
+    chunk that changed. Raises PlotError as `ring` does, and without a trace, for a step that the
+    ring does not have, or for more than 8 ranks.
+    """
+    held = _read(result)
+    n, names = len(held), _step_names(len(held))
+    if not 0 <= step < len(names):
+        raise PlotError(f"step must be from 0 to {len(names) - 1}, got {step}")
+    if n > MOST_IN_STEP:
+        raise PlotError(f"a step can be drawn for at most {MOST_IN_STEP} ranks, got {n}")
+    trace = read_trace(result)
+    changed = _changed(held, step)
+    received = {}  # by receiver
+    for src in range(n) if step else ():
+        message = trace.messages(src=src)[step - 1]
+        received[message.dst] = message
+    title = f"Ring all-reduce on {count(n, 'rank')}, "
+    title += f"step {step} of {len(names) - 1}: {names[step]}" if step else "before the first step"
+    rows = [
+        [
+            f"rank {r}",
+            _chunks(held[r][step], changed[r]),
+            f"{received[r].nbytes} B from rank {received[r].src}" if r in received else "-",
+        ]
+        for r in range(n)
+    ]
+    text_table = table(title, ["", "chunks", "received"], rows, align="<")
+
+    left, top, tall, gap = 0.8, 0.75, 0.34, 0.3  # inches; the gap is an arrow's length
+    wide = 0.09 * n + 0.3
+    width = max(left + n * wide + 1.6, 6.0)
+    caption = "Columns are chunks. A number's digits name the ranks in it."
+    caption += " An arrow is a message of the trace." if n > 1 else ""
+    below = top + n * (tall + gap) + 0.1
+    lines = fold(caption, width)
+    picture, ax = open_picture(title, text_table, width, below, lines, left=0)
+    for r in range(n):
+        y = top + r * (tall + gap)
+        chip(ax, 0, y + tall / 2 - 0.11, 0.6, 0.22, r, f"rank {r}")
+        src = received[r].src if r in received else None
+        for c, value in enumerate(held[r][step]):
+            x = left + c * wide
+            box(ax, x, y, wide, tall, _fill(value, n), PAPER, str(value), linewidth=1)
+            if changed[r][c] and src is not None:
+                _outline(ax, x, y, wide, tall, rank_color(src))
+                middle = x + wide / 2
+                ends = (middle, y - gap + 0.02), (middle, y)
+                arrow(ax, *ends, edge_color(src), 1.6, mutation_scale=9)
+                if src > r:  # it leaves the last row, and enters above the first
+                    end = top + src * (tall + gap) + tall
+                    style = {"color": edge_color(src), "linewidth": 1.6, "linestyle": ":"}
+                    ax.plot([middle] * 2, [end, end + gap - 0.08], **style)
+        if src is not None:
+            text = f"{byte_size(received[r].nbytes)} from rank {src}"
+            write(ax, left + n * wide + 0.15, y + tall / 2, text, 8.5, color=QUIET)
+    return picture
 
 
-def read(values: list[Any]) -> list[list[list[int]]]:
+def _read(result: Sequence[Any]) -> Held:
     """Return held[rank][step][chunk] as whole numbers."""
+    values = read_ranks(result)
     n = len(values)
-    if not n:
-        raise ValueError("the result is empty: there is no rank to draw")
     expected = (2 * (n - 1) + 1, n)
     for rank, value in enumerate(values):
         shape = tuple(getattr(value, "shape", ()))
         if shape != expected:
             got = f"shape {shape}" if hasattr(value, "shape") else repr(value)
-            wanted = f"a tensor of shape {expected} on {count(n, 'rank')}"
-            raise ValueError(f"rank {rank} must give {wanted}, got {got}")
+            needed = f"a tensor of shape {expected} on {count(n, 'rank')}"
+            raise PlotError(f"rank {rank} must return {needed}, got {got}")
     held = [value.tolist() for value in values]
     for rank, steps in enumerate(held):
         for cell in (cell for step in steps for cell in step):
             if not math.isfinite(cell) or cell != int(cell) or cell < 0:
-                raise ValueError(f"rank {rank} holds {cell}, which is no sum of powers of ten")
+                raise PlotError(f"rank {rank} holds {cell}, which is not a sum of powers of ten")
     return [[[int(cell) for cell in step] for step in steps] for steps in held]
 
 
+def _step_names(n: int) -> list[str]:
+    """Return "start", and the name of each of the 2 * (n - 1) steps of a ring of n ranks."""
+    return ["start", *(f"{p} {i}" for p in ("reduce-scatter", "all-gather") for i in range(1, n))]
+
+
+def _changed(held: Held, step: int) -> list[list[bool]]:
+    """Return whether each rank's chunks changed in a step: [rank][chunk]."""
+    return [
+        [step > 0 and now != before for now, before in zip(rank[step], rank[step - 1], strict=True)]
+        for rank in held
+    ]
+
+
+def _chunks(values: list[int], changed: list[bool]) -> str:
+    return " ".join(f"{v}{'*' * c}" for v, c in zip(values, changed, strict=True))
+
+
+def _complete(n: int) -> int:
+    return (10**n - 1) // 9
+
+
 def _measure(n: int) -> tuple[float, float, float, int]:
-    """Return a cell's width and height in inches, its type in points, and panels in a row."""
+    """Return a cell's width and height in inches, its font size in points, and panels per row."""
     if n <= 4:
         return max(0.3, 0.1 * n + 0.02), 0.27, 9, n
     if n <= MOST_NUMBERS:
@@ -134,54 +206,47 @@ def _measure(n: int) -> tuple[float, float, float, int]:
     return side / n, side / n, 0, 4 if n <= 8 else 6
 
 
-def fill(value: int, n: int) -> str:
-    """Return the colour of a cell: darker with every rank in it."""
+def _fill(value: int, n: int) -> str:
+    """Return the colour of a cell: darker the more ranks are in it."""
     have = str(value).count("1")
-    if value == (10**n - 1) // 9:
+    if value == _complete(n):
         return COMPLETE
     if have == 0:
         return PAPER
-    share = (have - 1) / max(1, n - 2)
-    return to_hex([a + (b - a) * share for a, b in zip(to_rgb(FEW), to_rgb(MANY), strict=True)])
+    return blend(FEW, MANY, (have - 1) / max(1, n - 2))
 
 
-def _cell(ax, x, y, wide, tall, color, text, size) -> None:
-    box(ax, x, y, wide, tall, color, PAPER, linewidth=1)
-    if text:
-        write(ax, x + wide / 2, y + tall / 2, text, size, color=text_color(color), ha="center")
-
-
-def outline(ax, x, y, wide, tall, color) -> None:
+def _outline(ax: Axes, x: float, y: float, wide: float, tall: float, color: str) -> None:
     """Outline a cell that has just changed."""
     inset = 0.022
     edge = {"linewidth": 1.8 if wide > 0.15 else 1.1, "joinstyle": "miter"}
     box(ax, x + inset, y + inset, wide - 2 * inset, tall - 2 * inset, "none", color, **edge)
 
 
-def _key(ax, x: float, y: float, n: int) -> None:
-    """Say what shade and outline mean, in the place of the panel that is not there."""
+def _key(ax: Axes, x: float, y: float, n: int) -> None:
+    """Draw what shade and outline mean, in the place of the missing panel."""
     counts = [1, 2, n - 1] if n > 3 else list(range(1, n))
     entries = [(int("1" * many), count(many, "rank")) for many in counts]
     if n > 4:
         entries[-1] = (entries[-1][0], f"… {n - 1} ranks")
-    entries.append((int("1" * n), "complete"))
+    entries.append((_complete(n), "complete"))
     for i, (value, text) in enumerate(entries):
         top = y + i * 0.22
-        box(ax, x, top, 0.24, 0.18, fill(value, n), "none")
-        write(ax, x + 0.32, top + 0.09, text, 8.5, color=INK)
+        box(ax, x, top, 0.24, 0.18, _fill(value, n), "none")
+        write(ax, x + 0.32, top + 0.09, text, 8.5)
     top = y + len(entries) * 0.22
-    outline(ax, x, top, 0.24, 0.18, rank_color(0))
-    write(ax, x + 0.32, top + 0.09, "from rank 0", 8.5, color=INK)
+    _outline(ax, x, top, 0.24, 0.18, rank_color(0))
+    write(ax, x + 0.32, top + 0.09, "from rank 0", 8.5)
 
 
 def _caption(n: int) -> str:
     digits = {1: "1", 2: "11", 3: "101"}.get(n, "1011")
     summed = name_ranks(i for i, digit in enumerate(reversed(digits)) if digit == "1")
-    said = (
+    text = (
         f"Rows: ranks; columns: chunks; a number's digits name the ranks in it ({digits}: {summed})"
     )
     if n > MOST_NUMBERS:
-        said = f"Rows: ranks; columns: chunks; numbers left out above {MOST_NUMBERS} ranks"
+        text = f"Rows: ranks; columns: chunks; numbers left out above {MOST_NUMBERS} ranks"
     if n > 1:
-        said += "; an outlined cell has just come from the left neighbour, whose colour it wears"
-    return said + "."
+        text += "; an outline in the left neighbour's colour marks a cell just received from it"
+    return text + "."

@@ -1,23 +1,30 @@
-"""How every picture looks: the colour of a rank, the type, a box.
+"""How every picture looks: colours, type, boxes, arrows, and numbers as text.
 
-Nothing here reads or sets rcParams: a learner's `plt.style.use("dark_background")`
-changes neither a colour nor a size of these pictures, and they change nothing of hers.
+Nothing here reads or sets rcParams: a learner's `plt.style.use("dark_background")` does not
+change these pictures, and they do not change hers.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
-INK, QUIET, RULE, PAPER = "#262626", "#666666", "#d4d4d4", "#ffffff"
+from ddp_kit.errors import PlotError
+
+INK, QUIET, PAPER = "#262626", "#666666", "#ffffff"
+EDGE = "#3f4f5f"  # of bars that belong to no rank
+LOST = "#882255"  # what went wrong or came late
+DASHES = (0, (3, 2))
+NOTHING = "\N{EN DASH}"  # in place of a number
 FAMILY = "DejaVu Sans"  # comes with matplotlib, so a picture is the same on every machine
 WIDTH = 9.0  # inches; wider pictures are scaled down by the notebook
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart under every common colour blindness.
+# Okabe and Ito, "Color Universal Design" (2008): distinct under every common colour blindness.
 _OKABE_ITO = (
     "#0072B2",  # blue
     "#E69F00",  # orange
@@ -34,24 +41,24 @@ def rank_color(rank: int) -> str:
     """Return the colour of a rank, the same in every picture, as "#rrggbb".
 
     Ranks 0 to 7 have the eight colours of Okabe and Ito, which colour-blind readers can
-    tell apart. Ranks 8 to 15 have the same hues darkened (and grey after black); rank 16
-    starts again with the colour of rank 0. ValueError if rank is negative.
+    distinguish. Ranks 8 to 15 have the same hues darkened (and grey instead of black); rank 16
+    starts again with the colour of rank 0. Raises PlotError if rank is negative.
     """
     if rank < 0:
-        raise ValueError(f"rank must be at least 0, got {rank}")
+        raise PlotError(f"rank must be at least 0, got {rank}")
     color = _OKABE_ITO[rank % 8]
     if rank % 16 < 8:
         return color.lower()
-    return "#8c8c8c" if color == "#000000" else shade(color, 0.52)
+    return "#8c8c8c" if color == "#000000" else blend("#000000", color, 0.52)
 
 
 def edge_color(rank: int) -> str:
     """Return the rank's colour, darkened where a thin line of it would fade into the paper."""
     color = rank_color(rank)
-    return shade(color, 0.75) if luminance(color) > 0.6 else color
+    return blend("#000000", color, 0.75) if luminance(color) > 0.6 else color
 
 
-# Things that are not ranks (an implementation, a setting) must not wear a rank's colour.
+# Things that are not ranks (an implementation, a setting) must not have a rank's colour.
 _SERIES = ("#333333", "#882255", "#44aa99", "#6a5acd", "#999933", "#cc6677")
 
 
@@ -65,9 +72,10 @@ def marker(index: int) -> str:
     return "os^DvPXp"[index % 8]
 
 
-def shade(color: str, share: float) -> str:
-    """Return `color` darkened: 1 leaves it as it is, 0 is black."""
-    return to_hex([channel * share for channel in to_rgb(color)])
+def blend(first: str, second: str, share: float) -> str:
+    """Return the colour between two others: 0 is the first, 1 the second."""
+    pairs = zip(to_rgb(first), to_rgb(second), strict=True)
+    return to_hex([a + (b - a) * share for a, b in pairs])
 
 
 def luminance(color: str) -> float:
@@ -83,7 +91,7 @@ def text_color(fill: str) -> str:
 
 
 def write(ax: Axes, x: float, y: float, text: str, size: float = 9, **style) -> Text:
-    """Write text in the house type; `style` as for `Axes.text`."""
+    """Write text in the font of all pictures; `style` as for `Axes.text`."""
     style = {"color": INK, "ha": "left", "va": "center", "family": FAMILY, **style}
     return ax.text(x, y, text, fontsize=size, **style)
 
@@ -93,10 +101,14 @@ def fold(text: str, width: float, size: float = 8.5) -> list[str]:
     return textwrap.wrap(text, max(20, int(width / (0.53 * size / 72)))) if text else []
 
 
-def box(ax: Axes, x: float, y: float, w: float, h: float, fill: str, edge: str, **style) -> None:
-    """Draw a box whose top left corner is at (x, y)."""
+def box(
+    ax: Axes, x: float, y: float, w: float, h: float, fill: str, edge: str, text="", size=9, **style
+) -> None:
+    """Draw a box whose top left corner is at (x, y), with text in its middle."""
     style = {"linewidth": 0.8, **style}
     ax.add_patch(Rectangle((x, y), w, h, facecolor=fill, edgecolor=edge, **style))
+    if text:
+        write(ax, x + w / 2, y + h / 2, text, size, color=text_color(fill), ha="center")
 
 
 def chip(ax: Axes, x: float, y: float, w: float, h: float, rank: int, text: str) -> None:
@@ -105,3 +117,55 @@ def chip(ax: Axes, x: float, y: float, w: float, h: float, rank: int, text: str)
     outline = "round,pad=0,rounding_size=0.05"
     ax.add_patch(FancyBboxPatch((x, y), w, h, outline, facecolor=color, edgecolor="none"))
     write(ax, x + w / 2, y + h / 2, text, 8.5, color=text_color(color), ha="center")
+
+
+def arrow(ax: Axes, begin, end, color: str, width: float = 1.2, **style) -> None:
+    """Draw an arrow between two points of the axes."""
+    style = {"linestyle": "-", "zorder": 4, "mutation_scale": 8 + width, **style}
+    style = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "linewidth": width, **style}
+    ax.add_patch(FancyArrowPatch(begin, end, color=color, **style))
+
+
+def bars(ax: Axes, ranges, span, fill: str, edge: str, hatch: str | None = None, **style):
+    """Draw bars, as (begin, length) each; span: their (low, height)."""
+    style = {"linewidth": 0.7, "linestyle": "-", **style}
+    drawn = ax.broken_barh(ranges, span, facecolor=fill, edgecolor=edge, **style)
+    set_hatch(drawn, hatch, edge)
+    return drawn
+
+
+def set_hatch(drawn, hatch: str | None, color: str) -> None:
+    """Hatch a shape with lines of our own colour and width."""
+    if hatch:
+        drawn.set_hatch(hatch)
+        for name, value in (("set_hatchcolor", color), ("set_hatch_linewidth", 0.7)):
+            if hasattr(drawn, name):  # before matplotlib 3.11 and 3.10 only rcParams can set it
+                getattr(drawn, name)(value)
+
+
+def swatch(
+    sheet: Axes, x: float, y: float, text: str, fill: str, edge: str, hatch=None, **style
+) -> float:
+    """Draw one entry of a key, top left corner at (x, y), and return x of the next one."""
+    bars(sheet, [(x, 0.26)], (y, 0.14), fill, edge, hatch, **style)
+    write(sheet, x + 0.34, y + 0.07, text, 8.5)
+    return x + 0.6 + 0.075 * len(text)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number with that many significant digits and no exponent."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value or 0:g}"  # or: -0.0 is written "0"
+    value = float(f"{value:.{digits - 1}e}")
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{max(0, decimals)}f}"
+
+
+def byte_size(nbytes: float) -> str:
+    """Return a number of bytes with its decimal unit: "192 B", "4.1 kB", "1 MB"."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min(max(0, math.floor(math.log10(max(nbytes, 1)) / 3)), len(units) - 1)
+    number = float(f"{nbytes / 1000**power:.2g}") if power else round(nbytes)
+    if number >= 1000 and power + 1 < len(units):
+        number, power = number / 1000, power + 1
+    return f"{number:g} {units[power]}"

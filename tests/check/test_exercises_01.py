@@ -65,7 +65,7 @@ def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
     shown = error._render_traceback_()  # what IPython shows
     assert drawn == [error.error]
     assert shown[1].startswith("DeadlockError: rank 2 waits for a message from rank 0")
-    assert kit.plot.waits(error.error).twin
+    assert kit.plot.waits(error.error).text_table
     assert list(kit.run(lambda rank, world_size: rank, world_size=3)) == [0, 1, 2]
 
 

@@ -114,7 +114,7 @@ def test_an_error_shows_the_learners_line_and_nothing_of_the_grader():
     assert "RankError:" in shown
     assert "in all_gather" in shown
     assert "_all_gather" not in shown
-    assert kit.plot.timeline(error).twin  # the error has the trace
+    assert kit.plot.timeline(error).text_table  # the error has the trace
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

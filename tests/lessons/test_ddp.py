@@ -49,9 +49,9 @@ def test_the_typical_backward_is_not_the_first():
     result = kit.run(ddp.backwards, 1, 3, world_size=2)
     step = ddp.typical(result.trace)
     assert step in (1, 2)
-    twin = kit.plot.buckets(result, step=step).twin
-    assert f"Backward {step + 1} of 3" in twin
-    assert "bucket 3  1,050,624" in twin
+    table = kit.plot.buckets(result, step=step).text_table
+    assert f"Backward {step + 1} of 3" in table
+    assert "bucket 3  1,050,624" in table
 
 
 def test_a_wrapper_that_nobody_keeps_is_gone_before_backward():

@@ -85,7 +85,7 @@ def test_a_step_shows_the_messages_that_travelled_in_it():
     ]
     with pytest.raises(ValueError, match="step must be from 0 to 2, got 3"):
         plot.ring_step(result, 3)
-    with pytest.raises(TypeError, match=r"needs a result with a \.trace"):
+    with pytest.raises(TypeError, match=r"an error with a \.trace"):
         plot.ring_step(list(result), 1)
 
 

@@ -1,22 +1,22 @@
-"""What every rank did, as bars, arrows and links along one axis: by steps or in time."""
+"""What a timeline shows, as plain data: each rank's bars, arrows and links, by steps or in time."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from ddp_kit.failures import name_ranks
-from ddp_kit.plot.source import Key, absent, unmatched
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.logical import steps
 
+Key = tuple[int, int]  # (rank, index) of an event
+
 
 @dataclass(frozen=True)
 class Bar:
-    """A rank in one operation; kind: as of Event; never: what did not come about, if anything."""
+    """A rank in one operation; kind: that of the Event; never: "never sent", or ""."""
 
     rank: int
     kind: str
@@ -66,10 +66,10 @@ class Lanes:
 
 
 def by_steps(trace: Trace) -> Lanes:
-    """Lay out the order of a run: step s, from 0, is the place from s + 0.5 to s + 1.5.
+    """Return the order of a run: step s, from 0, is drawn from s + 0.5 to s + 1.5.
 
-    What waits is as long as all steps since its rank's last operation, or, if the wait never
-    ended, to the end of the run.
+    An operation that waits is as long as all steps since its rank's last operation or, if the
+    wait never ended, reaches to the end of the run.
     """
     at, never = steps(trace), unmatched(trace)
     places = {key: (step + 1.0, step + 1.0) for key, step in at.items()}
@@ -88,7 +88,7 @@ def by_steps(trace: Trace) -> Lanes:
 
 
 def by_time(trace: Trace) -> Lanes:
-    """Lay out the times of a run, in milliseconds since the first rank began."""
+    """Return the times of a run, in milliseconds since the first rank began."""
     never = unmatched(trace)
     spans = list(trace.spans) or _spans(trace)
     zero = min(begin for begin, _ in spans)
@@ -112,6 +112,30 @@ def by_time(trace: Trace) -> Lanes:
         links.append(_link(trace, members, [came] * len(members)))
     spans = [(ms(begin), ms(end)) for begin, end in spans]
     return Lanes(spans, bars, _arrows(trace, places, never), links)
+
+
+def unmatched(trace: Trace) -> dict[Key, str]:
+    """Return "never received" or "never sent" for each send and receive without its other side.
+
+    Those whose other side may be among the dropped events are left out.
+    """
+    dropped = trace.dropped or (0,) * trace.world_size
+    taken = {(m.recv.rank, m.recv.index) for m in trace.messages() if m.recv is not None}
+    never = {(m.send.rank, m.send.index): "never received" for m in trace.lost}
+    for event in trace:
+        key = event.rank, event.index
+        if event.kind == "recv" and event.end is None and key not in taken:
+            lost = any(dropped) if event.peer is None else dropped[event.peer]
+            if not lost:
+                never[key] = "never sent"
+    return never
+
+
+def absent(trace: Trace, members: dict[int, Event]) -> list[int]:
+    """Return the ranks of a collective's group that did not call it, as far as is known."""
+    group = next(iter(members.values())).group
+    dropped = trace.dropped or (0,) * trace.world_size
+    return [rank for rank in group.ranks if rank not in members and not dropped[rank]]
 
 
 def _bar(event: Event, begin: float, end: float, never: dict[Key, str]) -> Bar:
@@ -148,13 +172,11 @@ def _link(trace: Trace, members: dict[int, Event], at: Sequence[float]) -> Link:
 
 
 def _spans(trace: Trace) -> list[tuple[int, int]]:
-    """Take each rank's first and last moment for its span, where the trace has none."""
-    moments: dict[int, list[int]] = defaultdict(list)
+    """Return each rank's first and last moment, for a trace without spans."""
+    moments: dict[int, list[int]] = {}
     for event in trace:
         times = (event.start, event.waited, event.end)
-        moments[event.rank] += [moment for moment in times if moment is not None]
+        moments.setdefault(event.rank, []).extend(t for t in times if t is not None)
     whole = [moment for times in moments.values() for moment in times]
-    return [
-        (min(moments.get(rank, whole)), max(moments.get(rank, whole)))
-        for rank in range(trace.world_size)
-    ]
+    of_ranks = [moments.get(rank, whole) for rank in range(trace.world_size)]
+    return [(min(times), max(times)) for times in of_ranks]

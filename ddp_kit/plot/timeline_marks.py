@@ -1,0 +1,228 @@
+"""The marks of a timeline: bars, links and arrows one by one, or shares and counts of many."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Polygon
+
+from ddp_kit.plot.style import DASHES, INK, LOST, PAPER, arrow, bars, edge_color, set_hatch, write
+from ddp_kit.plot.timeline_lanes import Arrow, Bar, Lanes, Link
+
+HALF = 0.27  # of a lane: how far a bar reaches from the middle
+TYPE, CHARACTER = 7.5, 0.0655  # points; inches of one character
+SLANT = 35  # degrees, of the names of collectives that are close together
+MOST_NAMED = 12  # ends without another end; above, they have dashes alone
+COMPUTING = "#e3e8ee"
+# kind: fill, edge, hatch. None is a rank's colour; in grey they still differ.
+LOOKS = {
+    "send": ("#454545", "#222222", None),
+    "recv": ("#dfdaf8", "#6a5acd", "/////"),
+    "collective": ("#b9e0da", "#2b7f73", "....."),
+}
+BINS = 60
+MOST_ARROWS = 64  # in a whole picture of many events
+
+
+def _draw_lanes(ax: Axes, lanes: Lanes) -> None:
+    """Draw the pale bar behind each rank's operations."""
+    for rank, (begin, end) in enumerate(lanes.spans):
+        bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), COMPUTING, "none")
+
+
+# ---- one by one
+
+
+def draw_each(ax: Axes, lanes: Lanes, scale: float) -> None:
+    """Draw every bar, link and arrow; scale: inches of one unit of the axis."""
+    _draw_lanes(ax, lanes)
+    groups: dict[tuple, list[Bar]] = {}
+    for bar in lanes.bars:
+        groups.setdefault((bar.rank, bar.kind, bool(bar.never)), []).append(bar)
+    for (rank, kind, never), group in groups.items():
+        ranges = [(bar.begin, bar.end - bar.begin) for bar in group]
+        drawn = bars(ax, ranges, (rank - HALF, 2 * HALF), *LOOKS[kind], zorder=2)
+        if never:
+            drawn.set(linestyle=DASHES, edgecolor=LOST, linewidth=1.3)
+    for link in lanes.links:
+        _link(ax, link)
+    for bar in lanes.bars:
+        _label(ax, bar, scale)
+    named = {(bar.rank, bar.never) for bar in lanes.bars if _says_never(bar, scale)}
+    few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
+    for each in lanes.arrows:
+        if each.never:
+            rank = each.src if each.end is None else each.dst
+            _stub(ax, each, scale, few and (rank, each.never) not in named)
+        else:
+            side = math.copysign(HALF, each.dst - each.src)
+            ends = (each.begin, each.src + side), (each.end, each.dst - side)
+            arrow(ax, *ends, edge_color(each.src))
+
+
+def _label(ax: Axes, bar: Bar, scale: float) -> None:
+    if bar.kind == "collective":
+        return  # its name is above the lanes
+    text = f"{bar.op}: {bar.never}" if _says_never(bar, scale) else bar.op
+    if not _fits(text, bar, scale):
+        return
+    paper = {"boxstyle": "square,pad=0.12", "facecolor": LOOKS[bar.kind][0], "edgecolor": "none"}
+    color = PAPER if bar.kind == "send" else INK
+    style = {"color": color, "ha": "center", "bbox": paper, "zorder": 3}
+    write(ax, (bar.begin + bar.end) / 2, bar.rank, text, TYPE, **style)
+
+
+def _fits(text: str, bar: Bar, scale: float) -> bool:
+    return (bar.end - bar.begin) * scale >= CHARACTER * len(text) + 0.06
+
+
+def _says_never(bar: Bar, scale: float) -> bool:
+    return bool(bar.never) and _fits(f"{bar.op}: {bar.never}", bar, scale)
+
+
+def _link(ax: Axes, link: Link) -> None:
+    color = LOOKS["collective"][1] if link.whole else LOST
+    places, ranks = zip(*sorted(link.points, key=lambda point: point[1]), strict=True)
+    style = {"color": color, "linewidth": 1.6, "linestyle": "-" if link.whole else DASHES}
+    style |= {"marker": "o", "markersize": 4.5, "markerfacecolor": PAPER}
+    style |= {"markeredgecolor": color, "markeredgewidth": 1.2}
+    ax.plot(places, ranks, zorder=3.5, **style)
+
+
+def _stub(ax: Axes, lost: Arrow, scale: float, named: bool) -> None:
+    """Draw the end of an arrow that has no other end and, if `named`, what never happened."""
+    sent = lost.end is None
+    src = lost.src if lost.src is not None else -1
+    side = math.copysign(1, lost.dst - src) * (1 if sent else -1)
+    rank, at = (src, lost.begin) if sent else (lost.dst, lost.end)
+    near = (at, rank + HALF * side)
+    far = (at + 0.14 / scale * (1 if sent else -1), rank + 0.46 * side)
+    arrow(ax, *((near, far) if sent else (far, near)), LOST, linestyle=DASHES)
+    if not named:
+        return
+    low, high = ax.get_xlim()
+    room = (CHARACTER * len(lost.never) + 0.1) / scale
+    left = far[0] + room > high if sent else far[0] - room >= low
+    place = (near if left == sent else far)[0] + 0.05 / scale * (-1 if left else 1)
+    style = {"color": LOST, "ha": "right" if left else "left", "zorder": 5}
+    write(ax, place, far[1], lost.never, TYPE, **style)
+
+
+def place_names(links: Sequence[Link], scale: float) -> tuple[int, list[tuple[float, str, Link]]]:
+    """Return where to write the names of collectives: level, slanted, or not at all.
+
+    The slant in degrees, and (place, text, link) of each; text is "" where there is no room.
+    """
+    tops = sorted((min(link.points, key=lambda p: p[1])[0], link.name, link) for link in links)
+    for slant in (0, SLANT):
+        names, free = [], -math.inf
+        for at, text, link in tops:
+            wide = CHARACTER * len(text)
+            half, gap = (wide / 2, 0.08) if not slant else (0, 0.2)
+            if slant or at * scale - half >= free:
+                shown = text if at * scale - half >= free else ""
+                names.append((at, shown, link))
+                free = at * scale + half + gap if shown else free
+        if len(names) == len(tops):
+            break
+    return slant, names
+
+
+def head_room(slant: int, names: Sequence[tuple[float, str, Link]]) -> float:
+    """Return how many inches the names need above the lanes."""
+    longest = max((len(text) for _, text, _ in names), default=0)
+    return 0.2 + CHARACTER * longest * math.sin(math.radians(slant)) if longest else 0.0
+
+
+def write_names(ax: Axes, slant: int, names: Sequence[tuple[float, str, Link]]) -> None:
+    """Write the names of collectives above the lanes."""
+    style = {"rotation": slant, "rotation_mode": "anchor", "va": "baseline"}
+    style |= {"ha": "left" if slant else "center"}
+    for at, text, link in names:
+        color = LOOKS["collective"][1] if link.whole else LOST
+        write(ax, at, -0.55, text, TYPE, color=color, **style)
+
+
+# ---- shares and counts of many
+
+
+def draw_shares(ax: Axes, lanes: Lanes) -> None:
+    """Draw each rank's shares of time in BINS parts, and arrows that stand for many messages."""
+    _draw_lanes(ax, lanes)
+    edges = np.linspace(*lanes.limits, BINS + 1)
+    for rank, of_kinds in enumerate(shares(lanes, edges)):
+        floor = np.full(BINS, rank + HALF)
+        for kind, share in zip(LOOKS, of_kinds, strict=True):
+            ceiling = floor - 2 * HALF * share
+            if share.any():
+                _stairs(ax, kind, edges, floor, ceiling)
+            floor = ceiling
+    for src, dst, at, count, never in count_arrows(lanes):
+        side = HALF if dst > src else -HALF
+        color = LOST if never else edge_color(src)
+        line = DASHES if never else "-"
+        arrow(ax, (at, src + side), (at, dst - side), color, 0.9, linestyle=line)
+        # Between two lanes, where an arrow down begins and one up ends: nothing else is there.
+        text, between, ha = (f" {count:,}", src + 0.5, "left")
+        if dst < src:
+            text, between, ha = (f"{count:,} ", dst + 0.5, "right")
+        write(ax, at, between, text, TYPE - 0.5, color=color, ha=ha, zorder=5)
+
+
+def _stairs(ax: Axes, kind: str, edges: np.ndarray, floor: np.ndarray, ceiling: np.ndarray) -> None:
+    """Fill between two heights for each bin, as one shape: sixty would take a second to draw."""
+    x = np.repeat(edges, 2)[1:-1]
+    above, below = np.repeat(ceiling, 2), np.repeat(floor, 2)
+    outline = np.column_stack([np.append(x, x[::-1]), np.append(above, below[::-1])])
+    fill, edge, hatch = LOOKS[kind]
+    shape = Polygon(outline, facecolor=fill, edgecolor=edge, linewidth=0, zorder=2)
+    set_hatch(shape, hatch, edge)
+    ax.add_patch(shape)
+
+
+def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:
+    """Return the share of each bin that each rank spends: (rank, kind, bin), kinds as in LOOKS."""
+    found = np.zeros((len(lanes.spans), len(LOOKS), len(edges) - 1))
+    spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for bar in lanes.bars:
+        spans.setdefault((bar.rank, bar.kind), []).append((bar.begin, bar.end))
+    for (rank, kind), of_kind in spans.items():
+        begin, end = np.array(of_kind).T
+        covered = [np.clip(edge - begin, 0, end - begin).sum() for edge in edges]
+        found[rank, list(LOOKS).index(kind)] = np.diff(covered) / np.diff(edges)
+    return found / np.maximum(1, found.sum(axis=1, keepdims=True))
+
+
+def count_pairs(lanes: Lanes) -> tuple[list[tuple[int, int, str]], int]:
+    """Return (src, dst, never) of all messages, and the parts in which each pair is counted.
+
+    There are no parts if there are too many pairs.
+    """
+    known = [each for each in lanes.arrows if each.src is not None]
+    pairs = sorted({(each.src, each.dst, each.never) for each in known})
+    return pairs, min(10, MOST_ARROWS // max(1, len(pairs)))
+
+
+def count_arrows(lanes: Lanes) -> list[tuple[int, int, float, int, str]]:
+    """Count messages by pair and part: (src, dst, place, count, never)."""
+    pairs, parts = count_pairs(lanes)
+    if not parts:
+        return []
+    begin, end = lanes.limits
+    width = (end - begin) / parts
+    counts: Counter[tuple[tuple[int, int, str], int]] = Counter()
+    for each in lanes.arrows:
+        at = each.begin if each.begin is not None else each.end
+        if each.src is not None:
+            part = min(parts - 1, int((at - begin) / width))
+            counts[(each.src, each.dst, each.never), part] += 1
+    # Side by side within a part: arrows at one place would cover each other.
+    shift = {pair: (i + 0.5) / len(pairs) for i, pair in enumerate(pairs)}
+    return [
+        (*pair[:2], begin + (part + shift[pair]) * width, count, pair[2])
+        for (pair, part), count in sorted(counts.items())
+    ]
