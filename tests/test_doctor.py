@@ -20,14 +20,13 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import data
+from ddp_kit.doctor import Finding, findings, machine, run_check, software
 from ddp_kit.doctor import __main__ as command
-from ddp_kit.doctor import findings, machine, report, software
-from ddp_kit.doctor.report import Finding, run_check
 from ddp_kit.pool.arguments import most_ranks
 
 GIB = 2**30
-FINE = Finding("cores", "4 cores", "Enough.")
-POOR = Finding("memory", "1 GiB", "Too little.", ok=False)
+FINE = Finding("4 cores", "Enough.")
+POOR = Finding("1 GiB", "Too little.", ok=False)
 
 
 def replace(monkeypatch, *answers):
@@ -369,7 +368,7 @@ def test_a_check_that_fails_ends_the_doctor(monkeypatch, capsys):
 def test_a_check_that_hangs_holds_the_doctor_up():
     release = threading.Event()
     start = time.monotonic()
-    found = run_check("GPUs", lambda: release.wait(10), timeout=0.05)
+    found = run_check(lambda: release.wait(10), timeout=0.05)
     release.set()
     assert time.monotonic() - start < 5
     assert (found.ok, found.found) == (False, "the check failed (no result within 0.05 s)")
@@ -379,25 +378,19 @@ def test_a_machine_without_another_thread_ends_the_doctor(monkeypatch):
     def no_thread(_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(report.threading.Thread, "start", no_thread)
-    assert "can't start new thread" in run_check("GPUs", machine.gpus).found
-
-
-def test_a_finding_has_another_subject_than_its_check(monkeypatch):
-    subjects = [finding.subject for finding in findings()]
-    monkeypatch.setattr(report, "guard", lambda subject, _: Finding(subject, "", ""))
-    assert [finding.subject for finding in findings()] == subjects
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert "can't start new thread" in run_check(machine.gpus).found
 
 
 def test_the_doctor_checks_for_the_main_thread_in_another_one():
-    assert findings()[-1].ok
+    assert findings()["main thread"].ok
 
 
 def test_a_finding_is_left_out_or_lies_across_columns(capsys):
     assert kit.doctor() is None
     *lines, blank, _ = capsys.readouterr().out.splitlines()
     subjects = [line[6:24].rstrip() for line in lines if line[:6].strip()]
-    assert subjects == [finding.subject for finding in findings()]
+    assert subjects == list(findings())
     assert {line[:6] for line in lines} <= {"ok    ", "WARN  ", "      "}
     assert all(len(line) <= 100 and line[23] == " " != line[24] for line in lines)
     assert blank == ""
@@ -412,7 +405,8 @@ def test_a_finding_is_left_out_or_lies_across_columns(capsys):
     ],
 )
 def test_the_summary_or_the_exit_code_miscounts(monkeypatch, capsys, found, summary):
-    replace(monkeypatch, (command, "findings", found))
+    by_subject = {f"check {number}": finding for number, finding in enumerate(found)}
+    replace(monkeypatch, (command, "findings", by_subject))
     assert command.main([]) == (POOR in found)
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == summary
@@ -425,7 +419,7 @@ def test_the_command_warns_or_loads_what_it_should_not():
     times = [line for line in out.stderr.splitlines() if line.startswith("import time:")]
     loaded = {line.rsplit("|", 1)[1].strip() for line in times}
     assert out.stderr.splitlines() == times
-    assert "ddp_kit.doctor.report" in loaded
+    assert "ddp_kit.doctor.machine" in loaded
     assert not {"torchvision", "matplotlib", "IPython"} & loaded
     assert out.returncode == ("WARN" in out.stdout)
 
@@ -452,7 +446,7 @@ def test_the_command_fails_in_a_cell():
     "imports",
     [
         "import ddp_kit.doctor, ddp_kit as kit",
-        "import ddp_kit as kit; import ddp_kit.doctor.report",
+        "import ddp_kit as kit; import ddp_kit.doctor.machine",
     ],
 )
 def test_another_import_takes_the_doctor_or_torchvision_away(imports):

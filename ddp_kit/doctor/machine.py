@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
-from ddp_kit.doctor.report import Finding
+from ddp_kit.doctor import Finding
 from ddp_kit.failures import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
@@ -28,14 +28,12 @@ def gpus() -> Finding:
     seen = torch.cuda.device_count()
     if seen and dist.is_nccl_available():
         return Finding(
-            "GPUs",
             str(seen),
             f"nccl supports up to {count(seen, 'rank')}, one per GPU. More ranks use gloo on the "
             "CPU.",
         )
     if seen:
         return Finding(
-            "GPUs",
             f"{seen}, but this PyTorch has no nccl",
             'Ranks use gloo on the CPU, or on the GPUs with backend="cuda:gloo".',
             ok=False,
@@ -43,13 +41,12 @@ def gpus() -> Finding:
     hidden = sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*"))
     if hidden:
         return Finding(
-            "GPUs",
             f"{hidden} in the machine, but PyTorch sees none",
             "Ranks use gloo on the CPU. PyTorch is built without CUDA, the driver is too old, or "
             "CUDA_VISIBLE_DEVICES hides them.",
             ok=False,
         )
-    return Finding("GPUs", "none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
+    return Finding("none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
 
 
 def cores() -> Finding:
@@ -59,7 +56,6 @@ def cores() -> Finding:
     quota = _control_group("cpu.max")
     if quota and quota[0] < total * quota[1]:
         return Finding(
-            "cores",
             f"{found}, but this container is limited to {quota[0] / quota[1]:g}",
             "Ranks start more threads than that (oversubscription), which slows them down: call "
             "torch.set_num_threads(1) in the worker.",
@@ -67,10 +63,7 @@ def cores() -> Finding:
         )
     if total == 1:
         return Finding(
-            "cores",
-            found,
-            "All ranks share it: results are correct, but timings mean nothing.",
-            ok=False,
+            found, "All ranks share it: results are correct, but timings mean nothing.", ok=False
         )
     two, four = (count(threads_per_rank(ranks), "thread") for ranks in (2, RANKS))
     consequence = f"2 ranks get {two} each, {RANKS} ranks get {four} each."
@@ -78,7 +71,7 @@ def cores() -> Finding:
         consequence += (
             f" {RANKS} ranks share {total} cores (oversubscription): slower, but correct."
         )
-    return Finding("cores", found, consequence)
+    return Finding(found, consequence)
 
 
 def memory() -> Finding:
@@ -92,34 +85,30 @@ def memory() -> Finding:
     ranks = int(free / RANK_MEMORY)
     if ranks < RANKS:
         return Finding(
-            "memory",
             found,
             f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons use "
             f"{RANKS}. The system kills a rank when memory runs out: shut down other notebooks.",
             ok=False,
         )
-    return Finding("memory", found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
+    return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
 
 
 def shared_memory() -> Finding:
     """Check how much shared memory /dev/shm has, for those that need it."""
     space = shared_space()
     if space is None:
-        return Finding("shared memory", "no /dev/shm", "The kit does not need it.")
+        return Finding("no /dev/shm", "The kit does not need it.")
     size, free = space
     found = f"{_size(free)} free of {_size(size)}"
     if free < SMALL:
         return Finding(
-            "shared memory",
             found,
             "DataLoader workers may die of a bus error, and nccl may fail to start: use "
             "num_workers=0, or start the container with --shm-size=1g. The kit and gloo do not "
             "use it.",
             ok=False,
         )
-    return Finding(
-        "shared memory", found, "DataLoader workers and nccl use it. The kit and gloo do not."
-    )
+    return Finding(found, "DataLoader workers and nccl use it. The kit and gloo do not.")
 
 
 def shared_space() -> tuple[int, int] | None:
@@ -135,7 +124,6 @@ def loopback() -> Finding:
     """Check that gloo's network interface exists and passes messages."""
     if LOOPBACK not in (interface for _, interface in socket.if_nameindex()):
         return Finding(
-            "loopback",
             f"no interface {LOOPBACK}",
             f"gloo cannot connect the ranks: enable it, on Linux with `ip link set {LOOPBACK} up`.",
             ok=False,
@@ -144,12 +132,11 @@ def loopback() -> Finding:
         connect_to_self()
     except OSError as error:
         return Finding(
-            "loopback",
             f"no connection through {LOOPBACK} ({error.strerror or error})",
             "gloo cannot connect the ranks: check the firewall, or the container's network.",
             ok=False,
         )
-    return Finding("loopback", f"{LOOPBACK} works", "gloo connects the ranks through it only.")
+    return Finding(f"{LOOPBACK} works", "gloo connects the ranks through it only.")
 
 
 def connect_to_self(timeout: float = 1.0) -> None:
@@ -166,18 +153,17 @@ def open_files() -> Finding:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "no limit", "Enough for any number of ranks.")
+        return Finding("no limit", "Enough for any number of ranks.")
     ranks = ranks_by_files(limit)
     found = f"at most {limit}"
     if ranks < RANKS:
         return Finding(
-            "open files",
             found,
             f"Enough for {count(ranks, 'rank')}, but the lessons use {RANKS}: run `ulimit -n 1024` "
             "before starting Jupyter.",
             ok=False,
         )
-    return Finding("open files", found, f"Enough for {ranks} ranks.")
+    return Finding(found, f"Enough for {ranks} ranks.")
 
 
 def temporary_folder() -> Finding:
@@ -192,7 +178,6 @@ def temporary_folder() -> Finding:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return Finding(
-            "temporary folder",
             f"unusable ({error.strerror or error})",
             "Ranks cannot start, because their rendezvous is a locked file there: set TMPDIR to a "
             "folder on a local disk with free space.",
@@ -200,13 +185,11 @@ def temporary_folder() -> Finding:
         )
     if not private:
         return Finding(
-            "temporary folder",
             "accessible to other users",
             "This file system ignores permissions: set TMPDIR to a folder on a local disk.",
             ok=False,
         )
     return Finding(
-        "temporary folder",
         "private, and supports file locks",
         "The ranks' rendezvous is a file there and needs no port.",
     )
