@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons import renamed
 from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses them
     BITWISE,
     DTYPES,
@@ -34,6 +33,7 @@ from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses 
     refusals,
 )
 from ddp_kit.model import fit
+from ddp_kit.renamed import renamed
 
 PLACES = {
     "gloo on the CPU": "gloo",

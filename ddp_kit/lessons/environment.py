@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons import renamed
 from ddp_kit.pool.rank_handle import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
+from ddp_kit.renamed import renamed
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun sets for each process
 EXITS = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, write
+from ddp_kit.renamed import RenamedAttribute
 
 DPI = 110
 NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
@@ -49,11 +49,7 @@ class Picture(Figure):
         self.set_layout_engine("none")
         self.text_table = text_table
 
-    @property
-    def twin(self) -> str:
-        """Deprecated: use `text_table`."""
-        warnings.warn("Picture.twin is now text_table", DeprecationWarning, stacklevel=2)
-        return self.text_table
+    twin = RenamedAttribute("text_table")
 
     def __repr__(self) -> str:
         return self.text_table
