@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ddp_kit.mpi import library
+from ddp_kit.mpi.launcher import load_mpi
 
 _MOST = 2**31 - 1  # MPI counts in a C int
 
@@ -99,7 +99,7 @@ def describe(
     count = tensor.numel()
     if count > _MOST:
         raise ValueError(f"MPI moves at most {_MOST} elements at once, got {count}")
-    memory = library.load().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return [
         memory,
         count if counts is None else list(counts),
@@ -130,7 +130,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _integer_types() -> dict[int, Any]:
-    MPI = library.load()
+    MPI = load_mpi()
     types = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
     return {**types, 16: MPI.C_DOUBLE_COMPLEX}  # MPI has no integer of 16 bytes
 
@@ -169,7 +169,7 @@ class Reduction:
             raise ValueError(f'the "mpi4py" backend cannot reduce tensors of {dtype}')
         name = _OF_BOOL.get(name, name) if dtype is torch.bool else name
         # AVG is MPI's sum, divided at the end.
-        self.op = getattr(library.load(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
+        self.op = getattr(load_mpi(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values of all tensors in one flat tensor, in the dtype MPI computes in."""
@@ -204,7 +204,7 @@ def _check_op(name: str, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _number_types() -> dict[torch.dtype, Any]:
-    MPI = library.load()
+    MPI = load_mpi()
     return {
         torch.float32: MPI.FLOAT,
         torch.float64: MPI.DOUBLE,
