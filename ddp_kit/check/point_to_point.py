@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import (
-    IN_PLACE,
-    SIZES,
-    Grader,
-    brought,
-    hint_if_unchanged,
-    in_place,
-    same,
-)
+from ddp_kit.check.grader import IN_PLACE, SIZES, Grader, brought, hint_if_unchanged, in_place, same
 
 
 def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:

@@ -172,10 +172,7 @@ def measure(
 
 
 def series(
-    run: Callable,
-    operation: str,
-    sizes: Iterable[int] = SIZES,
-    dtype: torch.dtype = torch.float32,
+    run: Callable, operation: str, sizes: Iterable[int] = SIZES, dtype: torch.dtype = torch.float32
 ) -> Series:
     """Return pairs of bytes and seconds on the slowest rank; a round trip counts half.
 

@@ -117,10 +117,7 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
 def who_am_i(rank: int, world_size: int) -> dict[str, int]:
     """Return this rank's numbers according to the environment and to the process group."""
     environment = {name: int(os.environ[name]) for name in NAMES}
-    return environment | {
-        "get_rank()": dist.get_rank(),
-        "get_world_size()": dist.get_world_size(),
-    }
+    return environment | {"get_rank()": dist.get_rank(), "get_world_size()": dist.get_world_size()}
 
 
 def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) -> dict[str, float]:

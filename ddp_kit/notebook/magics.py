@@ -47,12 +47,7 @@ class RanksMagics(Magics):
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
     @magic_arguments("%ranks")
-    @argument(
-        "-n",
-        "--world-size",
-        type=int,
-        help="number of ranks; default 4, or as before",
-    )
+    @argument("-n", "--world-size", type=int, help="number of ranks; default 4, or as before")
     @argument("--only", metavar="0,2", help="run the cell on these ranks only")
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
     @argument(

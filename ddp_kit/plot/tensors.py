@@ -13,8 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_ranks
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
 from ddp_kit.plot.style import (
     DASHES,
     INK,

@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
+from ddp_kit.errors import PlotError
 from ddp_kit.failures import Wait, name_ranks
-from ddp_kit.plot.inputs import read_waits
 from ddp_kit.plot.picture import Picture, open_picture, table
 from ddp_kit.plot.style import (
     DASHES,
@@ -43,7 +43,11 @@ def waits(error: Any, title: str | None = None) -> Picture:
 
     Raises PlotError if error has no waits, or no rank waits.
     """
-    stuck = read_waits(error)
+    if not hasattr(error, "waits"):
+        raise PlotError(f"needs an error with .waits, got {error!r}")
+    if not error.waits:
+        raise PlotError("no rank waits: there is nothing to draw")
+    stuck = {wait.rank: wait for wait in sorted(error.waits, key=lambda wait: wait.rank)}
     returned = set(getattr(error, "returned", ()))
     peers = {rank: sorted(set(getattr(w, "peers", ())) - {rank}) for rank, w in stuck.items()}
     ranks = sorted(returned.union(stuck, *peers.values()))

@@ -204,36 +204,31 @@ class InternTable:
         return number
 
 
+# The fields of an Event that the text of a call holds, in this order.
+_FIELDS = (
+    *("op", "kind", "method", "group", "root", "dtype"),
+    *("inputs", "outputs", "splits", "reduce_op", "nbytes", "device"),
+)
+
+
 def _encode(op: str, group: int, root: int | None, call: Call) -> list:
-    """Return a call as its text. root: in the world. `_decode` takes the same positions."""
+    """Return a call as its text. root: in the world."""
     tensors = call.inputs or call.outputs
     dtype = str(tensors[0][1]).removeprefix("torch.") if tensors and tensors[0][1] else ""
     inputs, outputs = ([list(shape) for shape, _ in side] for side in (call.inputs, call.outputs))
     measured = call.outputs if call.method.startswith("recv") else call.inputs
     nbytes = sum(math.prod(shape) * kind.itemsize for shape, kind in measured if kind)
-    shapes, method = (inputs, outputs, call.splits), call.method
-    what = [op, kind_of(method), method, group, root, dtype]
-    return [*what, *shapes, call.reduce_op, nbytes, call.device]
+    what = [op, kind_of(call.method), call.method, group, root, dtype]
+    return [*what, inputs, outputs, call.splits, call.reduce_op, nbytes, call.device]
 
 
 def _decode(text: list) -> dict[str, Any]:
     """Return what the text of a call says, by the names of Event; the group is still a number."""
-    op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes, device = text
-    inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
-    return {
-        "op": op,
-        "kind": "recv" if kind == "any" else kind,
-        "method": method,
-        "group": group,
-        "root": root,
-        "dtype": dtype,
-        "inputs": inputs,
-        "outputs": outputs,
-        "splits": splits,
-        "reduce_op": reduce_op,
-        "nbytes": nbytes,
-        "device": device,
-    }
+    call = dict(zip(_FIELDS, text, strict=True))
+    call["kind"] = "recv" if call["kind"] == "any" else call["kind"]
+    for name in ("inputs", "outputs", "splits"):
+        call[name] = tuple(map(tuple, call[name]))
+    return call
 
 
 @functools.lru_cache(maxsize=32)

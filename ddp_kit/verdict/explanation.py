@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace.events import Event, format_arguments
-from ddp_kit.verdict.graph import from_any_source, shortest_cycle
-from ddp_kit.verdict.state import Channel, RankState
+from ddp_kit.verdict.graph import Channel, RankState, from_any_source, shortest_cycle
 
 _COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
 _RECV_FIRST = (
