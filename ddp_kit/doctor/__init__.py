@@ -30,27 +30,27 @@ def doctor() -> None:
 
 def findings() -> dict[str, Finding]:
     """Return what every check found, by its subject, in the order of the report."""
-    from ddp_kit.doctor import machine, software  # a rank has no use for them
+    from ddp_kit.doctor import checks  # a rank has no use for them
 
-    checks = {
-        "Python": software.python,
-        "PyTorch": software.pytorch,
-        "torchvision": software.torchvision,
-        "backends": software.backends,
-        "GPUs": machine.gpus,
-        "CUDA": software.cuda,
-        "cores": machine.cores,
-        "memory": machine.memory,
-        "shared memory": machine.shared_memory,
-        "loopback": machine.loopback,
-        "open files": machine.open_files,
-        "temporary folder": machine.temporary_folder,
+    by_subject = {
+        "Python": checks.python,
+        "PyTorch": checks.pytorch,
+        "torchvision": checks.torchvision,
+        "backends": checks.backends,
+        "GPUs": checks.gpus,
+        "CUDA": checks.cuda,
+        "cores": checks.cores,
+        "memory": checks.memory,
+        "shared memory": checks.shared_memory,
+        "loopback": checks.loopback,
+        "open files": checks.open_files,
+        "temporary folder": checks.temporary_folder,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the findings report it, and stderr stays empty
-        found = {subject: run_check(check) for subject, check in checks.items()}
+        found = {subject: run_check(check) for subject, check in by_subject.items()}
     # In this thread: one of its own would never be the main thread.
-    return found | {"main thread": guard(software.main_thread)}
+    return found | {"main thread": guard(checks.main_thread)}
 
 
 def run_check(check: Callable[[], Finding], timeout: float = TIMEOUT) -> Finding:

@@ -263,7 +263,8 @@ def whole_batch_gradient(count: int) -> torch.Tensor:
 def distance_to_ddp(rank: int, world_size: int, steps: int = 20) -> float:
     """Train one replica by `average_gradients`, one by DDP; return the largest difference."""
     replicas = []
-    for wrap, average in ((_plain, average_gradients), (_ddp, keep_gradients)):
+    for name in ("one all_reduce per parameter", "DistributedDataParallel"):
+        wrap, average = VARIANTS[name]
         torch.manual_seed(SEED)
         model = wrap(Net().to(device()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -281,15 +282,11 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 VARIANTS = {
     "no communication": (_plain, keep_gradients),
     "one all_reduce per parameter": (_plain, average_gradients),
     "one flat all_reduce": (_plain, average_gradients_flat),
-    "DistributedDataParallel": (_ddp, keep_gradients),
+    "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
 }
 
 

@@ -29,9 +29,7 @@ Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
 
 
-def bandwidth(
-    series: Mapping[str, Iterable[tuple[int, float]]], title: str | None = None
-) -> Picture:
+def bandwidth(series: Mapping[str, Pairs], title: str | None = None) -> Picture:
     """Draw time against message size for each series, and each as a ratio to the first.
 
     series maps a name to pairs (nbytes, seconds), one pair per size. Both axes are
@@ -171,9 +169,7 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     return picture
 
 
-def _points(
-    name: str, pairs: Iterable[tuple[int, float]], unit: str, factor: float
-) -> dict[int, float]:
+def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, float]:
     """Return the points of one series in order, with `factor` times each value.
 
     unit: what the first number of a pair counts, "bytes" or "ranks".

@@ -1,26 +1,129 @@
-"""The doctor's checks of the machine: GPUs, cores, memory, network and files."""
+"""The doctor's checks: Python and its packages, this process, and the machine."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import socket
 import stat
+import sys
 import tempfile
+import threading
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_kit import mpi
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
+from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
 from ddp_kit.failures import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
+OLDEST_PYTHON = (3, 10)
+OLDEST_PYTORCH = (2, 6)
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB by default
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
+
+
+def python() -> Finding:
+    """Check that the kit supports this Python on this system."""
+    found = f"{platform.python_version()} on {platform.system()}"
+    if sys.platform == "win32":
+        return Finding(found, "The kit needs Linux or macOS: use WSL.", ok=False)
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        oldest = _dotted(OLDEST_PYTHON)
+        return Finding(found, f"The kit needs Python {oldest} or newer.", ok=False)
+    return Finding(found, "Every rank is a separate process of this Python.")
+
+
+def pytorch() -> Finding:
+    """Check that PyTorch is new enough, and what it is built for."""
+    version = torch.__version__
+    if _numbers(version) < OLDEST_PYTORCH:
+        oldest = _dotted(OLDEST_PYTORCH)
+        return Finding(version, f"The kit needs PyTorch {oldest} or newer.", ok=False)
+    cuda = torch.version.cuda
+    if cuda is None:
+        return Finding(f"{version}, built without CUDA", "Ranks compute on the CPU.")
+    return Finding(f"{version}, built for CUDA {cuda}", "Ranks can use NVIDIA GPUs, if present.")
+
+
+def torchvision() -> Finding:
+    """Check that torchvision is installed and matches PyTorch, without importing it."""
+    try:
+        version = metadata.version("torchvision")
+        required = " ".join(metadata.requires("torchvision") or ())
+    except metadata.PackageNotFoundError:
+        return Finding(
+            "not installed",
+            "kit.mnist and the lessons that train on digits need it: pip install torchvision",
+            ok=False,
+        )
+    wanted = re.search(r"\btorch\s*\(?==\s*([\w.]+)", required)
+    if wanted and wanted[1] != torch.__version__.split("+")[0]:
+        return Finding(
+            f"{version} is for torch {wanted[1]}, but torch {torch.__version__} is installed",
+            f"Importing it may fail. Install the torchvision for torch {torch.__version__}.",
+            ok=False,
+        )
+    if not load_torchvision_operators():
+        return Finding(
+            f"{version}, whose operators cannot be loaded into torch {torch.__version__}",
+            "It was built for another build of PyTorch, such as one with CUDA. kit.mnist, "
+            "datasets, transforms and models work if ddp_kit is imported first. torchvision.ops "
+            "and torchvision.io do not work: to use them, install both packages from one index.",
+            ok=False,
+        )
+    return Finding(f"{version}, built for this PyTorch", "All of it works.")
+
+
+def backends() -> Finding:
+    """Check which backends are available."""
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": mpi.missing() is None,
+    }
+    found = ", ".join(name for name, here in available.items() if here) or "none"
+    if unavailable := ", ".join(name for name, here in available.items() if not here):
+        found += f" (unavailable: {unavailable})"
+    if not available["gloo"]:
+        hint = "The lessons need gloo: install PyTorch from PyPI or conda."
+        return Finding(found, hint, ok=False)
+    auto = "nccl if every rank has its own GPU, otherwise gloo" if available["nccl"] else "gloo"
+    hint = "" if available["mpi"] else ' To use mpi: pip install "ddp_kit[mpi]"'
+    return Finding(found, f'backend="auto" selects {auto}.{hint}')
+
+
+def cuda() -> Finding:
+    """Check whether this process has initialized CUDA, which is no problem for the ranks."""
+    if torch.cuda.is_initialized():
+        return Finding(
+            "initialized in this process",
+            "That is no problem: ranks are spawned, not forked, and initialize CUDA themselves.",
+        )
+    return Finding(
+        "not initialized in this process", "It would be no problem: ranks are spawned, not forked."
+    )
+
+
+def main_thread() -> Finding:
+    """Check that the calling thread may start ranks."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return Finding("this is it", "Ranks can be started from here.")
+    return Finding(
+        f"this is the thread {thread.name!r}",
+        "Ranks can only be started from the main thread: call kit.run directly in a cell.",
+        ok=False,
+    )
 
 
 def gpus() -> Finding:
@@ -206,3 +309,11 @@ def _control_group(file: str) -> list[int] | None:
 def _size(nbytes: float) -> str:
     """Return a number of bytes as MiB or GiB."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
