@@ -121,24 +121,21 @@ def _check_hands(grader: Grader, length: int) -> None:
     for epoch in range(2):
         hands = [dealt["hands"][epoch] for dealt in result]
         gets = [f"rank {rank} gets {hand}" for rank, hand in enumerate(hands)]
-        wrong = [rank for rank, hand in enumerate(hands) if len(hand) != each]
-        if wrong:
+        if wrong := [rank for rank, hand in enumerate(hands) if len(hand) != each]:
             grader.fail(
                 f"{name_ranks(wrong)} should get {count(each, 'position')}",
                 *gets,
                 hint="All ranks must get equally many, or one would wait in its last all_reduce. "
                 "First extend the order from its beginning, as often as needed; then deal it out.",
             )
-        beyond = sorted(set(chain(*hands)) - set(range(length)))
-        if beyond:
+        if beyond := sorted(set(chain(*hands)) - set(range(length))):
             grader.fail(
                 f"there is no position {beyond[0]}",
                 *gets,
                 hint=f"Shuffle the positions 0 to {length - 1}, then extend the order from its "
                 "beginning.",
             )
-        missing = sorted(set(range(length)) - set(chain(*hands)))
-        if missing:
+        if missing := sorted(set(range(length)) - set(chain(*hands))):
             grader.fail(
                 f"no rank gets position {missing[0]}",
                 *gets,

@@ -141,8 +141,7 @@ def gpus() -> Finding:
             'Ranks use gloo on the CPU, or on the GPUs with backend="cuda:gloo".',
             ok=False,
         )
-    hidden = sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*"))
-    if hidden:
+    if hidden := sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*")):
         return Finding(
             f"{hidden} in the machine, but PyTorch sees none",
             "Ranks use gloo on the CPU. PyTorch is built without CUDA, the driver is too old, or "

@@ -30,16 +30,8 @@ LIMIT = 10.0  # seconds for one run of a probe
 BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "int64",
-    "int32",
-    "uint8",
-    "bool",
-    "complex64",
+    *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
+    *("int64", "int32", "uint8", "bool", "complex64"),
 )
 
 # PyTorch 2.13 renamed these two and warns about the old names.

@@ -47,7 +47,6 @@ SMALL = 1_000_000  # bytes; below this a round is quick, and many are needed
 ALPHA, BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER BETA}"
 Series = list[tuple[int, float]]
 
-
 __getattr__ = renamed(__name__, told="format_fit")
 
 

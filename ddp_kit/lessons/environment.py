@@ -31,7 +31,6 @@ EXITS = (
     "all ranks are here",
 )
 
-
 __getattr__ = renamed(__name__, told="who_am_i")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_kit import device, mnist, progress
 from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.explorer import Explorer, positive
 
 SEED = 1234
 GLOBAL_BATCH = 128
@@ -199,7 +196,6 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
     Raises PoolError for an invalid choice.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer, positive
 
     rates = positive("lr", lr, USUAL_RATES)
     return Explorer(

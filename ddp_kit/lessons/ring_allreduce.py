@@ -16,16 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.explorer import Explorer
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 
@@ -144,7 +141,6 @@ def explore(world_size: int = 4) -> Explorer:
     Raises PoolError for a world size that cannot be run or drawn.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer
 
     return Explorer(
         "ring_allreduce",

@@ -142,19 +142,15 @@ _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}
 
 
 class Reduction:
-    """A ReduceOp on one dtype, as MPI computes it.
+    """A ReduceOp on one dtype in a group of `size` ranks, as MPI computes it.
 
     MPI has no type for float16, bfloat16 and the 8-bit floats. They are reduced in float32 over
     all ranks and rounded once at the end, whereas gloo rounds after every addition, so the last
     bit may differ. bool is reduced as bytes of 0 and 1: SUM and MAX are "or", PRODUCT and MIN are
     "and".
-    """
 
-    @staticmethod
-    @functools.cache
-    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
-        """Return the reduction for a group of `size` ranks. Raises ValueError if MPI has none."""
-        return Reduction(op, dtype, size)
+    Raises ValueError if MPI has no such reduction.
+    """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype, size: int) -> None:
         name = _OPS.get(hash(op))
@@ -190,6 +186,9 @@ class Reduction:
         if self.divisor != 1:
             result.div_(self.divisor)
         copy_back([tensor], [result])
+
+
+reduction_of = functools.cache(Reduction)
 
 
 def _check_op(name: str, dtype: torch.dtype) -> None:

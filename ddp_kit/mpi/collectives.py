@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from ddp_kit.mpi import buffers
-from ddp_kit.mpi.buffers import Reduction
+from ddp_kit.mpi.buffers import reduction_of
 from ddp_kit.mpi.launcher import load_mpi
 from ddp_kit.mpi.process_group import BaseProcessGroup, Tensors
 from ddp_kit.mpi.work import MPIWork
@@ -219,7 +219,7 @@ class MPIProcessGroup(BaseProcessGroup):
         opts = opts or c10d.ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
-        reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
+        reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
         flat = reduction.flatten(tensors)
         message, receive = reduction.describe(flat), None
         if root == self._rank:
@@ -245,7 +245,7 @@ class MPIProcessGroup(BaseProcessGroup):
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> MPIWork:
         calls = []
         for tensor in tensors:
-            reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
+            reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
             flat = reduction.flatten([tensor])
             calls.append((reduction, flat, tensor, reduction.describe(flat)))
         in_place = load_mpi().IN_PLACE
@@ -291,7 +291,7 @@ class MPIProcessGroup(BaseProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
-            reduction = Reduction.of(opts.reduceOp, output.dtype, self._size)
+            reduction = reduction_of(opts.reduceOp, output.dtype, self._size)
             result = reduction.receive_buffer(output)
             flat = buffers.without_overlap(reduction.flatten(inputs), result)
             equal = [flat.numel() // self._size] * self._size

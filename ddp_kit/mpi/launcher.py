@@ -39,8 +39,7 @@ def missing() -> str | None:
 
 def require_package() -> None:
     """Raise BackendError if mpi4py is not installed, without importing it."""
-    problem = _missing_package()
-    if problem:
+    if problem := _missing_package():
         raise BackendError(problem)
 
 

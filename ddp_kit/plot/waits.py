@@ -116,16 +116,15 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def _caption(cycle, stuck, peers, returned) -> str:
-    parts = ["An arrow: this rank waits for that one."]
-    if cycle:
-        parts.append("Thick: a cycle, in which each can go on only after the next one.")
-    elif any(returned.intersection(targets) for targets in peers.values()):
-        parts.append("Thick: it waits for a rank that had returned.")
-    if any(_any(stuck[rank]) and peers[rank] for rank in stuck):
-        parts.append("Dashed: any one of these would do.")
-    if returned:
-        parts.append("Grey: had returned, and sends nothing more.")
-    return " ".join(parts)
+    gone = any(returned.intersection(targets) for targets in peers.values())
+    parts = {
+        "An arrow: this rank waits for that one.": True,
+        "Thick: a cycle, in which each can go on only after the next one.": cycle,
+        "Thick: it waits for a rank that had returned.": gone and not cycle,
+        "Dashed: any one of these would do.": any(_any(stuck[r]) and peers[r] for r in stuck),
+        "Grey: had returned, and sends nothing more.": returned,
+    }
+    return " ".join(part for part, applies in parts.items() if applies)
 
 
 def _any(wait: Wait) -> bool:

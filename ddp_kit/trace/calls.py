@@ -145,8 +145,7 @@ class InternTable:
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
-        known = self._groups.get(group)
-        if known is not None:
+        if (known := self._groups.get(group)) is not None:
             return known
         if isinstance(group, tuple):
             (name, ranks), limited = group, False
@@ -164,8 +163,7 @@ class InternTable:
     def line(self, code: CodeType, line: int) -> int:
         """Write a line of code."""
         key = id(code), line  # the hash of code is slow; _codes keeps it alive
-        known = self._numbers.get(key)
-        if known:
+        if known := self._numbers.get(key):
             return known
         frame = describe_line(code.co_filename, line, code.co_name)
         self._codes.append(code)
@@ -174,8 +172,7 @@ class InternTable:
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
         key = op, group.number, call
-        known = self._numbers.get(key)
-        if known:
+        if known := self._numbers.get(key):
             return known
         root = None if call.root is None else group.rank(call.root)
         return self._write(key, ["call", *_encode(op, group.number, root, call)])
@@ -198,8 +195,7 @@ class InternTable:
         return before
 
     def _write(self, key: Any, text: list) -> int:
-        number = self._board.add_text(text)
-        if number:
+        if number := self._board.add_text(text):
             self._numbers[key] = number
         return number
 

@@ -115,11 +115,10 @@ def _has_joined(state: RankState | None, event: Event) -> bool:
 
 
 def _has_receive(state: RankState | None, event: Event) -> bool:
-    if state is None:
-        return False
-    if state.recvs.get(event.channel, 0) > event.sequence:
-        return True
-    return state.any_source.get((event.tag, event.group), 0) > 0
+    return state is not None and (
+        state.recvs.get(event.channel, 0) > event.sequence
+        or state.any_source.get((event.tag, event.group), 0) > 0
+    )
 
 
 def _has_sent(sender: RankState | None, receiver: RankState, event: Event) -> bool:
