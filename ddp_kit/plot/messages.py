@@ -80,14 +80,12 @@ def messages(source: Any, title: str | None = None) -> Picture:
 
 
 def _caption(trace: Trace) -> str:
-    parts = ["Rows: senders; columns: receivers; bytes of the tensors that were sent."]
-    lost, collectives = len(trace.lost), len(trace.collectives)
-    if lost:
-        verb = "was" if lost == 1 else "were"
-        parts.append(f"{count(lost, 'message')} {verb} never received.")
-    if collectives:
-        verb = "is" if collectives == 1 else "are"
-        parts.append(f"{count(collectives, 'collective')} {verb} not included.")
-    if any(trace.dropped):
-        parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
-    return " ".join(parts)
+    lost, collectives, dropped = len(trace.lost), len(trace.collectives), sum(trace.dropped)
+    were, are = "was" if lost == 1 else "were", "is" if collectives == 1 else "are"
+    parts = {
+        "Rows: senders; columns: receivers; bytes of the tensors that were sent.": True,
+        f"{count(lost, 'message')} {were} never received.": lost,
+        f"{count(collectives, 'collective')} {are} not included.": collectives,
+        f"The {dropped:,} oldest events were dropped and are not shown.": dropped,
+    }
+    return " ".join(part for part, applies in parts.items() if applies)

@@ -87,20 +87,19 @@ def _title(trace: Trace, timed: bool) -> str:
 
 def _caption(lanes: Lanes, unnamed: bool, timed: bool) -> str:
     """Return what the picture does not show by itself."""
-    parts = ["One bar per rank." if timed else "An operation takes a step; computing takes none."]
-    if lanes.arrows:
-        color = ", in its sender's colour" if timed else ""
-        parts.append(f"An arrow is a message{color}.")
-    if lanes.links:
-        when = ", drawn when its last rank called it" if timed else ""
-        parts.append(f"A vertical line is a collective{when}.")
-    if unnamed:
-        parts.append("Some names of collectives are left out for lack of space.")
-    if any(not link.whole for link in lanes.links):
-        parts.append("A dashed line: some ranks did not call it, or called another collective.")
-    if any(arrow.never for arrow in lanes.arrows):
-        parts.append("A dashed arrow: a message that was never sent or never received.")
-    return " ".join(parts)
+    color = ", in its sender's colour" if timed else ""
+    when = ", drawn when its last rank called it" if timed else ""
+    split = any(not link.whole for link in lanes.links)
+    never = any(arrow.never for arrow in lanes.arrows)
+    parts = {
+        "One bar per rank." if timed else "An operation takes a step; computing takes none.": True,
+        f"An arrow is a message{color}.": lanes.arrows,
+        f"A vertical line is a collective{when}.": lanes.links,
+        "Some names of collectives are left out for lack of space.": unnamed,
+        "A dashed line: some ranks did not call it, or called another collective.": split,
+        "A dashed arrow: a message that was never sent or never received.": never,
+    }
+    return " ".join(part for part, applies in parts.items() if applies)
 
 
 def _caption_of_many(lanes: Lanes) -> str:
