@@ -122,6 +122,16 @@ def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
     assert [wait.op for wait in caught.value.waits] == ["barrier"]
 
 
+def test_work_that_nobody_waited_for_is_reported_as_by_run(capsys):
+    def worker(rank, world_size):
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+
+    torchrun(worker)
+    printed = capsys.readouterr().out
+    assert "ranks 0 and 1 never waited for all_reduce, which may still be in flight" in printed
+
+
 def test_a_rank_that_is_killed_is_told_with_its_signal():
     def worker(rank, world_size):
         if rank == 1:
@@ -137,7 +147,7 @@ def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, c
     (tmp_path / "killed").mkdir()
     train, killed = beyond_one_machine.train, str(tmp_path / "killed")
     resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
-    assert "torchrun starts all ranks again: 1 of 1" in capsys.readouterr().out
+    assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
     with kit.WorkerPool(2) as pool:
         whole = pool.run(train, str(tmp_path), 6)
     assert [begun for begun, _ in resumed] == [3, 3]
