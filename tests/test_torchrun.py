@@ -285,7 +285,7 @@ def test_how_a_worker_ends_on_another_host_is_told(ends, failed):
 def test_another_number_of_ranks_on_the_other_host_is_told():
     with (
         OtherHost({"--nproc-per-node 1": "--nproc-per-node 2"}),
-        pytest.raises(kit.RankError, match="torchrun has started 3 ranks, and 2 were asked for"),
+        pytest.raises(kit.RankError, match="torchrun has started 3 ranks instead of 2"),
     ):
         on_two_hosts(lambda rank, world_size: dist.barrier())
 
@@ -301,11 +301,11 @@ def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
 
 def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
     two_hosts = functools.partial(torchrun, beyond_one_machine.my_place, nnodes=2)
-    with pytest.raises(kit.PoolError, match="does not know the name 'no-such-host'"):
+    with pytest.raises(kit.PoolError, match="cannot resolve the name 'no-such-host'"):
         two_hosts(master_addr="no-such-host")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(kit.PoolError, match=f"port {port} of this host cannot be had"):
+        with pytest.raises(kit.PoolError, match=f"port {port} of this host is unavailable"):
             two_hosts(master_addr="127.0.0.1", master_port=port)
 
 
@@ -317,15 +317,15 @@ def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
-        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= is for one host here"),
+        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= works on one host only"),
         ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
         ({"nnodes": 2, "master_port": 70000}, "master_port must be at most 65535, got 70000"),
         ({"nnodes": 2, "master_addr": 5}, 'master_addr must be a name such as "host0", got 5'),
-        ({"backend": "mpi"}, "torchrun starts no ranks of MPI; use kit.run"),
+        ({"backend": "mpi"}, "torchrun cannot start MPI ranks; use kit.run"),
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
         ({"worker": len}, "cannot be called as len(rank, world_size)"),
-        ({"worker": len}, "the number of ranks is set by nproc_per_node="),
+        ({"worker": len}, "nproc_per_node= sets the number of ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):
