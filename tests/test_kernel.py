@@ -293,7 +293,7 @@ def test_a_notebook_of_runs_passes_nbval_as_it_was_regenerated(tmp_path):
         ("--world-size 0", "PoolError: world_size must be at least 1, got 0"),
         (
             "--worldsize 2",
-            "PoolError: unrecognized arguments: --worldsize 2; the option --help lists the others",
+            "PoolError: unrecognized arguments: --worldsize 2; --help lists the options",
         ),
     ],
 )
