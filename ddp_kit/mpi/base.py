@@ -46,6 +46,10 @@ class BaseGroup(dist.ProcessGroup):
         """Take the description that PyTorch gives."""
         self._description = description
 
+    def _get_backend(self, device: torch.device) -> BaseGroup:
+        """Return the group itself, for `dist.batch_isend_irecv` of PyTorch 2.15 and newer."""
+        return self
+
     @property
     def timeout(self) -> timedelta:
         """After how long an operation is given up."""
