@@ -12,6 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ddp_kit.doctor.software import OLDEST_PYTORCH
+
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10, for which pytest installs tomli
@@ -70,6 +72,11 @@ def test_conda_asks_for_other_versions():
 
 def test_a_dependency_has_no_tested_version():
     assert set(direct()) <= {canonicalize_name(pin.name) for pin in constraints()}
+
+
+def test_the_doctor_accepts_a_pytorch_that_pip_refuses():
+    asked = by_name(PROJECT["dependencies"])["torch"].specifier
+    assert asked == Requirement("torch>=" + ".".join(map(str, OLDEST_PYTORCH))).specifier
 
 
 @pytest.mark.parametrize("pin", constraints(), ids=str)

@@ -17,7 +17,7 @@ from ddp_kit import mpi
 from ddp_kit.doctor.finding import Finding
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_PYTORCH = (2, 6)
+OLDEST_PYTORCH = (2, 12)
 
 
 def python() -> Finding:
