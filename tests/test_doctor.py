@@ -61,8 +61,8 @@ def test_windows_is_accepted(monkeypatch):
     [
         ("2.13.0+cpu", None, True, "without CUDA"),
         ("2.13.0+cu130", "13.0", True, "built for CUDA 13.0"),
-        ("2.10.0", None, True, "without CUDA"),
-        ("2.5.1", None, False, "2.6 or newer"),
+        ("2.12.0", None, True, "without CUDA"),
+        ("2.9.1", None, False, "2.12 or newer"),
     ],
 )
 def test_a_build_of_pytorch_is_misjudged(monkeypatch, version, cuda, ok, words):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import send as send_by_name
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp_kit as kit
 from ddp_kit.failures import Wait
@@ -519,8 +518,11 @@ def test_a_message_whose_receive_was_dropped_is_not_lost():
 
 def test_what_nccl_starts_as_one_is_neither_a_collective_nor_unawaited():
     def worker(rank, world_size):
+        # The fake backend coalesces as nccl does, and sends nothing. Importing this registers it,
+        # which every rank must do itself.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
         dist.destroy_process_group()
-        # The fake backend coalesces as nccl does, and sends nothing.
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
         page, tensor = Board(), torch.ones(1)
         with recording(page) as recorder:

@@ -16,7 +16,7 @@ from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor.report import Finding
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_PYTORCH = (2, 6)
+OLDEST_PYTORCH = (2, 12)
 
 
 def python() -> Finding:

@@ -51,6 +51,10 @@ class BaseProcessGroup(dist.ProcessGroup):
         """Set the `group_desc` of `new_group`."""
         self._description = description
 
+    def _get_backend(self, device: torch.device) -> BaseProcessGroup:
+        """Return the group itself, for `dist.batch_isend_irecv` of PyTorch 2.15 and newer."""
+        return self
+
     @property
     def timeout(self) -> timedelta:
         """The time after which an operation fails."""
