@@ -184,20 +184,18 @@ def first_run():
         manager.shutdown_kernel()
 
 
-def responsiveness():
-    """A trivial cell in the 10 s after the import of the kit, and in as many calls before it."""
+def cells(warm: bool):
+    """Trivial cells in the 10 s after a notebook's import of the kit."""
+    os.environ["DDP_KIT_WARM"] = str(int(warm))
     manager, client = start_new_kernel()
     try:
-        client.execute("import torch", reply=True, timeout=60)
+        client.execute("import ddp_kit", reply=True, timeout=60)
         yield "ready"
-        calls = [seconds(client.execute, "1", reply=True, timeout=60) for _ in range(100)]
-        client.execute("import ddp_kit as kit", reply=True, timeout=60)
-        ends = time.monotonic() + 10
-        meanwhile = []
+        times, ends = [], time.monotonic() + 10
         while time.monotonic() < ends:
-            meanwhile.append(seconds(client.execute, "1", reply=True, timeout=60))
+            times.append(seconds(client.execute, "1", reply=True, timeout=60))
             time.sleep(0.02)
-        yield {"before": calls, "meanwhile": meanwhile}
+        yield times
     finally:
         client.stop_channels()
         manager.shutdown_kernel()
@@ -222,7 +220,8 @@ if __name__ == "__main__":
             "values": values,
             **{f"growth {n}": partial(growth, n) for n in (2, 4, 8, 16, 32, 64)},
             "first_run": first_run,
-            "responsiveness": responsiveness,
+            "cells_while_starting": lambda: cells(True),
+            "cells_without_ranks": lambda: cells(False),
             "torch_import": torch_import,
             "kit_import": kit_import,
             "notebook_import": kit_import,
