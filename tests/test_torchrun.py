@@ -122,6 +122,16 @@ def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
     assert [wait.op for wait in caught.value.waits] == ["barrier"]
 
 
+def test_work_that_nobody_waited_for_is_reported_as_by_run(capsys):
+    def worker(rank, world_size):
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+
+    torchrun(worker)
+    printed = capsys.readouterr().out
+    assert "ranks 0 and 1 never waited for all_reduce, which may still be in flight" in printed
+
+
 def test_a_rank_that_is_killed_is_told_with_its_signal():
     def worker(rank, world_size):
         if rank == 1:
@@ -137,7 +147,7 @@ def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, c
     (tmp_path / "killed").mkdir()
     train, killed = beyond_one_machine.train, str(tmp_path / "killed")
     resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
-    assert "torchrun starts all ranks again: 1 of 1" in capsys.readouterr().out
+    assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
     with kit.WorkerPool(2) as pool:
         whole = pool.run(train, str(tmp_path), 6)
     assert [begun for begun, _ in resumed] == [3, 3]
@@ -275,7 +285,7 @@ def test_how_a_worker_ends_on_another_host_is_told(ends, failed):
 def test_another_number_of_ranks_on_the_other_host_is_told():
     with (
         OtherHost({"--nproc-per-node 1": "--nproc-per-node 2"}),
-        pytest.raises(kit.RankError, match="torchrun has started 3 ranks, and 2 were asked for"),
+        pytest.raises(kit.RankError, match="torchrun has started 3 ranks instead of 2"),
     ):
         on_two_hosts(lambda rank, world_size: dist.barrier())
 
@@ -291,11 +301,11 @@ def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
 
 def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
     two_hosts = functools.partial(torchrun, beyond_one_machine.my_place, nnodes=2)
-    with pytest.raises(kit.PoolError, match="does not know the name 'no-such-host'"):
+    with pytest.raises(kit.PoolError, match="cannot resolve the name 'no-such-host'"):
         two_hosts(master_addr="no-such-host")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(kit.PoolError, match=f"port {port} of this host cannot be had"):
+        with pytest.raises(kit.PoolError, match=f"port {port} of this host is unavailable"):
             two_hosts(master_addr="127.0.0.1", master_port=port)
 
 
@@ -307,15 +317,15 @@ def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
-        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= is for one host here"),
+        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= works on one host only"),
         ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
         ({"nnodes": 2, "master_port": 70000}, "master_port must be at most 65535, got 70000"),
         ({"nnodes": 2, "master_addr": 5}, 'master_addr must be a name such as "host0", got 5'),
-        ({"backend": "mpi"}, "torchrun starts no ranks of MPI; use kit.run"),
+        ({"backend": "mpi"}, "torchrun cannot start MPI ranks; use kit.run"),
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
         ({"worker": len}, "cannot be called as len(rank, world_size)"),
-        ({"worker": len}, "the number of ranks is set by nproc_per_node="),
+        ({"worker": len}, "nproc_per_node= sets the number of ranks"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):

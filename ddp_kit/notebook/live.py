@@ -35,7 +35,6 @@ class NotebookView:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._shown: Sequence[RankLine] = []
-        _load_pictures()
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
@@ -43,6 +42,7 @@ class NotebookView:
 
     def update(self, lines: Sequence[RankLine]) -> None:
         """Show what each rank is doing below a heading, as a table and as text."""
+        _load_pictures()
         if lines != self._shown:
             self._shown = lines
             title = heading(self._world_size, lines)
@@ -92,7 +92,7 @@ def _padded(cells: list[str]) -> list[str]:
 
 @functools.cache
 def _load_pictures() -> None:
-    """Import what draws a deadlock while the first ranks start, else the error waits for it."""
+    """Import what draws a deadlock as soon as a run takes a while, else the error waits for it."""
     load = functools.partial(importlib.import_module, "ddp_kit.plot")
     threading.Thread(target=load, name="ddp_kit loads its pictures", daemon=True).start()
 
