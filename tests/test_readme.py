@@ -47,8 +47,9 @@ def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
         assert (ROOT / link).exists(), link
 
 
-def test_contributing_names_a_file_that_does_not_exist():
-    named = {name for name in re.findall(r"[\w./]+\.py\b", CONTRIBUTING) if "NAME" not in name}
+def test_contributing_names_a_file_or_folder_that_does_not_exist():
+    paths = re.findall(r"[\w./]+\.py\b|`(?:ddp_kit|pool|notebooks|tests)/[\w/]*`", CONTRIBUTING)
+    named = {path.strip("`") for path in paths if "NAME" not in path}
     assert len(named) > 20
     assert not {n for n in named if not any((top / n).exists() for top in (ROOT, ROOT / "ddp_kit"))}
 
