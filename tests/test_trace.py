@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
 from ddp_kit.failures import Wait
+from ddp_kit.pool.view import draw_bar
 from ddp_kit.trace import (
     EMPTY,
     Board,
@@ -22,7 +23,6 @@ from ddp_kit.trace import (
     Snapshot,
     Trace,
     board,
-    draw_bar,
     join,
     recording,
 )

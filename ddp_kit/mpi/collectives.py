@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from ddp_kit.mpi import buffers, library
 from ddp_kit.mpi.buffers import Reduction
@@ -41,7 +40,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Copy the root's tensors to all ranks."""
-        opts = opts or c10d.BroadcastOptions()
+        opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
         allocate = buffers.send_buffer if root == self._rank else buffers.receive_buffer
         memory = [allocate(tensor) for tensor in tensors]
@@ -62,7 +61,7 @@ class MPIProcessGroup(BaseProcessGroup):
         opts: Any = None,
     ) -> MPIWork:
         """Collect a tensor of every rank in the root's list; they may differ in size."""
-        opts = opts or c10d.GatherOptions()
+        opts = opts or dist.GatherOptions()
         root = opts.rootRank
         source = buffers.flatten(input_tensors)
         message = buffers.describe(source)
@@ -89,7 +88,7 @@ class MPIProcessGroup(BaseProcessGroup):
         opts: Any = None,
     ) -> MPIWork:
         """Send entry i of the root's list to rank i; the tensors may differ in size."""
-        opts = opts or c10d.ScatterOptions()
+        opts = opts or dist.ScatterOptions()
         root = opts.rootRank
         (output,) = output_tensors
         buffer = buffers.receive_buffer(output)
@@ -234,7 +233,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Reduce the tensors of all ranks on the root; the others keep theirs."""
-        opts = opts or c10d.ReduceOptions()
+        opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
         reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
@@ -253,11 +252,11 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Reduce the tensors of all ranks; every rank gets the result."""
-        return self._all_reduce("allreduce", tensors, opts or c10d.AllreduceOptions())
+        return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Do `allreduce` with several tensors, as one operation."""
-        opts = opts or c10d.AllreduceCoalescedOptions()
+        opts = opts or dist.AllreduceCoalescedOptions()
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> MPIWork:
@@ -313,7 +312,7 @@ class MPIProcessGroup(BaseProcessGroup):
         opts: Any,
     ) -> MPIWork:
         """Reduce each list, which has a tensor for each rank or one tensor of equal parts."""
-        opts = opts or c10d.ReduceScatterOptions()
+        opts = opts or dist.ReduceScatterOptions()
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
             reduction = Reduction.of(opts.reduceOp, output.dtype, self._size)

@@ -16,8 +16,7 @@ from IPython.display import display
 
 from ddp_kit import errors
 from ddp_kit.pool import end_all, start_shared_pool, view
-from ddp_kit.pool.view import RankLine, heading
-from ddp_kit.trace import draw_bar, format_progress
+from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
 
 MEMORY_TO_START = 2 << 30  # bytes that must be available for ranks to start before the first run
 
