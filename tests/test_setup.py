@@ -1,4 +1,4 @@
-"""The files of the set-up say the same thing, each in its own words."""
+"""The files of the set-up agree with each other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_tested_version_is_no_exact_one_or_is_out_of_range(pin):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_two_tested_versions_of_one_package_meet(python):
+def test_two_tested_versions_of_one_package_apply_at_once(python):
     pins = [
         one
         for one in constraints()
@@ -93,7 +93,7 @@ def test_two_tested_versions_of_one_package_meet(python):
 
 
 def targets() -> dict[str, str]:
-    """Return the targets that `make help` lists, with what it says of each."""
+    """Return the targets that `make help` lists, with its description of each."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
     return dict(re.findall(r"^([a-z]+):.*## (.+)$", makefile, re.MULTILINE))
 
