@@ -24,7 +24,7 @@ def pinned(package: str) -> str:
     return re.search(rf"^{package}==([\w.]+)", lines, re.MULTILINE).group(1)
 
 
-def test_the_example_prints_what_stands_below_it(tmp_path):
+def test_the_example_prints_what_is_shown_below_it(tmp_path):
     code, output = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL).groups()
     assert len([line for line in code.splitlines() if line]) <= 12
     script = tmp_path / "example.py"

@@ -89,7 +89,7 @@ def test_a_tested_version_is_not_exact_or_is_out_of_range(pin):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_one_package_has_two_tested_versions(python):
+def test_two_tested_versions_of_one_package_apply_at_once(python):
     pins = [
         one
         for one in constraints()

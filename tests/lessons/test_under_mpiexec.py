@@ -38,7 +38,7 @@ def test_every_lesson_gives_the_same_line_and_its_trace(tmp_path):
         assert kit.load_trace(tmp_path / name).world_size == 2
 
 
-def test_a_lesson_runs_as_the_readme_has_it():
+def test_a_lesson_runs_as_the_readme_says():
     out = under_mpiexec(3, "-m", "ddp_kit.lessons.point_to_point", "--backend", "mpi")
     assert (out.stdout, out.returncode) == (PROOFS["point_to_point"].format("3 ranks"), 0)
 
@@ -66,7 +66,7 @@ def test_what_mpiexec_cannot_give_is_refused(options, message, monkeypatch):
     assert str(caught.value) == message
 
 
-def test_torchruns_ranks_cannot_have_mpi(monkeypatch):
+def test_torchruns_ranks_cannot_use_mpi(monkeypatch):
     variables = {
         "RANK": "0",
         "WORLD_SIZE": "1",
