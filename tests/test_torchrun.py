@@ -32,10 +32,12 @@ torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path_factory):
     """Every run takes along its processes, and what it has written."""
-    tmp_path_factory.getbasetemp()  # it stands beside this folder, not in it
+    tmp_path_factory.getbasetemp()  # must exist before tempdir changes, so as not to lie in it
     folder = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
+    # From 2.15 on, torchrun makes PyTorch's cache for compiled code, which is not ours to remove.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     yield
     assert psutil.wait_procs(agents(), timeout=10)[1] == []
     assert os.listdir(folder) == []
