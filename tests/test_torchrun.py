@@ -36,6 +36,8 @@ def nothing_is_left(monkeypatch, tmp_path_factory):
     folder = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
+    # From 2.15 on, torchrun makes PyTorch's cache for compiled code, which is not ours to remove.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     yield
     assert psutil.wait_procs(agents(), timeout=10)[1] == []
     assert os.listdir(folder) == []
