@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import threading
 import warnings
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
-from ddp_kit.pool import end_all, start_shared_pool, view
+from ddp_kit.pool import end_all, view
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
-
-MEMORY_TO_START = 2 << 30  # bytes that must be available for ranks to start before the first run
+from ddp_kit.pool.warm_start import start_after_cell
 
 
 class NotebookView:
@@ -111,14 +108,4 @@ def take_over() -> None:
         view.open_view = NotebookView
         errors.draw_waits = _draw_waits
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
-        if os.environ.get("DDP_KIT_WARM") != "0":
-            get_ipython().events.register("post_run_cell", _start_first_ranks)
-
-
-def _start_first_ranks(_result: Any = None) -> None:
-    """Start the shared pool after the cell that has imported the kit, if memory allows."""
-    import psutil
-
-    get_ipython().events.unregister("post_run_cell", _start_first_ranks)
-    if psutil.virtual_memory().available >= MEMORY_TO_START:
-        start_shared_pool()
+        start_after_cell(get_ipython())

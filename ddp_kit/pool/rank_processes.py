@@ -19,6 +19,8 @@ from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 
+START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
+
 
 class RankProcesses:
     """The ranks of one pool: started when they are missing, replaced when they are broken.

@@ -17,9 +17,10 @@ from ddp_kit.errors import (
 )
 from ddp_kit.failures import RankFailure, Wait
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers.base import START_TIMEOUT, was_ended_by_launcher, why_not_ready
+from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
 from ddp_kit.pool.rank import server
 from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
 
