@@ -50,8 +50,7 @@ def choose_backend(backend: str, world_size: int) -> str:
         raise BackendError(
             'backend="cuda:gloo" needs a GPU, and PyTorch sees none here; use backend="gloo"'
         )
-    missing = mpi.missing() if backend == "mpi" else None
-    if missing:
+    if backend == "mpi" and (missing := mpi.missing()):
         raise BackendError(missing)
     return backend
 

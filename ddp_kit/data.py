@@ -39,19 +39,15 @@ def mnist(train: bool = True, full: bool = False) -> MNIST:
     )
     if not full:
         return _packaged(train, transform)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(cache, "ddp_kit")
     try:
-        return datasets.MNIST(cache_folder(), train=train, transform=transform, download=True)
+        return datasets.MNIST(folder, train=train, transform=transform, download=True)
     except (RuntimeError, URLError, ConnectionError, TimeoutError):
         raise DataError(
             "the full MNIST could not be downloaded, and there is no earlier download; "
             "connect to a network once, or use kit.mnist(), which needs no network"
         ) from None
-
-
-def cache_folder() -> str:
-    """Return the folder in which `mnist(full=True)` keeps its download."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "ddp_kit")
 
 
 def _packaged(train: bool, transform: Callable) -> MNIST:

@@ -30,7 +30,6 @@ time. Cell numbers do change, so only the traceback that a notebook renders has 
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -43,6 +42,7 @@ from ddp_kit.failures import (
     format_returned,
     name_ranks,
 )
+from ddp_kit.renamed import RenamedAttribute
 
 # `ddp_kit.notebook` replaces this with a function that shows a picture above the error.
 draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
@@ -280,20 +280,7 @@ class _HintedError(RunError):
     """An error that ends with a hint, which is settable."""
 
     hint: str
-
-    @property
-    def mend(self) -> str:
-        """Deprecated: use `hint`."""
-        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
-        return self.hint
-
-    @mend.setter
-    def mend(self, hint: str) -> None:
-        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
-        self.hint = hint
-
-
-_RENAMED = "the attribute mend of an error is now hint"
+    mend = RenamedAttribute("hint")
 
 
 class DeadlockError(_HintedError):
@@ -309,12 +296,11 @@ class DeadlockError(_HintedError):
         waits: Iterable[Wait],
         hint: str,
         returned: Iterable[int] = (),
-        cell_names: dict[str, str] | None = None,
     ):
         self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
         self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
-        super().__init__(waits, cell_names, fact, waits, hint, self.returned, cell_names)
+        super().__init__(waits, None, fact, waits, hint, self.returned)
 
     def _format(self, text: TextFormatter) -> list[str]:
         waits = text.waits(self.waits)
@@ -343,12 +329,11 @@ class MismatchError(_HintedError):
         calls: Iterable[Call],
         hint: str,
         failures: dict[int, RankFailure] | None = None,
-        cell_names: dict[str, str] | None = None,
     ):
         self.fact, self.hint, self.failures = fact, hint, dict(sorted((failures or {}).items()))
         self.calls = tuple(sorted(calls, key=lambda call: call.rank))
         self.result: Any = None
-        super().__init__((), cell_names, fact, self.calls, hint, failures, cell_names)
+        super().__init__((), None, fact, self.calls, hint, failures)
 
     def _format(self, text: TextFormatter) -> list[str]:
         failures = text.failures(self.failures.values())

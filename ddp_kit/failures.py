@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from ddp_kit.renamed import RenamedAttribute
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,7 @@ class RankFailure:
         where = self.where
         return self.type, self.message, where and (where.file, where.line)
 
-    @property
-    def story(self) -> tuple:
-        """Deprecated: use `key`."""
-        warnings.warn("RankFailure.story is now key", DeprecationWarning, stacklevel=2)
-        return self.key
+    story = RenamedAttribute("key")
 
     def __str__(self) -> str:
         return "\n".join([self._exception, *([f"    {self.where}"] if self.where else [])])

@@ -175,8 +175,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
         return group.timeout  # a group that is written in Python
     for device_type in group._device_types if GROUP_TIMEOUT.is_on else ():
         options = getattr(group._get_backend(device_type), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
+        if (timeout := getattr(options, "_timeout", None)) is not None:
             return timeout
     return timedelta.max
 

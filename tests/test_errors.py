@@ -179,15 +179,14 @@ DEADLOCK = kit.DeadlockError(
     [Wait(2, "barrier", peers=(0,)), Wait(0, "recv(src=1)", RECV, (1,), nbytes=400)],
     "Count the messages.",
     [3, 1],
-    {"cell-file": "Cell In[7]"},
 )
 MISMATCH = kit.MismatchError(
     "rank 0 calls barrier, rank 1 calls all_reduce",
     [Call(1, "all_reduce"), Call(0, "barrier", RECV)],
     "Call the same.",
     {1: failure(1)},
-    {"cell-file": "Cell In[7]"},
 )
+DEADLOCK.cell_names = MISMATCH.cell_names = {"cell-file": "Cell In[7]"}
 
 
 def test_a_deadlock_is_a_fact_the_waits_and_a_hint():
@@ -228,9 +227,9 @@ def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_hint():
 @pytest.mark.parametrize("error", [DEADLOCK, MISMATCH], ids=lambda error: type(error).__name__)
 def test_the_old_name_of_a_hint_gives_no_warning_or_another_text(error):
     error = copy.copy(error)
-    with pytest.warns(DeprecationWarning, match="mend of an error is now hint"):
+    with pytest.warns(DeprecationWarning, match=r"Error\.mend is now hint"):
         assert error.mend == error.hint
-    with pytest.warns(DeprecationWarning, match="mend of an error is now hint"):
+    with pytest.warns(DeprecationWarning, match=r"Error\.mend is now hint"):
         error.mend = "Another hint."
     assert str(error).endswith("\nAnother hint.")
 

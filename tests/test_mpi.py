@@ -182,7 +182,7 @@ def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
 
 
 def test_the_old_name_of_rank_info_is_gone_or_silent(monkeypatch):
-    with pytest.warns(DeprecationWarning, match="mpi.place is now mpi.rank_info"):
+    with pytest.warns(DeprecationWarning, match="place is now rank_info"):
         assert mpi.place is mpi.rank_info
 
 

@@ -29,7 +29,7 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("8.1", "average_in_backward(buckets)", average_in_backward)
+    grader = Grader("8.1", "average_in_backward(buckets)", average_in_backward, collectives=True)
     numbers = sum(parameter.numel() for parameter in _model().parameters())
     for world_size in SIZES:
         result = grader.run(_backwards, world_size=world_size)
@@ -65,7 +65,7 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler)
+    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler, collectives=True)
     for world_size in SIZES:
         for length in (12, 10, 23, 2):
             case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
@@ -121,24 +121,21 @@ def _check_hands(grader: Grader, length: int) -> None:
     for epoch in range(2):
         hands = [dealt["hands"][epoch] for dealt in result]
         gets = [f"rank {rank} gets {hand}" for rank, hand in enumerate(hands)]
-        wrong = [rank for rank, hand in enumerate(hands) if len(hand) != each]
-        if wrong:
+        if wrong := [rank for rank, hand in enumerate(hands) if len(hand) != each]:
             grader.fail(
                 f"{name_ranks(wrong)} should get {count(each, 'position')}",
                 *gets,
                 hint="All ranks must get equally many, or one would wait in its last all_reduce. "
                 "First extend the order from its beginning, as often as needed; then deal it out.",
             )
-        beyond = sorted(set(chain(*hands)) - set(range(length)))
-        if beyond:
+        if beyond := sorted(set(chain(*hands)) - set(range(length))):
             grader.fail(
                 f"there is no position {beyond[0]}",
                 *gets,
                 hint=f"Shuffle the positions 0 to {length - 1}, then extend the order from its "
                 "beginning.",
             )
-        missing = sorted(set(range(length)) - set(chain(*hands)))
-        if missing:
+        if missing := sorted(set(range(length)) - set(chain(*hands))):
             grader.fail(
                 f"no rank gets position {missing[0]}",
                 *gets,
@@ -157,7 +154,6 @@ def _check_gradients(grader: Grader, step: int) -> None:
         grader.compare(
             [mean] * n,
             found,
-            "hold",
             hint_for_mean(mean, found, own)
             if step == 0
             else "The first backward was right. Reset your counts for the next one.",

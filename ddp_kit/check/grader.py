@@ -19,7 +19,7 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import Wait, count, format_unawaited, name_ranks
+from ddp_kit.failures import Wait, count, format_unawaited
 from ddp_kit.pool import Result, run
 from ddp_kit.trace import Event
 
@@ -44,6 +44,7 @@ class Grader:
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
     answer: the learner's function or class. hints: what to try if a run fails with such an error.
+    collectives: whether the answer may call collectives.
 
     Raises ExerciseError if the answer cannot be called in this form.
     """
@@ -54,9 +55,10 @@ class Grader:
         form: str,
         answer: Callable[..., Any],
         hints: dict[type[Exception], str] | None = None,
+        collectives: bool = False,
     ) -> None:
         self.number, self.form, self.answer = number, form, answer
-        self._hints = hints or {}
+        self._hints, self._allows_collectives = hints or {}, collectives
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # the output of each run
@@ -82,8 +84,9 @@ class Grader:
 
         case: the call in this run, for messages, if it is more specific than the form.
 
-        Raises NotImplementedError for a stub, ExerciseError if the run fails, PoolError if the
-        answer cannot be sent to the ranks, and BackendError if gloo is unavailable.
+        Raises NotImplementedError for a stub, ExerciseError if the run fails or calls a collective
+        that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
+        if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
         printed = io.StringIO()
@@ -106,14 +109,17 @@ class Grader:
             raise
         self._printed.append(printed.getvalue())
         self._check_waits()
+        for members in () if self._allows_collectives else self.result.trace.collectives:
+            hint = "Build this one from send and recv, or from isend and irecv."
+            self.fail(f"{next(iter(members.values())).op} was called", hint=hint)
         return self.result
 
     def compare(
         self,
         wanted: Sequence[Any],
         found: Iterable[Any],
-        verb: str,
         hint: str,
+        verb: str = "hold",
         place: str = "",
     ) -> None:
         """Fail unless each rank's value is what it should be.
@@ -135,26 +141,11 @@ class Grader:
         events = self.result.trace
         return [event for event in events if event.rank == 0 and event.kind == "collective"]
 
-    def check_no_collectives(self) -> None:
-        """Fail if the latest run called a collective."""
-        for members in self.result.trace.collectives:
-            op = next(iter(members.values())).op
-            self.fail(
-                f"{op} was called",
-                hint="Build this one from send and recv, or from isend and irecv.",
-            )
-
     def check_total_sent(self, messages: int, nbytes: int, hint: str) -> None:
         """Fail if all ranks together sent more messages or bytes than these."""
         sent = self.result.trace.messages()
         self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.check_at_most("", len(sent), messages, "message", hint)
-
-    def check_each_sent(self, nbytes: int, hint: str) -> None:
-        """Fail if a rank sent more bytes than these."""
-        for rank in range(len(self.result)):
-            sent = self.result.trace.bytes_sent(rank)
-            self.check_at_most(f" by {name_ranks([rank])}", sent, nbytes, "byte", hint)
 
     def check_at_most(self, by: str, sent: int, most: int, noun: str, hint: str) -> None:
         """Fail if more was sent than is needed. by: " by rank 2", or "" for all ranks."""
@@ -257,7 +248,7 @@ def format_value(value: Any, against: Any = None) -> str:
         return f"[{', '.join(map(format_value, value))}]"
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
-    numbers = [_number(number) for number in value.flatten().tolist()]
+    numbers = [f"{number:g}" for number in value.flatten().tolist()]
     few = len(numbers) <= _MOST_SHOWN
     text = f"[{', '.join(numbers if few else [*numbers[:_MOST_SHOWN], '...'])}]"
     if not isinstance(against, torch.Tensor):
@@ -267,13 +258,9 @@ def format_value(value: Any, against: Any = None) -> str:
     if few:
         return text
     place = int((~torch.isclose(value, against)).flatten().nonzero()[0])
-    should = _number(against.flatten()[place].item())
-    return f"{text}, where number {place} is {numbers[place]} instead of {should}"
+    should = against.flatten()[place].item()
+    return f"{text}, where number {place} is {numbers[place]} instead of {should:g}"
 
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"

@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import (
-    IN_PLACE,
-    SIZES,
-    Grader,
-    brought,
-    hint_if_unchanged,
-    in_place,
-    same,
-)
+from ddp_kit.check.grader import IN_PLACE, SIZES, Grader, brought, hint_if_unchanged, in_place, same
 
 
 def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
@@ -30,12 +22,10 @@ def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
             case = f"ping_pong(counter, rounds={rounds})"
             result = grader.run(in_place, held, rounds, world_size=world_size, case=case)
             wanted = [torch.tensor([2 * rounds]), torch.tensor([2 * rounds - 1]), *held[2:]]
-            grader.check_no_collectives()
             first_came = [torch.tensor([1]), torch.tensor([0])]  # what the first message brought
             grader.compare(
                 wanted,
                 result,
-                "hold",
                 f"Ranks 0 and 1 hold what they received, with nothing added. {IN_PLACE}"
                 if same(first_came, list(result.values[:2]))
                 else "Each message carries the counter, and the rank that receives it adds 1: "
@@ -56,18 +46,16 @@ def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
     for world_size in (2, 3, 4, 5):
         held = brought(world_size, 4)
         result = grader.run(_returned_and_held, held, world_size=world_size)
-        grader.check_no_collectives()
         wanted = [held[rank - 1] for rank in range(world_size)]
         grader.compare(
             wanted,
             [returned for returned, _ in result],
-            "return",
             "Send the tensor to `right`, and receive from `left`.",
+            verb="return",
         )
         grader.compare(
             held,
             [kept for _, kept in result],
-            "hold",
             "Receive into `arriving`: `tensor` must stay as it was.",
         )
         grader.check_total_sent(
@@ -85,12 +73,10 @@ def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
     for world_size in SIZES:
         held = brought(world_size, 3)
         result = grader.run(in_place, held, world_size=world_size)
-        grader.check_no_collectives()
         wanted = [sum(held[1 : rank + 1], held[0]) for rank in range(world_size)]
         grader.compare(
             wanted,
             result,
-            "hold",
             hint_if_unchanged(held, result.values)
             or "A rank adds what it receives from the left to its `tensor`, in place. It passes "
             "that sum on, so it adds before it sends.",
@@ -113,13 +99,12 @@ def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
         for items in ([3, 1, 4], []):
             case = f"stream({items})"
             result = grader.run(_stream, items, world_size=world_size, case=case)
-            grader.check_no_collectives()
             grader.compare(
                 [items] * world_size,
                 result,
-                "return",
                 "Send every item to every other rank, in order, and then END, which is not an "
                 "item. Rank 0 returns its items, too.",
+                verb="return",
             )
             messages = (len(items) + 1) * (world_size - 1)
             grader.check_total_sent(

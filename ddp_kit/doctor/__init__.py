@@ -2,43 +2,99 @@
 
 from __future__ import annotations
 
+import textwrap
+import threading
 import warnings
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ddp_kit.doctor.report import Finding
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 __all__ = ["doctor"]
+
+TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
+WIDTH = 100  # columns; a notebook shows that many without wrapping
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, and what follows from it."""
+
+    found: str
+    consequence: str  # what it means, and what to do if it is a problem
+    ok: bool = True  # False if it needs the learner's attention
 
 
 def doctor() -> None:
     """Print what works on this machine and what may go wrong: one line per check, and a summary."""
-    from ddp_kit.doctor.report import format_report
-
     print(format_report(findings()))
 
 
-def findings() -> list[Finding]:
-    """Return what every check found, in the order of the report."""
-    from ddp_kit.doctor import machine, software  # a rank has no use for them
-    from ddp_kit.doctor.report import guard, run_check
+def findings() -> dict[str, Finding]:
+    """Return what every check found, by its subject, in the order of the report."""
+    from ddp_kit.doctor import checks  # a rank has no use for them
 
-    checks = {
-        "Python": software.python,
-        "PyTorch": software.pytorch,
-        "torchvision": software.torchvision,
-        "backends": software.backends,
-        "GPUs": machine.gpus,
-        "CUDA": software.cuda,
-        "cores": machine.cores,
-        "memory": machine.memory,
-        "shared memory": machine.shared_memory,
-        "loopback": machine.loopback,
-        "open files": machine.open_files,
-        "temporary folder": machine.temporary_folder,
+    by_subject = {
+        "Python": checks.python,
+        "PyTorch": checks.pytorch,
+        "torchvision": checks.torchvision,
+        "backends": checks.backends,
+        "GPUs": checks.gpus,
+        "CUDA": checks.cuda,
+        "cores": checks.cores,
+        "memory": checks.memory,
+        "shared memory": checks.shared_memory,
+        "loopback": checks.loopback,
+        "open files": checks.open_files,
+        "temporary folder": checks.temporary_folder,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the findings report it, and stderr stays empty
-        found = [run_check(subject, check) for subject, check in checks.items()]
+        found = {subject: run_check(check) for subject, check in by_subject.items()}
     # In this thread: one of its own would never be the main thread.
-    return [*found, guard("main thread", software.main_thread)]
+    return found | {"main thread": guard(checks.main_thread)}
+
+
+def run_check(check: Callable[[], Finding], timeout: float = TIMEOUT) -> Finding:
+    """Return what a check finds, or that it raised an error or took longer than `timeout`."""
+    results: list[Finding] = []
+    # Some checks call into the system, where only another thread can stop waiting for them.
+    thread = threading.Thread(
+        target=lambda: results.append(guard(check)), name="ddp_kit doctor", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        return _failed(str(error))
+    thread.join(timeout)
+    return results[0] if results else _failed(f"no result within {timeout:g} s")
+
+
+def guard(check: Callable[[], Finding]) -> Finding:
+    """Return what a check finds in this thread, or that it raised an error."""
+    try:
+        return check()
+    except Exception as error:
+        return _failed(f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def _failed(reason: str) -> Finding:
+    return Finding(f"the check failed ({reason})", "The kit may work nevertheless.", ok=False)
+
+
+def format_report(found: Mapping[str, Finding]) -> str:
+    """Return the findings as aligned lines, and how many need attention."""
+    problems = sum(not finding.ok for finding in found.values())
+    summary = f"{problems} {'line needs' if problems == 1 else 'lines need'} attention."
+    lines = [_format_finding(subject, finding) for subject, finding in found.items()]
+    return "\n".join([*lines, "", summary if problems else "No problems found."])
+
+
+def _format_finding(subject: str, finding: Finding) -> str:
+    start = f"{'ok' if finding.ok else 'WARN':<6}{subject:<18}"
+    return textwrap.fill(
+        f"{finding.found}. {finding.consequence}",
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ddp_kit.doctor import findings
-from ddp_kit.doctor.report import format_report
+from ddp_kit.doctor import findings, format_report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     ).parse_args(argv)
     found = findings()
     print(format_report(found))
-    return int(not all(finding.ok for finding in found))
+    return int(not all(finding.ok for finding in found.values()))
 
 
 if __name__ == "__main__":

@@ -30,16 +30,8 @@ LIMIT = 10.0  # seconds for one run of a probe
 BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)
 DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "int64",
-    "int32",
-    "uint8",
-    "bool",
-    "complex64",
+    *("float32", "float64", "float16", "bfloat16", "float8_e4m3fn"),
+    *("int64", "int32", "uint8", "bool", "complex64"),
 )
 
 # PyTorch 2.13 renamed these two and warns about the old names.
@@ -72,16 +64,12 @@ def combined(op: str, world_size: int, dtype: torch.dtype) -> torch.Tensor | Non
         return None
     wide = torch.int64 if integral else torch.complex128 if dtype.is_complex else torch.float64
     rows = torch.stack([held(rank, world_size, dtype).cpu().to(wide) for rank in range(world_size)])
-    if op in ("SUM", "AVG"):
-        total = rows.sum(0)
-        total = total // world_size if op == "AVG" and integral else total
-        total = total / world_size if op == "AVG" and not integral else total
-    elif op == "PRODUCT":
-        total = rows.prod(0)
-    elif op in ("MIN", "MAX"):
-        total = rows.amin(0) if op == "MIN" else rows.amax(0)
-    else:
-        total = functools.reduce(BITWISE[op], rows)
+    if op in BITWISE:
+        return functools.reduce(BITWISE[op], rows).to(dtype)
+    combine = {"SUM": rows.sum, "AVG": rows.sum, "PRODUCT": rows.prod}
+    total = (combine | {"MIN": rows.amin, "MAX": rows.amax})[op](0)
+    if op == "AVG":
+        total = total // world_size if integral else total / world_size
     return total.to(dtype)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device
 from ddp_kit.lessons.partitioned_sgd import SEED
+from ddp_kit.notebook.explorer import Explorer, positive
 from ddp_kit.trace import Trace
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
 
 USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
@@ -101,7 +98,6 @@ def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     The drawing's `interact()` adds controls. Raises PoolError for an invalid choice.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer, positive
 
     caps = positive("bucket_cap_mb", bucket_cap_mb, USUAL_CAPS)
     return Explorer(

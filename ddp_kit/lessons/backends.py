@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons import renamed
 from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses them
     BITWISE,
     DTYPES,
@@ -34,6 +33,7 @@ from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses 
     refusals,
 )
 from ddp_kit.model import fit
+from ddp_kit.renamed import renamed
 
 PLACES = {
     "gloo on the CPU": "gloo",
@@ -46,7 +46,6 @@ SIZES = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)  # bytes
 SMALL = 1_000_000  # bytes; below this a round is quick, and many are needed
 ALPHA, BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER BETA}"
 Series = list[tuple[int, float]]
-
 
 __getattr__ = renamed(__name__, told="format_fit")
 
@@ -172,10 +171,7 @@ def measure(
 
 
 def series(
-    run: Callable,
-    operation: str,
-    sizes: Iterable[int] = SIZES,
-    dtype: torch.dtype = torch.float32,
+    run: Callable, operation: str, sizes: Iterable[int] = SIZES, dtype: torch.dtype = torch.float32
 ) -> Series:
     """Return pairs of bytes and seconds on the slowest rank; a round trip counts half.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from ddp_kit import device
 from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.explorer import Explorer
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
@@ -185,7 +182,6 @@ def explore(
     Raises PoolError for an invalid choice.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer
 
     def choices(settings: dict) -> dict:
         n = settings["world_size"]

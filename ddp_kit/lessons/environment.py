@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons import renamed
 from ddp_kit.pool.rank_handle import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
+from ddp_kit.renamed import renamed
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what torchrun sets for each process
 EXITS = (
@@ -30,7 +30,6 @@ EXITS = (
     "the world is one rank",
     "all ranks are here",
 )
-
 
 __getattr__ = renamed(__name__, told="who_am_i")
 
@@ -117,10 +116,7 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
 def who_am_i(rank: int, world_size: int) -> dict[str, int]:
     """Return this rank's numbers according to the environment and to the process group."""
     environment = {name: int(os.environ[name]) for name in NAMES}
-    return environment | {
-        "get_rank()": dist.get_rank(),
-        "get_world_size()": dist.get_world_size(),
-    }
+    return environment | {"get_rank()": dist.get_rank(), "get_world_size()": dist.get_world_size()}
 
 
 def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) -> dict[str, float]:

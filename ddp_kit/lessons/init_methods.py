@@ -25,8 +25,8 @@ import torch.distributed as dist
 from ddp_kit.errors import RankError
 from ddp_kit.failures import name_ranks
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons import renamed
 from ddp_kit.lessons._recording_store import RecordingStore, ranks_in
+from ddp_kit.renamed import renamed
 
 LOOPBACK = "127.0.0.1"
 HERE = os.environ.get("MASTER_ADDR", LOOPBACK)  # torchrun sets it to rank 0's host on all ranks

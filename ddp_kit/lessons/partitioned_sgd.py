@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_kit import device, mnist, progress
 from ddp_kit.failures import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.explorer import Explorer, positive
 
 SEED = 1234
 GLOBAL_BATCH = 128
@@ -199,7 +196,6 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
     Raises PoolError for an invalid choice.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer, positive
 
     rates = positive("lr", lr, USUAL_RATES)
     return Explorer(
@@ -263,7 +259,8 @@ def whole_batch_gradient(count: int) -> torch.Tensor:
 def distance_to_ddp(rank: int, world_size: int, steps: int = 20) -> float:
     """Train one replica by `average_gradients`, one by DDP; return the largest difference."""
     replicas = []
-    for wrap, average in ((_plain, average_gradients), (_ddp, keep_gradients)):
+    for name in ("one all_reduce per parameter", "DistributedDataParallel"):
+        wrap, average = VARIANTS[name]
         torch.manual_seed(SEED)
         model = wrap(Net().to(device()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -281,15 +278,11 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 VARIANTS = {
     "no communication": (_plain, keep_gradients),
     "one all_reduce per parameter": (_plain, average_gradients),
     "one flat all_reduce": (_plain, average_gradients_flat),
-    "DistributedDataParallel": (_ddp, keep_gradients),
+    "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
 }
 
 

@@ -16,16 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-
-if TYPE_CHECKING:
-    from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.explorer import Explorer
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 
@@ -144,7 +141,6 @@ def explore(world_size: int = 4) -> Explorer:
     Raises PoolError for a world size that cannot be run or drawn.
     """
     from ddp_kit import plot  # ranks do not need it
-    from ddp_kit.notebook.explorer import Explorer
 
     return Explorer(
         "ring_allreduce",
@@ -217,23 +213,14 @@ def main(argv: list[str] | None = None) -> None:
             for rank in range(n):
                 sent = len(trace.messages(src=rank)), trace.bytes_sent(rank)
                 prove("each rank sends what the formula says", sent == (messages, round(nbytes)))
-        prove("after the last step every chunk includes every rank", _complete(ranks(watch)))
+        complete = all((steps[-1] == int("1" * n)).all() for steps in ranks(watch))
+        prove("after the last step every chunk includes every rank", complete)
         ranks.say(f"ring_allreduce: {ranks}, {len(RINGS)} rings agree with dist.all_reduce")
-        if options.measure:
-            _print_bandwidth(ranks)
-
-
-def _complete(result) -> bool:
-    return all((steps[-1] == int("1" * len(result))).all() for steps in result)
-
-
-def _print_bandwidth(ranks) -> None:
-    series = bandwidth(ranks)
-    base = dict(series["built-in all_reduce"])
-    for name, points in series.items():
-        for nbytes, seconds in points:
-            ratio = seconds / base[nbytes]
-            ranks.say(f"{name:20} {nbytes:>11,} B {1000 * seconds:8.2f} ms  x{ratio:.2f}")
+        series = bandwidth(ranks) if options.measure else {}
+        for name, points in series.items():
+            for nbytes, seconds in points:
+                ratio = seconds / dict(series["built-in all_reduce"])[nbytes]
+                ranks.say(f"{name:20} {nbytes:>11,} B {1000 * seconds:8.2f} ms  x{ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ PyTorch's own backend is called "mpi" and must be compiled in; this one is calle
 
 from __future__ import annotations
 
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from ddp_kit.mpi import launcher
 from ddp_kit.mpi.launcher import environment, missing, mpiexec, rank_info, started_by_mpiexec
+from ddp_kit.renamed import renamed
 
 __all__ = [
     "NAME",
@@ -65,8 +65,4 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     return create_group(options)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "place":
-        warnings.warn("mpi.place is now mpi.rank_info", DeprecationWarning, stacklevel=2)
-        return rank_info
-    raise AttributeError(f"module 'ddp_kit.mpi' has no attribute {name!r}")
+__getattr__ = renamed(__name__, place="rank_info")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ddp_kit.mpi import library
+from ddp_kit.mpi.launcher import load_mpi
 
 _MOST = 2**31 - 1  # MPI counts in a C int
 
@@ -99,7 +99,7 @@ def describe(
     count = tensor.numel()
     if count > _MOST:
         raise ValueError(f"MPI moves at most {_MOST} elements at once, got {count}")
-    memory = library.load().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return [
         memory,
         count if counts is None else list(counts),
@@ -130,7 +130,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _integer_types() -> dict[int, Any]:
-    MPI = library.load()
+    MPI = load_mpi()
     types = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
     return {**types, 16: MPI.C_DOUBLE_COMPLEX}  # MPI has no integer of 16 bytes
 
@@ -142,19 +142,15 @@ _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}
 
 
 class Reduction:
-    """A ReduceOp on one dtype, as MPI computes it.
+    """A ReduceOp on one dtype in a group of `size` ranks, as MPI computes it.
 
     MPI has no type for float16, bfloat16 and the 8-bit floats. They are reduced in float32 over
     all ranks and rounded once at the end, whereas gloo rounds after every addition, so the last
     bit may differ. bool is reduced as bytes of 0 and 1: SUM and MAX are "or", PRODUCT and MIN are
     "and".
-    """
 
-    @staticmethod
-    @functools.cache
-    def of(op: ReduceOp, dtype: torch.dtype, size: int) -> Reduction:
-        """Return the reduction for a group of `size` ranks. Raises ValueError if MPI has none."""
-        return Reduction(op, dtype, size)
+    Raises ValueError if MPI has no such reduction.
+    """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype, size: int) -> None:
         name = _OPS.get(hash(op))
@@ -169,7 +165,7 @@ class Reduction:
             raise ValueError(f'the "mpi4py" backend cannot reduce tensors of {dtype}')
         name = _OF_BOOL.get(name, name) if dtype is torch.bool else name
         # AVG is MPI's sum, divided at the end.
-        self.op = getattr(library.load(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
+        self.op = getattr(load_mpi(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the values of all tensors in one flat tensor, in the dtype MPI computes in."""
@@ -192,6 +188,9 @@ class Reduction:
         copy_back([tensor], [result])
 
 
+reduction_of = functools.cache(Reduction)
+
+
 def _check_op(name: str, dtype: torch.dtype) -> None:
     integral = not dtype.is_floating_point and not dtype.is_complex
     if name in _BITWISE and not integral:
@@ -204,7 +203,7 @@ def _check_op(name: str, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _number_types() -> dict[torch.dtype, Any]:
-    MPI = library.load()
+    MPI = load_mpi()
     return {
         torch.float32: MPI.FLOAT,
         torch.float64: MPI.DOUBLE,

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.mpi import buffers, library
-from ddp_kit.mpi.buffers import Reduction
+from ddp_kit.mpi import buffers
+from ddp_kit.mpi.buffers import reduction_of
+from ddp_kit.mpi.launcher import load_mpi
 from ddp_kit.mpi.process_group import BaseProcessGroup, Tensors
 from ddp_kit.mpi.work import MPIWork
 
@@ -56,10 +57,7 @@ class MPIProcessGroup(BaseProcessGroup):
         )
 
     def gather(
-        self,
-        output_tensors: Sequence[Tensors],
-        input_tensors: Tensors,
-        opts: Any = None,
+        self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> MPIWork:
         """Collect a tensor of every rank in the root's list; they may differ in size."""
         opts = opts or dist.GatherOptions()
@@ -83,10 +81,7 @@ class MPIProcessGroup(BaseProcessGroup):
         )
 
     def scatter(
-        self,
-        output_tensors: Tensors,
-        input_tensors: Sequence[Tensors],
-        opts: Any = None,
+        self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> MPIWork:
         """Send entry i of the root's list to rank i; the tensors may differ in size."""
         opts = opts or dist.ScatterOptions()
@@ -110,30 +105,20 @@ class MPIProcessGroup(BaseProcessGroup):
         )
 
     def allgather(
-        self,
-        output_tensors: Sequence[Tensors],
-        input_tensors: Tensors,
-        opts: Any = None,
+        self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> MPIWork:
         """Collect a tensor of every rank in a list; they may differ in size."""
         return self._all_gather_lists("allgather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
-        self,
-        output_lists: Sequence[Tensors],
-        input_list: Tensors,
-        opts: Any = None,
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> MPIWork:
         """Do `allgather` with several tensors. Entry [rank][i] is tensor i of that rank."""
         lists = [[tensors[i] for tensors in output_lists] for i in range(len(input_list))]
         return self._all_gather_lists("allgather_coalesced", lists, input_list, opts)
 
     def _all_gather_lists(
-        self,
-        name: str,
-        lists: Sequence[Tensors],
-        inputs: Tensors,
-        opts: Any,
+        self, name: str, lists: Sequence[Tensors], inputs: Tensors, opts: Any
     ) -> MPIWork:
         calls = []
         for outputs, tensor in zip(lists, inputs, strict=True):
@@ -185,10 +170,7 @@ class MPIProcessGroup(BaseProcessGroup):
         )
 
     def alltoall(
-        self,
-        output_tensors: Tensors,
-        input_tensors: Tensors,
-        opts: Any = None,
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> MPIWork:
         """Send entry i of the list to rank i, on every rank; the tensors may differ in size."""
         own = output_tensors[self._rank] if len(output_tensors) == self._size else None
@@ -237,11 +219,11 @@ class MPIProcessGroup(BaseProcessGroup):
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
-        reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
+        reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
         flat = reduction.flatten(tensors)
         message, receive = reduction.describe(flat), None
         if root == self._rank:
-            message, receive = library.load().IN_PLACE, message
+            message, receive = load_mpi().IN_PLACE, message
         return self._start(
             "reduce",
             lambda comm: [comm.Ireduce(message, receive, reduction.op, root)],
@@ -263,10 +245,10 @@ class MPIProcessGroup(BaseProcessGroup):
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> MPIWork:
         calls = []
         for tensor in tensors:
-            reduction = Reduction.of(opts.reduceOp, tensor.dtype, self._size)
+            reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
             flat = reduction.flatten([tensor])
             calls.append((reduction, flat, tensor, reduction.describe(flat)))
-        in_place = library.load().IN_PLACE
+        in_place = load_mpi().IN_PLACE
 
         def finish() -> None:
             for reduction, flat, tensor, _ in calls:
@@ -281,10 +263,7 @@ class MPIProcessGroup(BaseProcessGroup):
         )
 
     def reduce_scatter(
-        self,
-        output_tensors: Tensors,
-        input_tensors: Sequence[Tensors],
-        opts: Any = None,
+        self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> MPIWork:
         """Reduce the lists of all ranks; rank i gets entry i. Sizes may differ."""
         (output,), (inputs,) = output_tensors, input_tensors
@@ -306,17 +285,13 @@ class MPIProcessGroup(BaseProcessGroup):
         return self._reduce_scatter(name, outputs, [[tensor] for tensor in inputs], opts)
 
     def _reduce_scatter(
-        self,
-        name: str,
-        outputs: Tensors,
-        lists: Sequence[Tensors],
-        opts: Any,
+        self, name: str, outputs: Tensors, lists: Sequence[Tensors], opts: Any
     ) -> MPIWork:
         """Reduce each list, which has a tensor for each rank or one tensor of equal parts."""
         opts = opts or dist.ReduceScatterOptions()
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
-            reduction = Reduction.of(opts.reduceOp, output.dtype, self._size)
+            reduction = reduction_of(opts.reduceOp, output.dtype, self._size)
             result = reduction.receive_buffer(output)
             flat = buffers.without_overlap(reduction.flatten(inputs), result)
             equal = [flat.numel() // self._size] * self._size

@@ -1,6 +1,6 @@
-"""mpiexec: the command line that starts ranks, and what it sets in their environment.
+"""mpiexec and mpi4py: what is installed, the command line that starts ranks, and what it sets.
 
-Nothing here loads MPI.
+Only `load_mpi` loads MPI.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from ddp_kit.errors import BackendError
 
@@ -38,8 +39,7 @@ def missing() -> str | None:
 
 def require_package() -> None:
     """Raise BackendError if mpi4py is not installed, without importing it."""
-    problem = _missing_package()
-    if problem:
+    if problem := _missing_package():
         raise BackendError(problem)
 
 
@@ -54,6 +54,25 @@ def _missing_mpiexec() -> str | None:
         return None
     hint = "install Microsoft MPI" if sys.platform == "win32" else INSTALL
     return f'backend="mpi" needs the command mpiexec, which is not installed; {hint}'
+
+
+@functools.cache
+def load_mpi() -> ModuleType:
+    """Import and return mpi4py.MPI; `lifecycle.initialize` initializes MPI.
+
+    Raises BackendError if mpi4py or the MPI library cannot be loaded.
+    """
+    require_package()
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"mpi4py cannot load an MPI library ({reason}); {INSTALL}") from None
+    return MPI
 
 
 def mpiexec(world_size: int) -> list[str]:

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from ddp_kit.errors import BackendError
-from ddp_kit.mpi import library, work
+from ddp_kit.mpi import work
 from ddp_kit.mpi.collectives import MPIProcessGroup
+from ddp_kit.mpi.launcher import load_mpi
 from ddp_kit.mpi.work import Operation
 
 _FIRST_TAG, _TAGS = 16384, 16000  # MPI guarantees tags up to 32767
@@ -35,7 +36,7 @@ def initialize() -> ModuleType:
     MPI_THREAD_SERIALIZED is enough for this package, which holds one lock around all its calls.
     Raises BackendError if MPI cannot be loaded, or was initialized for a single thread.
     """
-    MPI = library.load()
+    MPI = load_mpi()
     mpi4py_finalizes = MPI.Is_initialized()  # the program imported mpi4py.MPI before
     if not mpi4py_finalizes:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -75,7 +76,7 @@ def create_group(options: Any) -> MPIProcessGroup:
     # attempt to create one that failed on only some of them.
     tag = _FIRST_TAG + zlib.crc32(str(members).encode()) % _TAGS
     _wait_for_members(members, rank, tag, timeout)
-    with library.lock:
+    with work.lock:
         everybody = world.Get_group()
         chosen = everybody.Incl(members)
         communicator = world.Create_group(chosen, tag)
@@ -95,11 +96,11 @@ def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -
 
     When MPI creates a communicator it waits without a limit, and nothing can interrupt it.
     """
-    MPI = library.load()
+    MPI = load_mpi()
     world, nothing = MPI.COMM_WORLD, [None, 0, MPI.BYTE]
 
     def exchange(send: Sequence[int], receive: Sequence[int]) -> None:
-        with library.lock:
+        with work.lock:
             receives = [world.Irecv(nothing, peer, tag) for peer in receive]
             sends = [world.Isend(nothing, peer, tag) for peer in send]
         Operation("new_group", sends, timeout)
@@ -137,13 +138,13 @@ def _wait_for_others() -> bool:
     """Wait until all ranks of the first group end too; return False if some do not in time."""
     if _AtExit.communicator is None:
         return True
-    with library.lock:
+    with work.lock:
         for operation in work.unfinished():
             operation.cancel()
         request = _AtExit.communicator.Ibarrier()
     start = time.monotonic()
     while True:
-        with library.lock:
+        with work.lock:
             if request.Test():
                 return True
         waited = time.monotonic() - start

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.mpi import buffers, library, work
+from ddp_kit.mpi import buffers, work
+from ddp_kit.mpi.launcher import load_mpi
 from ddp_kit.mpi.work import MPIWork, Operation
 
 Tensors = Sequence[Tensor]
@@ -70,7 +71,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         communicator, self._communicator = self._communicator, None
         if communicator is None or not self._frees_communicator or work.unfinished():
             return  # MPI_Finalize frees it
-        with library.lock:
+        with work.lock:
             communicator.Free()
 
     def abort(self) -> None:
@@ -83,10 +84,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         source = buffers.send_buffer(tensor)
         message = buffers.describe(source)
         return self._start(
-            "send",
-            lambda comm: [comm.Isend(message, dstRank, tag)],
-            outputs=tensors,
-            memory=source,
+            "send", lambda comm: [comm.Isend(message, dstRank, tag)], outputs=tensors, memory=source
         )
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> MPIWork:
@@ -95,7 +93,7 @@ class BaseProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> MPIWork:
         """Receive one tensor from any rank; `Work._source_rank` returns which rank sent it."""
-        return self._receive(tensors, library.load().ANY_SOURCE, tag)
+        return self._receive(tensors, load_mpi().ANY_SOURCE, tag)
 
     def _receive(self, tensors: Tensors, source: int, tag: int) -> MPIWork:
         (tensor,) = tensors
@@ -131,11 +129,11 @@ class BaseProcessGroup(dist.ProcessGroup):
         """
         if self._communicator is None:
             raise RuntimeError(f"{name}: this process group was destroyed")
-        with library.lock:
+        with work.lock:
             try:
                 requests = begin(self._communicator)
-            except library.load().Exception as error:
-                raise RuntimeError(library.format_error(name, error)) from None
+            except load_mpi().Exception as error:
+                raise RuntimeError(work.format_error(name, error)) from None
         own = 0.0 if opts is None else opts.timeout.total_seconds()
         timeout = own if own > 0 else self._timeout
         return MPIWork(Operation(name, requests, timeout, finish, outputs, memory, expected))

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ddp_kit.mpi import library
+from ddp_kit.mpi.launcher import load_mpi
+
+# Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
+lock = threading.Lock()
 
 _SPIN = 0.001  # seconds for which `wait` only yields the core
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
@@ -32,6 +35,11 @@ _unfinished: dict[Operation, None] = {}  # it keeps the tensors alive that MPI r
 # MPI may still write into the tensors of an operation that timed out: they are never freed. The
 # second of each pair is `finish`, which holds the memory that would have been copied.
 _timed_out: list[tuple[Operation, Callable[[], None] | None]] = []
+
+
+def format_error(name: str, error: Exception) -> str:
+    """Return the message for an operation that failed in MPI, on one line."""
+    return f"{name} failed in MPI: {' '.join(str(error).split())}"
 
 
 class Operation:
@@ -64,7 +72,7 @@ class Operation:
         self._finish = finish
         self._memory = memory
         self._expected = expected
-        self._status = None if expected is None else library.load().Status()
+        self._status = None if expected is None else load_mpi().Status()
         self._completer: int | None = None  # the thread that completes it now, or has completed it
         self._awaited = False
         self._pending: Future | None = None  # to set when done
@@ -76,7 +84,7 @@ class Operation:
         """Return whether it is done; whoever first finds it complete does what is left to do."""
         if self.done:
             return True
-        with library.lock:
+        with lock:
             mine = self._completer == threading.get_ident()  # a signal handler interrupted it
             if self._completer is not None and not mine:
                 return self.done
@@ -125,7 +133,7 @@ class Operation:
 
     def future(self) -> Future:
         """Return a future of `outputs`, which completes without a call of `wait`."""
-        with library.lock:
+        with lock:
             if self._future is not None:
                 return self._future
             pending = self._pending = Future()
@@ -145,7 +153,7 @@ class Operation:
 
     def _test(self) -> bool:
         """Return whether all requests are complete, or one failed."""
-        MPI = library.load()
+        MPI = load_mpi()
         try:
             while self._requests:
                 request = self._requests[-1]
@@ -159,7 +167,7 @@ class Operation:
                     self._check_message(MPI)
                 self._requests.pop()
         except MPI.Exception as error:
-            self.error = RuntimeError(library.format_error(self.name, error))
+            self.error = RuntimeError(format_error(self.name, error))
         return True
 
     def _check_message(self, MPI: ModuleType) -> None:
@@ -173,7 +181,7 @@ class Operation:
             )
 
     def _time_out(self) -> None:
-        with library.lock:
+        with lock:
             if self._completer is not None:
                 return
             self.error = self._timeout_error(self._timeout)
@@ -198,7 +206,7 @@ class Operation:
             self.error = RuntimeError(f"{self.name} was interrupted while its result was copied")
             raise
         finally:
-            with library.lock:
+            with lock:
                 self.done = True
                 pending, self._pending = self._pending, None
                 if not self._requests:

@@ -38,7 +38,8 @@ class Panel:
 
     def __init__(self, explorer: Explorer) -> None:
         self._explorer = explorer
-        self._latest = LatestRequest(self._carry_out, self._show_queued)
+        queued = "queued until the current cell or run has ended"
+        self._latest = LatestRequest(self._carry_out, lambda: self._say(queued))
         settings = explorer.settings
         self._settings = {
             name: _chooser(name, options, settings[name])
@@ -46,8 +47,10 @@ class Panel:
         }
         self._again = widgets.Button(description="Run again")
         self._line = widgets.HTML()
-        self._image = widgets.Image(format="png", layout=_own_size())
-        rows = [widgets.HBox([*self._settings.values(), self._again], layout=_wrapping())]
+        own_size = widgets.Layout(align_self="flex-start", max_width="100%")
+        self._image = widgets.Image(format="png", layout=own_size)
+        wrapping = widgets.Layout(flex_flow="row wrap")
+        rows = [widgets.HBox([*self._settings.values(), self._again], layout=wrapping)]
         self._step = self._play = None
         if explorer.frames is not None:
             self._step = widgets.IntSlider(description="step", min=0, max=0)
@@ -77,7 +80,8 @@ class Panel:
     def _fit(self, settings: Settings) -> None:
         idle = self._explorer.idle(settings)
         for name, options in self._explorer.choices(settings).items():
-            _offer(self._settings[name], options)
+            if isinstance(options, range):  # a slider keeps its value within its limits
+                self._settings[name].max = options[-1]
             self._settings[name].layout.display = "none" if name in idle else None
 
     def _carry_out(self, request: Request) -> None:
@@ -93,9 +97,6 @@ class Panel:
             self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
         except Exception as error:  # nobody else would report it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
-
-    def _show_queued(self) -> None:
-        self._say("queued until the current cell or run has ended")
 
     def _show(self, step: int = 0) -> None:
         """Show the explorer's picture, or one step of its run."""
@@ -124,20 +125,6 @@ def _chooser(name: str, options: Sequence, value: Any) -> widgets.Widget:
         kind = widgets.SelectionSlider(options=options, value=value, continuous_update=False)
     kind.description, kind.style = name, style
     return kind
-
-
-def _offer(chooser: widgets.Widget, options: Sequence) -> None:
-    """Change the options; a slider keeps its value within its limits."""
-    if isinstance(options, range):
-        chooser.max = options[-1]
-
-
-def _own_size() -> widgets.Layout:
-    return widgets.Layout(align_self="flex-start", max_width="100%")
-
-
-def _wrapping() -> widgets.Layout:
-    return widgets.Layout(flex_flow="row wrap")
 
 
 class LatestRequest:

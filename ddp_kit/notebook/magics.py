@@ -47,12 +47,7 @@ class RanksMagics(Magics):
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
     @magic_arguments("%ranks")
-    @argument(
-        "-n",
-        "--world-size",
-        type=int,
-        help="number of ranks; default 4, or as before",
-    )
+    @argument("-n", "--world-size", type=int, help="number of ranks; default 4, or as before")
     @argument("--only", metavar="0,2", help="run the cell on these ranks only")
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
     @argument(
@@ -72,7 +67,9 @@ class RanksMagics(Magics):
         raises, only its prints are shown.
         """
         arguments = self._parse(line)
-        size, backend = self._size(arguments.world_size), arguments.backend or self._backend
+        size = self._world_size if arguments.world_size is None else arguments.world_size
+        pool.check_world_size(size)
+        backend = arguments.backend or self._backend
         only = _parse_only(arguments.only, size)
         source, file = self._name_source(body)
         quiet = _check(source, file)
@@ -85,7 +82,8 @@ class RanksMagics(Magics):
                 error.hint = "--only leaves out the other ranks, and what they would have done."
             raise
         outputs = [output or CellOutput(None, [], {}) for output in result]
-        values = tuple(_opened(output.value) for output in outputs)
+        values = (output.value for output in outputs)
+        values = tuple(v.open() if isinstance(v, SealedValue) else v for v in values)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names
@@ -127,11 +125,6 @@ class RanksMagics(Magics):
             return parse_argstring(RanksMagics.run_cell, line)
         except UsageError as error:  # IPython prints a line to stderr, which is no error for nbval
             raise PoolError(f"%%ranks: {error}; %%ranks? lists its options") from None
-
-    def _size(self, asked: int | None) -> int:
-        size = self._world_size if asked is None else asked
-        pool.check_world_size(size)
-        return size
 
     def _name_source(self, body: str) -> tuple[str, str]:
         """Return the body at its lines in the cell, and the name of the cell's file."""
@@ -252,10 +245,6 @@ def _refuse(error: SyntaxError, source: str) -> NoReturn:
     *place, message = "".join(traceback.format_exception_only(error)).splitlines()
     where = f"line {error.lineno} of the cell: " if error.lineno else ""
     raise PoolError("\n".join([where + message, *place[1:]])) from None
-
-
-def _opened(value: Any) -> Any:
-    return value.open() if isinstance(value, SealedValue) else value
 
 
 def _show(rank: int, bundles: list[Bundle]) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_trace
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import DASHES, EDGE, LOST, bars, byte_size, fold, significant, swatch, write
 from ddp_kit.trace.events import Event
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_ranks
-from ddp_kit.plot.picture import NAME_HEIGHT, Picture, name_lines, open_picture, table
+from ddp_kit.plot.picture import NAME_HEIGHT, Picture, name_lines, open_picture, read_ranks, table
 from ddp_kit.plot.style import PAPER, edge_color, marker, rank_color
 
 LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_named
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_named, table
 from ddp_kit.plot.style import EDGE, INK, QUIET, byte_size, chip, set_hatch, swatch
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.

@@ -7,8 +7,7 @@ from typing import Any
 
 from ddp_kit.errors import PlotError
 from ddp_kit.failures import count
-from ddp_kit.plot.inputs import read_trace
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import NOTHING, PAPER, QUIET, blend, box, byte_size, chip, fold, write
 from ddp_kit.trace import Trace
 

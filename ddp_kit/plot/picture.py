@@ -1,10 +1,10 @@
-"""The figure that every function of this package returns: title, caption, axes, text table."""
+"""What all pictures share: reading what they are drawn from, the figure, its text table."""
 
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,11 +13,44 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ddp_kit.errors import PlotError
 from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, write
+from ddp_kit.renamed import RenamedAttribute
+from ddp_kit.trace import Trace
 
 DPI = 110
 NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
 LEADER = 0.24  # inches, from the chart to the names
+
+
+def read_ranks(result: Any) -> list[Any]:
+    """Return what every rank returned."""
+    try:
+        ranks = list(result)
+    except TypeError:
+        raise PlotError(
+            f"needs a result or a list with one value per rank, got {result!r}"
+        ) from None
+    if not ranks:
+        raise PlotError("the result is empty: there is no rank to draw")
+    return ranks
+
+
+def read_trace(source: Any) -> Trace:
+    """Return the trace of a result or an error, or the trace that was given."""
+    trace = source if isinstance(source, Trace) else getattr(source, "trace", None)
+    if not isinstance(trace, Trace):
+        raise PlotError(f"needs a trace, a result or an error with a .trace, got {source!r}")
+    return trace
+
+
+def read_named(name: str, values: Any, content: str) -> Mapping[str, Any]:
+    """Return the mapping that the argument `name` must be; content: what it maps."""
+    if not isinstance(values, Mapping):
+        raise PlotError(f"{name} must map {content}, got {type(values).__name__}")
+    if not values:
+        raise PlotError(f"{name} is empty: there is nothing to draw")
+    return values
 
 
 class _Canvas(FigureCanvasAgg):
@@ -49,11 +82,7 @@ class Picture(Figure):
         self.set_layout_engine("none")
         self.text_table = text_table
 
-    @property
-    def twin(self) -> str:
-        """Deprecated: use `text_table`."""
-        warnings.warn("Picture.twin is now text_table", DeprecationWarning, stacklevel=2)
-        return self.text_table
+    twin = RenamedAttribute("text_table")
 
     def __repr__(self) -> str:
         return self.text_table

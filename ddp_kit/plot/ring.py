@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
 from ddp_kit.failures import count, name_ranks
-from ddp_kit.plot.inputs import read_ranks, read_trace
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, table
 from ddp_kit.plot.style import (
     PAPER,
     QUIET,

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_named
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_named, table
 from ddp_kit.plot.style import PAPER, box, fold, write
 
 Cells = Mapping[tuple[str, str], str]

@@ -13,8 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_ranks
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
 from ddp_kit.plot.style import (
     DASHES,
     INK,
@@ -260,15 +259,11 @@ def _caption(first: str, cells, origin, name: str) -> str:
     """Return what the colours and signs that occur in this picture mean."""
     drawn = _entries(cells)
     fills = {_fill(e, origin) for e in drawn if not isinstance(e, str)}
-    parts = []
-    if fills - {NEW, SHARED}:
-        parts.append(f"Colour: the one {name} that held this number at “{first}”.")
-    if NEW in fills:
-        parts.append(f"Grey and bold: a new number, held by no {name} at “{first}”.")
-    if SHARED in fills:
-        parts.append(f"White: held by several {name}s at “{first}”.")
-    if drawn & {NOTHING, EMPTY}:
-        parts.append("Dashed: nothing here.")
-    if ELLIPSIS in drawn:
-        parts.append("The middle of longer rows is left out (…).")
-    return " ".join(parts)
+    parts = {
+        f"Colour: the one {name} that held this number at “{first}”.": fills - {NEW, SHARED},
+        f"Grey and bold: a new number, held by no {name} at “{first}”.": NEW in fills,
+        f"White: held by several {name}s at “{first}”.": SHARED in fills,
+        "Dashed: nothing here.": drawn & {NOTHING, EMPTY},
+        "The middle of longer rows is left out (…).": ELLIPSIS in drawn,
+    }
+    return " ".join(part for part, applies in parts.items() if applies)

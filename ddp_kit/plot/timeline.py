@@ -11,8 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from ddp_kit.errors import PlotError
 from ddp_kit.failures import count
 from ddp_kit.plot import timeline_marks as marks
-from ddp_kit.plot.inputs import read_trace
-from ddp_kit.plot.picture import Picture, open_picture, table
+from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import chip, fold, significant, swatch
 from ddp_kit.plot.timeline_lanes import Lanes, absent, by_steps, by_time, unmatched
 from ddp_kit.trace import Trace

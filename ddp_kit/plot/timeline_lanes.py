@@ -9,9 +9,7 @@ from operator import attrgetter
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
-from ddp_kit.trace.logical import steps
-
-Key = tuple[int, int]  # (rank, index) of an event
+from ddp_kit.trace.logical import Key, steps
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Polygon
 
 from ddp_kit.plot.style import DASHES, INK, LOST, PAPER, arrow, bars, edge_color, set_hatch, write
 from ddp_kit.plot.timeline_lanes import Arrow, Bar, Lanes, Link
@@ -159,7 +158,11 @@ def draw_shares(ax: Axes, lanes: Lanes) -> None:
         for kind, share in zip(LOOKS, of_kinds, strict=True):
             ceiling = floor - 2 * HALF * share
             if share.any():
-                _stairs(ax, kind, edges, floor, ceiling)
+                fill, edge, hatch = LOOKS[kind]
+                style = {"facecolor": fill, "edgecolor": edge, "linewidth": 0, "zorder": 2}
+                # One shape for all bins: sixty would take a second to draw.
+                drawn = ax.stairs(ceiling, edges, baseline=floor, fill=True, **style)
+                set_hatch(drawn, hatch, edge)
             floor = ceiling
     for src, dst, at, count, never in count_arrows(lanes):
         side = HALF if dst > src else -HALF
@@ -171,17 +174,6 @@ def draw_shares(ax: Axes, lanes: Lanes) -> None:
         if dst < src:
             text, between, ha = (f"{count:,} ", dst + 0.5, "right")
         write(ax, at, between, text, TYPE - 0.5, color=color, ha=ha, zorder=5)
-
-
-def _stairs(ax: Axes, kind: str, edges: np.ndarray, floor: np.ndarray, ceiling: np.ndarray) -> None:
-    """Fill between two heights for each bin, as one shape: sixty would take a second to draw."""
-    x = np.repeat(edges, 2)[1:-1]
-    above, below = np.repeat(ceiling, 2), np.repeat(floor, 2)
-    outline = np.column_stack([np.append(x, x[::-1]), np.append(above, below[::-1])])
-    fill, edge, hatch = LOOKS[kind]
-    shape = Polygon(outline, facecolor=fill, edgecolor=edge, linewidth=0, zorder=2)
-    set_hatch(shape, hatch, edge)
-    ax.add_patch(shape)
 
 
 def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:

@@ -10,8 +10,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.inputs import read_named, read_points
-from ddp_kit.plot.picture import LEADER, Picture, name_lines, open_picture, table
+from ddp_kit.plot.picture import LEADER, Picture, name_lines, open_picture, read_named, table
 from ddp_kit.plot.style import (
     EDGE,
     INK,
@@ -30,9 +29,7 @@ Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
 
 
-def bandwidth(
-    series: Mapping[str, Iterable[tuple[int, float]]], title: str | None = None
-) -> Picture:
+def bandwidth(series: Mapping[str, Pairs], title: str | None = None) -> Picture:
     """Draw time against message size for each series, and each as a ratio to the first.
 
     series maps a name to pairs (nbytes, seconds), one pair per size. Both axes are
@@ -43,7 +40,7 @@ def bandwidth(
     is not positive.
     """
     read_named("series", series, "each name to pairs (nbytes, seconds)")
-    points = {name: read_points(name, pairs, "bytes", 1000) for name, pairs in series.items()}
+    points = {name: _points(name, pairs, "bytes", 1000) for name, pairs in series.items()}
     title = "Time of one call by message size" if title is None else title
     wide, tall, gap, small = 5.9, 2.5, 0.22, 1.15  # inches
     names, right = _names(points)
@@ -97,7 +94,7 @@ def scaling(
         if series or kind == "predicted":
             read_named(kind, series, "each name to pairs of ranks and a number")
         pairs = (series or {}).items()
-        groups[kind] = {name: read_points(name, given, "ranks", factor) for name, given in pairs}
+        groups[kind] = {name: _points(name, given, "ranks", factor) for name, given in pairs}
     lines, dots, others = groups.values()
     columns = dict(lines)
     columns |= {f"{name}, measured": points for name, points in dots.items()}
@@ -170,6 +167,25 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
     return picture
+
+
+def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, float]:
+    """Return the points of one series in order, with `factor` times each value.
+
+    unit: what the first number of a pair counts, "bytes" or "ranks".
+    """
+    points: dict[int, float] = {}
+    for at, value in pairs:
+        if not at > 0 or not 0 < value < math.inf:
+            raise PlotError(
+                f"{name!r} has {value} for {at} {unit}: both must be positive and finite"
+            )
+        if at in points:
+            raise PlotError(f"{name!r} has {at} {unit} twice: give one value for each number")
+        points[at] = factor * value
+    if not points:
+        raise PlotError(f"{name!r} has no points")
+    return dict(sorted(points.items()))
 
 
 def _samples(name: str, values: Sequence[float]) -> list[float]:

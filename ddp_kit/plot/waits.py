@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
+from ddp_kit.errors import PlotError
 from ddp_kit.failures import Wait, name_ranks
-from ddp_kit.plot.inputs import read_waits
 from ddp_kit.plot.picture import Picture, open_picture, table
 from ddp_kit.plot.style import (
     DASHES,
@@ -43,7 +43,11 @@ def waits(error: Any, title: str | None = None) -> Picture:
 
     Raises PlotError if error has no waits, or no rank waits.
     """
-    stuck = read_waits(error)
+    if not hasattr(error, "waits"):
+        raise PlotError(f"needs an error with .waits, got {error!r}")
+    if not error.waits:
+        raise PlotError("no rank waits: there is nothing to draw")
+    stuck = {wait.rank: wait for wait in sorted(error.waits, key=lambda wait: wait.rank)}
     returned = set(getattr(error, "returned", ()))
     peers = {rank: sorted(set(getattr(w, "peers", ())) - {rank}) for rank, w in stuck.items()}
     ranks = sorted(returned.union(stuck, *peers.values()))
@@ -112,16 +116,15 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def _caption(cycle, stuck, peers, returned) -> str:
-    parts = ["An arrow: this rank waits for that one."]
-    if cycle:
-        parts.append("Thick: a cycle, in which each can go on only after the next one.")
-    elif any(returned.intersection(targets) for targets in peers.values()):
-        parts.append("Thick: it waits for a rank that had returned.")
-    if any(_any(stuck[rank]) and peers[rank] for rank in stuck):
-        parts.append("Dashed: any one of these would do.")
-    if returned:
-        parts.append("Grey: had returned, and sends nothing more.")
-    return " ".join(parts)
+    gone = any(returned.intersection(targets) for targets in peers.values())
+    parts = {
+        "An arrow: this rank waits for that one.": True,
+        "Thick: a cycle, in which each can go on only after the next one.": cycle,
+        "Thick: it waits for a rank that had returned.": gone and not cycle,
+        "Dashed: any one of these would do.": any(_any(stuck[r]) and peers[r] for r in stuck),
+        "Grey: had returned, and sends nothing more.": returned,
+    }
+    return " ".join(part for part, applies in parts.items() if applies)
 
 
 def _any(wait: Wait) -> bool:

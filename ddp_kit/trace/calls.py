@@ -145,8 +145,7 @@ class InternTable:
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
-        known = self._groups.get(group)
-        if known is not None:
+        if (known := self._groups.get(group)) is not None:
             return known
         if isinstance(group, tuple):
             (name, ranks), limited = group, False
@@ -164,8 +163,7 @@ class InternTable:
     def line(self, code: CodeType, line: int) -> int:
         """Write a line of code."""
         key = id(code), line  # the hash of code is slow; _codes keeps it alive
-        known = self._numbers.get(key)
-        if known:
+        if known := self._numbers.get(key):
             return known
         frame = describe_line(code.co_filename, line, code.co_name)
         self._codes.append(code)
@@ -174,8 +172,7 @@ class InternTable:
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
         key = op, group.number, call
-        known = self._numbers.get(key)
-        if known:
+        if known := self._numbers.get(key):
             return known
         root = None if call.root is None else group.rank(call.root)
         return self._write(key, ["call", *_encode(op, group.number, root, call)])
@@ -198,42 +195,36 @@ class InternTable:
         return before
 
     def _write(self, key: Any, text: list) -> int:
-        number = self._board.add_text(text)
-        if number:
+        if number := self._board.add_text(text):
             self._numbers[key] = number
         return number
 
 
+# The fields of an Event that the text of a call holds, in this order.
+_FIELDS = (
+    *("op", "kind", "method", "group", "root", "dtype"),
+    *("inputs", "outputs", "splits", "reduce_op", "nbytes", "device"),
+)
+
+
 def _encode(op: str, group: int, root: int | None, call: Call) -> list:
-    """Return a call as its text. root: in the world. `_decode` takes the same positions."""
+    """Return a call as its text. root: in the world."""
     tensors = call.inputs or call.outputs
     dtype = str(tensors[0][1]).removeprefix("torch.") if tensors and tensors[0][1] else ""
     inputs, outputs = ([list(shape) for shape, _ in side] for side in (call.inputs, call.outputs))
     measured = call.outputs if call.method.startswith("recv") else call.inputs
     nbytes = sum(math.prod(shape) * kind.itemsize for shape, kind in measured if kind)
-    shapes, method = (inputs, outputs, call.splits), call.method
-    what = [op, kind_of(method), method, group, root, dtype]
-    return [*what, *shapes, call.reduce_op, nbytes, call.device]
+    what = [op, kind_of(call.method), call.method, group, root, dtype]
+    return [*what, inputs, outputs, call.splits, call.reduce_op, nbytes, call.device]
 
 
 def _decode(text: list) -> dict[str, Any]:
     """Return what the text of a call says, by the names of Event; the group is still a number."""
-    op, kind, method, group, root, dtype, *shapes, reduce_op, nbytes, device = text
-    inputs, outputs, splits = (tuple(map(tuple, side)) for side in shapes)
-    return {
-        "op": op,
-        "kind": "recv" if kind == "any" else kind,
-        "method": method,
-        "group": group,
-        "root": root,
-        "dtype": dtype,
-        "inputs": inputs,
-        "outputs": outputs,
-        "splits": splits,
-        "reduce_op": reduce_op,
-        "nbytes": nbytes,
-        "device": device,
-    }
+    call = dict(zip(_FIELDS, text, strict=True))
+    call["kind"] = "recv" if call["kind"] == "any" else call["kind"]
+    for name in ("inputs", "outputs", "splits"):
+        call[name] = tuple(map(tuple, call[name]))
+    return call
 
 
 @functools.lru_cache(maxsize=32)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ddp_kit.errors import TraceError
 from ddp_kit.failures import Frame, count
+from ddp_kit.renamed import RenamedAttribute
 
 Shape = tuple[int, ...]
 
@@ -68,11 +68,7 @@ class Event:
         """Equal for the two ends of one message, and for all ranks of one collective."""
         return self.channel or self.group, self.sequence
 
-    @property
-    def meeting(self) -> tuple:
-        """Deprecated: use `match_key`."""
-        warnings.warn("Event.meeting is now match_key", DeprecationWarning, stacklevel=2)
-        return self.match_key
+    meeting = RenamedAttribute("match_key")
 
     @property
     def channel(self) -> tuple | None:

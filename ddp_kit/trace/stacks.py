@@ -81,8 +81,7 @@ def parse(text: str) -> list[list[Frame]]:
     """Return the stacks of all threads, the main thread's first; the innermost line first."""
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
-        found = _LINE.match(line)
-        if found:
+        if found := _LINE.match(line):
             file, number, function = found.groups()
             stacks[-1].append(describe_line(file, int(number), function))
         elif line.startswith(("Thread ", "Current thread ")):

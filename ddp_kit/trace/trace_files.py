@@ -174,8 +174,7 @@ def load_trace(folder: str | os.PathLike[str], run: int | str = -1) -> Trace:
             f"the files in {str(path)!r} are from different starts of a lesson; "
             "remove the folder and run the lesson again"
         )
-    missing = set(range(traces[0].world_size)).difference(trace.rank for trace in traces)
-    if missing:
+    if missing := set(range(traces[0].world_size)).difference(trace.rank for trace in traces):
         verb = "trace is" if len(missing) == 1 else "traces are"
         raise TraceError(
             f"{name_ranks(missing)}: the {verb} missing in {str(path)!r}; a rank that was killed "
@@ -208,8 +207,7 @@ def _choose_run(folder: Path, run: int | str) -> Path:
         raise TraceError(f"there is no trace in {str(folder)!r}; a lesson writes one with --trace")
     if isinstance(run, int) and -len(runs) <= run < 0:
         return runs[run][2]
-    chosen = [path for number, worker, path in runs if run in (number, worker)]
-    if chosen:
+    if chosen := [path for number, worker, path in runs if run in (number, worker)]:
         return chosen[-1]
     names = ", ".join(f"{number} {worker}" for number, worker, _ in runs[-_SHOWN:])
     last = ", of which these are the last" if len(runs) > _SHOWN else ""

@@ -4,17 +4,8 @@ judge.py decides which error a run gets. graph.py finds ranks that can never con
 explanation.py says why; mismatches.py compares what the ranks called.
 """
 
-from ddp_kit.verdict.graph import shortest_cycle, stuck
+from ddp_kit.verdict.graph import Channel, RankState, shortest_cycle, stuck
 from ddp_kit.verdict.judge import deadlock, judge
 from ddp_kit.verdict.mismatches import mismatch
-from ddp_kit.verdict.state import Channel, RankState
 
-__all__ = [
-    "Channel",
-    "RankState",
-    "deadlock",
-    "judge",
-    "mismatch",
-    "shortest_cycle",
-    "stuck",
-]
+__all__ = ["Channel", "RankState", "deadlock", "judge", "mismatch", "shortest_cycle", "stuck"]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ddp_kit.failures import name_ranks
 from ddp_kit.trace.events import Event, format_arguments
-from ddp_kit.verdict.graph import from_any_source, shortest_cycle
-from ddp_kit.verdict.state import Channel, RankState
+from ddp_kit.verdict.graph import Channel, RankState, from_any_source, shortest_cycle
 
 _COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
 _RECV_FIRST = (
@@ -38,8 +37,7 @@ def explain(states: Sequence[RankState], waits: _Waits) -> _Explanation:
     free = {rank for rank in waits if len(waits[rank]) != 1 and from_any_source(_event(at[rank]))}
     edges = {rank: waits[rank] for rank in sorted(waits) if rank not in free}
     for rank, peers in edges.items():
-        gone = [peer for peer in peers if peer in returned]
-        if gone:
+        if gone := [peer for peer in peers if peer in returned]:
             return _returned_without_it(at, waits, rank, gone)
     for rank, peers in edges.items():
         if len(peers) == 1 and (dropped := _dropped_work(at, rank, peers[0])):

@@ -9,9 +9,8 @@ from ddp_kit.failures import Wait
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
 from ddp_kit.verdict.explanation import explain, format_operation
-from ddp_kit.verdict.graph import stuck
+from ddp_kit.verdict.graph import RankState, stuck
 from ddp_kit.verdict.mismatches import mismatch, plainly_agree
-from ddp_kit.verdict.state import RankState
 
 
 def judge(

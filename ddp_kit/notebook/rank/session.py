@@ -129,7 +129,9 @@ class Names:
 
     def __call__(self, rank: int, world_size: int) -> list[str]:
         """Return the names of this rank, sorted."""
-        return sorted(_own_names(vars(_session.main))) if _session else []
+        given = {"torch", "dist", "kit", "display", "rank", "world_size"}
+        held = vars(_session.main) if _session else {}
+        return sorted(n for n in held if not n.startswith("__") and n not in given)
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,6 @@ def _set_random(state: tuple) -> None:
         sys.modules["numpy.random"].set_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state_all(state[3])
-
-
-def _own_names(held: dict[str, Any]) -> dict[str, Any]:
-    given = {"torch", "dist", "kit", "display", "rank", "world_size"}
-    return {n: value for n, value in held.items() if not n.startswith("__") and n not in given}
 
 
 def _names(held: dict[str, Any]) -> dict[str, list[str]]:

@@ -85,24 +85,18 @@ def _make_reducer(
     torch_internals.register_comm_hook(model.reducer, hook)
 
 
-def _register_inside(
-    _: Recorder, original: Callable, reducer: Any, state: Any, inside: Callable
-) -> None:
+def _register(_: Recorder, original: Callable, reducer: Any, *given: Any) -> None:
+    """Note the learner's hook. given: its state and itself, or the kind of a built-in hook."""
     hook = _hooks.get(reducer)
     if hook is None or hook.registered:
-        original(reducer, state, inside)  # which raises if there already is one
-    else:
-        hook.state, hook.inside, hook.registered = state, inside, True
-
-
-def _register_builtin(_: Recorder, original: Callable, reducer: Any, kind: Any) -> None:
-    hook = _hooks.get(reducer)
-    if hook is None or hook.registered:
-        original(reducer, kind)  # which raises if there already is one
-    else:
-        half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
-        hook.inside = default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook
-        hook.state, hook.registered = hook.group, True
+        original(reducer, *given)  # which raises if there already is one
+        return
+    if len(given) == 1:
+        half = given[0] == dist.BuiltinCommHookType.FP16_COMPRESS
+        builtin = default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook
+        given = hook.group, builtin
+    hook.state, hook.inside = given
+    hook.registered = True
 
 
 def _count_live(
@@ -110,8 +104,7 @@ def _count_live(
 ) -> None:
     original(reducer, work, divide_by_all)
     now.look_after(work)  # PyTorch's C++ code waits for it, if anybody has to
-    hook = _hooks.get(reducer)
-    if hook is not None:
+    if (hook := _hooks.get(reducer)) is not None:
         hook.live = None if divide_by_all else work
 
 
@@ -150,7 +143,7 @@ def _rebuild(recorder: Recorder, original: Callable, reducer: Any) -> bool:
 REPLACEMENTS = (
     (
         torch_internals.DDP_GRADIENTS,
-        *(_make_reducer, _count_live, _register_inside, _register_builtin),
+        *(_make_reducer, _count_live, _register, _register),
     ),
     (torch_internals.DDP_BUCKETS, _rebuild),
     (torch_internals.DDP_CHECK, _compare_models),

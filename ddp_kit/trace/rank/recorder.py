@@ -40,9 +40,7 @@ class Posted(NamedTuple):
 
     def as_wait(self) -> Wait:
         """Return the operation as what a rank waits in; the rank is not known here."""
-        root = self.call.root
-        if root is not None:
-            root = self.group.ranks[root]
+        root = None if self.call.root is None else self.group.ranks[self.call.root]
         called = format_call(self.op, self.call.method, self.peer, self.tag, root)
         if self.line is None:
             return Wait(0, called)
@@ -124,8 +122,7 @@ class Recorder:
 
     def show_progress(self, done: int | None, total: int | None) -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
-        board = self._board
-        if board is not None:
+        if (board := self._board) is not None:
             board.write_progress(done, total)
 
     def take_back(self, posted: Posted | None) -> None:
@@ -180,8 +177,7 @@ class Recorder:
             return blocking(*args, **kwargs)
         limited = limited or posted.group.limited
         shown = threading.get_ident() == self._thread
-        board = self._board
-        if board is not None:
+        if (board := self._board) is not None:
             board.begin_wait(posted.index, monotonic_ns(), limited, shown)
         end = 0
         try:
@@ -194,8 +190,7 @@ class Recorder:
             self.broken = id(error), posted.as_wait()
             raise
         finally:
-            board = self._board
-            if board is not None:
+            if (board := self._board) is not None:
                 board.end_wait(posted.index, end, shown)
 
     def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:

@@ -53,7 +53,7 @@ def unrecorded() -> Iterator[None]:
 @functools.cache
 def _replace_all() -> None:
     """Replace what this PyTorch has: the documented methods of Work, and those of each feature."""
-    _replace(Work, "wait", _wait)
+    _replace(Work, "wait", Recorder.wait)
     _replace(Work, "is_completed", _is_completed)
     _replace(Work, "get_future", _get_future)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
@@ -173,10 +173,6 @@ def _new_group(
     call = Call("new_group", inputs=((members, None),))
     posted = recorder.post(("new_group", members) if alone else world, call)
     return recorder.block(posted, False, original, ranks, *args, **kwargs)
-
-
-def _wait(recorder: Recorder, original: Callable, work: Work, *args: Any, **kwargs: Any) -> bool:
-    return recorder.wait(original, work, *args, **kwargs)
 
 
 def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:

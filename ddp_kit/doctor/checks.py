@@ -1,26 +1,129 @@
-"""The doctor's checks of the machine: GPUs, cores, memory, network and files."""
+"""The doctor's checks: Python and its packages, this process, and the machine."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import socket
 import stat
+import sys
 import tempfile
+import threading
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_kit import mpi
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
-from ddp_kit.doctor.report import Finding
+from ddp_kit.data import load_torchvision_operators
+from ddp_kit.doctor import Finding
 from ddp_kit.failures import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
+OLDEST_PYTHON = (3, 10)
+OLDEST_PYTORCH = (2, 12)
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB by default
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
+
+
+def python() -> Finding:
+    """Check that the kit supports this Python on this system."""
+    found = f"{platform.python_version()} on {platform.system()}"
+    if sys.platform == "win32":
+        return Finding(found, "The kit needs Linux or macOS: use WSL.", ok=False)
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        oldest = _dotted(OLDEST_PYTHON)
+        return Finding(found, f"The kit needs Python {oldest} or newer.", ok=False)
+    return Finding(found, "Every rank is a separate process of this Python.")
+
+
+def pytorch() -> Finding:
+    """Check that PyTorch is new enough, and what it is built for."""
+    version = torch.__version__
+    if _numbers(version) < OLDEST_PYTORCH:
+        oldest = _dotted(OLDEST_PYTORCH)
+        return Finding(version, f"The kit needs PyTorch {oldest} or newer.", ok=False)
+    cuda = torch.version.cuda
+    if cuda is None:
+        return Finding(f"{version}, built without CUDA", "Ranks compute on the CPU.")
+    return Finding(f"{version}, built for CUDA {cuda}", "Ranks can use NVIDIA GPUs, if present.")
+
+
+def torchvision() -> Finding:
+    """Check that torchvision is installed and matches PyTorch, without importing it."""
+    try:
+        version = metadata.version("torchvision")
+        required = " ".join(metadata.requires("torchvision") or ())
+    except metadata.PackageNotFoundError:
+        return Finding(
+            "not installed",
+            "kit.mnist and the lessons that train on digits need it: pip install torchvision",
+            ok=False,
+        )
+    wanted = re.search(r"\btorch\s*\(?==\s*([\w.]+)", required)
+    if wanted and wanted[1] != torch.__version__.split("+")[0]:
+        return Finding(
+            f"{version} is for torch {wanted[1]}, but torch {torch.__version__} is installed",
+            f"Importing it may fail. Install the torchvision for torch {torch.__version__}.",
+            ok=False,
+        )
+    if not load_torchvision_operators():
+        return Finding(
+            f"{version}, whose operators cannot be loaded into torch {torch.__version__}",
+            "It was built for another build of PyTorch, such as one with CUDA. kit.mnist, "
+            "datasets, transforms and models work if ddp_kit is imported first. torchvision.ops "
+            "and torchvision.io do not work: to use them, install both packages from one index.",
+            ok=False,
+        )
+    return Finding(f"{version}, built for this PyTorch", "All of it works.")
+
+
+def backends() -> Finding:
+    """Check which backends are available."""
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": mpi.missing() is None,
+    }
+    found = ", ".join(name for name, here in available.items() if here) or "none"
+    if unavailable := ", ".join(name for name, here in available.items() if not here):
+        found += f" (unavailable: {unavailable})"
+    if not available["gloo"]:
+        hint = "The lessons need gloo: install PyTorch from PyPI or conda."
+        return Finding(found, hint, ok=False)
+    auto = "nccl if every rank has its own GPU, otherwise gloo" if available["nccl"] else "gloo"
+    hint = "" if available["mpi"] else ' To use mpi: pip install "ddp_kit[mpi]"'
+    return Finding(found, f'backend="auto" selects {auto}.{hint}')
+
+
+def cuda() -> Finding:
+    """Check whether this process has initialized CUDA, which is no problem for the ranks."""
+    if torch.cuda.is_initialized():
+        return Finding(
+            "initialized in this process",
+            "That is no problem: ranks are spawned, not forked, and initialize CUDA themselves.",
+        )
+    return Finding(
+        "not initialized in this process", "It would be no problem: ranks are spawned, not forked."
+    )
+
+
+def main_thread() -> Finding:
+    """Check that the calling thread may start ranks."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return Finding("this is it", "Ranks can be started from here.")
+    return Finding(
+        f"this is the thread {thread.name!r}",
+        "Ranks can only be started from the main thread: call kit.run directly in a cell.",
+        ok=False,
+    )
 
 
 def gpus() -> Finding:
@@ -28,28 +131,24 @@ def gpus() -> Finding:
     seen = torch.cuda.device_count()
     if seen and dist.is_nccl_available():
         return Finding(
-            "GPUs",
             str(seen),
             f"nccl supports up to {count(seen, 'rank')}, one per GPU. More ranks use gloo on the "
             "CPU.",
         )
     if seen:
         return Finding(
-            "GPUs",
             f"{seen}, but this PyTorch has no nccl",
             'Ranks use gloo on the CPU, or on the GPUs with backend="cuda:gloo".',
             ok=False,
         )
-    hidden = sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*"))
-    if hidden:
+    if hidden := sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*")):
         return Finding(
-            "GPUs",
             f"{hidden} in the machine, but PyTorch sees none",
             "Ranks use gloo on the CPU. PyTorch is built without CUDA, the driver is too old, or "
             "CUDA_VISIBLE_DEVICES hides them.",
             ok=False,
         )
-    return Finding("GPUs", "none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
+    return Finding("none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
 
 
 def cores() -> Finding:
@@ -59,7 +158,6 @@ def cores() -> Finding:
     quota = _control_group("cpu.max")
     if quota and quota[0] < total * quota[1]:
         return Finding(
-            "cores",
             f"{found}, but this container is limited to {quota[0] / quota[1]:g}",
             "Ranks start more threads than that (oversubscription), which slows them down: call "
             "torch.set_num_threads(1) in the worker.",
@@ -67,10 +165,7 @@ def cores() -> Finding:
         )
     if total == 1:
         return Finding(
-            "cores",
-            found,
-            "All ranks share it: results are correct, but timings mean nothing.",
-            ok=False,
+            found, "All ranks share it: results are correct, but timings mean nothing.", ok=False
         )
     two, four = (count(threads_per_rank(ranks), "thread") for ranks in (2, RANKS))
     consequence = f"2 ranks get {two} each, {RANKS} ranks get {four} each."
@@ -78,7 +173,7 @@ def cores() -> Finding:
         consequence += (
             f" {RANKS} ranks share {total} cores (oversubscription): slower, but correct."
         )
-    return Finding("cores", found, consequence)
+    return Finding(found, consequence)
 
 
 def memory() -> Finding:
@@ -92,34 +187,30 @@ def memory() -> Finding:
     ranks = int(free / RANK_MEMORY)
     if ranks < RANKS:
         return Finding(
-            "memory",
             found,
             f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons use "
             f"{RANKS}. The system kills a rank when memory runs out: shut down other notebooks.",
             ok=False,
         )
-    return Finding("memory", found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
+    return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
 
 
 def shared_memory() -> Finding:
     """Check how much shared memory /dev/shm has, for those that need it."""
     space = shared_space()
     if space is None:
-        return Finding("shared memory", "no /dev/shm", "The kit does not need it.")
+        return Finding("no /dev/shm", "The kit does not need it.")
     size, free = space
     found = f"{_size(free)} free of {_size(size)}"
     if free < SMALL:
         return Finding(
-            "shared memory",
             found,
             "DataLoader workers may die of a bus error, and nccl may fail to start: use "
             "num_workers=0, or start the container with --shm-size=1g. The kit and gloo do not "
             "use it.",
             ok=False,
         )
-    return Finding(
-        "shared memory", found, "DataLoader workers and nccl use it. The kit and gloo do not."
-    )
+    return Finding(found, "DataLoader workers and nccl use it. The kit and gloo do not.")
 
 
 def shared_space() -> tuple[int, int] | None:
@@ -135,7 +226,6 @@ def loopback() -> Finding:
     """Check that gloo's network interface exists and passes messages."""
     if LOOPBACK not in (interface for _, interface in socket.if_nameindex()):
         return Finding(
-            "loopback",
             f"no interface {LOOPBACK}",
             f"gloo cannot connect the ranks: enable it, on Linux with `ip link set {LOOPBACK} up`.",
             ok=False,
@@ -144,12 +234,11 @@ def loopback() -> Finding:
         connect_to_self()
     except OSError as error:
         return Finding(
-            "loopback",
             f"no connection through {LOOPBACK} ({error.strerror or error})",
             "gloo cannot connect the ranks: check the firewall, or the container's network.",
             ok=False,
         )
-    return Finding("loopback", f"{LOOPBACK} works", "gloo connects the ranks through it only.")
+    return Finding(f"{LOOPBACK} works", "gloo connects the ranks through it only.")
 
 
 def connect_to_self(timeout: float = 1.0) -> None:
@@ -166,18 +255,17 @@ def open_files() -> Finding:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "no limit", "Enough for any number of ranks.")
+        return Finding("no limit", "Enough for any number of ranks.")
     ranks = ranks_by_files(limit)
     found = f"at most {limit}"
     if ranks < RANKS:
         return Finding(
-            "open files",
             found,
             f"Enough for {count(ranks, 'rank')}, but the lessons use {RANKS}: run `ulimit -n 1024` "
             "before starting Jupyter.",
             ok=False,
         )
-    return Finding("open files", found, f"Enough for {ranks} ranks.")
+    return Finding(found, f"Enough for {ranks} ranks.")
 
 
 def temporary_folder() -> Finding:
@@ -192,7 +280,6 @@ def temporary_folder() -> Finding:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return Finding(
-            "temporary folder",
             f"unusable ({error.strerror or error})",
             "Ranks cannot start, because their rendezvous is a locked file there: set TMPDIR to a "
             "folder on a local disk with free space.",
@@ -200,13 +287,11 @@ def temporary_folder() -> Finding:
         )
     if not private:
         return Finding(
-            "temporary folder",
             "accessible to other users",
             "This file system ignores permissions: set TMPDIR to a folder on a local disk.",
             ok=False,
         )
     return Finding(
-        "temporary folder",
         "private, and supports file locks",
         "The ranks' rendezvous is a file there and needs no port.",
     )
@@ -223,3 +308,11 @@ def _control_group(file: str) -> list[int] | None:
 def _size(nbytes: float) -> str:
     """Return a number of bytes as MiB or GiB."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,328 @@
+"""What communication costs, as formulas: plain functions of ranks, bytes, alpha and beta.
+
+    n       ranks
+    nbytes  bytes in each rank's tensor
+    alpha   seconds that a message takes, however short it is
+    beta    seconds that each byte adds; its reciprocal is the bandwidth
+    gamma   seconds to add one byte; 0 if adding is free or included in beta
+
+The first functions return the seconds of one all_reduce, by algorithm; `on_cores` those on the
+cores of one machine, `ddp_step` those of a training step. `fit` and `fit_link` find alpha and beta
+from measured times. Nothing here starts a process.
+
+A rank sends one message at a time and receives one at a time, both at once, and every pair of
+ranks is equally far apart. With alpha=1 and beta=0 a function counts the messages that follow one
+another; with alpha=0 and beta=1, their bytes.
+
+Sources: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication
+Operations in MPICH" (2005), for the model, the tree and halving-doubling; P. Patarasuk and
+X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), for the
+chunked ring; H. Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a
+Flash" (2018), for two levels; S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training" (VLDB 2020), for buckets and for the overlap of their all_reduce with the
+backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ddp_kit.errors import ModelError
+
+__all__ = [
+    "Link",
+    "buckets",
+    "chunked_ring",
+    "ddp_step",
+    "fit",
+    "fit_link",
+    "halving_doubling",
+    "naive_ring",
+    "on_cores",
+    "rounds",
+    "tree",
+    "two_level",
+]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message costs on one kind of link.
+
+    alpha: seconds per message. beta: seconds per byte.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self):
+        check_times(alpha=self.alpha, beta=self.beta)
+
+
+def naive_ring(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of the tutorial's ring: the whole tensor travels n-1 times."""
+    _check(n, nbytes, alpha, beta, gamma)
+    return (n - 1) * (alpha + nbytes * (beta + gamma))
+
+
+def chunked_ring(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of a ring with n chunks: reduce-scatter, then all-gather.
+
+    Each rank sends 2(n-1)/n * nbytes, the least possible for the busiest rank of an all_reduce
+    made of messages (Patarasuk and Yuan, 2009). But the number of messages, 2(n-1), grows with n.
+    """
+    _check(n, nbytes, alpha, beta, gamma)
+    return (n - 1) * (2 * alpha + nbytes / n * (2 * beta + gamma))
+
+
+def tree(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of a reduce up a binomial tree and a broadcast down again.
+
+    There are ceil(log2 n) levels each way, and each of them moves the whole tensor.
+    """
+    _check(n, nbytes, alpha, beta, gamma)
+    return (n - 1).bit_length() * (2 * alpha + nbytes * (2 * beta + gamma))
+
+
+def halving_doubling(n: int, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return the seconds of recursive halving and doubling, Rabenseifner's algorithm.
+
+    Ranks at distance n/2 swap halves, those at n/4 quarters, and so on; then all the way back.
+    That sends as few bytes as the chunked ring, in 2 log2(n) messages. If n is not a power of
+    two, the ranks above the largest power of two below n first send their whole tensor to a
+    partner, and receive the sum at the end: two more messages of the whole tensor.
+    """
+    _check(n, nbytes, alpha, beta, gamma)
+    levels = n.bit_length() - 1
+    core = 2**levels
+    seconds = 2 * levels * alpha + (core - 1) / core * nbytes * (2 * beta + gamma)
+    if core < n:
+        seconds += 2 * alpha + nbytes * (2 * beta + gamma)
+    return seconds
+
+
+def two_level(
+    n: int, nbytes: float, per_host: int, inside: Link, between: Link, gamma: float = 0.0
+) -> float:
+    """Return the seconds of a hierarchy: rings inside the hosts, and rings between them.
+
+    First each host does a reduce-scatter; then the ranks that hold the same piece, one per host,
+    all_reduce it; then each host does an all-gather. All rings between the hosts run at once and
+    share the one link of a host, so that link carries 2(h-1)/h * nbytes each way for h hosts.
+
+    per_host: ranks in each host; n must be a multiple of it, or no larger. inside: the link
+    between two ranks of a host. between: the link between two hosts, shared by their ranks.
+    """
+    check_count("per_host", per_host)
+    _check(n, nbytes, inside.alpha, inside.beta, gamma)
+    per_host = min(n, per_host)
+    hosts, left_over = divmod(n, per_host)
+    if left_over:
+        raise ModelError(f"n must be a multiple of per_host={per_host}, got {n}")
+    at_home = chunked_ring(per_host, nbytes, inside.alpha, inside.beta, gamma)
+    away = chunked_ring(hosts, nbytes, between.alpha, between.beta, gamma / per_host)
+    return at_home + away
+
+
+# --- ranks that share cores ----------------------------------------------------------------
+
+
+Round = tuple[int, float]  # how many messages are sent at once, and the bytes of each
+
+
+def rounds(all_reduce: Callable, n: int, nbytes: float) -> list[Round]:
+    """Return the rounds of an all_reduce: how many messages are sent at once, and bytes of each.
+
+    all_reduce: `naive_ring`, `chunked_ring`, `tree` or `halving_doubling`.
+    """
+    check_count("n", n)
+    check_times(nbytes=nbytes)
+    if all_reduce not in _ROUNDS:
+        known = ", ".join(function.__name__ for function in _ROUNDS)
+        raise ModelError(f"all_reduce must be one of {known}, got {all_reduce!r}")
+    return _ROUNDS[all_reduce](n, nbytes)
+
+
+def on_cores(
+    all_reduce: Callable, n: int, nbytes: float, alpha: float, beta: float, cores: int
+) -> float:
+    """Return the seconds of an all_reduce among n ranks that share the cores of one machine.
+
+    There a message is work for the processor. So a round with more messages than cores takes
+    messages / cores times as long; a ring of n ranks, n / cores times. With a core for every
+    rank, this is the time on a network.
+    """
+    check_count("cores", cores)
+    check_times(alpha=alpha, beta=beta)
+    return sum(
+        (alpha + beta * size) * max(1, messages / cores)
+        for messages, size in rounds(all_reduce, n, nbytes)
+    )
+
+
+def _tree_rounds(n: int, nbytes: float) -> list[Round]:
+    distances = [2**level for level in range((n - 1).bit_length())]
+    up = [(len(range(distance, n, 2 * distance)), nbytes) for distance in distances]
+    return up + up[::-1]
+
+
+def _halving_doubling_rounds(n: int, nbytes: float) -> list[Round]:
+    levels = n.bit_length() - 1
+    halves = [(2**levels, nbytes / 2 ** (level + 1)) for level in range(levels)]
+    partners = [(n - 2**levels, nbytes)] if n > 2**levels else []
+    return partners + halves + halves[::-1] + partners
+
+
+_ROUNDS: dict[Callable, Callable[[int, float], list[Round]]] = {
+    naive_ring: lambda n, nbytes: [(n, nbytes)] * (n - 1),
+    chunked_ring: lambda n, nbytes: [(n, nbytes / n)] * (2 * (n - 1)),
+    tree: _tree_rounds,
+    halving_doubling: _halving_doubling_rounds,
+}
+
+
+# --- a training step -----------------------------------------------------------------------
+
+
+def buckets(nbytes: float, bucket_cap_mb: float = 25) -> list[float]:
+    """Return the bytes of the buckets that gradients are cut into, in the order DDP sends them.
+
+    bucket_cap_mb: the size limit of a bucket, in MiB, as for DDP. DDP keeps the first one at 1 MiB,
+    so that it can be sent early. Here all but the last are full; real ones hold whole parameters.
+    """
+    check_times(nbytes=nbytes, bucket_cap_mb=bucket_cap_mb)
+    if bucket_cap_mb == 0:
+        raise ModelError("bucket_cap_mb must be more than 0")
+    sizes: list[float] = []
+    while nbytes > 0:
+        sizes.append(min(nbytes, (bucket_cap_mb if sizes else min(1, bucket_cap_mb)) * MIB))
+        nbytes -= sizes[-1]
+    return sizes
+
+
+def ddp_step(
+    n: int,
+    buckets: Sequence[float],
+    forward: float,
+    backward: float,
+    cost: Callable[[int, float], float],
+    ready: Sequence[float] | None = None,
+) -> float:
+    """Return the seconds of a forward and a backward during which gradients are averaged.
+
+    Buckets are all_reduced one after the other, each as soon as it is full and the one before it
+    is done. The backward continues meanwhile at full speed. The step ends when both have ended.
+
+    n: ranks. buckets: bytes of each, in the order in which they are sent. forward, backward:
+    seconds of computing on one rank. cost: seconds of one all_reduce of n ranks and nbytes, such
+    as `partial(chunked_ring, alpha=5e-6, beta=4e-11)`. ready: when each bucket is full, as a share
+    of the backward; None: gradients are produced at a steady rate. All 1: no overlap.
+    """
+    check_count("n", n)
+    check_times(forward=forward, backward=backward)
+    for size in buckets:
+        check_times(bucket=size)
+    if ready is None:
+        ready = [size / (sum(buckets) or 1) for size in accumulate(buckets)]
+    elif len(ready) != len(buckets) or not all(0 <= share <= 1 for share in ready):
+        raise ModelError(f"ready must hold {len(buckets)} shares from 0 to 1, got {list(ready)}")
+    elif list(ready) != sorted(ready):
+        raise ModelError(
+            f"ready must not decrease, because buckets are sent in order; got {list(ready)}"
+        )
+    free = 0.0  # when the network is free again, counted from the start of the backward
+    for size, share in zip(buckets, ready, strict=True):
+        free = max(free, share * backward) + cost(n, size)
+    return forward + max(backward, free)
+
+
+# --- alpha and beta of measured times ------------------------------------------------------
+
+
+def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return alpha, in seconds, and beta, in seconds per byte, of the line alpha + beta * bytes.
+
+    points: pairs of bytes and measured seconds. The line minimises the squares of the *relative*
+    errors: each point is divided by its time, so that a microsecond counts as much for a small
+    message as a millisecond for a large one. Neither number may be negative: if one of the best
+    line is, it is set to 0 and only the other one is fitted. Raises ModelError for fewer than two
+    sizes.
+    """
+    points = list(points)
+    for nbytes, _ in points:
+        check_times(bytes=nbytes)
+    sizes = sorted({nbytes for nbytes, _ in points})
+    if len(sizes) < 2:
+        raise ModelError(f"a line needs at least two sizes, got {sizes}")
+    return _least_squares([(1.0, nbytes, seconds) for nbytes, seconds in points])
+
+
+def fit_link(
+    points: Iterable[tuple[int, float, float]], cost: Callable[[int, float, float, float], float]
+) -> Link:
+    """Return the link on which an algorithm would take the measured times; errors as in `fit`.
+
+    points: ranks, bytes and measured seconds of each all_reduce. cost: a function such as
+    `chunked_ring`, called with n, nbytes, alpha and beta.
+    """
+    points = list(points)
+    sizes = sorted({(n, nbytes) for n, nbytes, _ in points})
+    if len(sizes) < 2:
+        raise ModelError(f"a link needs at least two sizes or numbers of ranks, got {sizes}")
+    rows = [(cost(n, size, 1, 0), cost(n, size, 0, 1), seconds) for n, size, seconds in points]
+    return Link(*_least_squares(rows))
+
+
+def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return alpha and beta of messages * alpha + bytes * beta = seconds."""
+    if not any(messages or nbytes for messages, nbytes, _ in rows):
+        raise ModelError("no message was sent in these runs; measure at least two ranks")
+    for _, _, seconds in rows:
+        check_times(seconds=seconds)
+        if seconds == 0:
+            raise ModelError(f"a measured time must be more than 0, got {seconds!r}")
+    # So that both columns have similar magnitudes.
+    scale = max(nbytes for _, nbytes, _ in rows) or 1.0
+    a = [messages / seconds for messages, _, seconds in rows]
+    b = [nbytes / scale / seconds for _, nbytes, seconds in rows]
+    aa, ab, bb = _dot(a, a), _dot(a, b), _dot(b, b)
+    determinant = aa * bb - ab * ab
+    if determinant > 0:
+        alpha = (sum(a) * bb - sum(b) * ab) / determinant
+        beta = (sum(b) * aa - sum(a) * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta / scale
+    alone = [(sum(a) / aa if aa else 0.0, 0.0), (0.0, sum(b) / bb if bb else 0.0)]
+    squares = [sum((x * p + y * q - 1) ** 2 for p, q in zip(a, b, strict=True)) for x, y in alone]
+    alpha, beta = alone[squares.index(min(squares))]
+    return alpha, beta / scale
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise ModelError unless `value` is a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_times(**values: float) -> None:
+    """Raise ModelError if a value is negative, infinite or not a number."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ModelError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+def _check(n: int, nbytes: float, alpha: float, beta: float, gamma: float) -> None:
+    check_count("n", n)
+    check_times(nbytes=nbytes, alpha=alpha, beta=beta, gamma=gamma)
