@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.failures import Call, Frame, TextFormatter, Wait, name_ranks
+from ddp_kit.error_text import Call, Frame, TextFormatter, Wait, name_ranks
 from ddp_kit.trace.events import Event, Group
 
 

@@ -13,8 +13,8 @@ import traces
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from ddp_kit.error_text import Frame
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import Frame
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
 from ddp_kit.plot.style import LOST, edge_color
 from ddp_kit.plot.timeline_lanes import by_steps, by_time

@@ -12,7 +12,7 @@ from torch.distributed import send as send_by_name
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.failures import Wait
+from ddp_kit.error_text import Wait
 from ddp_kit.pool.view import draw_bar
 from ddp_kit.trace import (
     EMPTY,

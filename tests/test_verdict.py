@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_executor import Machine, Tape, random_program, run
 
 import ddp_kit as kit
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 from ddp_kit.trace import Board, Snapshot, board
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group

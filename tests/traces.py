@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event, Group
 

@@ -8,8 +8,8 @@ import weakref
 from contextlib import suppress
 from typing import ClassVar
 
+from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.failures import name_ranks
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher

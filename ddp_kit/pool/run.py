@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any
 
+from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
 from ddp_kit.errors import DeadlockError, MismatchError, PoolError
-from ddp_kit.failures import TracebackFormatter, Wait, format_returned, format_unawaited
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from ddp_kit.failures import count
+from ddp_kit.error_text import count
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import backends
+from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import PoolError
-from ddp_kit.failures import RankFailure
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
 from ddp_kit.pool.launchers.torchrun import SOCKET

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
-from ddp_kit.failures import RankFailure
+from ddp_kit.error_text import RankFailure
 from ddp_kit.pool.rank.imports import Imports
 from ddp_kit.pool.rank.state import State, thread_left_running
 from ddp_kit.pool.wire import payload
