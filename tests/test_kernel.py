@@ -170,7 +170,7 @@ def test_a_failing_rank_is_reported_with_the_lines_of_its_cell(shared):
 
 def test_a_deadlock_reads_as_in_the_readme_below_its_picture(kernel):
     readme = (ROOT / "README.md").read_text(encoding="utf8")
-    stuck = readme[readme.index("## When it is stuck") :]
+    stuck = readme[readme.index("## When a run is stuck") :]
     code, error = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", stuck, re.DOTALL).groups()
     cell = kernel.raises(code)
     assert re.sub(r"In\[\d+\]", "In[2]", cell.rendered) == error.rstrip()
