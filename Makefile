@@ -1,11 +1,14 @@
-# Plain `make` lists the targets. Everything happens in .venv; nothing else is touched.
+# Plain `make` lists the targets. Everything is installed into .venv, and nothing outside the
+# checkout changes. With TORCH=2.x.y every target works in an environment of its own,
+# .venv-torch-2.x.y, which has that PyTorch instead of the pinned one.
 
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV := .venv$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 
-# The stamp holds the path of the checkout, because the scripts in .venv hold it too: a checkout
-# that was moved or copied, or whose Python is gone, is installed anew.
+# The stamp holds the path of the checkout, because the scripts in the environment hold it too:
+# after the checkout is moved or copied, or its Python is removed, everything is installed again.
 ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P))
 $(shell rm -f $(STAMP))
 endif
@@ -15,69 +18,75 @@ endif
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
-install: $(STAMP)  ## make the environment .venv and install the kit into it
-	@echo "ddp_kit is installed in .venv. Next: make lab"
+install: $(STAMP)  ## create the environment .venv and install the kit into it
+	@echo "ddp_kit is installed in $(VENV). Next: make lab"
 
-# A .venv whose pip does not run, or says that it lives elsewhere, is made again.
+# An environment whose pip does not run, or that was moved here, is created again.
 $(STAMP): pyproject.toml constraints.txt
-	@$(BIN)/pip --version 2>/dev/null | grep -qF "$$(pwd -P)/.venv/" && exit; \
+	@$(BIN)/pip --version 2>/dev/null | grep -qF "$$(pwd -P)/$(VENV)/" && exit; \
 	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
-	    found=$$($(PYTHON) --version 2>&1) || found="not there"; \
-	    echo "ddp_kit needs Python 3.10 or newer, and $(PYTHON) is $$found;" \
-	        "name another, as in: make install PYTHON=python3.12" >&2; exit 1; fi; \
+	    found="$(PYTHON) is $$($(PYTHON) --version 2>&1)" || found="$(PYTHON) was not found"; \
+	    echo "ddp_kit needs Python 3.10 or newer, but $$found." \
+	        "To use another Python: make install PYTHON=python3.12" >&2; exit 1; fi; \
 	if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
-	    echo "$(PYTHON) cannot make environments;" \
-	        "on Debian and Ubuntu this mends it: apt install python3-venv" >&2; exit 1; fi; \
-	rm -rf .venv && $(PYTHON) -m venv .venv
+	    echo "$(PYTHON) cannot create virtual environments." \
+	        "To fix it on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; fi; \
+	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 	@rm -f $(STAMP)
-	@echo "Installing PyTorch, JupyterLab and ddp_kit into .venv. The first time takes minutes."
+	@echo "Installing PyTorch$(TORCH:%= %), JupyterLab and ddp_kit into $(VENV)." \
+	    "The first time takes minutes."
 	@[ -t 1 ] || quiet=--quiet; \
-	$(BIN)/python -m pip install $$quiet -c constraints.txt -e ".[test]"
+	[ -z "$(TORCH)" ] || grep -v '^torch' constraints.txt > $(VENV)/constraints.txt; \
+	$(BIN)/python -m pip install $$quiet $(TORCH:%=torch==%) -e ".[test]" \
+	    -c $(if $(TORCH),$(VENV)/)constraints.txt && exit; \
+	[ -z "$(TORCH)" ] || echo "PyTorch $(TORCH) could not be installed with ddp_kit." \
+	    "pip's error above says why, and which versions exist." >&2; \
+	exit 1
 	@pwd -P > $(STAMP)
 
-# The PATH is for JupyterLab's terminals, where a learner calls torchrun.
+# The PATH is for JupyterLab's terminals, in which a learner calls torchrun.
 lab: $(STAMP)  ## open JupyterLab on notebooks/
 	@[ "$$(id -u)" != 0 ] || root=--allow-root; \
 	PATH="$$(pwd -P)/$(BIN):$$PATH" \
 	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $$root
 
-test: $(STAMP)  ## check style, imports, tests and every cell of every notebook
+test: $(STAMP)  ## check style, imports, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m compileall -q ddp_kit  # else every rank does, where Python writes no bytecode
+	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-browser: $(STAMP)  ## the tests in a real JupyterLab, every notebook included; they need Chromium
+browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium
 	@$(BIN)/python -m pytest -m "long or not long" -n 2 --dist load tests/browser
 
-lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one: NAME=ring_allreduce ARGS="--world-size 2"
+lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \
 	    exec $(BIN)/python -m ddp_kit.lessons.$(NAME) $(ARGS); fi; \
-	[ -z "$(NAME)" ] || echo "There is no lesson $(NAME)." >&2; \
+	[ -z "$(NAME)" ] || echo "There is no lesson named $(NAME)." >&2; \
 	echo "Run a lesson with make lesson NAME=..., where NAME is one of"; \
 	for file in ddp_kit/lessons/[!_]*.py; do [ ! -f "$$file" ] || \
 	    printf '  %-16s %s\n' "$$(basename "$$file" .py)" \
 	        "$$(sed -n '1{s/^"""//; s/"""$$//; p;}' "$$file")"; done; \
 	[ -z "$(NAME)" ]
 
-notebooks: $(STAMP)  ## execute every notebook again, in place
+notebooks: $(STAMP)  ## execute every notebook again and save it
 	@$(BIN)/python tests/notebooks/regenerate.py
 
-bench: $(STAMP) $(if $(PEERS),.venv-peers/.installed)  ## measure the speed; PEERS=1 beside others, ARGS=--record keeps it
-	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers .venv-peers/bin/python) $(ARGS)
+bench: $(STAMP) $(if $(PEERS),$(VENV)-peers/.installed)  ## measure the speed; PEERS=1 compares with other tools, ARGS=--record saves the result
+	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers $(VENV)-peers/bin/python) $(ARGS)
 
-# It sees the packages of .venv, so that torch is there once. A peer that does not install is
-# left out; the table says so.
-.venv-peers/.installed: $(STAMP) tests/benchmarks/requirements.txt
-	@rm -rf .venv-peers && $(BIN)/python -m venv .venv-peers
+# It sees the packages of the kit's environment, so that torch is installed only once. A peer that
+# cannot be installed is left out, and the table says so.
+$(VENV)-peers/.installed: $(STAMP) tests/benchmarks/requirements.txt
+	@rm -rf $(VENV)-peers && $(BIN)/python -m venv $(VENV)-peers
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	$(BIN)/python -c "$$packages" > "$$(.venv-peers/bin/python -c "$$packages")/kit.pth"
+	$(BIN)/python -c "$$packages" > "$$($(VENV)-peers/bin/python -c "$$packages")/kit.pth"
 	@grep -v '^#' tests/benchmarks/requirements.txt | while read -r peer; do \
-	    .venv-peers/bin/python -m pip install --quiet "$$peer" || echo "$$peer is left out" >&2; done
+	    $(VENV)-peers/bin/python -m pip install --quiet "$$peer" || echo "$$peer is left out" >&2; done
 	@touch $@
 
-clean:  ## remove .venv and every cache
-	@rm -rf .venv .venv-peers .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
+clean:  ## remove every environment and every cache
+	@rm -rf .venv .venv-peers .venv-torch-* .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
 	@find ddp_kit tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) \
 	    -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_kit.backends import device
 from ddp_kit.data import mnist
 from ddp_kit.doctor import doctor
+from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import (
     BackendError,
     DataError,
@@ -31,7 +32,6 @@ from ddp_kit.errors import (
     RunTimeoutError,
     TraceError,
 )
-from ddp_kit.failures import RankFailure
 from ddp_kit.launch import torchrun
 from ddp_kit.pool import Result, WorkerPool, run
 from ddp_kit.pool.ipython import shell

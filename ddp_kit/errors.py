@@ -29,18 +29,18 @@ time. Cell numbers do change, so only the traceback that a notebook renders has 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddp_kit.failures import (
+from ddp_kit.error_text import (
     Call,
     RankFailure,
     TextFormatter,
     TracebackFormatter,
     Wait,
+    format_death,
     format_returned,
-    name_ranks,
+    signal_name,
 )
 from ddp_kit.renamed import RenamedAttribute
 
@@ -198,29 +198,10 @@ class RankDiedError(RunError):
     @property
     def signal(self) -> str | None:
         """The signal that ended the process: "SIGKILL"; None if it exited, or that is not known."""
-        if self.exitcode is None or self.exitcode >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exitcode).name
-        except ValueError:
-            return f"signal {-self.exitcode}"
+        return signal_name(self.exitcode)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        name = self.signal
-        how = f"ended by {name}" if name else f"exited with code {self.exitcode}"
-        if name == "SIGKILL":
-            cause = "it was killed from outside, most often because memory ran out"
-        elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
-            cause = "native code crashed; the last lines that it printed may say why"
-        elif name:
-            cause = "it was stopped from outside"
-        elif self.exitcode is None:
-            how = "its exit code was lost"
-            cause = "unknown, because other code in this process collects exit codes"
-        else:
-            cause = "the worker called sys.exit or os._exit"
-        also = f" ({name_ranks(self.others)} died too)" if self.others else ""
-        died = f"rank {self.rank} died: {how}{also}. Likely cause: {cause}."
+        died = format_death(self.rank, self.exitcode, self.others)
         return [died, *text.failures(self.failures.values()), *text.waits(self.waits)]
 
 

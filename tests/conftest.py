@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from multiprocessing import resource_tracker
 
 import psutil
@@ -13,8 +14,19 @@ import ddp_kit as kit
 from ddp_kit.pool import pool as pool_module
 
 
+def pytest_sessionstart() -> None:
+    """Let SIGINT raise KeyboardInterrupt, as it does for programs started in a terminal.
+
+    A script's background job (`pytest &`, nohup) starts with SIGINT ignored, and so would every
+    process that a test starts: tests of interrupts would wait for something that never comes. A
+    handler, unlike SIG_IGN, is not inherited across exec, so those processes get the default.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def children() -> list[psutil.Process]:
-    """Living descendants, but for the shared pool's ranks and multiprocessing's own helper."""
+    """Return living descendants, except the shared pool's ranks and multiprocessing's helper."""
     known = {resource_tracker._resource_tracker._pid}
     for pool in pool_module._shared.values():
         known |= {rank.process.pid for rank in pool._processes.ranks}
@@ -46,6 +58,6 @@ def end_of_session():
 
 @pytest.fixture
 def pool():
-    """A pool of a test's own, for tests that break it."""
+    """A pool of its own for a test that breaks it."""
     with kit.WorkerPool(2) as own:
         yield own

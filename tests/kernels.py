@@ -22,10 +22,10 @@ import ddp_kit as kit
 
 ROOT = Path(kit.__file__).resolve().parents[1]
 
-# ipykernel sees by PYTEST_CURRENT_TEST that it is tested, and then does not show what is written
-# to its file descriptors 1 and 2. In JupyterLab it does. PYTHONPATH: the kit of this process.
+# With PYTEST_CURRENT_TEST set, ipykernel does not show what is written to its file descriptors 1
+# and 2; in JupyterLab it does. PYTHONPATH: the kernel imports the same kit as this process.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-ENVIRONMENT["DDP_KIT_WARM"] = "0"  # tests/test_warm_start.py has the others
+ENVIRONMENT["DDP_KIT_WARM"] = "0"  # only tests/test_warm_start.py starts kernels that warm up
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
 
 SET_UP = """
@@ -47,7 +47,7 @@ class ThisPython(KernelManager):
 
 
 class Cell:
-    """One cell that was sent to a kernel, and what the front end has got from it so far."""
+    """One cell that was sent to a kernel, and what the front end has received from it so far."""
 
     def __init__(self, client, code: str) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class Cell:
         self.messages: list[tuple[str, dict]] = []
 
     def read_until(self, seen: Callable[[Cell], bool], seconds: float = 60) -> Cell:
-        """Take in messages until `seen(self)` or the end of the cell; fail after `seconds`."""
+        """Read messages until `seen(self)` or the end of the cell; fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (self.ended or seen(self)):
             try:
@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def rendered(self) -> str:
-        """The traceback as it is read, without its colours."""
+        """The traceback as a reader sees it, without colours."""
         return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(self.error["traceback"]))
 
 
@@ -112,8 +112,8 @@ class Kernel:
                 self.get_ready()
                 return
             except BaseException:
-                # Its manager looks for free ports, and the kernel binds them seconds later. A rank
-                # of a test beside this one may have taken one meanwhile; then the kernel dies.
+                # The manager looks for free ports, and the kernel binds them seconds later. In
+                # between, a rank of a concurrent test may take one; then the kernel dies.
                 died = not self.manager.is_alive()
                 self.end()
                 if last or not died:
@@ -144,7 +144,7 @@ class Kernel:
         return cell
 
     def ranks(self, world_size: int) -> list[psutil.Process]:
-        """The processes of `world_size` ranks; starts them where they are not."""
+        """Return the processes of `world_size` ranks, after starting those that are missing."""
         pids = self.value(f"list(kit.run(pid, world_size={world_size}))")
         return [psutil.Process(int(number)) for number in re.findall(r"\d+", pids)]
 
@@ -155,7 +155,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(tmp_path) -> Iterator[Kernel]:
-    """A kernel of a test's own, for tests that break it."""
+    """A kernel of its own for a test that breaks it."""
     own = Kernel(tmp_path)
     try:
         yield own
@@ -208,7 +208,7 @@ def flood(rank, world_size, folder):
 
 
 def start_stuck(kernel: Kernel, worker: str, folder: Path) -> tuple[Cell, list[psutil.Process]]:
-    """Send a cell that never ends, and return when both of its ranks are in the thick of it."""
+    """Send a cell that never ends, and return when both of its ranks are running it."""
     ranks = kernel.ranks(2)
     folder.mkdir()
     cell = kernel.send(f"kit.run({worker}, {str(folder)!r}, world_size=2)")

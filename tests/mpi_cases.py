@@ -45,7 +45,7 @@ def compared(function: Callable) -> Callable:
 
 
 def between_ranks(function: Callable) -> Callable:
-    """Register a case for at least two ranks: a rank of gloo cannot send to itself."""
+    """Register a case for at least two ranks: a gloo rank cannot send to itself."""
     COMPARED[function.__name__] = lambda group: function(group) if group.size() > 1 else []
     return function
 
@@ -272,7 +272,7 @@ def empty_tensors(group):
 
 
 @compared
-def tensors_of_no_dimension(group):
+def zero_dimensional_tensors(group):
     number = torch.tensor(float(group.rank() + 1))
     outputs = [torch.empty(()) for _ in range(group.size())]
     dist.all_gather(outputs, number, group=group)
@@ -391,7 +391,7 @@ def large_messages_both_ways_at_once(group):
 
 
 @own
-def a_message_to_oneself(group):
+def a_message_to_its_own_rank(group):
     tensor = torch.empty(2)
     work = dist.isend(torch.tensor([1.0, 2.0]), group_dst=group.rank(), group=group)
     dist.irecv(tensor, group_src=group.rank(), group=group).wait()
@@ -471,7 +471,7 @@ def lists_of_uneven_sizes(group):
 
 
 @own
-def tensors_not_in_one_piece(group):
+def non_contiguous_tensors(group):
     rank, size = group.rank(), group.size()
     base = torch.arange(12.0).view(3, 4)
     tensor = base.clone().T
@@ -514,7 +514,7 @@ def input_that_is_a_part_of_the_output(group):
 
 
 @own
-def dtypes_that_gloo_has_not(group):
+def dtypes_that_gloo_lacks(group):
     for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
         tensor = torch.tensor([1.0, 2.0]).to(dtype)
         dist.all_reduce(tensor, group=group)
@@ -578,7 +578,7 @@ def a_message_whose_work_was_dropped_arrives(group):
 
 
 @own
-def many_operations_under_way(group):
+def many_operations_in_flight(group):
     rank, size = group.rank(), group.size()
     outputs = [torch.empty(3) for _ in range(100)]
     works = []
@@ -593,7 +593,7 @@ def many_operations_under_way(group):
 
 
 @own
-def a_wait_ends_and_one_may_wait_again(group):
+def a_wait_times_out_and_can_be_repeated(group):
     rank, size = group.rank(), group.size()
     tensor = torch.empty(1)
     work = dist.irecv(tensor, group_src=(rank - 1) % size, group=group, tag=9)
@@ -627,16 +627,16 @@ def the_timeout_of_a_group_ends_an_operation(group):
 
 @own
 def memory_stays_reserved_after_a_timeout(group):
-    """MPI may still write into the copy that a receive into every other element needs."""
+    """MPI may still write into the contiguous copy that a strided receive needs."""
     made, make = [], buffers.receive_buffer
 
-    def noting(tensor):
+    def recorded(tensor):
         buffer = make(tensor)
         made.append(weakref.ref(buffer))
         return buffer
 
     limited = dist.new_group(backend="mpi4py", timeout=timedelta(milliseconds=100))
-    with patch.object(buffers, "receive_buffer", noting):
+    with patch.object(buffers, "receive_buffer", recorded):
         work = dist.irecv(torch.zeros(4)[::2], group_src=0, group=limited, tag=1)
     with raises(RuntimeError, "Timed out waiting 100ms for recv operation to complete"):
         work.wait()
@@ -646,7 +646,7 @@ def memory_stays_reserved_after_a_timeout(group):
 
 
 @own
-def a_signal_comes_through_a_wait(group):
+def a_signal_interrupts_a_wait(group):
     def stop(*_):
         raise InterruptedError("enough")
 
@@ -705,7 +705,7 @@ def a_group_in_an_order_of_its_own(group):
 
 
 @own
-def a_member_that_does_not_come(group):
+def a_member_that_never_joins(group):
     if group.size() == 1:
         return
     limit = timedelta(milliseconds=300)
@@ -713,7 +713,7 @@ def a_member_that_does_not_come(group):
         with raises(RuntimeError, "Timed out waiting 300ms for new_group"):
             dist.new_group([0, 1], timeout=limit, backend="mpi4py", use_local_synchronization=True)
     dist.barrier(group)
-    if dist.get_rank() < 2:  # the same name again: nothing of the first attempt is in the way
+    if dist.get_rank() < 2:  # the same name again: the first attempt left nothing in the way
         pair = dist.new_group([0, 1], backend="mpi4py", use_local_synchronization=True)
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=pair)

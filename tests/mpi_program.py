@@ -58,7 +58,7 @@ def cases(folder: Path) -> None:
         problems = [None] * size
         dist.all_gather_object(problems, problem, group=report)
         failures[name] = "\n".join(filter(None, problems))
-        if failures[name]:  # gloo cut the connections of ranks that waited in vain
+        if failures[name]:  # gloo closed the connections of ranks whose waits timed out
             gloo = dist.new_group(backend="gloo", timeout=LIMIT)
     if rank == 0:
         (folder / "failures.json").write_text(json.dumps(failures))
@@ -96,7 +96,7 @@ def vanishing(folder: Path) -> None:
 
 
 def exiting(folder: Path) -> None:
-    """Rank 1 calls sys.exit, which cannot be told from a regular end."""
+    """Rank 1 calls sys.exit, which looks the same as a normal end."""
     if alone_as_rank_1(folder, timedelta(seconds=3)):
         sys.exit(3)
 
@@ -120,7 +120,7 @@ def early(folder: Path) -> None:
 
 
 def untidy(folder: Path) -> None:
-    """Ranks end with operations under way that no rank will ever match."""
+    """Ranks end with operations in flight that no rank will ever match."""
     rank, size = start(folder)
     dist.irecv(torch.empty(1), (rank + 1) % size, tag=4)
     dist.isend(torch.ones(1_000_000), (rank + 1) % size, tag=5)
@@ -140,7 +140,7 @@ def again(folder: Path) -> None:
 
 
 def fewer(folder: Path) -> None:
-    """The default group has all ranks of MPI but the last."""
+    """The default group has all MPI ranks except the last."""
     rank, size = mpi.rank_info()[:2]
     if rank < size - 1:
         start(folder, size - 1)
@@ -155,7 +155,7 @@ def fewer(folder: Path) -> None:
 
 
 def wrong(folder: Path) -> None:
-    """PyTorch gets another rank or world size than MPI."""
+    """PyTorch is given a rank or world size that differs from MPI's."""
     from ddp_kit.errors import BackendError
 
     rank, size = mpi.rank_info()[:2]

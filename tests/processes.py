@@ -1,4 +1,4 @@
-"""Waiting for processes, bounded: each function fails loudly instead of waiting for ever."""
+"""Waiting for processes, bounded: each function fails loudly instead of waiting forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOUND = 5.0  # seconds that an interrupt or an end may take; far more than they 
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it runs. A zombie does not: who should reap it may be gone or slow."""
+    """Return whether it is running. A zombie is not: its parent may be gone, or slow to reap it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -19,7 +19,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def ended(processes: Iterable[psutil.Process], seconds: float = BOUND) -> bool:
-    """Wait until all have ended."""
+    """Wait until all have ended; return whether they have."""
     processes = list(processes)
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)) and time.monotonic() < deadline:
@@ -32,7 +32,7 @@ def assert_gone(processes: list[psutil.Process], after: str) -> None:
     gone = ended(processes)
     left = [process for process in processes if alive(process)]
     for process in left:
-        process.kill()  # an orphan is nobody's child, and no fixture would see it
+        process.kill()  # an orphan is no longer our descendant, so no fixture would see it
     assert gone, f"left alive after {after}: {left}"
 
 
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def wait_until_calm(ranks: list[psutil.Process]) -> None:
-    """Return once the ranks have used no processor time for a while: they sit in native code."""
+    """Return once the ranks have used no CPU time for a while: they are blocked in native code."""
     calm, before = 0, None
 
     def settled() -> bool:
@@ -53,4 +53,4 @@ def wait_until_calm(ranks: list[psutil.Process]) -> None:
         calm, before = (calm + 1 if now == before else 0), now
         return calm == 15
 
-    wait_until(settled, 30, "the ranks come to rest")
+    wait_until(settled, 30, "the ranks are blocked")

@@ -30,7 +30,7 @@ class Operation:
 
     event: Event
     done: bool = False
-    took: tuple | None = None  # of a receive from any source that is done: its channel
+    took: tuple | None = None  # the channel of a completed receive from any source
 
 
 class Machine:
@@ -95,7 +95,7 @@ class Machine:
             count[event.channel] += 1
             event = Event(rank, 0, name, kind, kind, group, sequence, peer=peer, tag=tag)
         operation = Operation(event)
-        self._meet(operation)
+        self._match(operation)
         return operation
 
     def _join(self, operation: Operation) -> None:
@@ -107,7 +107,7 @@ class Machine:
             eager = root is not None and root != rank and root in members
             other.done |= eager or len(members) == len(event.group.ranks)
 
-    def _meet(self, operation: Operation) -> None:
+    def _match(self, operation: Operation) -> None:
         # A receive that names its source gets the message before one from any source.
         partners = [other for other in self.open if fits(operation.event, other.event)]
         partner = min(partners, key=lambda other: other.event.peer is None, default=None)

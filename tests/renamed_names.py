@@ -1,7 +1,7 @@
 """Runs a traced program in a PyTorch in which names were renamed, as a new release might do.
 
 A program for tests/test_torch_internals.py: it reads a list of cases, each a list of names, and
-prints what came of each. A case is a fork of this process, which has imported PyTorch but not the
+prints the outcome of each. A case is a fork of this process, which has imported PyTorch but not the
 kit, so the kit looks for its names in a PyTorch that really lacks them.
 """
 
@@ -40,7 +40,7 @@ CALLERS = {  # the modules of Python code that use the names
 
 
 def rename(path: str) -> None:
-    """Rename something of PyTorch, if this release has it, and what its own code calls it."""
+    """Rename something in PyTorch, if this release has it, and its uses in PyTorch's own code."""
     module, _, names = path.partition(":")
     *owners, name = names.split(".")
     owner = import_module(module)
@@ -73,7 +73,7 @@ def method(owner: Any, name: str) -> Callable:
 
 
 def run_program(rank: int, store: str) -> dict[str, Any]:
-    """Communicate in every way that the kit traces; return what came of it, and the trace."""
+    """Communicate in every way that the kit traces; return the results and the trace."""
     from ddp_kit import torch_internals
     from ddp_kit.trace import Board, Snapshot, recording
 
@@ -185,7 +185,7 @@ def batch(rank: int, board: Any) -> int:
 
 
 def fork(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Run something in a fork of this process; return how to wait for what it returns."""
+    """Run a function in a fork of this process; return a function that waits for its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Which backend and device a rank gets: on invented GPUs, and on real ones if there are any."""
+"""Which backend and device a rank gets: with fake GPUs, and with real ones if there are any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_kit import backends
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Invent GPUs; return the devices that were made current."""
+    """Fake the GPUs; return the devices that were made current."""
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)

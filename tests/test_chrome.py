@@ -112,6 +112,6 @@ def test_wait_that_never_ended_lasts_as_long_as_its_rank(tmp_path):
     assert stuck["ts"] + stuck["dur"] == pytest.approx(worker["ts"] + worker["dur"])
 
 
-def test_folder_that_is_not_there_is_an_os_error(tmp_path):
+def test_missing_folder_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         write_chrome(Trace(1), tmp_path / "nowhere" / "trace.json")

@@ -53,8 +53,8 @@ for widget in list(__import__("ipywidgets").widgets.widget._instances.values()):
 class FrontEnd:
     """Plays JupyterLab's part: it holds the state of every widget that a kernel has made.
 
-    subshell: send what a control says to a thread of its own, as JupyterLab does with most
-    versions of ipykernel 7; without it the main thread reads it between two cells.
+    subshell: send a control's messages to a thread of its own, as JupyterLab does with most
+    versions of ipykernel 7; without it the main thread reads them between two cells.
     """
 
     def __init__(self, kernel: Kernel, subshell: bool = False) -> None:
@@ -90,13 +90,13 @@ class FrontEnd:
             if kind == "comm_open":
                 self.states[content["comm_id"]] = {}
             if kind in ("comm_open", "comm_msg") and content["comm_id"] in self.states:
-                self._take_in(content["comm_id"], content["data"], message["buffers"])
+                self._update(content["comm_id"], content["data"], message["buffers"])
             elif kind in ("stream", "display_data", "execute_result", "error"):
                 self.other.append(kind)
             elif kind == "status" and content["execution_state"] == "idle":
                 self._ended = message["parent_header"].get("msg_id")
 
-    def _take_in(self, model: str, data: dict, buffers: list) -> None:
+    def _update(self, model: str, data: dict, buffers: list) -> None:
         self.states[model] |= data.get("state", {})
         for path, buffer in zip(data.get("buffer_paths", []), buffers, strict=True):
             self.states[model][path[0]] = bytes(buffer)
@@ -106,8 +106,8 @@ class FrontEnd:
         [found] = [m for m, s in self.states.items() if state.items() <= s.items()]
         return found
 
-    def say(self, model: str, data: dict) -> str:
-        """Send what a control says; return the message's id."""
+    def send(self, model: str, data: dict) -> str:
+        """Send a control's message; return the message's id."""
         message = self.client.session.msg("comm_msg", {"comm_id": model, "data": data})
         if self._subshell:
             message["header"]["subshell_id"] = self._subshell
@@ -119,7 +119,7 @@ class FrontEnd:
         model = self.model(description=name)
         self.states[model]["value"] = value
         update = {"method": "update", "state": {"value": value}, "buffer_paths": []}
-        return self.say(model, update)
+        return self.send(model, update)
 
     @property
     def line(self) -> str:
@@ -132,7 +132,7 @@ class FrontEnd:
 
 @pytest.fixture(params=[False, True], ids=["main", "subshell"])
 def front(request, shared, tmp_path) -> FrontEnd:
-    """The controls of an explorer, as a front end sees them that sends messages this way."""
+    """The controls of an explorer, in a front end that sends messages this way."""
     shared.run(EXPLORER)
     front = FrontEnd(shared, subshell=request.param)
     front.open(f"view = explorer({str(tmp_path)!r}); view.interact()")
@@ -140,7 +140,7 @@ def front(request, shared, tmp_path) -> FrontEnd:
 
 
 def begun(folder: Path, number: int) -> list[int]:
-    """Process ids of the ranks that are in the middle of a run."""
+    """Return the process ids of the ranks that are in the middle of a run."""
     return [int(path.name.split()[-1]) for path in folder.glob(f"begun {number} *")]
 
 
@@ -153,7 +153,7 @@ def test_a_slider_runs_again_and_changes_the_picture(front):
     assert front.kernel.value("drawn, view.settings['number']") == "([1, 3], 3)"
 
 
-def test_a_wish_during_a_cell_is_carried_out_after_it(front, tmp_path):
+def test_a_change_during_a_cell_takes_effect_after_it(front, tmp_path):
     before = front.picture
     cell = front.client.execute(
         f"result = kit.run(hold, 8, {str(tmp_path)!r}, world_size=2)\n"
@@ -186,7 +186,7 @@ def test_many_quick_wishes_give_few_runs_and_the_last_one_wins(front, tmp_path):
     assert len(drawn) <= (3 if front._subshell else 7), drawn
 
 
-def test_an_error_is_told_in_the_line_and_the_picture_stays(front):
+def test_an_error_is_reported_in_the_line_and_the_picture_stays(front):
     before = front.picture
     front.move("number", 7)
     front.read_until(lambda: "RankError: ranks 0 and 1 raised ValueError: seven" in front.line)
@@ -194,7 +194,7 @@ def test_an_error_is_told_in_the_line_and_the_picture_stays(front):
     assert front.other == []
     front.move("number", 1)
     front.read_until(lambda: "kit.run(lesson.hold, 1" in front.line)
-    front.say(
+    front.send(
         front.model(description="Run again"), {"method": "custom", "content": {"event": "click"}}
     )
     front.read_until(lambda: "running on 2 ranks" in front.line)
@@ -222,7 +222,7 @@ def test_an_interrupt_ends_a_controls_run_forgets_the_next_and_frees_the_ranks(
     assert front.picture == before
     assert kernel.value("list(kit.run(lambda rank, world_size: rank, world_size=2))") == "[0, 1]"
     assert kernel.value("drawn") == "[1]"
-    kernel.manager.interrupt_kernel()  # the kernel ignores this one again
+    kernel.manager.interrupt_kernel()  # between two cells the kernel ignores it
     assert kernel.value("list(kit.run(lambda rank, world_size: rank, world_size=2))") == "[0, 1]"
 
 
@@ -239,7 +239,7 @@ def test_sliders_follow_the_world_size_and_hide_where_they_have_no_effect(shared
     assert (front.states[root]["max"], front.states[root]["value"]) == (1, 1)
     assert front.states[layout]["display"] is None
     names = front.states[front.model(description="collective")]
-    front.say(
+    front.send(
         front.model(description="collective"),
         {"method": "update", "state": {"index": names["_options_labels"].index("all_gather")}},
     )
@@ -276,7 +276,7 @@ def test_ipywidgets_is_loaded_when_controls_are_asked_for(kernel):
     assert kernel.value(loaded) == "True"
 
 
-def test_what_stands_still_is_a_png_with_its_numbers_as_text():
+def test_a_static_picture_is_a_png_with_its_numbers_as_text():
     view = collectives.explore("scatter", world_size=2, root=1)
     assert repr(view) == (
         "scatter(src=1) on 2 ranks\n"
@@ -294,7 +294,7 @@ def test_controls_outside_a_notebook_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("explore", "said"),
+    ("explore", "message"),
     [
         (lambda: collectives.explore("sum"), "collective must be one of broadcast, scatter,"),
         (lambda: collectives.explore(op="ADD"), "op must be one of SUM, PRODUCT, MAX, MIN, AVG"),
@@ -308,20 +308,20 @@ def test_controls_outside_a_notebook_are_refused():
         (lambda: partitioned_sgd.explore(lr=float("nan")), "lr must be a positive number, got nan"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_in_one_sentence(explore, said):
+def test_an_impossible_setting_is_refused_in_one_sentence(explore, message):
     with pytest.raises(kit.PoolError) as caught:
         explore()
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_another_value_than_the_usual_ones_can_be_chosen():
+def test_a_value_that_the_menu_lacks_can_be_chosen():
     view = partitioned_sgd.explore(world_size=2, lr=0.02)
     assert repr(view).startswith("The first steps of 2 ranks with learning rate 0.02\n")
     assert view.choices(view.settings)["lr"] == [0.003, 0.01, 0.02, 0.03, 0.1, 0.3]
 
 
-def test_one_rank_and_four_take_the_same_course():
+def test_one_rank_and_four_train_alike():
     alone = partitioned_sgd.explore(world_size=1).result[0]
     together = partitioned_sgd.explore(world_size=4).result
     means = [sum(step) / 4 for step in zip(*together, strict=True)]

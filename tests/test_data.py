@@ -49,7 +49,7 @@ def test_full_mnist_without_a_network_raises_one_sentence(tmp_path, monkeypatch)
     from torchvision import datasets
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nobody answers
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])  # nothing listens there
     with pytest.raises(kit.DataError, match="could not be downloaded") as caught:
         kit.mnist(full=True)
     assert "\n" not in str(caught.value)

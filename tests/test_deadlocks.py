@@ -380,7 +380,7 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
     kit.run(worker, world_size=3)
 
 
-def test_a_rank_that_does_not_answer_with_its_threads_is_left_alone(monkeypatch):
+def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
     monkeypatch.setattr(RankHandle, "stacks", lambda rank: [])
     with pytest.raises(kit.RunTimeoutError):
         kit.run(mutual_recv, world_size=2, timeout=2)
@@ -403,12 +403,12 @@ def test_a_stopped_rank_is_left_alone():
 
     victim = psutil.Process(kit.run(lambda rank, world_size: os.getpid(), world_size=2)[0])
 
-    def stop_and_go_on():
+    def stop_and_continue():
         victim.send_signal(signal.SIGSTOP)
-        time.sleep(2)  # what is tested: a long standstill
+        time.sleep(2)  # the test itself: a long standstill
         victim.send_signal(signal.SIGCONT)
 
-    thread = threading.Thread(target=stop_and_go_on)
+    thread = threading.Thread(target=stop_and_continue)
     thread.start()
     kit.run(worker, world_size=2)
     thread.join()
@@ -437,7 +437,7 @@ def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
         kit.run(worker, world_size=2, timeout=30)
 
 
-def test_ranks_that_are_ended_write_nothing_of_each_others_end(capfd):
+def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
     def waits_in_a_thread(rank, world_size):
         thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
         thread.start()
@@ -451,7 +451,7 @@ def test_ranks_that_are_ended_write_nothing_of_each_others_end(capfd):
 # --- what is left to the timeout -----------------------------------------------------------
 
 
-def test_what_cannot_be_decided_ends_at_its_timeout_and_shows_the_lines():
+def test_an_undecided_run_ends_at_its_timeout_and_shows_the_lines():
     def spins(rank, world_size):
         if rank == 0:
             dist.recv(torch.zeros(1), 1)

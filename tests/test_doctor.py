@@ -60,8 +60,8 @@ def test_windows_is_accepted(monkeypatch):
     [
         ("2.13.0+cpu", None, True, "without CUDA"),
         ("2.13.0+cu130", "13.0", True, "built for CUDA 13.0"),
-        ("2.10.0", None, True, "without CUDA"),
-        ("2.5.1", None, False, "2.6 or newer"),
+        ("2.12.0", None, True, "without CUDA"),
+        ("2.9.1", None, False, "2.12 or newer"),
     ],
 )
 def test_a_build_of_pytorch_is_misjudged(monkeypatch, version, cuda, ok, words):
@@ -74,7 +74,7 @@ def test_a_build_of_pytorch_is_misjudged(monkeypatch, version, cuda, ok, words):
 
 @pytest.fixture
 def torchvision(monkeypatch, tmp_path):
-    """A torchvision made for this torch; the library lies in the folder that is returned."""
+    """Fake a torchvision that was built for this torch; return the folder of its library."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     replace(
         monkeypatch,
@@ -142,7 +142,7 @@ def test_a_torchvision_without_operators_goes_unnoticed(torchvision):
         ),
     ],
 )
-def test_a_backend_is_promised_or_missed(monkeypatch, gloo, nccl, lacking, ok, words):
+def test_a_backend_is_misjudged(monkeypatch, gloo, nccl, lacking, ok, words):
     replace(
         monkeypatch,
         (dist, "is_gloo_available", gloo),
@@ -155,7 +155,7 @@ def test_a_backend_is_promised_or_missed(monkeypatch, gloo, nccl, lacking, ok, w
 
 
 @pytest.mark.parametrize(("used", "words"), [(True, "initialized in"), (False, "not initialized")])
-def test_cuda_in_this_process_is_a_worry(monkeypatch, used, words):
+def test_cuda_in_this_process_is_misjudged(monkeypatch, used, words):
     replace(monkeypatch, (torch.cuda, "is_initialized", used))
     found = checks.cuda()
     assert found.ok
@@ -288,7 +288,7 @@ def test_a_loopback_that_refuses_goes_unnoticed(monkeypatch, step):
     assert "Connection refused" in found.found
 
 
-def test_a_loopback_that_swallows_messages_holds_the_doctor_up(monkeypatch):
+def test_a_loopback_that_drops_connections_hangs_the_doctor(monkeypatch):
     # A listener whose queue is full: nobody accepts, and the system drops the next connection.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
@@ -328,7 +328,7 @@ def test_the_doctor_and_the_pool_count_open_files_differently(monkeypatch):
     assert f"Enough for {most_ranks()} ranks." in checks.open_files().consequence
 
 
-def test_the_temporary_folder_is_doubted_or_left_full(tmp_path, monkeypatch):
+def test_the_temporary_folder_is_rejected_or_left_full(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert checks.temporary_folder().ok
     assert not list(tmp_path.iterdir())
@@ -365,7 +365,7 @@ def test_a_check_that_fails_ends_the_doctor(monkeypatch, capsys):
     )
 
 
-def test_a_check_that_hangs_holds_the_doctor_up():
+def test_a_check_that_hangs_also_hangs_the_doctor():
     release = threading.Event()
     start = time.monotonic()
     found = run_check(lambda: release.wait(10), timeout=0.05)
@@ -449,7 +449,7 @@ def test_the_command_fails_in_a_cell():
         "import ddp_kit as kit; import ddp_kit.doctor.checks",
     ],
 )
-def test_another_import_takes_the_doctor_or_torchvision_away(imports):
+def test_another_import_breaks_the_doctor_or_torchvision(imports):
     code = f"{imports}\nkit.doctor()\nimport torchvision\nprint(len(kit.mnist()))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert out.stderr == ""

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import ddp_kit as kit
-from ddp_kit.failures import Call, Frame, TextFormatter, Wait, name_ranks
+from ddp_kit.error_text import Call, Frame, TextFormatter, Wait, name_ranks
 from ddp_kit.trace.events import Event, Group
 
 
@@ -274,7 +274,7 @@ def test_a_bug_of_the_kit_is_taken_for_one_of_the_learner():
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_an_error_loses_something_on_its_way(error, again):
+def test_an_error_loses_something_when_it_is_sent(error, again):
     assert error.trace is None
     error = copy.copy(error)
     error.trace = ["what was communicated"]

@@ -84,7 +84,7 @@ CALL = "print(*kit.run(work, world_size=2))\n"
 
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guarded", "unguarded"])
 @pytest.mark.parametrize("option", ["", "-i", "-n"], ids=["plain", "-i", "-n"])
-def test_a_script_by_run_is_executed_by_the_notebook_alone(shared, tmp_path, guard, option):
+def test_a_script_under_percent_run_runs_in_the_notebook_only(shared, tmp_path, guard, option):
     marks = tmp_path / "marks"
     # In the kernel's own folder, a rank could import the script by its name.
     folder = Path(shared.process.cwd())
@@ -125,11 +125,11 @@ def test_ranks_that_start_in_or_after_a_script_do_not_execute_it(shared, tmp_pat
     ],
     ids=["module", "module with an option", "path"],
 )
-def test_a_lesson_by_run_works_twice_and_later_cells_too(shared, command, ranks):
+def test_a_lesson_under_percent_run_works_twice_and_later_cells_too(shared, command, ranks):
     for _ in range(2):
         cell = shared.run(f"%run {command}")
-        said = f"point_to_point: {ranks} ranks, every tensor arrived as it was sent\n"
-        assert cell.stdout == said
+        expected = f"point_to_point: {ranks} ranks, every tensor arrived as it was sent\n"
+        assert cell.stdout == expected
         shared.run("def own(rank, world_size):\n    return rank * 3")
         assert shared.value("list(kit.run(own, world_size=2))") == "[0, 3]"
 
@@ -148,8 +148,8 @@ kit.run(worker, world_size=2)
 """
 
 
-def test_a_failing_rank_is_told_in_the_words_of_the_cell(shared):
-    shared.run("1")  # so that the second telling comes from a cell of another number
+def test_a_failing_rank_is_reported_with_the_lines_of_its_cell(shared):
+    shared.run("1")  # so that the second report comes from a cell with another number
     first, second = shared.raises(FAILING), shared.raises(FAILING)
     for cell in (first, second):
         number = cell.contents("execute_input")[0]["execution_count"]
@@ -168,9 +168,9 @@ def test_a_failing_rank_is_told_in_the_words_of_the_cell(shared):
         assert cell.stderr == ""
 
 
-def test_a_deadlock_reads_as_the_readme_has_it_below_its_picture(kernel):
+def test_a_deadlock_reads_as_in_the_readme_below_its_picture(kernel):
     readme = (ROOT / "README.md").read_text(encoding="utf8")
-    stuck = readme[readme.index("## When it is stuck") :]
+    stuck = readme[readme.index("## When a run is stuck") :]
     code, error = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", stuck, re.DOTALL).groups()
     cell = kernel.raises(code)
     assert re.sub(r"In\[\d+\]", "In[2]", cell.rendered) == error.rstrip()
@@ -178,7 +178,7 @@ def test_a_deadlock_reads_as_the_readme_has_it_below_its_picture(kernel):
     assert len(pictures) == 1
     assert pictures[0]["text/plain"].startswith("Ranks 0 and 1 wait for each other")
     kinds = [kind for kind, _ in cell.messages]
-    assert kinds.index("error") == len(kinds) - 2, "the picture stands above the error"
+    assert kinds.index("error") == len(kinds) - 2, "the picture comes before the error"
 
 
 def test_a_function_of_an_earlier_cell_fails_in_that_cell(shared):
@@ -190,7 +190,7 @@ def test_a_function_of_an_earlier_cell_fails_in_that_cell(shared):
     assert f"Cell In[{number}], line 3, in worker\n    return 1 / 0" in cell.rendered
 
 
-def test_bad_input_in_a_cell_is_answered_with_one_sentence(shared):
+def test_bad_input_in_a_cell_is_refused_in_one_sentence(shared):
     cell = shared.raises("kit.run(pid, world_size=0)")
     assert cell.rendered == "PoolError: world_size must be at least 1, got 0"
     assert cell.error["ename"] == "PoolError"
@@ -213,7 +213,7 @@ def test_pictures_are_loaded_while_the_first_ranks_start(shared):
     assert cell.stdout == "True\n"
 
 
-def test_what_ranks_write_outside_python_stands_in_the_ranks_block(shared):
+def test_what_ranks_write_outside_python_appears_in_the_ranks_block(shared):
     cell = shared.run("kit.run(lambda r, w: os.system('echo shell; echo error >&2'), world_size=2)")
     assert cell.stdout == "".join(f"[rank {r}] shell\n[rank {r}] error\n" for r in range(2))
 
@@ -282,22 +282,22 @@ def test_a_notebook_of_runs_passes_nbval_as_it_was_regenerated(tmp_path):
 
     before = path.read_bytes()
     nbval = "-m pytest --nbval --nbval-current-env --nbval-cell-timeout=60 -p no:cacheprovider"
-    said = call(tmp_path, *nbval.split(), "-c", os.devnull, path.name)
-    assert f"{len(CELLS)} passed" in said
+    printed = call(tmp_path, *nbval.split(), "-c", os.devnull, path.name)
+    assert f"{len(CELLS)} passed" in printed
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ("--world-size 0", "PoolError: world_size must be at least 1, got 0"),
         (
             "--worldsize 2",
-            "PoolError: unrecognized arguments: --worldsize 2; the option --help lists the others",
+            "PoolError: unrecognized arguments: --worldsize 2; --help lists the options",
         ),
     ],
 )
-def test_a_wrong_option_of_a_lesson_is_one_line(shared, options, said):
+def test_a_wrong_option_of_a_lesson_is_one_line(shared, options, expected):
     cell = shared.send(f"%run -m ddp_kit.lessons.point_to_point -- {options}").finish()
-    assert cell.rendered == said
+    assert cell.rendered == expected
     assert "Unknown failure" not in cell.stderr

@@ -46,7 +46,7 @@ WAITING = re.compile(r"waiting in recv\(src=1\) +(\d+\.\d) s")
 
 
 def texts(cell: Cell) -> list[str]:
-    """What the cell's display has shown, as text, from the first content to the newest."""
+    """Return what the cell's display has shown, as text, from the first content to the newest."""
     displays = cell.contents("display_data", "update_display_data")
     return [content["data"].get("text/plain", "") for content in displays]
 
@@ -56,7 +56,7 @@ def on_screen(cell: Cell) -> str:
 
 
 def words(html: str) -> list[list[str]]:
-    """The cells of each row of the table, tags aside."""
+    """Return the cells of each row of the table, without tags."""
     rows = re.findall(r"<tr>(.*?)</tr>", html)
     cells = ([re.sub("<.*?>", "", c) for c in re.findall(r"<t[hd]>(.*?)</t[hd]>", r)] for r in rows)
     return [[unescape(cell).replace("\xa0", " ") for cell in row] for row in cells]
@@ -101,12 +101,12 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
     ]
     assert stuck["text/html"].startswith("<div>3 ranks at work</div>")
     assert stuck["text/html"].count('<progress value="3" max="4"></progress>') == 1
-    assert "<b>" not in stuck["text/html"], "what a rank prints is no HTML"
-    assert re.search(r"\[rank 1\] computing +75%", late), "the bar went with its loop"
+    assert "<b>" not in stuck["text/html"], "what a rank prints is not HTML"
+    assert re.search(r"\[rank 1\] computing +75%", late), "the bar disappeared with its loop"
 
     seconds = [float(found[1]) for text in texts(cell) if (found := WAITING.search(text))]
     assert seconds == sorted(set(seconds)), "a wait grows, and each content is a new one"
-    assert min(seconds) >= 0.2, "a wait is told when it has lasted a little"
+    assert min(seconds) >= 0.2, "a wait is shown once it has lasted a little"
     first, *updates = cell.contents("display_data", "update_display_data")
     assert first["data"] == {} == updates[-1]["data"], "nbval compares the two"
     assert len(cell.contents("display_data")) == 1
@@ -156,7 +156,7 @@ def run_on_terminal(script: Path, columns: int) -> tuple[str, str]:
         while True:
             try:
                 shown += os.read(ours, 1 << 16)
-            except OSError:  # nobody has the other end any more
+            except OSError:  # the other end is closed everywhere
                 break
         printed, _ = process.communicate(timeout=60)
     finally:
@@ -169,11 +169,11 @@ def run_on_terminal(script: Path, columns: int) -> tuple[str, str]:
 def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    said = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
+    expected = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
     printed, shown = run_on_terminal(script, columns=50)
-    assert printed == said
+    assert printed == expected
     lines = shown.split("\r\x1b[K")
-    assert lines[0] == lines[-1] == "", "it began and ended with nothing"
+    assert lines[0] == lines[-1] == "", "it is empty at the start and at the end"
     assert "2 ranks are starting" in lines
     assert "[rank 0] printed by 0" in lines
     assert any(re.fullmatch(r"2 ranks: 1 waiting in recv 0\.\d s, 1 computing", x) for x in lines)
@@ -183,11 +183,11 @@ def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
     done = subprocess.run(
         [sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.stderr) == (said, "")
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 class Terminal:
-    """Stands for stderr: a terminal of so many columns, which remembers what was written."""
+    """A fake stderr: a terminal this many columns wide that records what is written to it."""
 
     def __init__(self, columns: int) -> None:
         self.ours, self.theirs = pty.openpty()
@@ -233,7 +233,7 @@ class Terminal:
         (0, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 70}"),  # nobody knows
     ],
 )
-def test_the_line_of_a_terminal_says_one_thing_and_fits(monkeypatch, columns, lines, line):
+def test_the_line_of_a_terminal_shows_one_thing_and_fits(monkeypatch, columns, lines, line):
     terminal = Terminal(columns)
     monkeypatch.setattr(sys, "stderr", terminal)
     view = TerminalView(len(lines))
@@ -310,7 +310,7 @@ def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
     assert set(shown) <= {"", "x" * 100, "newest"}
 
 
-# --- what the board tells ------------------------------------------------------------------
+# --- what is read from the board -----------------------------------------------------------
 
 TEXTS = [["group", "g", [0, 1]], ["count", "recv", 1, 0, 1], ["line", "f", 1, "w", "recv()"]]
 CALL = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], None, 4, "cpu"]
@@ -329,24 +329,24 @@ def waiting_board(events: int = 1) -> Board:
     return board
 
 
-def test_a_wait_is_read_as_a_reading_of_the_whole_board_has_it():
+def test_a_wait_is_read_as_in_a_snapshot_of_the_whole_board():
     for events in (1, EVENTS, EVENTS + 3):
         board = waiting_board(events)
         assert read_wait(board, 7, NOW) == ("recv(src=1, tag=5)", NOW)
         assert Snapshot(0, board.read()).waiting.call == "recv(src=1, tag=5)"
-        assert read_wait(board, 7, NOW - 1) is None, "it is too short"
-        assert read_wait(board, 6, NOW) is None, "it is of another run"
+        assert read_wait(board, 7, NOW - 1) is None, "the wait is too short"
+        assert read_wait(board, 6, NOW) is None, "the wait belongs to another run"
         board.end_wait(events - 1, NOW, True)
-        assert read_wait(board, 7, NOW) is None, "it is over"
+        assert read_wait(board, 7, NOW) is None, "the wait is over"
         board.begin(8, NOW)
         for text in [*TEXTS, CALL, ["call", "barrier", "collective", "barrier", *CALL[4:]]]:
             board.add_text(text)
         board.begin_wait(board.add_row(5, 0, -1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
-        assert read_wait(board, 8, NOW) == ("barrier", NOW), "no text of the run before is shown"
+        assert read_wait(board, 8, NOW) == ("barrier", NOW), "no text of the previous run is shown"
         board.close()
 
 
-def test_a_wait_without_room_for_its_text_or_its_row_is_not_told():
+def test_a_wait_without_room_for_its_text_or_its_row_is_not_shown():
     board = waiting_board()
     board.begin_wait(board.add_row(0, 0, 1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
     assert read_wait(board, 7, NOW) is None

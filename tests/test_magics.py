@@ -72,7 +72,7 @@ def test_groups_and_random_numbers_go_on_in_the_next_cell(notebook):
     )
     notebook.run(cells[0])
     first = notebook.run(cells[1]).stdout
-    notebook.raises("%%ranks\nundefined")  # an error on every rank leaves nobody in a group's way
+    notebook.raises("%%ranks\nundefined")  # an error on every rank leaves none waiting in a group
     notebook.run("kit.run(lambda rank, world_size: torch.manual_seed(5), world_size=2)")
     second = notebook.run(cells[1]).stdout
     assert first != second
@@ -82,7 +82,7 @@ def test_groups_and_random_numbers_go_on_in_the_next_cell(notebook):
     )
 
 
-def test_a_group_that_is_over_is_said_to_be(notebook):
+def test_a_group_that_has_ended_is_reported(notebook):
     notebook.run("%%ranks -n 2\npair = dist.new_group([0, 1])")
     notebook.run("kit.run(lambda rank, world_size: None, world_size=3)")
     printed = notebook.run("%%ranks\nprint('next')").stdout.splitlines()
@@ -94,7 +94,7 @@ def test_a_group_that_is_over_is_said_to_be(notebook):
     assert notebook.value(groups) == "[1, 1]"
 
 
-def test_what_kit_run_leaves_is_still_taken_away(notebook):
+def test_what_kit_run_leaves_is_still_cleaned_up(notebook):
     ranks = notebook.ranks(2)
     notebook.run("kit.run(lambda rank, world_size: dist.new_group([0, 1]) and None, world_size=2)")
     groups = "list(kit.run(lambda r, w: len(dist.distributed_c10d._world.pg_map), world_size=2))"
@@ -131,7 +131,7 @@ def test_a_figure_appears_once_below_its_ranks_heading(notebook):
         pictures = [c["data"] for c in cell.contents("display_data") if "image/png" in c["data"]]
         assert len(pictures) == 2, body
         assert cell.stdout == "rank 0:\nrank 1:\n", body
-        assert shown[-4:] == ["stream", "display_data"] * 2, body  # the heading stands above
+        assert shown[-4:] == ["stream", "display_data"] * 2, body  # each after its heading
         assert pictures[0]["image/png"] != pictures[1]["image/png"]
         assert pictures[0]["text/plain"] == "<Figure size 640x480 with 1 Axes>"
     notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
@@ -167,10 +167,10 @@ def test_the_result_has_values_output_and_trace(notebook):
     assert notebook.value("list(_ranks), _ranks.output[1], len(_ranks.trace.events)") == (
         "([0, 10], 'hello\\n', 2)"
     )
-    # What cannot travel is there as its text.
+    # A value that cannot be sent comes back as its text.
     notebook.run("%%ranks\nlambda: 1\n(i for i in range(3))")
     assert notebook.value("_ranks[0].split(' at ')[0]") == "'<generator object <genexpr>'"
-    # And so is what only a rank can rebuild.
+    # So does a value that only a rank can rebuild.
     notebook.run(
         "%%ranks\n"
         "class Homesick:\n"
@@ -242,12 +242,12 @@ WRONG = [
 ]
 
 
-def test_what_cannot_be_is_an_error_of_the_kit_and_nothing_is_lost(notebook):
+def test_an_impossible_cell_is_a_kit_error_and_nothing_is_lost(notebook):
     notebook.run("%%ranks\nkept = rank")
-    for cell, kind, said in WRONG:
+    for cell, kind, message in WRONG:
         wrong = notebook.raises(cell)
         assert wrong.error["ename"] == kind, cell
-        assert said in wrong.rendered, cell
+        assert message in wrong.rendered, cell
         assert wrong.stderr == "", cell
     # None of them has changed how many ranks the next cell has, or what is on them.
     assert notebook.run("%%ranks\nkept").stdout == "".join(f"rank {r}: {r}\n" for r in range(4))
@@ -330,7 +330,7 @@ def test_names_of_rank_0_are_completed_in_its_cells_only(notebook):
     assert complete(notebook, "%%ranks\nthere_o") == []
 
 
-def test_work_that_a_cell_leaves_behind_is_told_and_is_in_nobodys_way(notebook):
+def test_work_that_a_cell_leaves_behind_is_reported_and_disturbs_no_later_cell(notebook):
     notebook.run("%%ranks -n 2\npass")
     left = notebook.run("%%ranks\nwork = dist.isend(torch.ones(1), 1) if rank == 0 else None\nrank")
     assert "rank 0 never waited for isend(dst=1)" in left.stdout
@@ -340,7 +340,7 @@ def test_work_that_a_cell_leaves_behind_is_told_and_is_in_nobodys_way(notebook):
 # --- the IPython of Colab, version 7 -------------------------------------------------------------
 
 
-def test_cells_without_numbers_are_still_told_from_files(monkeypatch):
+def test_cells_without_numbers_are_still_distinguished_from_files(monkeypatch):
     old = SimpleNamespace(compile=object())
     monkeypatch.setattr(ipython, "shell", lambda: old)
     monkeypatch.setattr(linecache, "_ipython_cache", {"<ipython-input-1-a>": ()}, raising=False)

@@ -35,7 +35,7 @@ def ring_rounds(ring, pieces):
 
 
 def at_once(*schedules):
-    """Merge schedules of ranks that have nothing to do with each other, round by round."""
+    """Merge, round by round, schedules of ranks that do not exchange messages."""
     return [list(chain(*messages)) for messages in zip(*schedules, strict=True)]
 
 
@@ -85,7 +85,7 @@ def halving_rounds(n):
 
 
 def send_all(n, pieces, nbytes, rounds, gamma=GAMMA, link=lambda src, dst: LINK):
-    """Send messages one by one; return when the last rank is through, and what each rank holds.
+    """Send messages one by one; return when the last rank is done, and what each rank holds.
 
     A rank sends one message at a time and receives one at a time. Held: by rank and piece, the
     ranks whose numbers are in the sum.
@@ -110,7 +110,7 @@ def complete(held):
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_a_chunked_ring_takes_another_time_message_by_message(n):
+def test_a_chunked_ring_differs_from_messages_sent_one_by_one(n):
     rounds = ring_rounds(range(n), [[i] for i in range(n)])
     seconds, held = send_all(n, n, 840, rounds)
     assert complete(held)
@@ -118,7 +118,7 @@ def test_a_chunked_ring_takes_another_time_message_by_message(n):
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_a_naive_ring_takes_another_time_message_by_message(n):
+def test_a_naive_ring_differs_from_messages_sent_one_by_one(n):
     rounds = [[(r, (r + 1) % n, [(r - s) % n], "copy") for r in range(n)] for s in range(n - 1)]
     seconds, held = send_all(n, n, n * 840, rounds)  # a piece: what one rank brought
     assert all(held[rank][piece] == {piece} for rank in range(n) for piece in range(n))
@@ -126,14 +126,14 @@ def test_a_naive_ring_takes_another_time_message_by_message(n):
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_a_tree_takes_another_time_message_by_message(n):
+def test_a_tree_differs_from_messages_sent_one_by_one(n):
     seconds, held = send_all(n, n, 840, tree_rounds(n))
     assert complete(held)
     assert model.tree(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_halving_and_doubling_takes_another_time_message_by_message(n):
+def test_halving_and_doubling_differs_from_messages_sent_one_by_one(n):
     core = 2 ** (n.bit_length() - 1)
     seconds, held = send_all(n, core, 840, halving_rounds(n))
     assert complete(held)
@@ -141,7 +141,7 @@ def test_halving_and_doubling_takes_another_time_message_by_message(n):
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (4, 1), (2, 2), (3, 2), (2, 5), (4, 8)])
-def test_two_levels_take_another_time_message_by_message(hosts, per_host):
+def test_two_levels_differ_from_messages_sent_one_by_one(hosts, per_host):
     slow, n = Link(2.0, 0.1), hosts * per_host
 
     def link(src, dst):
@@ -155,13 +155,13 @@ def test_two_levels_take_another_time_message_by_message(hosts, per_host):
 
 @pytest.mark.parametrize("n", RANKS)
 @every_cost
-def test_rounds_with_a_core_for_each_rank_last_another_time_than_the_formula(cost, n):
+def test_rounds_with_a_core_for_each_rank_differ_from_the_formula(cost, n):
     alone = model.on_cores(cost, n, 840, 0.3, 0.01, cores=n)
     assert alone == pytest.approx(cost(n, 840, 0.3, 0.01))
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_rounds_have_other_messages_than_were_sent_one_by_one(n):
+def test_rounds_differ_from_messages_sent_one_by_one(n):
     for cost, schedule in (
         (model.chunked_ring, list(ring_rounds(range(n), [[i] for i in range(n)]))),
         (model.tree, list(tree_rounds(n))),
@@ -198,7 +198,7 @@ def test_ranks_that_share_cores_do_not_take_turns():
         (model.halving_doubling, 5, 60 + 3 / 2 * 800 + 2 * 800),
     ],
 )
-def test_a_formula_is_another_than_on_paper(cost, n, seconds):
+def test_a_formula_differs_from_its_value_by_hand(cost, n, seconds):
     assert cost(n, 400, alpha=10, beta=2) == pytest.approx(seconds)
 
 
@@ -211,7 +211,7 @@ def test_a_formula_is_another_than_on_paper(cost, n, seconds):
         (model.halving_doubling, 200 + 100),
     ],
 )
-def test_gamma_counts_other_bytes_than_are_added(cost, bytes_added):
+def test_gamma_counts_bytes_that_are_not_added(cost, bytes_added):
     assert cost(4, 400, 0, 0, gamma=1) == pytest.approx(bytes_added)
     assert model.two_level(4, 400, 2, Link(0, 0), Link(0, 0), gamma=1) == 200 + 100
 
@@ -233,7 +233,7 @@ def test_more_ranks_are_cheaper(cost):
     assert times == sorted(times)
 
 
-def test_halving_and_doubling_gets_cheaper_with_ranks_other_than_by_a_power_of_two():
+def test_halving_and_doubling_gets_cheaper_with_ranks_or_charges_leftover_ranks_wrongly():
     times = [model.halving_doubling(2**level, 1000, 1, 1) for level in range(13)]
     assert times == sorted(times)
     for n in (3, 5, 6, 7, 4097):
@@ -249,7 +249,7 @@ def test_many_ranks_send_more_than_twice_the_tensor():
         assert 0.999 * 2000 < cost(4096, 1000, 0, 1) < 2000
 
 
-def test_two_levels_of_one_are_no_plain_ring():
+def test_two_levels_of_one_differ_from_a_plain_ring():
     fast, slow = Link(1, 0.1), Link(10, 1)
     assert model.two_level(6, 600, 1, fast, slow) == model.chunked_ring(6, 600, 10, 1)
     for per_host in (6, 8):
@@ -312,7 +312,7 @@ def test_two_levels_do_not_save_latency_between_hosts():
         (lambda: model.fit([(4, 1), (8, 0)]), "a measured time must be more than 0, got 0"),
     ],
 )
-def test_bad_input_is_answered_with_a_number(call, message):
+def test_bad_input_returns_a_number(call, message):
     with pytest.raises(ModelError) as caught:
         call()
     assert str(caught.value) == message
@@ -347,7 +347,7 @@ def test_buckets_lose_bytes_or_are_cut_elsewhere():
         ([1, 2, 3], 8, [1, 1, 1], 2 + 8 + 6),  # no overlap
     ],
 )
-def test_a_step_lasts_another_time_than_on_paper(buckets, backward, ready, seconds):
+def test_a_step_differs_from_its_value_by_hand(buckets, backward, ready, seconds):
     assert model.ddp_step(4, buckets, 2, backward, per_byte, ready) == pytest.approx(seconds)
 
 

@@ -86,7 +86,7 @@ def test_ranks_wait_forever_for_one_that_ended(scenario, tmp_path):
 
 
 @needs_mpi
-def test_a_rank_that_ends_early_takes_the_others_along(tmp_path):
+def test_a_rank_that_ends_early_ends_the_others(tmp_path):
     ended = launch("early", 2, tmp_path)
     assert ended.returncode == 0, ended.stdout
     assert (tmp_path / "done").exists()
@@ -133,7 +133,7 @@ def test_nothing_reports_that_mpiexec_is_missing(monkeypatch, tmp_path):
 
 
 @needs_mpi
-def test_another_mpiexec_than_the_one_beside_python_is_taken(monkeypatch, tmp_path):
+def test_the_wrong_mpiexec_is_chosen_although_one_is_beside_python(monkeypatch, tmp_path):
     beside = tmp_path / "mpiexec"
     beside.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0'\n")
     beside.chmod(0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_a_deadlock_is_ended_and_explained():
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
-def test_ranks_that_do_not_agree_are_reported():
+def test_ranks_that_disagree_are_reported():
     def worker(rank, world_size):
         dist.broadcast(torch.zeros(2 + (rank == 1)), src=0)
 
@@ -146,7 +147,7 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
-def test_more_ranks_are_started_anew():
+def test_a_larger_world_starts_new_ranks():
     assert [value for value, _ in kit.run(total, world_size=4, backend="mpi")] == [10.0] * 4
 
 
@@ -175,7 +176,18 @@ def test_an_interrupt_while_mpiexec_starts_ends_what_it_has_started(monkeypatch)
         assert [value for value, _ in pool.run(total)] == [3.0, 3.0]
 
 
-def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
+@pytest.fixture
+def temporary(monkeypatch, tmp_path_factory):
+    """A temporary folder of its own for a test: a short name, because it will hold sockets."""
+    tmp_path_factory.getbasetemp()  # created here, so that it is beside this folder, not in it
+    folder = tempfile.mkdtemp()
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(temporary, tmp_path):
     program = textwrap.dedent(
         """
         import os, pathlib, time
@@ -188,7 +200,6 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
         pool.run(lambda rank, world_size: time.sleep(600))
         """
     )
-    before = files()
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     try:
         wait_until((tmp_path / "pids").exists, 60, "the ranks have run")
@@ -198,14 +209,7 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(tmp_path):
         parent.wait()
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left
-    wait_until(lambda: not {f for f in files() - before if "ompi" in f.name}, 10, "files are gone")
-
-
-def files():
-    """What pools and Open MPI leave in a temporary folder and in shared memory while they live."""
-    folders = (tempfile.gettempdir(), "ddp_kit-pool-*"), (tempfile.gettempdir(), "ompi.*")
-    found = [Path(folder).glob(name) for folder, name in (*folders, ("/dev/shm", "sm_segment*"))]
-    return {path for paths in found for path in paths}
+    wait_until(lambda: not list(temporary.glob("ompi.*")), 10, "Open MPI's files are gone")
 
 
 def test_a_group_with_a_timeout_is_left_to_its_timeout():
@@ -229,21 +233,34 @@ def test_bare_ranks_are_recorded_from_their_first_run_on():
         assert len(pool.run(worker).trace.collectives) == 1
 
 
-def test_a_folder_with_a_long_name_is_refused_in_a_sentence(tmp_path, monkeypatch):
+def test_a_folder_with_a_long_name_is_refused_in_one_sentence(tmp_path, monkeypatch):
     (tmp_path / ("long" * 25)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
     with pytest.raises(kit.PoolError, match="set TMPDIR to a folder with a shorter name"):
         kit.WorkerPool(2, backend="mpi")
 
 
-def test_a_closed_pool_leaves_neither_processes_nor_files():
-    before = files()
+def segments(ranks):
+    """Return patterns for the names of all shared memory of the MPI jobs of these ranks.
+
+    Open MPI names a segment after its job and, behind the last dot, the rank that made it.
+    """
+    if not os.path.isdir("/dev/shm"):
+        return set()
+    mapped = [Path(entry.path) for rank in ranks for entry in rank.memory_maps()]
+    return {f"{path.stem}.*" for path in mapped if path.match("/dev/shm/sm_segment.*")}
+
+
+def test_a_closed_pool_leaves_neither_processes_nor_files(temporary):
     with kit.WorkerPool(2, backend="mpi") as pool:
         ranks = [psutil.Process(pid) for _, pid in pool.run(total)]
         launcher = ranks[0].parent()
         assert "mpi" in "".join(launcher.cmdline())
+        patterns = segments(ranks)
+        assert list(temporary.glob("ddp_kit-pool-*")), "this test looks in the wrong folder"
     assert psutil.wait_procs([*ranks, launcher], timeout=5)[1] == []
-    assert files() <= before
+    assert [path for name in patterns for path in Path("/dev/shm").glob(name)] == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_output_of_an_mpiexec_that_starts_nothing_is_reported(monkeypatch):

@@ -40,7 +40,7 @@ def t(*numbers):
 
 
 def ring_history(n):
-    """What each rank holds before and after each step of a ring all-reduce, by plain sums."""
+    """Return what each rank holds before and after each step of a ring, by plain sums."""
     held = [[10**rank] * n for rank in range(n)]
     history = [[list(chunks)] for chunks in held]
     for gathering in (False, True):
@@ -76,7 +76,7 @@ def texts(picture):
 
 
 def boxes(picture):
-    """Every box with a number in it: (its text, its fill), in drawing order."""
+    """Return (text, fill) of every box with a number in it, in drawing order."""
     ax = picture.axes[0]
     fills = {}
     for patch in ax.patches:
@@ -88,7 +88,7 @@ def boxes(picture):
 
 
 def outlines(picture):
-    """The colours of the outlined cells of a ring, in drawing order; the key's own is last."""
+    """Return the colours of the outlined cells of a ring, in drawing order; the key's is last."""
     return [
         to_hex(patch.get_edgecolor())
         for patch in picture.axes[0].patches
@@ -194,7 +194,7 @@ def test_public_names_are_these():
     ]
 
 
-def test_title_replaces_the_own_one():
+def test_title_replaces_the_default():
     picture = tensors([{"before": t(1)}], title="A broadcast")
     assert "A broadcast" in texts(picture)
     assert repr(picture).startswith("A broadcast\n")
@@ -205,7 +205,7 @@ def test_title_replaces_the_own_one():
     "draw",
     [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
 )
-def test_what_is_no_input_at_all_is_a_plot_error(draw):
+def test_input_of_the_wrong_type_is_a_plot_error(draw):
     given = (7, 0) if draw is plot.ring_step else (7,)
     with pytest.raises(PlotError, match=r"(needs|must map) .* got (7|int)") as caught:
         draw(*given)
@@ -364,7 +364,7 @@ def test_coinciding_lines_stay_visible():
     assert len({line.get_marker() for line in lines}) == 4
     sizes = [line.get_markersize() for line in lines]
     assert sizes == sorted(set(sizes), reverse=True)
-    # Each rank's dashes leave an equal part of the ones below to be seen.
+    # Each rank's dashes leave an equal part of the lines below visible.
     shares = [on / (on + off) for _, (on, off) in (line._dash_pattern for line in lines[1:])]
     assert lines[0].get_linestyle() == "-"
     assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
@@ -576,7 +576,7 @@ MEASURED = {"tree": [(4, 0.02), (2, 0.005)]}
 PUBLISHED = {"Somebody 2018": [(256, 0.25)]}
 
 
-def test_scaling_table_tells_prediction_measurement_and_publication_apart():
+def test_scaling_table_separates_prediction_measurement_and_publication():
     table = repr(scaling(PREDICTED, MEASURED, PUBLISHED)).replace("\N{EN DASH}", "-")
     assert table == (
         "Time by number of ranks (ms)\n"
@@ -805,7 +805,7 @@ PLACES = {
         ("send", "float32"): "works",
         ("send", "bool"): "wrong: [2]",
         ("AVG", "bool"): "no answer: a mean",
-        ("barrier", "any"): "hung: for ever",
+        ("barrier", "any"): "hung: forever",
     },
     "mpi": {("send", "float32"): "died: SIGSEGV", ("send", "bool"): "refused: not today"},
     "nccl": "it needs a GPU",
@@ -830,7 +830,7 @@ def test_support_table_has_a_table_for_each_place_and_the_reason_for_one_that_is
 
 
 def test_each_outcome_has_a_sign_and_the_key_explains_it():
-    said = texts(support(PLACES))
+    shown = texts(support(PLACES))
     for sign, meaning in {
         "✓": "works",
         "≠": "a wrong answer",
@@ -839,9 +839,9 @@ def test_each_outcome_has_a_sign_and_the_key_explains_it():
         "†": "a rank died",
         "✗": "refused",
     }.items():
-        assert said.count(sign) == 2  # in its box and in the key
-        assert meaning in said
-    assert "nccl: it needs a GPU" in said
+        assert shown.count(sign) == 2  # in its box and in the key
+        assert meaning in shown
+    assert "nccl: it needs a GPU" in shown
 
 
 def test_a_cell_that_nobody_asked_for_is_empty():
@@ -850,7 +850,7 @@ def test_a_cell_that_nobody_asked_for_is_empty():
     assert "hung" not in texts(drawn)
 
 
-def test_places_that_are_all_missing_are_told_in_words():
+def test_places_that_are_all_missing_are_listed_in_words():
     drawn = support({"nccl": "it needs a GPU", "mpi": "it needs mpi4py"})
     assert drawn.text_table.endswith("nccl: it needs a GPU\nmpi: it needs mpi4py")
     assert not drawn.axes[0].patches

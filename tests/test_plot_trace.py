@@ -13,8 +13,8 @@ import traces
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from ddp_kit.error_text import Frame
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import Frame
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
 from ddp_kit.plot.style import LOST, edge_color
 from ddp_kit.plot.timeline_lanes import by_steps, by_time
@@ -72,7 +72,7 @@ def texts(picture):
 
 
 def arrows(picture):
-    """(begin, end, colour) of every arrow of a timeline or a graph."""
+    """Return (begin, end, colour) of every arrow of a timeline or a graph."""
     return [
         (*patch._posA_posB, to_hex(patch.get_edgecolor()))
         for ax in picture.axes
@@ -95,7 +95,7 @@ def test_receive_comes_after_its_send_and_a_collective_at_one_step():
     }
 
 
-def test_receive_stands_where_it_is_waited_for():
+def test_receive_is_drawn_where_it_is_waited_for():
     at = steps(traces.ring(3, rounds=2))
     for rank in range(3):
         assert [at[rank, index] for index in range(4)] == [1, 0, 3, 2]
@@ -134,7 +134,7 @@ def test_receives_that_wait_for_later_sends_of_each_other_end():
     assert at[0, 0] == 0  # the lowest rank goes ahead
 
 
-def test_message_to_oneself_ends():
+def test_message_to_its_own_rank_ends():
     script = traces.Script(1)
     script.recv(0, 0)
     script.send(0, 0)
@@ -167,7 +167,7 @@ def test_pictures_of_sixteen_ranks_fit_a_notebook():
         assert len(picture._repr_png_()) < 90_000
 
 
-def test_title_replaces_the_own_one():
+def test_title_replaces_the_default():
     trace = traces.pipeline(2)
     for picture in (timeline(trace, title="Mine"), messages(trace, title="Mine")):
         assert repr(picture).startswith("Mine\n")
@@ -202,10 +202,10 @@ def test_logical_table_is_a_row_a_step():
 
 
 def test_table_names_what_never_came():
-    said = repr(timeline(traces.broken(4)))
-    assert "recv ← 3 (never sent)" in said
-    assert "send → 0 (never received)" in said
-    assert said.count("barrier (without 0)") == 3
+    shown = repr(timeline(traces.broken(4)))
+    assert "recv ← 3 (never sent)" in shown
+    assert "send → 0 (never received)" in shown
+    assert shown.count("barrier (without 0)") == 3
 
 
 def test_arrow_leads_from_send_to_receive_in_the_senders_colour():
@@ -219,9 +219,9 @@ def test_arrow_leads_from_send_to_receive_in_the_senders_colour():
 def test_unmatched_ends_are_dashed_and_say_so():
     picture = timeline(traces.broken(4))
     assert [color for *_, color in arrows(picture)].count(LOST) == 2
-    said = " ".join(texts(picture))
-    assert "never received" in said
-    assert "never sent" in said
+    shown = " ".join(texts(picture))
+    assert "never received" in shown
+    assert "never sent" in shown
     dashed = [line for line in picture.axes[1].lines if line.get_linestyle() == "--"]
     assert len(dashed) == 1  # the barrier
     assert "barrier, without rank 0" in texts(picture)
@@ -313,9 +313,9 @@ def test_timed_picture_of_silent_ranks_is_their_spans():
 def test_thousands_of_events_are_shares_and_counts():
     trace = traces.mixed(4, 100)
     picture = timeline(trace)
-    said = " ".join(texts(picture))
-    assert "Too many events to draw one by one" in said
-    assert "Collectives have no line" in said
+    shown = " ".join(texts(picture))
+    assert "Too many events to draw one by one" in shown
+    assert "Collectives have no line" in shown
     assert len(arrows(picture)) == 40  # 4 pairs, 10 parts
     assert texts(picture).count(" 10") == 30  # and 10 of the arrows lead up
     assert texts(picture).count("10 ") == 10
@@ -331,8 +331,8 @@ def test_more_than_240_events_are_many(rounds, many):
     script = traces.Script(3)
     for _ in range(rounds):
         script.collective("barrier")
-    said = " ".join(texts(timeline(script.trace(), timed=True)))
-    assert ("Too many events" in said) == many
+    shown = " ".join(texts(timeline(script.trace(), timed=True)))
+    assert ("Too many events" in shown) == many
 
 
 def test_shares_of_a_bin_add_up_to_the_time_spent():
@@ -464,7 +464,7 @@ def test_waits_says_what_it_cannot_draw():
 # ---- buckets
 
 
-def test_buckets_table_tells_what_is_hidden():
+def test_buckets_table_shows_what_is_hidden():
     assert repr(buckets(ddp(([(0, 3), (2, 6)], 4)))) == (
         "DDP backward on rank 0: 29% of all_reduce hidden behind computing\n"
         "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"

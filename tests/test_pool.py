@@ -98,7 +98,7 @@ def test_output_of_one_run_does_not_leak_into_the_next():
     )
 
 
-def test_repr_tells_values_and_not_nothing():
+def test_repr_shows_values_or_that_there_are_none():
     assert repr(kit.run(total, world_size=2)) == "rank 0: 1\nrank 1: 1"
     assert repr(kit.run(lambda r, w: None, world_size=2)) == "2 ranks returned None"
 

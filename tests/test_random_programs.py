@@ -81,7 +81,7 @@ def random_programs(chance):
             yield program, expected
 
 
-def test_a_program_on_real_ranks_is_judged_otherwise_than_by_the_reference():
+def test_a_program_on_real_ranks_is_judged_differently_from_the_reference():
     seen = Counter()
     for program, expected in random_programs(random.Random(2)):
         try:

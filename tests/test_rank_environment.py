@@ -1,4 +1,4 @@
-"""What torchrun tells a process, and what is wrong with it."""
+"""The environment that torchrun gives a process, and what can be wrong with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_kit.launch.rank import environment
 from ddp_kit.lessons import point_to_point
 from ddp_kit.lessons.init_methods import free_ports
 
-TOLD = {
+VARIABLES = {
     "RANK": "1",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
@@ -24,26 +24,26 @@ TOLD = {
 
 
 @pytest.fixture
-def told(monkeypatch):
-    def tell(**changes):
-        for name, value in (TOLD | changes).items():
+def set_environ(monkeypatch):
+    def set_variables(**changes):
+        for name, value in (VARIABLES | changes).items():
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
 
-    return tell
+    return set_variables
 
 
-def test_a_place_is_read_as_it_was_told(told):
-    told()
+def test_rank_info_is_read_from_the_environment(set_environ):
+    set_environ()
     assert environment.rank_info() == (1, 4, 1, 2)
-    told(LOCAL_WORLD_SIZE=None)  # somebody has set the others by hand, on one host
+    set_environ(LOCAL_WORLD_SIZE=None)  # the others were set by hand, on one host
     assert environment.rank_info() == (1, 4, 1, 4)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"RANK": None}, "the environment of this rank lacks RANK; start it with torchrun"),
         (
@@ -58,22 +58,22 @@ def test_a_place_is_read_as_it_was_told(told):
         ),
     ],
 )
-def test_a_place_that_cannot_be_is_told_to_whoever_starts_a_lesson(changes, said, told):
-    told(**changes)
+def test_impossible_rank_info_is_reported_to_whoever_starts_a_lesson(changes, message, set_environ):
+    set_environ(**changes)
     with pytest.raises(kit.PoolError) as caught:
         point_to_point.main()
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
-def test_nobody_at_the_address_is_told(told, monkeypatch):
-    told(MASTER_PORT=str(free_ports(1)[0]))
+def test_an_address_at_which_nothing_listens_is_reported(set_environ, monkeypatch):
+    set_environ(MASTER_PORT=str(free_ports(1)[0]))
     monkeypatch.setattr(environment, "JOIN_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(kit.PoolError, match=r"did not meet at 127\.0\.0\.1:\d+ within 1 s"):
         environment.store.__wrapped__()
 
 
-def test_two_processes_with_one_rank_are_told(told, monkeypatch):
-    told()
+def test_two_processes_with_one_rank_are_reported(set_environ, monkeypatch):
+    set_environ()
     store = dist.HashStore()
     monkeypatch.setattr(environment, "store", lambda: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)

@@ -1,4 +1,4 @@
-"""What the README shows is what the kit does."""
+"""What the README shows is what the kit does, and what CONTRIBUTING names exists."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddp_kit.lessons import ring_allreduce
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
 PICTURE = ROOT / ".github" / "ring.png"
 
 
@@ -23,7 +24,7 @@ def pinned(package: str) -> str:
     return re.search(rf"^{package}==([\w.]+)", lines, re.MULTILINE).group(1)
 
 
-def test_the_example_prints_what_stands_below_it(tmp_path):
+def test_the_example_prints_what_is_shown_below_it(tmp_path):
     code, output = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL).groups()
     assert len([line for line in code.splitlines() if line]) <= 12
     script = tmp_path / "example.py"
@@ -44,3 +45,17 @@ def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
     assert {str(p.relative_to(ROOT)) for p in ROOT.glob("notebooks/*.ipynb")} <= set(links)
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_contributing_names_a_file_or_folder_that_does_not_exist():
+    paths = re.findall(r"[\w./]+\.py\b|`(?:ddp_kit|pool|notebooks|tests)/[\w/]*`", CONTRIBUTING)
+    named = {path.strip("`") for path in paths if "NAME" not in path}
+    assert len(named) > 20
+    assert not {n for n in named if not any((top / n).exists() for top in (ROOT, ROOT / "ddp_kit"))}
+
+
+def test_contributing_leaves_a_folder_or_module_out_of_its_map():
+    package = ROOT / "ddp_kit"
+    folders = {f"`ddp_kit/{file.parent.name}/`" for file in package.glob("*/__init__.py")}
+    modules = {f"`ddp_kit/{file.name}`" for file in package.glob("[!_]*.py")}
+    assert not {name for name in folders | modules if name not in CONTRIBUTING}

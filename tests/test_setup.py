@@ -1,9 +1,10 @@
-"""The files of the set-up say the same thing, each in its own words."""
+"""The set-up files agree with each other, and the Makefile does what the pages promise."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ddp_kit.doctor.checks import OLDEST_PYTORCH
+
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings tomli along
+except ModuleNotFoundError:  # Python 3.10, for which pytest installs tomli
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,13 +27,13 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def by_name(lines: list[str]) -> dict[str, Requirement]:
-    """Parse requirement lines; the keys are names as PyPI compares them."""
+    """Parse requirement lines; the keys are normalized names."""
     requirements = [Requirement(line) for line in lines]
     return {canonicalize_name(one.name): one for one in requirements}
 
 
 def direct() -> dict[str, Requirement]:
-    """Return what pyproject.toml asks for, the test extra included."""
+    """Return the requirements of pyproject.toml, including those of the test extra."""
     return by_name(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
 
 
@@ -40,7 +43,7 @@ def constraints() -> list[Requirement]:
 
 
 def conda() -> tuple[dict[str, Requirement], list[str]]:
-    """Return conda's packages and the lines of its pip section."""
+    """Return the conda packages and the lines of the pip section."""
     packages = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
     (pip,) = (line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict))
     return by_name(packages), pip
@@ -71,8 +74,13 @@ def test_a_dependency_has_no_tested_version():
     assert set(direct()) <= {canonicalize_name(pin.name) for pin in constraints()}
 
 
+def test_the_doctor_accepts_a_pytorch_that_pip_refuses():
+    asked = by_name(PROJECT["dependencies"])["torch"].specifier
+    assert asked == Requirement("torch>=" + ".".join(map(str, OLDEST_PYTORCH))).specifier
+
+
 @pytest.mark.parametrize("pin", constraints(), ids=str)
-def test_a_tested_version_is_no_exact_one_or_is_out_of_range(pin):
+def test_a_tested_version_is_not_exact_or_is_out_of_range(pin):
     (specifier,) = pin.specifier
     assert specifier.operator == "=="
     assert "*" not in specifier.version
@@ -81,7 +89,7 @@ def test_a_tested_version_is_no_exact_one_or_is_out_of_range(pin):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_two_tested_versions_of_one_package_meet(python):
+def test_two_tested_versions_of_one_package_apply_at_once(python):
     pins = [
         one
         for one in constraints()
@@ -93,7 +101,7 @@ def test_two_tested_versions_of_one_package_meet(python):
 
 
 def targets() -> dict[str, str]:
-    """Return the targets that `make help` lists, with what it says of each."""
+    """Return the targets that `make help` lists, with their descriptions."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
     return dict(re.findall(r"^([a-z]+):.*## (.+)$", makefile, re.MULTILINE))
 
@@ -108,13 +116,32 @@ def test_a_page_promises_a_target_that_make_lacks(page):
     assert promised <= set(targets())
 
 
-def test_a_target_is_no_command_of_its_own():
+def test_a_target_is_not_phony():
     makefile = (ROOT / "Makefile").read_text("utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)
     assert set(phony.split()) == set(targets())
 
 
-def test_ci_runs_something_else_than_make_test():
+def test_ci_runs_something_other_than_make_test():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert re.search(r"^(exec )?make test\b", script.read_text("utf-8"), re.MULTILINE)
+
+
+def test_another_pytorch_changes_the_environment_of_the_pinned_one():
+    command = ["make", "--dry-run", "--always-make", "test", "bench", "TORCH=2.99.0", "PEERS=1"]
+    own = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    out = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    assert "torch==2.99.0" in out.stdout
+    environments = set(re.findall(r"\.venv(?:-torch-2\.99\.0)?[\w-]*", out.stdout))
+    assert environments == {".venv-torch-2.99.0", ".venv-torch-2.99.0-peers"}
+
+
+def test_an_environment_is_committed_or_outlives_make_clean():
+    ignored = (ROOT / ".gitignore").read_text("utf-8").split()
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (removed,) = re.findall(r"^clean:.*\n\t@rm -rf (.+)$", makefile, re.MULTILINE)
+    for environment in (".venv", ".venv-peers", ".venv-torch-*"):
+        assert f"{environment}/" in ignored
+        assert environment in removed.split()

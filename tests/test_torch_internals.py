@@ -137,7 +137,7 @@ def test_a_typed_storage_is_taken_apart_and_made_without_a_warning(recwarn):
 
 
 def test_every_private_name_is_in_one_module():
-    # `mpi` implements methods of PyTorch's own groups, and `pool` is a later step.
+    # Groups and works of `mpi` are written in Python, and have such methods themselves.
     private = {n.rpartition(".")[2].rpartition(":")[2] for f in Feature.all for n in f.names}
     names = "|".join(sorted(name for name in private if name.startswith("_")))
     for path in PACKAGE.rglob("*.py"):

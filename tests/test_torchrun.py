@@ -31,11 +31,13 @@ torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch, tmp_path_factory):
-    """Every run takes along its processes, and what it has written."""
-    tmp_path_factory.getbasetemp()  # it stands beside this folder, not in it
+    """Every run ends its processes and removes what it has written."""
+    tmp_path_factory.getbasetemp()  # created here, so that it is beside this folder, not in it
     folder = tempfile.mkdtemp()
     monkeypatch.setattr(tempfile, "tempdir", folder)
     monkeypatch.setenv("TMPDIR", folder)
+    # From 2.15 on, torchrun makes PyTorch's cache for compiled code, which is not ours to remove.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     yield
     assert psutil.wait_procs(agents(), timeout=10)[1] == []
     assert os.listdir(folder) == []
@@ -100,7 +102,7 @@ def test_a_file_runs_as_a_program_of_its_own(tmp_path, monkeypatch):
     assert torchrun("train.py", "--epochs", "1").output == ("found ['--epochs', '1'] 2\n",) * 2
 
 
-def test_a_deadlock_is_told():
+def test_a_deadlock_is_reported():
     def worker(rank, world_size):
         dist.recv(torch.zeros(1), 1 - rank)
 
@@ -108,7 +110,7 @@ def test_a_deadlock_is_told():
         torchrun(worker, max_restarts=1)
 
 
-def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
+def test_a_rank_that_raises_is_reported_with_its_line_and_the_waits_of_the_others():
     def worker(rank, world_size):
         if rank == 1:
             raise ValueError("boom")
@@ -122,7 +124,17 @@ def test_a_rank_that_raises_is_told_with_its_line_and_the_others_wait():
     assert [wait.op for wait in caught.value.waits] == ["barrier"]
 
 
-def test_a_rank_that_is_killed_is_told_with_its_signal():
+def test_work_that_nobody_waited_for_is_reported_as_by_run(capsys):
+    def worker(rank, world_size):
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+
+    torchrun(worker)
+    printed = capsys.readouterr().out
+    assert "ranks 0 and 1 never waited for all_reduce, which may still be in flight" in printed
+
+
+def test_a_rank_that_is_killed_is_reported_with_its_signal():
     def worker(rank, world_size):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +149,7 @@ def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, c
     (tmp_path / "killed").mkdir()
     train, killed = beyond_one_machine.train, str(tmp_path / "killed")
     resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
-    assert "torchrun starts all ranks again: 1 of 1" in capsys.readouterr().out
+    assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
     with kit.WorkerPool(2) as pool:
         whole = pool.run(train, str(tmp_path), 6)
     assert [begun for begun, _ in resumed] == [3, 3]
@@ -166,7 +178,7 @@ def test_an_interrupt_ends_a_run_and_its_agent_and_loses_no_output(capsys):
 
 
 class OtherHost(io.StringIO):
-    """A terminal whose reader starts each line that is printed for another host."""
+    """A fake stdout that runs each command line that is printed for another host."""
 
     def __init__(self, changes=()):
         super().__init__()
@@ -177,7 +189,7 @@ class OtherHost(io.StringIO):
             for old, new in self._changes.items():
                 text = text.replace(old, new)
             words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(text)[1:]]
-            pipes = {"stdout": self._said, "stderr": subprocess.STDOUT}
+            pipes = {"stdout": self._output, "stderr": subprocess.STDOUT}
             around = os.environ | {"TMPDIR": self._folder}  # torchrun leaves a folder of its own
             self.started.append(subprocess.Popen(words, env=around, **pipes))
         return super().write(text)
@@ -185,7 +197,7 @@ class OtherHost(io.StringIO):
     def __enter__(self):
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        self._said = self._stack.enter_context(tempfile.TemporaryFile("w+"))
+        self._output = self._stack.enter_context(tempfile.TemporaryFile("w+"))
         self._stack.enter_context(contextlib.redirect_stdout(self))
         return self
 
@@ -197,14 +209,14 @@ class OtherHost(io.StringIO):
             for process in self.started:
                 process.kill()
                 process.wait()
-            self._said.seek(0)
-            self.said = self._said.read()
+            self._output.seek(0)
+            self.output = self._output.read()
             self._stack.close()
 
 
 @pytest.fixture
 def beside_the_notebook(monkeypatch, tmp_path):
-    """Where the file for the other host is written; it must not stay."""
+    """Run in a new folder; the file that is written there for the other host must be removed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
@@ -232,11 +244,11 @@ def test_ranks_of_two_hosts_return_print_and_are_traced():
     assert result.output == ("rank 0 of 2, on host 0\n", "rank 1 of 2, on host 1\n")
     assert [(m.src, m.dst, m.nbytes) for m in result.trace.messages()] == [(0, 1, 8)]
     assert "[rank 1] rank 1 of 2, on host 1\n" in other_host.getvalue()
-    assert "rank 1 of 2, on host 1" in other_host.said
+    assert "rank 1 of 2, on host 1" in other_host.output
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
-def test_what_a_rank_on_another_host_raises_is_told_here():
+def test_what_a_rank_on_another_host_raises_is_reported_here():
     def worker(rank, world_size):
         if rank == 1:
             raise ValueError("boom")
@@ -258,7 +270,7 @@ def test_what_a_rank_on_another_host_raises_is_told_here():
     ],
     ids=["exit", "cannot be sent", "success"],
 )
-def test_how_a_worker_ends_on_another_host_is_told(ends, failed):
+def test_how_a_worker_ends_on_another_host_is_reported(ends, failed):
     def worker(rank, world_size):
         return ends() if rank == 1 else "fine"
 
@@ -272,15 +284,15 @@ def test_how_a_worker_ends_on_another_host_is_told(ends, failed):
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
-def test_another_number_of_ranks_on_the_other_host_is_told():
+def test_another_number_of_ranks_on_the_other_host_is_reported():
     with (
         OtherHost({"--nproc-per-node 1": "--nproc-per-node 2"}),
-        pytest.raises(kit.RankError, match="torchrun has started 3 ranks, and 2 were asked for"),
+        pytest.raises(kit.RankError, match="torchrun has started 3 ranks instead of 2"),
     ):
         on_two_hosts(lambda rank, world_size: dist.barrier())
 
 
-def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
+def test_a_host_that_never_joins_is_reported_in_one_sentence(capsys):
     with pytest.raises(kit.PoolError, match="did not all come within 3 s: start those of host 1"):
         kit.torchrun(
             beyond_one_machine.my_place,
@@ -289,43 +301,43 @@ def test_a_host_that_never_comes_is_told_in_a_sentence(capsys):
     assert "--node-rank 1" in capsys.readouterr().out
 
 
-def test_a_meeting_place_that_cannot_be_is_refused_before_anything_starts():
+def test_an_impossible_rendezvous_is_refused_before_anything_starts():
     two_hosts = functools.partial(torchrun, beyond_one_machine.my_place, nnodes=2)
-    with pytest.raises(kit.PoolError, match="does not know the name 'no-such-host'"):
+    with pytest.raises(kit.PoolError, match="cannot resolve the name 'no-such-host'"):
         two_hosts(master_addr="no-such-host")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(kit.PoolError, match=f"port {port} of this host cannot be had"):
+        with pytest.raises(kit.PoolError, match=f"port {port} of this host is unavailable"):
             two_hosts(master_addr="127.0.0.1", master_port=port)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, got 0"),
         ({"nnodes": "1:2"}, "nnodes must be a whole number of at least 1, got '1:2'"),
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
-        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= is for one host here"),
+        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= works on one host only"),
         ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
         ({"nnodes": 2, "master_port": 70000}, "master_port must be at most 65535, got 70000"),
         ({"nnodes": 2, "master_addr": 5}, 'master_addr must be a name such as "host0", got 5'),
-        ({"backend": "mpi"}, "torchrun starts no ranks of MPI; use kit.run"),
+        ({"backend": "mpi"}, "torchrun cannot start MPI ranks; use kit.run"),
         ({"worker": "no_such_module"}, "there is no module 'no_such_module'; name a module"),
         ({"worker": "missing.py"}, "there is no file 'missing.py'; name a module or a file"),
         ({"worker": len}, "cannot be called as len(rank, world_size)"),
-        ({"worker": len}, "the number of ranks is set by nproc_per_node="),
+        ({"worker": len}, "nproc_per_node= sets the number of ranks"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(given, said):
+def test_an_impossible_argument_is_refused_before_anything_starts(given, message):
     worker = given.pop("worker", beyond_one_machine.my_place)
     with pytest.raises(kit.KitError) as caught:
         kit.torchrun(worker, **given)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_file_that_is_somebody_elses_is_not_written_over(tmp_path, monkeypatch):
+def test_a_file_that_the_kit_did_not_write_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (port,) = free_ports(1)
     file = tmp_path / f"my_place_for_port_{port}.py"
@@ -350,7 +362,7 @@ def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():
         )
 
 
-def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_one(monkeypatch):
+def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypatch):
     def interrupted(*_args):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The recorder, against what the calls and the tensors' sizes say."""
+"""The recorder's events agree with the calls and the sizes of the tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import send as send_by_name
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp_kit as kit
-from ddp_kit.failures import Wait
+from ddp_kit.error_text import Wait
+from ddp_kit.pool.view import draw_bar
 from ddp_kit.trace import (
     EMPTY,
     Board,
@@ -23,7 +23,6 @@ from ddp_kit.trace import (
     Snapshot,
     Trace,
     board,
-    draw_bar,
     join,
     recording,
 )
@@ -388,10 +387,10 @@ def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):
         for _ in kit.progress(iter("abc")):
             assert page.progress() == (0, None)
             break
-        assert page.progress() is None, "a loop that was left has no bar"
+        assert page.progress() is None, "a loop that was left early has no bar"
         bar = kit.progress("abc")
         next(bar)
-    assert page.progress() is None, "nor has a run that is over"
+    assert page.progress() is None, "a run that is over has no bar"
 
 
 @pytest.mark.parametrize("total", [-1, 2.5, True, "many"])
@@ -481,7 +480,7 @@ def test_a_rank_that_does_not_exist_is_named():
             ask(9)
 
 
-def test_a_receive_from_oneself_is_refused():
+def test_a_receive_from_its_own_rank_is_refused():
     def in_a_group(rank, world_size):
         group = dist.new_group([1])
         if rank == 1:
@@ -519,8 +518,11 @@ def test_a_message_whose_receive_was_dropped_is_not_lost():
 
 def test_what_nccl_starts_as_one_is_neither_a_collective_nor_unawaited():
     def worker(rank, world_size):
+        # The fake backend coalesces as nccl does, and sends nothing. Importing this registers it,
+        # which every rank must do itself.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
         dist.destroy_process_group()
-        # The fake backend coalesces as nccl does, and sends nothing.
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
         page, tensor = Board(), torch.ones(1)
         with recording(page) as recorder:
@@ -599,7 +601,7 @@ def test_a_board_without_room_says_so_and_breaks_nothing(page, monkeypatch):
     assert snapshot.waiting is None
 
 
-def test_a_count_is_there_as_soon_as_it_is_made(page):
+def test_a_count_is_visible_as_soon_as_it_is_made(page):
     slot = page.add_count(["count", "send", 1, 0, 1])
     page.write_count(slot, 5, 2)
     key = ("send", 1, 0, Group("0", (0, 1)))

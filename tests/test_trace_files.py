@@ -83,7 +83,7 @@ def test_a_real_trace_comes_back_equal(tmp_path):
     assert kit.load_trace(str(tmp_path)) == trace
 
 
-def test_a_part_is_lines_of_json_that_can_be_read(tmp_path):
+def test_a_rank_trace_is_readable_lines_of_json(tmp_path):
     write(tmp_path, BY_HAND["short"])
     head, *lines = (tmp_path / "run-00-work" / "rank-2.jsonl").read_text().splitlines()
     first_line = json.loads(head)
@@ -163,7 +163,7 @@ def test_no_folder_and_an_empty_one_differ(tmp_path):
         kit.load_trace(tmp_path)
 
 
-def test_a_missing_part_is_named(tmp_path):
+def test_a_missing_rank_trace_is_named(tmp_path):
     write(tmp_path, traces.ring(4, 1), ranks=[0, 1, 3])
     with pytest.raises(kit.TraceError, match=r"^rank 2: the trace is missing in '.*run-00-work'"):
         kit.load_trace(tmp_path)
@@ -172,7 +172,7 @@ def test_a_missing_part_is_named(tmp_path):
         kit.load_trace(tmp_path)
 
 
-def test_a_part_that_was_not_finished_is_no_part(tmp_path, monkeypatch):
+def test_an_unfinished_rank_trace_does_not_count(tmp_path, monkeypatch):
     folder = TraceFolder(tmp_path)
 
     def killed(*_):
@@ -187,7 +187,7 @@ def test_a_part_that_was_not_finished_is_no_part(tmp_path, monkeypatch):
         kit.load_trace(tmp_path)
 
 
-def test_parts_of_two_starts_are_not_mixed(tmp_path):
+def test_rank_traces_of_two_starts_are_not_mixed(tmp_path):
     write(tmp_path, traces.ring(2, 1), ranks=[0])
     write(tmp_path, traces.ring(2, 1), ranks=[1])
     with pytest.raises(kit.TraceError, match="from different starts of a lesson"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_executor import Machine, Tape, random_program, run
 
 import ddp_kit as kit
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 from ddp_kit.trace import Board, Snapshot, board
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
@@ -53,7 +53,7 @@ def all_reduce(group=THREE):
 
 
 def states_of(*program):
-    """Where the ranks are at the end; each operation is of 400 bytes and at one line of code."""
+    """Return the states of the ranks at the end; each operation has 400 bytes and the same line."""
     states = run(program).states()
     return [
         replace(state, waits_for=replace(state.waits_for, nbytes=400, where=LINE))
@@ -332,7 +332,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("program", "fact", "lines", "hint"), CASES.values(), ids=CASES)
-def test_a_deadlock_is_explained_otherwise(program, fact, lines, hint):
+def test_a_deadlock_is_explained_wrongly(program, fact, lines, hint):
     error = deadlock(states_of(*program))
     assert isinstance(error, kit.DeadlockError)
     assert str(error).splitlines() == [fact, *lines, hint]
@@ -656,7 +656,7 @@ MISMATCHES = {
 @pytest.mark.parametrize(
     ("events", "fact", "lines", "hint"), MISMATCHES.values(), ids=list(MISMATCHES)
 )
-def test_a_mismatch_is_explained_otherwise(events, fact, lines, hint):
+def test_a_mismatch_is_explained_wrongly(events, fact, lines, hint):
     error = mismatch(iter(events))
     where = "    line 3 of worker: exchange(tensor)"
     assert str(error).splitlines() == [fact, *lines, where, hint]
@@ -715,7 +715,7 @@ def test_calls_that_agree_are_a_mismatch(events):
     assert mismatch(events) is None
 
 
-def test_what_one_rank_takes_into_is_not_looked_at():
+def test_the_outputs_of_one_rank_are_not_compared():
     outputs = [vectors(4, 5), vectors(4, 4)]
     events = [call(r, "all_gather", "allgather", outputs=outputs[r]) for r in (0, 1)]
     assert mismatch(events).fact == (
@@ -723,7 +723,7 @@ def test_what_one_rank_takes_into_is_not_looked_at():
     )
 
 
-def test_a_rank_without_a_dtype_has_another_one():
+def test_a_rank_without_a_dtype_is_a_mismatch():
     events = [call(0), call(1, dtype="")]
     assert mismatch(events) is None
 
@@ -731,18 +731,18 @@ def test_a_rank_without_a_dtype_has_another_one():
 @pytest.mark.parametrize(
     ("number", "ordinal"), [(2, "2nd"), (3, "3rd"), (11, "11th"), (21, "21st"), (1112, "1,112th")]
 )
-def test_the_number_of_a_message_is_written_as_nobody_says_it(number, ordinal):
+def test_the_ordinal_of_a_message_is_misspelt(number, ordinal):
     event = Event(0, 0, "recv", "recv", "recv", TWO, number - 1, peer=1)
     sender = RankState(1, "returned", sends={event.channel: number - 1})
     error = deadlock([RankState(0, "waiting", event), sender])
     assert error.fact.startswith(f"rank 0 waits for a {ordinal} message from rank 1, which sent ")
 
 
-def test_two_receives_with_one_place_are_a_message():
+def test_two_receives_with_one_match_key_are_a_message():
     assert mismatch([message("recv", 0, 1), message("recv", 0, 1, 8)]) is None
 
 
-def test_the_first_mismatch_is_another_one():
+def test_a_later_mismatch_is_reported_first():
     first = [call(r, sequence=0, inputs=vectors(4)) for r in (0, 1)]
     second = [call(r, sequence=1, inputs=vectors(r)) for r in (0, 1)]
     third = [message("send", 0, 1), message("recv", 1, 0, 8)]
@@ -752,7 +752,7 @@ def test_the_first_mismatch_is_another_one():
     assert mismatch(by_rank[0] + by_rank[1]).fact.startswith("rank 0 calls all_reduce")
 
 
-def test_the_first_mismatch_is_the_one_that_was_met_first():
+def test_the_mismatch_whose_first_call_comes_first_is_reported():
     far, near = Group("far", (0, 2)), Group("near", (0, 1))
     events = [
         call(0, group=far),
@@ -880,7 +880,7 @@ def run_and_compare(machine: Machine, tape: Tape, seen: Counter) -> None:
     waiting = {rank for rank in range(len(machine.program)) if machine.is_waiting(rank)}
     states = machine.states()
     found = stuck(states)
-    assert set(found) == waiting, "the run has come to a halt: who waits is stuck"
+    assert set(found) == waiting, "the run has stopped: every waiting rank is stuck"
     error = deadlock(states)
     assert (error is None) == (not waiting)
     if isinstance(error, kit.DeadlockError):
@@ -891,7 +891,7 @@ def run_and_compare(machine: Machine, tape: Tape, seen: Counter) -> None:
 
 
 def assert_true(fact: str, at: dict[int, RankState]) -> None:
-    """Hold every clause of a fact against the states that it is about."""
+    """Check every clause of a fact against the states that it describes."""
     doing = {r: s.waits_for for r, s in at.items() if s.waits_for}
     kinds = set()
     for who, peer in re.findall(r"rank (\d+) waits until rank (\d+) receives", fact):

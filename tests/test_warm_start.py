@@ -16,7 +16,7 @@ PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts kernels that warm up; ends them."""
+    """Return a function that starts kernels that warm up; end them after the test."""
     kernels: list[Kernel] = []
 
     def kernel(set_up: str = IMPORT, **variables: str) -> Kernel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event, Group
 
@@ -13,7 +13,7 @@ MS = 1_000_000
 
 
 class Script:
-    """Ranks that communicate as they are told, a millisecond an operation."""
+    """Ranks that communicate as scripted, one millisecond per operation."""
 
     def __init__(self, n: int):
         self.n, self.now, self.counts = n, [5 * MS] * n, {}
@@ -24,7 +24,7 @@ class Script:
         self.now[rank] += int(ms * MS)
 
     def add(self, rank: int, op: str, kind: str, took: float | None = 0, **given) -> Event:
-        """Add an event that was called now and waited for `took` ms; None: for ever."""
+        """Add an event that was called now and waited for `took` ms; None: forever."""
         group = given.setdefault("group", self.world)
         peer = given.get("peer")
         channel = (rank, peer) if kind == "send" else (peer, rank)
@@ -71,7 +71,7 @@ class Script:
 
 
 def pipeline(n: int, batches: int = 2) -> Trace:
-    """Each rank computes and hands on; then all meet."""
+    """Each rank computes and sends to the next; then all join an all_reduce and a barrier."""
     script = Script(n)
     for _ in range(batches):
         script.compute(0, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place, same
-from ddp_kit.failures import count, name_ranks
+from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.logical import steps
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.partitioned_sgd import hint_for_mean, small_layers
-from ddp_kit.failures import count, name_ranks
+from ddp_kit.error_text import count, name_ranks
 
 BUCKETS = 3
 SEEDS = (7, 1000)  # further apart than the epochs are

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
     DeadlockError,
     ExerciseError,
@@ -19,7 +20,6 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import Wait, count, format_unawaited
 from ddp_kit.pool import Result, run
 from ddp_kit.trace import Event
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddp_kit.check.grader import SIZES, Grader, same
-from ddp_kit.failures import count
+from ddp_kit.error_text import count
 
 
 def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:

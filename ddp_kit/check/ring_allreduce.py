@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.failures import count
 from ddp_kit.trace import Trace
 
 SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most

@@ -21,11 +21,11 @@ from ddp_kit import mpi
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
-from ddp_kit.failures import count
+from ddp_kit.error_text import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
 
 OLDEST_PYTHON = (3, 10)
-OLDEST_PYTORCH = (2, 6)
+OLDEST_PYTORCH = (2, 12)
 RANKS = 4  # as many as the lessons use
 SMALL = 128 * 2**20  # bytes of shared memory; a container has 64 MiB by default
 CONTROL_GROUP = Path("/sys/fs/cgroup")

@@ -1,4 +1,4 @@
-"""Where the ranks of several hosts meet, and what to type on each of the other hosts."""
+"""The rendezvous of several hosts, and the commands to run on the other hosts."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
+from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import (
     BackendError,
     DeadlockError,
@@ -22,7 +23,6 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import name_ranks
 from ddp_kit.launch.rank.torchrun_worker import (
     COLLECT_TIMEOUT,
     LocalReport,

@@ -22,8 +22,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import RankError
-from ddp_kit.failures import name_ranks
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._recording_store import RecordingStore, ranks_in
 from ddp_kit.renamed import renamed

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_kit import device, mnist, progress
-from ddp_kit.failures import count
+from ddp_kit.error_text import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.notebook.explorer import Explorer, positive
 

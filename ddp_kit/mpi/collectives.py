@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from ddp_kit.mpi import buffers
 from ddp_kit.mpi.buffers import reduction_of
@@ -42,7 +42,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Copy the root's tensors to all ranks."""
-        opts = opts or c10d.BroadcastOptions()
+        opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
         allocate = buffers.send_buffer if root == self._rank else buffers.receive_buffer
         memory = [allocate(tensor) for tensor in tensors]
@@ -60,7 +60,7 @@ class MPIProcessGroup(BaseProcessGroup):
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> MPIWork:
         """Collect a tensor of every rank in the root's list; they may differ in size."""
-        opts = opts or c10d.GatherOptions()
+        opts = opts or dist.GatherOptions()
         root = opts.rootRank
         source = buffers.flatten(input_tensors)
         message = buffers.describe(source)
@@ -84,7 +84,7 @@ class MPIProcessGroup(BaseProcessGroup):
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> MPIWork:
         """Send entry i of the root's list to rank i; the tensors may differ in size."""
-        opts = opts or c10d.ScatterOptions()
+        opts = opts or dist.ScatterOptions()
         root = opts.rootRank
         (output,) = output_tensors
         buffer = buffers.receive_buffer(output)
@@ -216,7 +216,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Reduce the tensors of all ranks on the root; the others keep theirs."""
-        opts = opts or c10d.ReduceOptions()
+        opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
         root = opts.rootRank
         reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
@@ -235,11 +235,11 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Reduce the tensors of all ranks; every rank gets the result."""
-        return self._all_reduce("allreduce", tensors, opts or c10d.AllreduceOptions())
+        return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         """Do `allreduce` with several tensors, as one operation."""
-        opts = opts or c10d.AllreduceCoalescedOptions()
+        opts = opts or dist.AllreduceCoalescedOptions()
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> MPIWork:
@@ -288,7 +288,7 @@ class MPIProcessGroup(BaseProcessGroup):
         self, name: str, outputs: Tensors, lists: Sequence[Tensors], opts: Any
     ) -> MPIWork:
         """Reduce each list, which has a tensor for each rank or one tensor of equal parts."""
-        opts = opts or c10d.ReduceScatterOptions()
+        opts = opts or dist.ReduceScatterOptions()
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
             reduction = reduction_of(opts.reduceOp, output.dtype, self._size)

@@ -72,7 +72,9 @@ def create_group(options: Any) -> MPIProcessGroup:
             f"{world.Get_rank()} of MPI; take rank and world_size from ddp_kit.mpi.rank_info()"
         )
     timeout = options.timeout.total_seconds()
-    tag = _FIRST_TAG + zlib.crc32(str(options.group_id).encode()) % _TAGS
+    # Not from options.group_id: since PyTorch 2.15 the ranks name a group differently after an
+    # attempt to create one that failed on only some of them.
+    tag = _FIRST_TAG + zlib.crc32(str(members).encode()) % _TAGS
     _wait_for_members(members, rank, tag, timeout)
     with work.lock:
         everybody = world.Get_group()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,10 @@ class BaseProcessGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         """Set the `group_desc` of `new_group`."""
         self._description = description
+
+    def _get_backend(self, device: torch.device) -> BaseProcessGroup:
+        """Return the group itself, for `dist.batch_isend_irecv` of PyTorch 2.15 and newer."""
+        return self
 
     @property
     def timeout(self) -> timedelta:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 
+from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.failures import count
 from ddp_kit.notebook.explorer import Explorer, Settings
 from ddp_kit.pool import interruptible, view
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import threading
 import warnings
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
-from ddp_kit.pool import end_all, start_shared_pool, view
-from ddp_kit.pool.view import RankLine, heading
-from ddp_kit.trace import draw_bar, format_progress
-
-MEMORY_TO_START = 2 << 30  # bytes that must be available for ranks to start before the first run
+from ddp_kit.pool import end_all, view
+from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
+from ddp_kit.pool.warm_start import start_after_cell
 
 
 class NotebookView:
@@ -35,7 +31,6 @@ class NotebookView:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._shown: Sequence[RankLine] = []
-        _load_pictures()
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
@@ -43,6 +38,7 @@ class NotebookView:
 
     def update(self, lines: Sequence[RankLine]) -> None:
         """Show what each rank is doing below a heading, as a table and as text."""
+        _load_pictures()
         if lines != self._shown:
             self._shown = lines
             title = heading(self._world_size, lines)
@@ -92,7 +88,7 @@ def _padded(cells: list[str]) -> list[str]:
 
 @functools.cache
 def _load_pictures() -> None:
-    """Import what draws a deadlock while the first ranks start, else the error waits for it."""
+    """Import what draws a deadlock as soon as a run takes a while, else the error waits for it."""
     load = functools.partial(importlib.import_module, "ddp_kit.plot")
     threading.Thread(target=load, name="ddp_kit loads its pictures", daemon=True).start()
 
@@ -112,14 +108,4 @@ def take_over() -> None:
         view.open_view = NotebookView
         errors.draw_waits = _draw_waits
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
-        if os.environ.get("DDP_KIT_WARM") != "0":
-            get_ipython().events.register("post_run_cell", _start_first_ranks)
-
-
-def _start_first_ranks(_result: Any = None) -> None:
-    """Start the shared pool after the cell that has imported the kit, if memory allows."""
-    import psutil
-
-    get_ipython().events.unregister("post_run_cell", _start_first_ranks)
-    if psutil.virtual_memory().available >= MEMORY_TO_START:
-        start_shared_pool()
+        start_after_cell(get_ipython())

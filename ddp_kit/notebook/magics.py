@@ -19,8 +19,8 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from ddp_kit import pool
+from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
-from ddp_kit.failures import name_ranks
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import Bundle, CellOutput, SealedValue
 from ddp_kit.pool import Result, launcher_of

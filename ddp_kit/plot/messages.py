@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import count
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import NOTHING, PAPER, QUIET, blend, box, byte_size, chip, fold, write
 from ddp_kit.trace import Trace

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import count, name_ranks
 from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, table
 from ddp_kit.plot.style import (
     PAPER,

@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import count
 from ddp_kit.plot import timeline_marks as marks
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import chip, fold, significant, swatch

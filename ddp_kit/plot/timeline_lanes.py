@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ddp_kit.failures import name_ranks
+from ddp_kit.error_text import name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.logical import Key, steps

@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle
 
+from ddp_kit.error_text import Wait, name_ranks
 from ddp_kit.errors import PlotError
-from ddp_kit.failures import Wait, name_ranks
 from ddp_kit.plot.picture import Picture, open_picture, table
 from ddp_kit.plot.style import (
     DASHES,

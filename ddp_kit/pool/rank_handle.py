@@ -11,8 +11,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
+from ddp_kit.error_text import Frame
 from ddp_kit.errors import PoolError
-from ddp_kit.failures import Frame
 from ddp_kit.pool.output import RankOutput
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import RANK_MARK, Environment, FileStamp

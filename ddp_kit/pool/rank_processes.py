@@ -8,8 +8,8 @@ import weakref
 from contextlib import suppress
 from typing import ClassVar
 
+from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.failures import name_ranks
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
@@ -18,6 +18,8 @@ from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder
+
+START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
 
 
 class RankProcesses:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.errors import (
     BackendError,
     InternalError,
@@ -15,11 +16,11 @@ from ddp_kit.errors import (
     RankError,
     RunTimeoutError,
 )
-from ddp_kit.failures import RankFailure, Wait
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers.base import START_TIMEOUT, was_ended_by_launcher, why_not_ready
+from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
 from ddp_kit.pool.rank import server
 from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
 

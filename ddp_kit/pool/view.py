@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from ddp_kit.failures import count
-from ddp_kit.trace import draw_bar
+from ddp_kit.error_text import count
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
 
@@ -98,6 +97,19 @@ class TerminalView:
             self._shown = ""
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def draw_bar(done: int, total: int | None, width: int = 20) -> str:
+    """Return a bar such as "█████░░░░░ 50 of 100"; without a total, the number alone."""
+    if not total:
+        return format_progress(done, total)
+    full = min(width, width * done // total)
+    return f"{'█' * full}{'░' * (width - full)} {format_progress(done, total)}"
+
+
+def format_progress(done: int, total: int | None) -> str:
+    """Return how far a loop has come, as in "50 of 100"; without a total, the number alone."""
+    return f"{done:,} of {total:,}" if total else f"{done:,}"
 
 
 def in_short(lines: Sequence[RankLine]) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ddp_kit import torch_internals
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.events import Group, format_call
 from ddp_kit.trace.stacks import describe_line

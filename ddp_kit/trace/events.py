@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ddp_kit.error_text import Frame, count
 from ddp_kit.errors import TraceError
-from ddp_kit.failures import Frame, count
 from ddp_kit.renamed import RenamedAttribute
 
 Shape = tuple[int, ...]

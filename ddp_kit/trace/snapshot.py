@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from ddp_kit.failures import Wait
+from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import (
     CROWDED,
     EVENTS,

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import BinaryIO
 
-from ddp_kit.failures import Frame
+from ddp_kit.error_text import Frame
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(

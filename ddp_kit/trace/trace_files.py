@@ -22,8 +22,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import TraceError
-from ddp_kit.failures import Frame, name_ranks
 from ddp_kit.trace.events import Event, Group, Trace
 
 VERSION = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddp_kit.failures import name_ranks
+from ddp_kit.error_text import name_ranks
 from ddp_kit.trace.events import Event, format_arguments
 from ddp_kit.verdict.graph import Channel, RankState, from_any_source, shortest_cycle
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ddp_kit.error_text import Wait
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.failures import Wait
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
 from ddp_kit.verdict.explanation import explain, format_operation

@@ -7,8 +7,8 @@ from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from ddp_kit.error_text import Call, count, name_ranks
 from ddp_kit.errors import MismatchError
-from ddp_kit.failures import Call, count, name_ranks
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board import VOID
 from ddp_kit.trace.events import Event, Group, Shape, format_root

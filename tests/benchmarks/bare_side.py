@@ -18,7 +18,7 @@ WORLD_SIZE = 4
 
 
 def join_group(rank, folder):
-    """Meet in a file and talk over loopback, with one thread a rank, as the kit has it."""
+    """Join a group through a file, over loopback, with one thread per rank, as the kit does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
@@ -50,7 +50,7 @@ def serve_calls(rank, folder, pipes):
 
 @contextmanager
 def spawned(worker):
-    """Start `worker` on four processes and give the parent's ends of their pipes."""
+    """Start `worker` on four processes and return the parent's ends of their pipes."""
     ours, theirs = zip(*(Pipe() for _ in range(WORLD_SIZE)), strict=True)
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(worker, (folder, theirs), nprocs=WORLD_SIZE, join=False)
@@ -60,7 +60,7 @@ def spawned(worker):
 
 
 def once(worker):
-    """From nothing to the moment when the last of four processes has sent what it has."""
+    """Time from nothing until the last of four processes has sent its result."""
     yield "ready"
     began = time.perf_counter()
     with spawned(worker) as pipes:
@@ -77,7 +77,7 @@ def call(pipes):
 
 
 def warm():
-    """The least that a warm call can cost: a word to each process, all_reduce, a word back."""
+    """Time the least that a warm call can cost: a word to each process, all_reduce, a word back."""
     with spawned(serve_calls) as pipes:
         call(pipes)
         yield "ready"

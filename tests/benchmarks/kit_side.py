@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import sys
 import time
+from functools import partial
 
 if sys.argv[1] == "notebook_import":  # the kit asks at its import whether it is in a notebook
     from IPython.core.interactiveshell import InteractiveShell
@@ -17,7 +20,9 @@ torch_done = time.perf_counter()
 import ddp_kit as kit  # noqa: E402
 
 kit_done = time.perf_counter()
+import psutil  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from jupyter_client.manager import start_new_kernel  # noqa: E402
 from side import seconds, serve  # noqa: E402
 
 from ddp_kit.trace.rank import recorder  # noqa: E402
@@ -110,6 +115,92 @@ def kit_import():
     yield [kit_done - torch_done]
 
 
+def wait_for_neighbour(rank, world_size):
+    dist.recv(torch.zeros(1), src=(rank + 1) % world_size)
+
+
+def exchange(rank, world_size, events):
+    """Call `events` operations in all, 50 messages each way at a time."""
+    arriving, leaving = torch.zeros(50), torch.ones(50)
+    for _ in range(events // world_size // 100):
+        works = [dist.irecv(arriving[i : i + 1], rank ^ 1) for i in range(50)]
+        works += [dist.isend(leaving[i : i + 1], rank ^ 1) for i in range(50)]
+        for work in works:
+            work.wait()
+
+
+def deadlock_found(pool):
+    try:
+        pool.run(wait_for_neighbour)
+    except kit.DeadlockError:
+        return
+
+
+def growth(world_size: int):
+    """What a pool of so many ranks costs; seconds, and bytes that only one rank uses."""
+    yield "ready"
+    found = {}
+    began = time.perf_counter()
+    with kit.WorkerPool(world_size) as pool:
+        assert list(pool.run(all_reduce)) == [world_size] * world_size
+        found["start"] = time.perf_counter() - began
+        found["warm"] = statistics.median(seconds(pool.run, all_reduce) for _ in range(50))
+        pids = pool.run(lambda rank, world_size: os.getpid())
+        memory = [psutil.Process(pid).memory_full_info().uss for pid in pids]
+        found["memory"] = statistics.median(memory)
+        found["events"] = seconds(lambda: len(pool.run(exchange, 100_000).trace))
+        found["deadlock"] = seconds(deadlock_found, pool)
+        pool.run(all_reduce)
+        found["smaller"] = seconds(pool.run, all_reduce, world_size=world_size // 2)
+    yield found
+
+
+FIRST_RUN = """
+import time, torch, torch.distributed as dist
+
+def all_reduce(rank, world_size):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+began = time.perf_counter()
+kit.run(all_reduce)
+took = time.perf_counter() - began
+"""
+
+
+def first_run():
+    """The first `kit.run` of a notebook's kernel, 10 s after its import of the kit."""
+    manager, client = start_new_kernel()
+    try:
+        client.execute("import ddp_kit as kit", reply=True, timeout=60)
+        time.sleep(10)
+        yield "ready"
+        wanted = {"took": "took"}
+        answer = client.execute(FIRST_RUN, user_expressions=wanted, reply=True, timeout=60)
+        yield [float(answer["content"]["user_expressions"]["took"]["data"]["text/plain"])]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+
+
+def cells(warm: bool):
+    """Trivial cells in the 10 s after a notebook's import of the kit."""
+    os.environ["DDP_KIT_WARM"] = str(int(warm))
+    manager, client = start_new_kernel()
+    try:
+        client.execute("import ddp_kit", reply=True, timeout=60)
+        yield "ready"
+        times, ends = [], time.monotonic() + 10
+        while time.monotonic() < ends:
+            times.append(seconds(client.execute, "1", reply=True, timeout=60))
+            time.sleep(0.02)
+        yield times
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+
+
 def modules():
     """Which heavy modules a rank has loaded whose worker asked for none."""
     with kit.WorkerPool(1) as pool:
@@ -127,6 +218,10 @@ if __name__ == "__main__":
             "traced": lambda: traced(True),
             "untraced": lambda: traced(False),
             "values": values,
+            **{f"growth {n}": partial(growth, n) for n in (2, 4, 8, 16, 32, 64)},
+            "first_run": first_run,
+            "cells_while_starting": lambda: cells(True),
+            "cells_without_ranks": lambda: cells(False),
             "torch_import": torch_import,
             "kit_import": kit_import,
             "notebook_import": kit_import,

@@ -37,7 +37,7 @@ def partial_state_all_reduce():
 
 
 def accelerate():
-    """`debug_launcher` forks this process, which has imported torch; every call forks anew."""
+    """`debug_launcher` forks this process, which has imported torch; every call forks again."""
     from accelerate import debug_launcher
 
     yield "ready"
@@ -127,7 +127,7 @@ class Kernel:
     """A notebook kernel with nbdistributed's ranks."""
 
     def __init__(self):
-        import nbdistributed  # noqa: F401 - a missing package is told before a kernel starts
+        import nbdistributed  # noqa: F401 - a missing package is reported before a kernel starts
         from jupyter_client.manager import start_new_kernel
 
         self.manager, self.client = start_new_kernel(kernel_name="python3")

@@ -22,7 +22,7 @@ def seconds(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
 def serve(measures: dict[str, Measure]) -> None:
     """Answer bench.py: one line of JSON when ready, and one for each line that it sends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever else is printed here is no answer
+    os.dup2(2, 1)  # anything else that is printed here is not an answer
     rounds = measures[sys.argv[1]]()
     try:
         print(json.dumps(next(rounds)), file=answers)

@@ -36,8 +36,8 @@ def server(chromium, tmp_path_factory) -> Iterator[lab.Server]:
 def no_process_survives(server):
     """Fail a test that leaves a kernel or a rank alive, and end that process.
 
-    It stands in for the fixture of all other tests: a browser that lasts for a file starts and
-    ends processes as it likes.
+    It overrides the fixture of all other tests, because a browser that lasts for a whole file
+    starts and ends processes at any time.
     """
     yield
     _, left = psutil.wait_procs(server.processes(), timeout=3)

@@ -62,7 +62,7 @@ DEAD = ("Error displaying widget", "Loading widget")
 
 
 class Server:
-    """A JupyterLab of the tests' own. Nothing of the learner's settings is read or written."""
+    """A JupyterLab of the tests' own. It neither reads nor writes the learner's settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "notebooks"
@@ -102,7 +102,7 @@ class Server:
             return json.loads(answer.read() or "null")
 
     def processes(self) -> list[psutil.Process]:
-        """The kernels that live, and their ranks."""
+        """Return the running kernels and their ranks."""
         return [child for child in self._process.children(recursive=True) if alive(child)]
 
     def end_kernels(self) -> None:
@@ -123,7 +123,7 @@ class Server:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser that asks nobody on the internet; its pages share one cache."""
+    """Return a browser that is cut off from the internet; its pages share one cache."""
     from playwright import sync_api  # the tests are skipped where it is not installed
 
     with sync_api.sync_playwright() as started:
@@ -151,7 +151,7 @@ class Document:
 
     def wait(self, condition: str, seconds: float = LIMIT, **arguments) -> Any:
         """Wait until a function of JavaScript returns something true; return that."""
-        # Ten looks a second; by itself it looks at every frame, and that costs half a core.
+        # Poll ten times a second; the default is every frame, which costs half a core.
         return self.page.wait_for_function(
             condition, timeout=1000 * seconds, polling=100, **arguments
         ).json_value()
@@ -160,11 +160,11 @@ class Document:
         self.wait(IDLE, seconds)
 
     def command(self, name: str) -> None:
-        # Done at the first look. Unlike wait_for_function, evaluate has no limit.
+        # This is true at the first poll. Unlike wait_for_function, evaluate has no time limit.
         self.wait("name => { window.jupyterapp.commands.execute(name); return true }", arg=name)
 
     def run(self) -> None:
-        """Run the cell in which the learner is, and go to the next."""
+        """Run the selected cell and select the next."""
         self.wait_until_idle()  # a request before the kernel's answer would be dropped
         self.command("notebook:run-cell-and-select-next")
 
@@ -179,7 +179,7 @@ class Document:
         self.page.click(f".jp-NotebookPanel-toolbar [data-command='{command}']")
 
     def cell(self, number: int):
-        """The code cell of a number, from 1."""
+        """Return the code cell with this number, from 1."""
         return self.page.locator(".jp-CodeCell").nth(number - 1)
 
     def wait_for(self, text: str | re.Pattern, cell: int, seconds: float = LIMIT) -> str:
@@ -193,24 +193,24 @@ class Document:
         self.wait(NUMBERED, seconds, arg=cell - 1)
 
     def select(self, cell: int) -> None:
-        """Put the learner into a code cell."""
+        """Select a code cell."""
         self.cell(cell).locator(".jp-InputPrompt").click()
 
     def wait_until_it_shows(self, pictures: int, outputs: int, tables: int) -> None:
-        """Wait until so many of each are there; pictures count when they are not broken."""
+        """Wait until there are this many of each; broken pictures do not count."""
         self.wait(SHOWS, arg=[pictures, outputs, tables])
 
     def shown(self, cell: int) -> str:
-        """All that a cell shows below its code."""
+        """Return all that a cell shows below its code."""
         return "\n".join(self.cell(cell).locator(".jp-OutputArea-output").all_text_contents())
 
     def saved(self) -> dict:
-        """The notebook as JupyterLab would save it now."""
+        """Return the notebook as JupyterLab would save it now."""
         return self.wait("() => window.jupyterapp.shell.currentWidget.model.toJSON()")
 
     def dead_widgets(self) -> list[str]:
-        said = self.page.locator(".jp-Notebook").text_content()
-        return [text for text in DEAD if text in said]
+        shown = self.page.locator(".jp-Notebook").text_content()
+        return [text for text in DEAD if text in shown]
 
 
 OpenNotebook = Callable[..., Document]
@@ -250,19 +250,19 @@ def stuck_notebook(keeps_busy: str = "time.sleep(600)"):
 def warm_ranks(document: Document) -> list[psutil.Process]:
     """Run the first cell of the stuck notebook; return the processes of its ranks.
 
-    A test may kill what it is given here, so a number on the page is not enough: it must be
-    the number of a process below the test's own JupyterLab.
+    A test may kill these processes, so a number on the page is not enough: it must be the id of
+    a descendant of the test's own JupyterLab.
     """
     document.run()
-    said = document.wait_for(re.compile(r"^processes \d+ \d+\s*$"), cell=1)
-    pids = {int(pid) for pid in said.split()[1:]}
+    printed = document.wait_for(re.compile(r"^processes \d+ \d+\s*$"), cell=1)
+    pids = {int(pid) for pid in printed.split()[1:]}
     ranks = [child for child in document.server.processes() if child.pid in pids]
-    assert len(ranks) == 2, f"{said}: not two processes of this server"
+    assert len(ranks) == 2, f"{printed}: not two processes of this server"
     return ranks
 
 
 def get_stuck(document: Document) -> list[psutil.Process]:
-    """Run the first two cells; return the ranks when both are stuck, far from a deadlock."""
+    """Run the first two cells; return the ranks when both are stuck in what is no deadlock."""
     ranks = warm_ranks(document)
     document.run()
     for rank in (0, 1):

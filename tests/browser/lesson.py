@@ -17,12 +17,12 @@ from test_audit import (
     shown_everywhere,
 )
 
-MOST = 600  # seconds for all cells of a notebook, on a machine that does other things too
+MOST = 600  # seconds for all cells of a notebook, on a busy machine
 RULER = re.compile(r"^\|[\s:|-]+\|$", re.MULTILINE)  # the line below the header of a table
 
 
 def as_parameters(short: Callable[[str], bool]) -> list:
-    """Return all notebooks; `make test` takes the short ones. short: is asked with each name."""
+    """Return all notebooks; `make test` takes the short ones. short: called with each name."""
     names = {path: str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
     marks = {True: [], False: pytest.mark.long}
     return [pytest.param(p, id=name, marks=marks[short(name)]) for p, name in names.items()]

@@ -1,7 +1,7 @@
 """Notebooks in JupyterLab, from top to bottom.
 
 Running all of them takes as long as nbval does, which runs them without a browser. So `make test`
-runs a few here, of each kind one, and `make browser` runs all.
+runs a few here, one of each kind, and `make browser` runs all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def test_a_notebook_runs_from_top_to_bottom(open_notebook, path):
     lesson.check_run(open_notebook, path)
 
 
-def test_the_few_are_there():
+def test_the_few_exist():
     names = {str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
     assert set(FEW) < names

@@ -27,7 +27,7 @@ NEWER = """step => {
     const steps = [...shown.matchAll(/step (\\d+)/g)].map(found => Number(found[1]));
     return Math.max(0, ...steps) > step && Math.max(...steps);
 }"""
-# The spaces are of the kind that does not break.
+# These are non-breaking spaces.
 WAITS_LONGER = """seconds => {
     const shown = document.querySelector('.jp-CodeCell .jp-OutputArea tr')?.textContent ?? '';
     const found = shown.match(/rank\\s0waiting\\sin\\srecv\\(src=1\\)\\s([\\d.]+)\\ss/);

@@ -10,7 +10,7 @@ import ddp_kit as kit
 
 
 def error_text(grade: Callable, answer: object) -> str:
-    """Grade an answer, and return the text of the ExerciseError that must come of it."""
+    """Grade an answer, and return the text of the ExerciseError that it must raise."""
     with pytest.raises(kit.ExerciseError) as caught:
         grade(answer)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Exercises and solutions are the same notebooks, but for the lines that a learner writes.
+"""Exercises and solutions are the same notebooks, except for the lines that a learner writes.
 
 nbval runs both: there each stub must fail as its output says, and each solution pass.
 """

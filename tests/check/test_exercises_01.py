@@ -12,7 +12,7 @@ from ddp_kit import errors
 
 
 def counting(add):
-    """Return an answer to 1.1; add: makes the counter that is sent on of the one that came."""
+    """Return an answer to 1.1; add: returns the counter to send on, given the one received."""
 
     def ping_pong(counter, rounds):
         rank = dist.get_rank()
@@ -106,7 +106,7 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
         arriving, thanks = torch.empty_like(tensor), torch.empty(1)
         work = dist.isend(tensor, (rank + 1) % n)
         dist.recv(arriving, (rank - 1) % n)
-        for src in range(n):  # without it, the message is lost or not, as luck will have it
+        for src in range(n):  # without it, the message may or may not be lost
             if rank == src:
                 dist.send(thanks, (src - 1) % n)
             elif rank == (src - 1) % n:

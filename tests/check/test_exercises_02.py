@@ -275,7 +275,7 @@ def test_a_barrier_that_goes_round_three_times():
 
 
 def token(turns):
-    """Return an answer to 2.5 that sends a token round the ring so many times."""
+    """Return an answer to 2.5 that sends a token round the ring this many times."""
 
     def barrier():
         rank, n, token = dist.get_rank(), dist.get_world_size(), torch.zeros(1)

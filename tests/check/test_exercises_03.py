@@ -176,7 +176,7 @@ def test_buckets_of_which_only_the_first_is_averaged():
 
     text = error_text(kit.check.exercise_3_2, average_in_buckets)
     assert "average_in_buckets(model, most=10) on 2 ranks: wrong result\n" in text
-    assert "Each rank still has its own gradient." in text  # and not a word of frozen layers
+    assert "Each rank still has its own gradient." in text  # and no mention of frozen layers
 
 
 def test_one_bucket_for_all():

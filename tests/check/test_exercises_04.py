@@ -12,7 +12,7 @@ from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
 
 def ring_of(chunks, replace=True):
-    """Go round with chunks of one length. replace: what comes in the second half is not added."""
+    """Go round with chunks of one length. replace: replace, not add, in the second half."""
     (rank, n), (left, right) = (dist.get_rank(), dist.get_world_size()), neighbours()
     for step in range(2 * (n - 1)):
         going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]

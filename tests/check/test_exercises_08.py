@@ -13,7 +13,7 @@ import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
 
 
-def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wide=False):
+def reducing(starts="in the hook", waits="in finish", reset=True, divide=True, wide=False):
     """Return an answer to 8.1; each argument can make it wrong in one way."""
 
     def answer(buckets):
@@ -29,7 +29,7 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wi
         def ready(number):
             counts[number] += 1
             if counts[number] == len(buckets[number]) and starts == "in the hook":
-                counts[number] = 0 if anew else counts[number]
+                counts[number] = 0 if reset else counts[number]
                 start(buckets[number])
 
         def finish():
@@ -59,7 +59,7 @@ def reducing(starts="in the hook", waits="in finish", anew=True, divide=True, wi
             {"divide": False},
             "in 0.weight.grad after backward 1 but holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
         ),
-        ({"anew": False}, "Reset your counts for the next one."),
+        ({"reset": False}, "Reset your counts for the next one."),
         (
             {"waits": "never"},
             "never waited for all_reduce, which may still be in flight; keep what",

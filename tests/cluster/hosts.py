@@ -35,13 +35,13 @@ class Host:
         self.name, self.address = name, address
 
     def link(self, state: str) -> None:
-        """Take this host's end of the link "down", or "up"."""
+        """Set this host's end of the link "down" or "up"."""
         _call("ip", "-n", self.name, "link", "set", LINK, state)
 
     def shape(self, rate: str) -> None:
-        """Let this host send so many bits a second at the most, such as "100mbit".
+        """Limit how many bits a second this host sends, such as "100mbit".
 
-        The bucket holds few packets, so that next to nothing goes faster; the queue holds what a
+        The bucket holds few packets, so that almost nothing is faster; the queue holds all that a
         rank sends at once, so that no packet is lost.
         """
         shaping = ("tbf", "rate", rate, "burst", "4kb", "limit", "8mb")
@@ -59,14 +59,14 @@ class Host:
     def processes(self) -> list[psutil.Process]:
         """List what runs here."""
         found = []
-        with suppress(subprocess.CalledProcessError):  # there is no such namespace any more
+        with suppress(subprocess.CalledProcessError):  # the namespace no longer exists
             for pid in _call("ip", "netns", "pids", self.name).split():
                 with suppress(psutil.NoSuchProcess):
                     found.append(psutil.Process(int(pid)))
         return found
 
     def remove(self) -> None:
-        """End what runs here, then the namespace, which takes the link along."""
+        """End what runs here, then remove the namespace and, with it, the link."""
         deadline = time.monotonic() + 10
         while (running := self.processes()) and time.monotonic() < deadline:
             for process in running:  # one that is forked meanwhile is found the next time
@@ -79,7 +79,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Make two hosts and their link; in the end remove them with all that runs there."""
+    """Make two hosts and their link; at the end, remove them and end all that runs there."""
     own = f"ddp_kit-{os.getpid()}-{next(_numbers)}"
     hosts = [Host(f"{own}-{number}", f"10.199.0.{number + 1}") for number in (0, 1)]
     try:
@@ -100,7 +100,7 @@ def two_hosts() -> Iterator[list[Host]]:
 
 
 def missing() -> str | None:
-    """Say why there can be no such hosts here; None: there can."""
+    """Return why such hosts are impossible here, or None if they are possible."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -120,7 +120,7 @@ def missing() -> str | None:
 
 
 def sweep() -> None:
-    """Remove the hosts that a killed test run has left, with all that runs there."""
+    """Remove the hosts that a killed test run has left, and end all that runs there."""
     for line in _call("ip", "netns", "list").splitlines():
         match = _NAME.match(line)
         if match and not psutil.pid_exists(int(match[1])):

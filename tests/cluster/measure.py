@@ -2,7 +2,7 @@
 
     python tests/cluster/measure.py [RATE]
 
-RATE is 100mbit if left out. Wants root and some 30 s; README.md has a record.
+RATE is 100mbit if left out. It needs root and about 30 s; README.md has a record.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def times(
     """Return what timing.py measures with `per_host` ranks on each host."""
     folder.mkdir(exist_ok=True)
     program = [TIMING, str(folder / "times.json"), str(rounds), *map(str, sizes)]
-    run = Torchrun(hosts, folder / "said", *program, per_host=per_host)
+    run = Torchrun(hosts, folder / "output", *program, per_host=per_host)
     if run.wait(120) != [0, 0]:
-        raise RuntimeError("\n".join(run.said("err")))
+        raise RuntimeError("\n".join(run.printed("err")))
     return json.loads((folder / "times.json").read_text())
 
 

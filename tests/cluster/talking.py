@@ -1,6 +1,6 @@
-"""Ranks that talk without end: `torchrun talking.py FOLDER`.
+"""Ranks that exchange messages forever: `torchrun talking.py FOLDER`.
 
-Each makes a file in FOLDER, named as its number, when all are in the midst of it.
+Each creates a file in FOLDER, named after its rank, once all of them are communicating.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What goes wrong between hosts ends within bounds, is told, and leaves no process behind."""
+"""A fault between hosts ends the run within bounds, is reported, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ with open_ranks() as ranks:
 TALKING = str(Path(__file__).with_name("talking.py"))
 START = 90  # seconds; every process imports PyTorch, and the machine may have other work
 END = 60
-GLOO = "gloo/transport/tcp"  # it tells what happened to a connection in many ways
+GLOO = "gloo/transport/tcp"  # its message for a broken connection varies
 
 
 @pytest.fixture
 def talk(hosts, tmp_path):
-    """Start ranks, one on each host, and return when they are in the midst of a run."""
+    """Start ranks, one on each host, and return when they are in the middle of a run."""
 
     def start(rendezvous: str) -> Torchrun:
         folder = tmp_path / "ranks"
         folder.mkdir()
         program = (TALKING, str(folder))
-        run = Torchrun(hosts, tmp_path / "said", *program, rendezvous=rendezvous, per_host=1)
-        wait_until(lambda: len(list(folder.iterdir())) == 2, START, "the ranks talk")
+        run = Torchrun(hosts, tmp_path / "output", *program, rendezvous=rendezvous, per_host=1)
+        wait_until(lambda: len(list(folder.iterdir())) == 2, START, "the ranks communicate")
         return run
 
     return start
 
 
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
-def test_ranks_or_agents_wait_for_ever_behind_a_dead_link(rendezvous, talk):
+def test_ranks_or_agents_wait_forever_behind_a_dead_link(rendezvous, talk):
     run = talk(rendezvous)
     ranks = run.ranks()
     run.hosts[1].link("down")
-    assert run.wait(END) == [1, 1], run.said("err")
+    assert run.wait(END) == [1, 1], run.printed("err")
     assert_gone(ranks, "the link went down")
-    for said in run.said("err"):
-        assert GLOO in said or "RendezvousConnectionError" in said, said
+    for errors in run.printed("err"):
+        assert GLOO in errors or "RendezvousConnectionError" in errors, errors
 
 
 def test_the_ranks_of_a_killed_agent_live_on(talk):
     run = talk("c10d")
     ranks = run.ranks()
     run.agents[1].kill()
-    assert run.wait(END) == [1, -9], run.said("err")
+    assert run.wait(END) == [1, -9], run.printed("err")
     assert_gone(ranks, "an agent was killed")
-    said = run.said("err")[0]
-    assert GLOO in said, said
+    errors = run.printed("err")[0]
+    assert GLOO in errors, errors
 
 
-def test_a_slow_run_is_given_up_or_wrong(hosts, tmp_path):
-    """A message takes 5 s, and those of the agents stand behind it in the queue."""
+def test_a_slow_run_is_aborted_or_wrong(hosts, tmp_path):
+    """A message takes 5 s, and those of the agents wait behind it in the queue."""
     program = tmp_path / "slow.py"
     program.write_text(SLOW)
     for host in hosts:
         host.shape("1mbit")
-    run = Torchrun(hosts, tmp_path / "said", str(program), per_host=1)
+    run = Torchrun(hosts, tmp_path / "output", str(program), per_host=1)
     codes = run.wait(START + END)
-    assert (codes, run.said("out")) == ([0, 0], ["[[3.0], [3.0]]\n", ""]), run.said("err")
+    assert (codes, run.printed("out")) == ([0, 0], ["[[3.0], [3.0]]\n", ""]), run.printed("err")

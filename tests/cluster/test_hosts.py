@@ -1,4 +1,4 @@
-"""The hosts of the other tests: two runs of the tests do not meet, and none leaves anything."""
+"""The hosts of the other tests: two test runs never see each other, and none leaves anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def test_a_killed_run_leaves_its_hosts_for_ever(hosts):
+def test_a_killed_run_leaves_its_hosts_forever(hosts):
     folder = Path(__file__).parent
     command = [sys.executable, "-c", LEFT]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as run:

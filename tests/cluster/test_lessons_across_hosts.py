@@ -12,7 +12,7 @@ from torchrun import Torchrun
 import ddp_kit as kit
 
 EVERY_LESSON = str(Path(__file__).with_name("every_lesson.py"))
-TOLD = "".join(line.format("4 ranks") for line in PROOFS.values())
+EXPECTED = "".join(line.format("4 ranks") for line in PROOFS.values())
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def test_a_lesson_fails_across_hosts_or_its_trace_has_gaps(rendezvous, folder, h
     """All in one start, because a start takes seconds."""
     lessons = [" ".join([name, *QUICKLY.get(name, [])]) for name in PROOFS]
     program = [EVERY_LESSON, str(tmp_path / folder), *lessons]
-    run = Torchrun(hosts, tmp_path / "said", *program, rendezvous=rendezvous)
+    run = Torchrun(hosts, tmp_path / "output", *program, rendezvous=rendezvous)
     codes = run.wait(180)
-    assert (codes, run.said("out")) == ([0, 0], [TOLD, ""]), run.said("err")
-    for number in (0, 1):  # as the README has it for hosts that share no folder
+    assert (codes, run.printed("out")) == ([0, 0], [EXPECTED, ""]), run.printed("err")
+    for number in (0, 1):  # as the README says for hosts that share no folder
         if folder != "shared":
             parts = tmp_path / folder.format(host=number)
             shutil.copytree(parts, tmp_path / "shared", dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""torchrun across two hosts: an agent on each, and what the agents and their ranks say."""
+"""torchrun across two hosts: an agent on each, and what the agents and their ranks print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 from hosts import LINK, Host
 
 PORT = "29400"  # where host 0 keeps the store
-RENDEZVOUS = ("c10d", "static")  # the ways in which agents meet
+RENDEZVOUS = ("c10d", "static")  # how agents find each other
 
 
 class Torchrun:
@@ -43,7 +43,7 @@ class Torchrun:
         if rendezvous == "c10d":
             meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"]
             meeting += ["--rdzv-id", "test", "--rdzv-conf", f"is_host={number == 0}".lower()]
-            # Otherwise the ranks are told the machine's name, which leads each host to itself.
+            # Otherwise the ranks get the machine's name, which resolves to each host itself.
             meeting += ["--local-addr", host.address]
         else:
             meeting = ["--master-addr", first, "--master-port", PORT, "--node-rank", str(number)]
@@ -59,7 +59,7 @@ class Torchrun:
         return self.folder / f"{stream}-{number}"
 
     def ranks(self) -> list[psutil.Process]:
-        """List the ranks that run, and what they have started."""
+        """List the running ranks and the processes that they have started."""
         agents = {agent.pid for agent in self.agents}
         return [p for host in self.hosts for p in host.processes() if p.pid not in agents]
 
@@ -68,6 +68,6 @@ class Torchrun:
         deadline = time.monotonic() + seconds
         return [agent.wait(max(0, deadline - time.monotonic())) for agent in self.agents]
 
-    def said(self, stream: str) -> list[str]:
+    def printed(self, stream: str) -> list[str]:
         """Return what was printed on "out" or "err", by host."""
         return [self._file(stream, number).read_text() for number in (0, 1)]

@@ -1,4 +1,4 @@
-"""What a worker breaks in its rank is mended: the next run starts as if it were the first."""
+"""What a worker breaks in its rank is repaired: the next run starts as if it were the first."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def send_one(rank, world_size):
     ],
     ids=["destroyed", "sub_group", "dropped_isend", "isend", "irecv", "all_reduce", "timeout"],
 )
-def test_communication_left_under_way_does_not_reach_the_next_run(leave):
+def test_communication_left_in_flight_does_not_reach_the_next_run(leave):
     warm = list(kit.run(pid, world_size=2))
     kit.run(leave, world_size=2, timeout=15)
     assert list(kit.run(send_one, world_size=2)) == [7.0, 7.0]
@@ -180,7 +180,7 @@ def test_a_timeout_of_sockets_does_not_break_the_pipe():
     assert list(kit.run(pid, world_size=2)) == warm
 
 
-def test_a_removed_working_directory_is_told(tmp_path, monkeypatch):
+def test_a_removed_working_directory_is_reported(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -233,7 +233,7 @@ def test_a_timer_left_running_does_not_print_into_the_next_run(capsys):
     assert kit.run(pid, world_size=2)[1] != before[1]
 
 
-def test_a_thread_left_in_a_collective_does_not_meet_the_next_run():
+def test_a_thread_left_in_a_collective_does_not_join_the_next_run():
     def leave_collective(rank, world_size):
         if rank == 0:
             threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()

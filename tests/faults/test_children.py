@@ -47,7 +47,7 @@ def loaders_in_use(rank, world_size, path):
 
 
 def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
-    """The rank is killed from outside, so that nothing but the system can tell its children."""
+    """The rank is killed from outside, so that only the system can notify its children."""
     pids = list(kit.run(lambda rank, world_size: os.getpid(), world_size=2))
     path, found = str(tmp_path / "rank"), []
 

@@ -1,4 +1,4 @@
-"""A rank raises or dies while the others wait: everybody is told, and the pool stays usable."""
+"""A rank raises or dies while the others wait: all is reported, and the pool stays usable."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_rank_raises_while_others_wait():
     assert kit.run(total)[0] == 6
 
 
-def test_equal_failures_are_told_once():
+def test_equal_failures_are_reported_once():
     def two_ways(rank, world_size):
         if rank == 2:
             raise KeyError("other")
@@ -69,12 +69,13 @@ def test_equal_failures_are_told_once():
     with pytest.raises(kit.RankError) as caught:
         kit.run(two_ways)
     assert set(caught.value.failures) == {0, 1, 2, 3}
-    told = [line for line in str(caught.value).splitlines() if "raised" in line and "rank" in line]
-    assert told[0] == "ranks 0, 1 and 3 raised ValueError: same"
-    assert told[1] == "rank 2 raised KeyError: 'other'"
+    lines = str(caught.value).splitlines()
+    raised = [line for line in lines if "raised" in line and "rank" in line]
+    assert raised[0] == "ranks 0, 1 and 3 raised ValueError: same"
+    assert raised[1] == "rank 2 raised KeyError: 'other'"
 
 
-def test_failures_that_come_one_after_the_other_are_all_told():
+def test_failures_that_come_one_after_the_other_are_all_reported():
     def stagger(rank, world_size):
         if rank == 1:
             for _ in range(20):
@@ -104,7 +105,7 @@ def test_keyboard_interrupt_in_a_rank_is_a_failure():
         kit.run(interrupted, world_size=2)
 
 
-def test_an_exception_that_cannot_be_printed_is_still_told():
+def test_an_exception_that_cannot_be_printed_is_still_reported():
     class Mute(Exception):
         def __str__(self):
             raise RuntimeError("no words")
@@ -152,7 +153,7 @@ def test_a_rank_that_dies_is_named(leave, exitcode, words):
     assert kit.run(total, world_size=3)[0] == 3
 
 
-def test_a_failure_is_told_also_when_another_rank_dies():
+def test_a_failure_is_also_reported_when_another_rank_dies():
     def worker(rank, world_size):
         if rank == 0:
             raise ValueError("the real cause")
@@ -197,7 +198,7 @@ def test_a_failed_replacement_hides_neither_output_nor_error(monkeypatch, capsys
     assert kit.run(total, world_size=2)[0] == 1
 
 
-def test_an_exception_of_an_odd_class_and_of_great_length_is_still_told():
+def test_an_exception_of_an_odd_class_and_of_great_length_is_still_reported():
     class Odd(str):
         def __reduce__(self):
             raise RuntimeError("not me")
@@ -214,7 +215,7 @@ def test_an_exception_of_an_odd_class_and_of_great_length_is_still_told():
     assert len(str(caught.value)) < 20_000
 
 
-def test_a_lost_exit_code_is_not_told_as_success():
+def test_a_lost_exit_code_is_not_reported_as_success():
     def reaped_by_other_code():
         os.waitpid(victim, 0)
 
@@ -270,7 +271,7 @@ def test_a_rank_that_dies_while_starting_is_replaced():
         assert len(pool.run(pid, world_size=2)) == 2
 
 
-def test_a_rank_that_dies_while_the_group_forms_is_told_and_replaced():
+def test_a_rank_that_dies_while_the_group_forms_is_reported_and_replaced():
     with kit.WorkerPool(2) as pool:
         pool._processes.ranks[1].process.kill()  # still counts as alive for a moment
         with suppress(kit.RankDiedError):
@@ -287,7 +288,7 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
         kit.WorkerPool(1)
 
 
-def test_a_pool_that_cannot_be_had_in_full_leaves_nothing(monkeypatch):
+def test_a_pool_that_cannot_start_all_its_ranks_leaves_nothing(monkeypatch):
     start, started = spawn.mp.spawn, []
 
     def refuse_the_second(*args, **kwargs):
@@ -325,7 +326,7 @@ def test_a_run_ends_at_its_timeout():
     assert kit.run(total, world_size=2)[0] == 1
 
 
-def test_every_rank_of_a_deadlock_is_told_and_not_only_the_first_that_is_ended():
+def test_every_rank_of_a_deadlock_is_reported_and_not_only_the_first_that_is_ended():
     def send_first(rank, world_size):
         dist.send(torch.zeros(1), (rank + 1) % world_size)
 
@@ -338,12 +339,12 @@ def asks(rank, world_size):
     return input("go on? ") if rank else breakpoint()
 
 
-def test_a_worker_that_asks_is_told_that_nobody_answers():
+def test_a_worker_that_calls_input_fails_with_an_explanation():
     with pytest.raises(kit.RankError) as caught:
         kit.run(asks, world_size=2)
-    said = [caught.value.failures[rank].message for rank in range(2)]
-    assert "input() and debuggers do not work in a rank" in said[0]
-    assert "pass the answer to the ranks as an argument of kit.run" in said[1]
+    messages = [caught.value.failures[rank].message for rank in range(2)]
+    assert "input() and debuggers do not work in a rank" in messages[0]
+    assert "pass the answer to the ranks as an argument of kit.run" in messages[1]
 
 
 @pytest.mark.parametrize("name", ["recording", "pack", "describe"])

@@ -16,7 +16,7 @@ numbers = itertools.count()  # a warm rank keeps the module of an earlier test b
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Write a module of this test's own anew, each time it is called; return its worker."""
+    """Return a function that rewrites this test's own module and returns its worker."""
     name = f"lesson_{next(numbers)}"
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -41,7 +41,7 @@ def test_an_edited_module_runs_its_new_code_and_a_line_says_so(module, capsys):
     assert capsys.readouterr().out == (
         f"{module.file.name} changed on disk: restarting ranks 0 and 1\n"
     )
-    # Same length, same second: bytecode would not tell these two apart.
+    # Same length, same second: cached bytecode does not distinguish these two.
     assert [value for value, _ in kit.run(module(3), world_size=2)] == [3, 3]
 
 

@@ -67,10 +67,10 @@ def test_an_interrupt_while_processes_are_being_spawned_is_not_lost(kernel):
 
 
 def test_an_interrupt_at_any_moment_leaves_interrupts_as_they_were():
-    """SIGINT comes while the kit begins and ends to hold interrupts back, a thousand times."""
+    """SIGINT comes while the kit begins or stops holding interrupts back, a thousand times."""
     shooter = (
         "import os, random, signal, sys, time\n"
-        "while os.read(0, 1):\n"  # one shot when it is asked for: two would meet the except below
+        "while os.read(0, 1):\n"  # one signal per request: a second would reach the except below
         "    time.sleep(random.random() / 1000)\n"
         "    os.kill(os.getppid(), signal.SIGINT)\n"
     )
@@ -78,7 +78,7 @@ def test_an_interrupt_at_any_moment_leaves_interrupts_as_they_were():
         "import os, signal, subprocess, sys, threading\n"
         "from ddp_kit.pool.interrupts import holding_interrupt\n"
         f"shooter = subprocess.Popen([sys.executable, '-c', {shooter!r}], stdin=subprocess.PIPE)\n"
-        # It takes the signals that the main thread has blocked.
+        # It receives the signals that the main thread has blocked.
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "came, wrong = 0, 0\n"
@@ -106,7 +106,7 @@ def test_a_second_interrupt_before_the_first_is_dealt_with_leaves_a_pool_that_wo
 
     def interrupt_twice(run):
         monkeypatch.undo()
-        raise KeyboardInterrupt  # as if it came on the way to the clean-up
+        raise KeyboardInterrupt  # as if it came just before the clean-up
 
     list(pool.run(lambda rank, world_size: rank))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -125,14 +125,12 @@ def test_ctrl_c_ends_a_lesson_in_a_terminal():
         text=True,
         env=ENVIRONMENT,
         start_new_session=True,  # its process group gets what a terminal would send
-        # A shell's background job ignores SIGINT, and passes that on; a terminal's does not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     process = psutil.Process(lesson.pid)
     wait_until(lambda: len(process.children()) == 2, 30, "the lesson has started its ranks")
     ranks = process.children()
     os.killpg(lesson.pid, signal.SIGINT)
-    out, err = lesson.communicate(timeout=30)  # Python tidies up PyTorch, on a machine at work
+    out, err = lesson.communicate(timeout=30)  # Python unloads PyTorch, on a busy machine
     assert (out, lesson.returncode) == ("", 130)
     assert err.splitlines()[0].startswith("KeyboardInterrupt: the run was stopped")
     assert "Traceback" not in err

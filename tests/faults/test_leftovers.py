@@ -33,14 +33,14 @@ def folders() -> set[Path]:
 
 
 def named_memory() -> set[str]:
-    """List it, without that of Open MPI, whose ranks other tests may have at the same time."""
+    """List named memory, except Open MPI's: other tests may have MPI ranks at the same time."""
     there = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     return {name for name in there if not name.startswith("sm_segment")}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path, monkeypatch):
-    """Give a test a temporary folder of its own, and look into it and into /dev/shm afterwards."""
+    """Give a test a temporary folder of its own, and check /dev/shm afterwards."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -130,7 +130,7 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        # The file is there before its text is.
+        # The file exists before its text does.
         wait_until(lambda: written(port_file), 60, "JupyterLab runs")
         url = json.loads(written(port_file))["url"]
         # The file is written a moment before the server listens.
@@ -161,7 +161,7 @@ def test_a_killed_jupyterlab_leaves_no_process(tmp_path):
 
 
 def written(folder):
-    """Return what a JupyterLab has written of itself so far."""
+    """Return what a JupyterLab has written about itself so far."""
     return "".join(file.read_text() for file in folder.glob("jpserver-*.json"))
 
 
@@ -174,9 +174,9 @@ def answers(url: str) -> bool:
 
 
 def assert_next_pool_sweeps() -> None:
-    """A killed process may leave its pool's folder; the sweep of the next pool takes it."""
+    """A killed process may leave its pool's folder; the next pool's sweep removes it."""
     assert len(folders()) <= 1
-    # A process with threads lets go of its lock a moment after it counts as ended.
+    # A process with threads releases its lock a moment after it counts as ended.
     wait_until(lambda: private_folder.sweep() or not folders(), BOUND, "what was left is swept")
 
 
@@ -194,7 +194,7 @@ def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
     assert folders() == {homework.parent}
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(monkeypatch):
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(monkeypatch):
     flock, swept = private_folder.fcntl.flock, []
 
     def sweep_first(lock, how):

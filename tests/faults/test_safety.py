@@ -1,4 +1,4 @@
-"""Nothing of a run can be reached, or can reach out, from beyond this user's own processes."""
+"""A run can be reached only by this user's own processes, and reaches nothing else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_notebook_itself_listens_nowhere():
 
 
 def test_a_taken_port_stops_nobody(monkeypatch):
-    """Ranks meet in a file: the port that other launchers use may belong to somebody else."""
+    """Ranks find each other through a file: the port that other launchers use may be taken."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))

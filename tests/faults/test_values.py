@@ -1,4 +1,4 @@
-"""Large and odd values: no copy through the pipe, and one sentence for what cannot travel."""
+"""Large and odd values: no copy through the pipe, and one sentence for one that cannot be sent."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_kind_of_value_keeps_what_it_is():
         assert value["bytes"].getvalue() == b"abc"
 
 
-def test_a_default_device_does_not_keep_values_from_travelling():
+def test_a_default_device_does_not_keep_values_from_being_sent():
     def worker(rank, world_size):
         ones = torch.ones(100_000)
         torch.set_default_device("meta")
@@ -111,7 +111,7 @@ def test_a_default_device_does_not_keep_values_from_travelling():
     assert [value.item() for _, value in kit.run(worker, world_size=2)] == [0, 1]
 
 
-def test_a_store_written_in_a_cell_can_travel():
+def test_a_store_written_in_a_cell_can_be_sent():
     class Loud(torch.distributed.Store):
         def get(self, key):
             return key.upper()
@@ -123,7 +123,7 @@ def test_an_idle_rank_holds_nothing_of_its_last_value():
     result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
     rank = psutil.Process(kit.pool.pool._shared["spawn"]._processes.ranks[0].process.pid)
     del result
-    wait_until(lambda: not held(rank), 5, "the rank lets go of it")
+    wait_until(lambda: not held(rank), 5, "the rank releases it")
 
 
 def held(process):
@@ -143,8 +143,8 @@ def test_many_values_can_be_kept():
     assert all(value.sum() == 100_000 for result in kept for value in result)
 
 
-def test_tensors_on_a_gpu_come_back_on_the_cpu_and_it_is_said_once(capsys):
-    """A stand-in: the values module is told that the CPU's memory is a GPU's."""
+def test_tensors_on_a_gpu_come_back_on_the_cpu_and_a_line_says_so_once(capsys):
+    """A fake GPU: the rank reports that the value came from one."""
 
     def pretend(rank, world_size):
         from ddp_kit.pool.wire import payload
@@ -154,8 +154,8 @@ def test_tensors_on_a_gpu_come_back_on_the_cpu_and_it_is_said_once(capsys):
 
     with kit.WorkerPool(1) as pool:
         assert pool.run(pretend)[0].device.type == "cpu"
-        told = capsys.readouterr().out
-        assert told == "tensors that ranks returned from a GPU are on the CPU here\n"
+        printed = capsys.readouterr().out
+        assert printed == "tensors that ranks returned from a GPU are on the CPU here\n"
         pool.run(pretend)
         assert capsys.readouterr().out == ""
 
@@ -182,7 +182,7 @@ class Stubborn:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "kind"),
     [
         (lambda: (i for i in range(3)), "a generator, which"),
         (lambda: threading.Lock(), "a lock, which"),
@@ -194,13 +194,14 @@ class Stubborn:
     ],
     ids=["generator", "lock", "file", "module", "module_in_list", "lock_in_dict", "stubborn"],
 )
-def test_a_return_value_that_cannot_travel_is_named(make, told):
+def test_a_return_value_that_cannot_be_sent_is_named(make, kind):
     with pytest.raises(kit.RankError) as caught:
         kit.run(lambda rank, world_size: make() if rank == 1 else None, world_size=2)
-    said = str(caught.value)
-    assert said.startswith(f"rank 1 raised TypeError: the worker returned {told} cannot be sent to")
-    assert "return tensors, numbers, strings" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    start = f"rank 1 raised TypeError: the worker returned {kind} cannot be sent to"
+    assert message.startswith(start)
+    assert "return tensors, numbers, strings" in message
+    assert "\n" not in message
 
 
 def test_an_async_worker_is_refused_before_anything_starts():

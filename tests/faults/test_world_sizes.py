@@ -1,4 +1,4 @@
-"""Other world sizes, other pools, other notebooks: warm where they can be, and never crossed."""
+"""Other world sizes, other pools, other notebooks: warm where possible, and never mixed up."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_growing_starts_only_the_missing_ranks():
     assert len(set(three)) == 3
 
 
-def test_a_rank_costs_as_many_open_files_as_the_pool_reckons_with():
-    """Else a world size is allowed for which the files do not suffice."""
+def test_a_rank_costs_as_many_open_files_as_the_pool_expects():
+    """Otherwise the pool would allow a world size for which there are too few open files."""
     with kit.WorkerPool(1) as pool:
         pool.run(pid)
         before = psutil.Process().num_fds()

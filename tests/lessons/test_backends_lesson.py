@@ -1,4 +1,4 @@
-"""Backends: every outcome of a probe, the answers that must come out, and the fitted costs."""
+"""Backends: every outcome of a probe, the expected answers, and the fitted costs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_mpi_refuses_what_it_could_do_or_is_wrong():
         ("AVG", "bool", None),
     ],
 )
-def test_the_answer_that_must_come_out_is_another(op, dtype, expected):
+def test_the_expected_answer_is_wrong(op, dtype, expected):
     answer = _backend_probes.combined(op, 3, getattr(torch, dtype))
     assert (answer if answer is None else answer[:4].tolist()) == expected
 
@@ -203,7 +203,7 @@ def test_two_sends_that_cross_end_under_gloo():
 
 
 @needs_mpi
-def test_mpi_differs_from_gloo_in_other_points_than_the_lesson_says():
+def test_mpi_differs_from_gloo_in_points_that_the_lesson_does_not_name():
     run = partial(kit.run, world_size=2, backend="mpi")
     assert list(run(backends.true_until)) == [None, None]
     assert list(run(backends.both_send_first, 4)) == [1.0, 0.0]

@@ -92,7 +92,7 @@ def test_buffers_come_from_rank_0_before_each_forward(sync, start, after):
     assert stages == [[4, 8, 12], start, after]
 
 
-def test_positions_are_dealt_as_on_paper():
+def test_positions_are_dealt_as_worked_out_by_hand():
     assert ddp.deal_by_hand(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
     assert ddp.deal_by_hand(10, 4, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert ddp.deal_by_hand(2, 4) == [[0], [1], [0], [1]]

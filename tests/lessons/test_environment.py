@@ -16,7 +16,7 @@ import ddp_kit as kit
 from ddp_kit.lessons import environment
 
 
-def test_synchronize_leaves_by_each_of_its_exits():
+def test_synchronize_returns_by_each_of_its_exits():
     left = [environment.without_a_package(), environment.synchronize()]
     left.append(environment.in_a_world_of_one())
     left += kit.run(environment.everywhere, world_size=2)
@@ -73,7 +73,7 @@ def test_an_interrupt_ends_the_programs_too():
         environment.side_by_side(f'"{sys.executable}" -c "{later}"')
 
 
-def test_a_program_that_is_not_there_leaves_none_of_the_others():
+def test_a_missing_program_leaves_none_of_the_others():
     with pytest.raises(FileNotFoundError):
         environment.side_by_side("sleep 60", "no-such-program")
 

@@ -89,7 +89,7 @@ def test_torchrun_gives_the_same_lines(tmp_path):
     assert out.stdout == "".join(line.format("2 ranks") for line in PROOFS.values()), out.stderr
 
 
-def test_a_lesson_runs_under_torchrun_as_the_readme_has_it():
+def test_a_lesson_runs_under_torchrun_as_the_readme_says():
     out = under_torchrun("-m", "ddp_kit.lessons.ring_allreduce")
     assert (out.stdout, out.returncode) == (PROOFS["ring_allreduce"].format("2 ranks"), 0)
 
@@ -97,7 +97,7 @@ def test_a_lesson_runs_under_torchrun_as_the_readme_has_it():
 def test_torchrun_refuses_another_world_size():
     out = under_torchrun("-m", "ddp_kit.lessons.point_to_point", "--world-size", "3")
     assert out.returncode != 0
-    assert "torchrun started 2 ranks, but --world-size is 3" in out.stderr
+    assert "torchrun has started 2 ranks, but --world-size is 3" in out.stderr
 
 
 @pytest.mark.parametrize("name", PROOFS)

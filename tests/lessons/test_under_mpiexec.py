@@ -38,7 +38,7 @@ def test_every_lesson_gives_the_same_line_and_its_trace(tmp_path):
         assert kit.load_trace(tmp_path / name).world_size == 2
 
 
-def test_a_lesson_runs_as_the_readme_has_it():
+def test_a_lesson_runs_as_the_readme_says():
     out = under_mpiexec(3, "-m", "ddp_kit.lessons.point_to_point", "--backend", "mpi")
     assert (out.stdout, out.returncode) == (PROOFS["point_to_point"].format("3 ranks"), 0)
 
@@ -48,13 +48,13 @@ def test_a_lesson_runs_as_the_readme_has_it():
     [
         (
             ["--world-size", "3"],
-            "mpiexec started 2 ranks, but --world-size is 3; "
-            "leave --world-size out, or set -n to it",
+            "mpiexec has started 2 ranks, but --world-size is 3; "
+            "leave out --world-size, or set -n to it",
         ),
         (
             ["--backend", "gloo"],
-            "mpiexec started these ranks, and they cannot meet over 'gloo'; "
-            "leave --backend out, or start them with torchrun",
+            "mpiexec has started these ranks, and they cannot use 'gloo'; "
+            "leave out --backend, or start them with torchrun",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_what_mpiexec_cannot_give_is_refused(options, message, monkeypatch):
     assert str(caught.value) == message
 
 
-def test_torchruns_ranks_cannot_have_mpi(monkeypatch):
+def test_torchruns_ranks_cannot_use_mpi(monkeypatch):
     variables = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -78,5 +78,5 @@ def test_torchruns_ranks_cannot_have_mpi(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(kit.BackendError) as caught:
         point_to_point.main(["--backend", "mpi"])
-    message = 'backend="mpi" needs ranks that mpiexec started; use backend="gloo"'
+    message = 'backend="mpi" needs ranks that mpiexec has started; use backend="gloo"'
     assert str(caught.value) == message

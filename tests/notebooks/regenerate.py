@@ -78,11 +78,11 @@ def main(names: list[str]) -> int:
             failed = True
             print(f"{path.name}: left as it was. {error}", flush=True)
             continue
-        said = "unchanged" if path.read_bytes() == data else "written"
+        outcome = "unchanged" if path.read_bytes() == data else "written"
         new = path.with_name(f".{path.name}.new")
         new.write_bytes(data)
         os.replace(new, path)  # in one step: no reader sees half a notebook
-        print(f"{path.name}: {said} ({time.monotonic() - start:.0f} s)", flush=True)
+        print(f"{path.name}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
     return int(failed)
 
 

@@ -30,7 +30,7 @@ UNSTABLE = {
 
 
 def numbered(notebook: dict, kind: str | None = None) -> Iterator[tuple[int, dict]]:
-    """Yield the cells of a kind with their place in the notebook, from 1."""
+    """Yield the cells of a kind with their number in the notebook, from 1."""
     for number, cell in enumerate(notebook["cells"], 1):
         if kind in (None, cell["cell_type"]):
             yield number, cell
@@ -67,7 +67,7 @@ def prose_before_code(notebook: dict) -> Iterator[str]:
     before = None
     for number, cell in numbered(notebook):
         if cell["cell_type"] == "code" and before != "markdown":
-            yield f"no prose stands before cell {number}"
+            yield f"no prose precedes cell {number}"
         before = cell["cell_type"]
 
 
@@ -189,9 +189,9 @@ def lesson() -> dict:
     for count in range(1, 9):
         prose = {"cell_type": "markdown", "id": f"prose-{count}", "source": f"# Part {count}"}
         code = {"cell_type": "code", "id": f"code-{count}", "source": f"print({count})"}
-        said = {"output_type": "stream", "name": "stdout", "text": f"{count}\n"}
+        printed = {"output_type": "stream", "name": "stdout", "text": f"{count}\n"}
         cells.append(prose | {"metadata": {}})
-        cells.append(code | {"metadata": {}, "execution_count": count, "outputs": [said]})
+        cells.append(code | {"metadata": {}, "execution_count": count, "outputs": [printed]})
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": METADATA, "cells": cells}
 
 
@@ -290,7 +290,7 @@ def test_an_output_that_is_not_shown_everywhere_is_found(data):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "printed",
     [
         "saved to /somewhere/below/file.txt",
         "<object object at 0x7f3a5c0d1e90>",
@@ -300,18 +300,18 @@ def test_an_output_that_is_not_shown_everywhere_is_found(data):
         ["in two\n", "lines: \x1b[32m/somewhere/below\x1b[0m"],
     ],
 )
-def test_a_text_that_differs_from_run_to_run_is_found(said):
-    error = ERROR | {"evalue": "".join(said)}
-    traceback = ERROR | {"traceback": ["no", "".join(said)]}
-    stream = {"output_type": "stream", "name": "stdout", "text": said}
-    for output in (display({"text/plain": said}), error, traceback, stream):
+def test_a_text_that_differs_from_run_to_run_is_found(printed):
+    error = ERROR | {"evalue": "".join(printed)}
+    traceback = ERROR | {"traceback": ["no", "".join(printed)]}
+    stream = {"output_type": "stream", "name": "stdout", "text": printed}
+    for output in (display({"text/plain": printed}), error, traceback, stream):
         notebook = lesson()
         notebook["cells"][1]["outputs"] = [output]
         assert "same_on_every_run" in broken(notebook)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "printed",
     [
         "<Figure size 640x480 with 1 Axes>",
         "<table><tr><td>1</td></tr></table>",
@@ -321,9 +321,9 @@ def test_a_text_that_differs_from_run_to_run_is_found(said):
         "torch 2.13.0",
     ],
 )
-def test_a_text_that_is_always_the_same_is_not_blamed(said):
+def test_a_text_that_is_always_the_same_is_not_blamed(printed):
     notebook = lesson()
-    notebook["cells"][1]["outputs"][0]["text"] = said
+    notebook["cells"][1]["outputs"][0]["text"] = printed
     assert broken(notebook) == []
 
 

@@ -58,7 +58,7 @@ def joined(source: str | list[str]) -> str:
 
 
 def tokens(cell: dict) -> Iterator[dict]:
-    """Yield all that stands in a markdown cell, from outside in."""
+    """Yield every token of a markdown cell, the outermost first."""
     waiting = PARSE(joined(cell["source"]))
     while waiting:
         token = waiting.pop(0)

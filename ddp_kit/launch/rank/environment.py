@@ -1,4 +1,4 @@
-"""What torchrun has told this process: its rank, and the store through which the ranks meet."""
+"""What torchrun has set for this process: its rank, and the store for the rendezvous."""
 
 from __future__ import annotations
 

@@ -22,11 +22,12 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 import cloudpickle
+import torch
 import torch.distributed as dist
 
 from ddp_kit import backends
+from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import PoolError
-from ddp_kit.failures import RankFailure
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
 from ddp_kit.pool.launchers.torchrun import SOCKET
@@ -159,6 +160,9 @@ class Program:
 def _group(backend: str, timeout: timedelta) -> Iterator[None]:
     """Join a group. After an error it stays, else others would report a broken connection."""
     environment.join_group(backend, timeout)
+    with unrecorded():
+        # A rank that leaves at once would close connections that another one has yet to make.
+        dist.all_reduce(torch.zeros(1))
     yield
     if dist.is_initialized():  # the worker may have left it
         dist.destroy_process_group()

@@ -22,8 +22,6 @@ from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool.rank.mpiexec_main import CALL
 from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
 
-START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
-
 KEPT = 8000  # bytes of a program's output that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
 LONGEST_PATH = 100  # bytes in the path of a socket; some systems allow a few more

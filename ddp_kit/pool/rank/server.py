@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
-from ddp_kit.failures import RankFailure
+from ddp_kit.error_text import RankFailure
 from ddp_kit.pool.rank.imports import Imports
 from ddp_kit.pool.rank.state import State, thread_left_running
 from ddp_kit.pool.wire import payload
@@ -73,25 +73,25 @@ class RankServer:
     def _handle(self, message: JoinGroup | CallWorker) -> Joined | Returned | Raised:
         return self._join(message) if isinstance(message, JoinGroup) else self._run(message)
 
-    def _join(self, place: JoinGroup) -> Joined | Raised:
-        self._joined = place
+    def _join(self, group: JoinGroup) -> Joined | Raised:
+        self._joined = group
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
             torch_internals.restart_group_names()
             os.environ.update(backends.LOOPBACK_ENVIRONMENT)
-            backends.take_device(place.backend, place.rank)
-            if place.store is not None:
+            backends.take_device(group.backend, group.rank)
+            if group.store is not None:
                 dist.init_process_group(
-                    backends.for_group(place.backend),
-                    store=dist.FileStore(place.store, place.world_size),
-                    rank=place.rank,
-                    world_size=place.world_size,
+                    backends.for_group(group.backend),
+                    store=dist.FileStore(group.store, group.world_size),
+                    rank=group.rank,
+                    world_size=group.world_size,
                     timeout=GROUP_TIMEOUT,
                 )
             self._group = dist.group.WORLD  # None if there is no group
         except Exception as error:
-            return Raised(describe(place.rank, error), RankStatus(self._imports.take()))
+            return Raised(describe(group.rank, error), RankStatus(self._imports.take()))
         return Joined(RankStatus(self._imports.take(), notices=tuple(torch_internals.notices())))
 
     def _run(self, call: CallWorker) -> Returned | Raised:

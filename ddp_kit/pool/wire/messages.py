@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from ddp_kit.failures import RankFailure, Wait
+from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.

@@ -150,7 +150,7 @@ def _storage(buffer: Any) -> torch.UntypedStorage:
 
 def encode(message: Any) -> bytes:
     """Return a message as bytes, so that it is pickled once for all ranks."""
-    return bytes(reduction.ForkingPickler.dumps(message))
+    return pickle.dumps(message, protocol=5)
 
 
 def send(control: Connection, message: Any, encoded: bytes | None = None) -> None:

@@ -46,16 +46,3 @@ def _shown(iterable: Iterable[T], total: int | None) -> Iterator[T]:
     finally:
         if now is not None:
             now.show_progress(None, None)
-
-
-def draw_bar(done: int, total: int | None, width: int = 20) -> str:
-    """Return a bar such as "█████░░░░░ 50 of 100"; without a total, the number alone."""
-    if not total:
-        return format_progress(done, total)
-    full = min(width, width * done // total)
-    return f"{'█' * full}{'░' * (width - full)} {format_progress(done, total)}"
-
-
-def format_progress(done: int, total: int | None) -> str:
-    """Return how far a loop has come, as in "50 of 100"; without a total, the number alone."""
-    return f"{done:,} of {total:,}" if total else f"{done:,}"

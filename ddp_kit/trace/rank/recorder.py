@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Work, distributed_c10d
 
 from ddp_kit import torch_internals
-from ddp_kit.failures import Wait
+from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
 from ddp_kit.trace.events import format_call

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_kit.renamed import RenamedAttribute
@@ -181,6 +182,38 @@ class TracebackFormatter(TextFormatter):
             if again := len(list(same)) - 1:
                 lines.append(f"    ... repeated {again:,} more times")
         return [*lines, ""]
+
+
+def signal_name(exitcode: int | None) -> str | None:
+    """Return the signal that ended a process; None if it exited, or that is not known.
+
+    exitcode: as in `multiprocessing.Process.exitcode`.
+    """
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def format_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
+    """Return a line on how a rank's process ended, and what usually ends one in this way."""
+    name = signal_name(exitcode)
+    how = f"ended by {name}" if name else f"exited with code {exitcode}"
+    if name == "SIGKILL":
+        cause = "it was killed from outside, most often because memory ran out"
+    elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
+        cause = "native code crashed; the last lines that it printed may say why"
+    elif name:
+        cause = "it was stopped from outside"
+    elif exitcode is None:
+        how = "its exit code was lost"
+        cause = "unknown, because other code in this process collects exit codes"
+    else:
+        cause = "the worker called sys.exit or os._exit"
+    also = f" ({name_ranks(others)} died too)" if others else ""
+    return f"rank {rank} died: {how}{also}. Likely cause: {cause}."
 
 
 _MOST_UNAWAITED = 8  # calls that are listed
