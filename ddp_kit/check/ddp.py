@@ -54,8 +54,7 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
                     )
                 if event.waited is not None and event.waited < done:
                     grader.fail(
-                        f"right, but backward waited until bucket {number} was reduced",
-                        hint=_START,
+                        f"right, but backward waited until bucket {number} was reduced", hint=_START
                     )
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward")
 

@@ -78,12 +78,9 @@ def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most:
     before = {name: parameter.clone() for name, parameter in layers.named_parameters()}
     average(layers, *most)
     parameters = dict(layers.named_parameters())
-    return {
-        "gradients": {name: parameter.grad for name, parameter in parameters.items()},
-        "changed": [
-            name for name, held in parameters.items() if not torch.equal(held, before[name])
-        ],
-    }
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    changed = [name for name, held in parameters.items() if not torch.equal(held, before[name])]
+    return {"gradients": gradients, "changed": changed}
 
 
 def check_means(grader: Grader, frozen: bool) -> None:

@@ -130,14 +130,9 @@ def ping_pong(tensor: torch.Tensor) -> None:
         dist.send(tensor, 0)
 
 
-def broadcast(tensor: torch.Tensor) -> None:
-    """Copy rank 0's tensor to every rank."""
-    dist.broadcast(tensor, src=0)
-
-
 TIMED: dict[str, Callable[[torch.Tensor], None]] = {
     "all_reduce": dist.all_reduce,
-    "broadcast": broadcast,
+    "broadcast": partial(dist.broadcast, src=0),
     "send and back": ping_pong,
 }
 

@@ -8,7 +8,7 @@ reduce and update, with the memory that each device holds after each of them. So
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Thread
 
 import torch
@@ -142,7 +142,6 @@ def held_after_each_step(
     optimizer: torch.optim.Optimizer,
     images: torch.Tensor,
     labels: torch.Tensor,
-    loss_of: Callable = LOSS,
 ) -> dict[str, list[dict[str, int]]]:
     """Train one step; return the bytes alive after each of the eight, by device and kind."""
     memory = MemoryTracker(len(places))
@@ -152,7 +151,7 @@ def held_after_each_step(
         memory.add(0, "optimiser state", values)
     memory.add(0, "batch", [images, labels])
     after = {}
-    for step, kind, new in eight_steps(model, optimizer, images, labels, places, loss_of):
+    for step, kind, new in eight_steps(model, optimizer, images, labels, places):
         for place, tensors in enumerate(new):
             memory.add(place, kind, tensors)
             if step == "parallel apply":

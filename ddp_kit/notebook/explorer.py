@@ -64,8 +64,7 @@ class Explorer:
     @property
     def call(self) -> str:
         """The run as a learner would write it in a cell."""
-        worker, *args = self._ask(self.settings)
-        parts = [_name(self._lesson, worker), *(_name(self._lesson, arg) for arg in args)]
+        parts = [_name(self._lesson, part) for part in self._ask(self.settings)]
         return f"kit.run({', '.join(parts)}, world_size={self.settings['world_size']})"
 
     def interact(self) -> VBox:

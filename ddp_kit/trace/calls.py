@@ -66,11 +66,9 @@ def describe(method: str, args: tuple) -> Call:
     root = reduce_op = None
     splits: tuple = ()
     outputs: tuple = ()
-    if method in _KINDS:
-        inputs = _tensors(args[0])
-        if method != "send":
-            inputs, outputs = (), inputs
-    elif method in _IN_PLACE:
+    if method.startswith("recv"):
+        inputs, outputs = (), _tensors(args[0])
+    elif method == "send" or method in _IN_PLACE:
         inputs = _tensors(args[0])
     elif len(args) > 1:
         inputs, outputs = _tensors(args[1]), _tensors(args[0])

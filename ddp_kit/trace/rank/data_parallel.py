@@ -74,11 +74,7 @@ _hooks: weakref.WeakKeyDictionary[Any, _Hook] = weakref.WeakKeyDictionary()  # b
 
 
 def _make_reducer(
-    recorder: Recorder,
-    original: Callable,
-    model: DistributedDataParallel,
-    *args: Any,
-    **kwargs: Any,
+    _: Recorder, original: Callable, model: DistributedDataParallel, *args: Any, **kwargs: Any
 ) -> None:
     original(model, *args, **kwargs)
     hook = _hooks[model.reducer] = _Hook(model.process_group)

@@ -1,4 +1,4 @@
-"""Writes what this process communicates and what it waits in on the board. Runs in a rank."""
+"""Writes what this process communicates, waits in and has done on the board. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import Work, distributed_c10d
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
+from ddp_kit.errors import TraceError
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.stacks import describe_line, is_own
 
 _C10D = distributed_c10d.__file__
+
+T = TypeVar("T")
 
 current: Recorder | None = None  # of the run that is on; None: there is none
 
@@ -250,3 +254,39 @@ def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
             name = frame.f_code.co_name
         frame = frame.f_back
     return frame, "" if name.startswith("_") else name
+
+
+def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
+    """Yield the items of `iterable`; meanwhile the live view shows a progress bar for this rank.
+
+    total: the number of items, by default `len(iterable)`, or None if that is not known.
+
+    In a process that is no rank it only yields. The bar disappears when the loop ends.
+
+        for images, labels in kit.progress(batches):
+            ...
+    """
+    try:
+        iter(iterable)  # a dataset can be looped over, but is not an Iterable
+    except TypeError:
+        raise TypeError(
+            f"progress needs something to loop over, such as range(5), got {iterable!r}"
+        ) from None
+    if total is None:
+        with suppress(TypeError):
+            total = len(iterable)  # type: ignore[arg-type]
+    elif isinstance(total, bool) or not isinstance(total, int) or total < 0:
+        raise TraceError(f"total must be a whole number such as 100, or None, got {total!r}")
+    return _with_progress(iterable, total)
+
+
+def _with_progress(iterable: Iterable[T], total: int | None) -> Iterator[T]:
+    now = current
+    try:
+        for done, item in enumerate(iterable):
+            if now is not None:
+                now.show_progress(done, total)
+            yield item
+    finally:
+        if now is not None:
+            now.show_progress(None, None)
