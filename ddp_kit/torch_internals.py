@@ -154,7 +154,7 @@ def register_comm_hook(reducer: Any, hook: Any) -> None:
 # --- what the kit asks PyTorch -------------------------------------------------------------
 
 GROUP_TIMEOUT = Feature(
-    "a wait in a group with a short timeout= is called a deadlock before that time is over",
+    "a wait in a group with a short timeout= may be reported as a deadlock before it times out",
     "torch.distributed:ProcessGroup._device_types",
     "torch.distributed:ProcessGroup._get_backend",
     "torch._C._distributed_c10d:Backend.Options._timeout",
@@ -170,7 +170,7 @@ GROUP_COUNT = Feature(
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Return after how long the operations of a group fail; `timedelta.max` if nobody knows."""
+    """Return after how long the operations of a group fail; `timedelta.max` if it is unknown."""
     if isinstance(getattr(group, "timeout", None), timedelta):
         return group.timeout  # a group that is written in Python
     for device_type in group._device_types if GROUP_TIMEOUT.is_on else ():
@@ -181,7 +181,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def source_rank(work: Work) -> int | None:
-    """Return which rank of its group sent what `work` received; None if nobody knows."""
+    """Return which rank of its group sent what `work` received; None if it is unknown."""
     ask = getattr(work, "_source_rank", None)  # a backend in Python has a method of its own
     return None if ask is None else ask()
 
@@ -189,7 +189,7 @@ def source_rank(work: Work) -> int | None:
 def count_groups() -> object:
     """Return a value that is equal as long as no process group is made or destroyed.
 
-    It holds how many groups there are, and how many were made. Where nobody knows, every value
+    It holds how many groups there are, and how many were made. If it is unknown, every value
     is unequal to all others, so the groups always count as changed.
     """
     if not GROUP_COUNT.is_on:
@@ -200,7 +200,7 @@ def count_groups() -> object:
 def any_group_made() -> bool:
     """Return whether a process group was made or has failed since the names were restarted.
 
-    True where nobody knows.
+    True if it is unknown.
     """
     return not GROUP_COUNT.is_on or bool(_world().group_count)
 

@@ -293,7 +293,7 @@ def test_another_number_of_ranks_on_the_other_host_is_reported():
 
 
 def test_a_host_that_never_joins_is_reported_in_one_sentence(capsys):
-    with pytest.raises(kit.PoolError, match="did not all come within 3 s: start those of host 1"):
+    with pytest.raises(kit.PoolError, match="connected within 3 s: start those of host 1"):
         kit.torchrun(
             beyond_one_machine.my_place,
             **{"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "join_timeout": 3},
@@ -360,6 +360,12 @@ def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():
         kit.torchrun(
             lambda rank, world_size: os._exit(0), nproc_per_node=1, max_restarts=1, join_timeout=60
         )
+
+
+def test_ranks_that_never_came_are_not_announced_as_restarted(capsys):
+    with pytest.raises(kit.PoolError, match="torchrun did not start 1 ranks"):
+        kit.torchrun(print, nproc_per_node=1, max_restarts=2, join_timeout=0.01)
+    assert capsys.readouterr().out == ""
 
 
 def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
+from ddp_kit.pool import warm_start
+
 IMPORT = "import os\nimport ddp_kit as kit\n"
 PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
 
@@ -80,6 +82,14 @@ NO_MEMORY = """
 import psutil, types
 psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**31 - 1)
 """
+NO_LOCKS = """
+import errno, fcntl
+
+def no_locks(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+flock, fcntl.flock = fcntl.flock, no_locks
+"""
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,45 @@ def test_no_rank_starts_before_a_run(start, set_up, variables):
     kernel.run("pass")
     assert not ranks(kernel)
     assert len(pids(kernel)) == 4
+
+
+def test_a_start_that_fails_leaves_the_cell_alone(start):
+    kernel = start(NO_LOCKS + IMPORT)
+    kernel.run("fcntl.flock = flock")
+    assert not ranks(kernel)
+    assert len(pids(kernel)) == 4
+
+
+FORKED = """
+import multiprocessing
+
+def use(send):
+    send.send(list(kit.run(lambda rank, world_size: rank, world_size=2)))
+
+receive, send = multiprocessing.Pipe(duplex=False)
+child = multiprocessing.get_context("fork").Process(target=use, args=(send,))
+child.start()
+found = receive.poll(60) and receive.recv()
+child.kill()
+child.join()
+"""
+
+
+def test_a_forked_child_does_not_take_the_ranks_of_the_notebook(start):
+    kernel = start()
+    started = wait_for_ranks(kernel)
+    kernel.run(FORKED)
+    assert kernel.value("found") == "[0, 1]"
+    assert pids(kernel) == started
+
+
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_start, "CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert warm_start.available_memory() > 1e6
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert warm_start.available_memory() == 700
 
 
 def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):

@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,10 @@ from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_r
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import (
     BackendError,
-    DeadlockError,
     KitError,
-    MismatchError,
     PoolError,
+    RankDiedError,
     RankError,
-    RunTimeoutError,
 )
 from ddp_kit.launch.rank.torchrun_worker import (
     COLLECT_TIMEOUT,
@@ -35,7 +34,7 @@ from ddp_kit.launch.rendezvous import Rendezvous, choose_rendezvous
 from ddp_kit.pool import check_world_size
 from ddp_kit.pool.arguments import check_signature, check_timeout
 from ddp_kit.pool.arguments import pack as pack_worker
-from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.torchrun import Torchrun, TorchrunProgram
 from ddp_kit.pool.output import print_output
 from ddp_kit.pool.rank_processes import RankProcesses
@@ -45,7 +44,6 @@ from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 from ddp_kit.trace import RankTrace, join_rank_traces
 
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
-_FINAL = (DeadlockError, MismatchError, RunTimeoutError)  # after these a restart would not help
 
 
 def torchrun(
@@ -72,8 +70,8 @@ def torchrun(
         others can reach, by default its name, and a port, by default a free one.
     backend: as for `run`, without "mpi". max_restarts: how often torchrun restarts all ranks
         after one has failed; on one host only.
-    join_timeout: seconds for the ranks of all hosts to come. timeout: seconds from then on for the
-        worker to return on every rank, in each attempt; None: no limit.
+    join_timeout: seconds for the ranks of all hosts to connect. timeout: seconds from then on for
+        the worker to return on every rank, in each attempt; None: no limit.
 
     Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
     five minutes, by PyTorch's own limit. Their prints arrive at the end of the run, and they must
@@ -92,13 +90,16 @@ def torchrun(
     try:
         job.start(master_addr, master_port, join_timeout)
         return job.run(timeout)
+    except KeyboardInterrupt as interrupt:
+        show_interrupt(interrupt, job.last.positions() if job.last else [])
+        raise
     finally:
         with holding_interrupt():
             job.end()
 
 
 class _Job:
-    """One agent of torchrun's on this host, and the runs on its ranks."""
+    """torchrun's agent on this host, and the runs on its ranks."""
 
     def __init__(self, program: Program, nproc_per_node: int, nnodes: int, restarts: int) -> None:
         self.program, self.restarts = program, restarts
@@ -108,6 +109,7 @@ class _Job:
         self.processes: RankProcesses | None = None
         self.folder: PrivateFolder | None = None
         self.file: Path | None = None
+        self.last: Run | None = None
 
     def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
         """Start the agent, and print how to start those of the other hosts."""
@@ -144,7 +146,7 @@ class _Job:
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
             packed = pack_worker(self.program, ())
-            run = Run(self.processes, self.here, attempt + 1)
+            run = self.last = Run(self.processes, self.here, attempt + 1)
             others_wait = self.hosts > 1 or attempt < self.restarts  # for our ranks' exit codes
             try:
                 result = run.execute(packed, self.program.backend or "gloo", timeout)
@@ -153,7 +155,8 @@ class _Job:
                     raise failed from None  # the agent has not restarted them
                 if others_wait:
                     self.processes.dismiss(LEAVE_TIMEOUT)
-                if attempt == self.restarts or isinstance(error, _FINAL):
+                # torchrun restarts after a process has failed, and after nothing else.
+                if attempt == self.restarts or not isinstance(error, (RankError, RankDiedError)):
                     raise
                 failed = error
                 print(f"{str(error).splitlines()[0]}")
@@ -185,7 +188,7 @@ class _Job:
             raise RankError(failures)
         if missing := [rank for rank in remote if rank not in reports]:
             raise PoolError(
-                f"nothing came from {name_ranks(missing)}, on another host, within "
+                f"{name_ranks(missing)}, on another host, sent nothing within "
                 f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; end the worker with "
                 "dist.barrier(), so that all ranks return together"
             )
@@ -197,13 +200,14 @@ class _Job:
 
     def end(self) -> None:
         """End the agent and everything it has started; remove the files."""
-        if self.processes is not None:
-            self.processes.dismiss(patience=0.0)
-            self.processes.end()
-        if self.file is not None and self.hosts > 1:
-            self.file.unlink(missing_ok=True)
-        if self.folder is not None:
-            self.folder.remove()
+        with ExitStack() as stack:  # each of these happens even if another one raises
+            if self.folder is not None:
+                stack.callback(self.folder.remove)
+            if self.file is not None and self.hosts > 1:
+                stack.callback(self.file.unlink, missing_ok=True)
+            if self.processes is not None:
+                stack.callback(self.processes.launcher.end)
+                stack.callback(self.processes.dismiss, patience=0.0)
 
 
 def _check(

@@ -21,11 +21,12 @@ from functools import partial
 from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
-from ddp_kit.errors import KitError, PoolError
+from ddp_kit.errors import PoolError
 from ddp_kit.pool.arguments import check_world_size, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.mpiexec import MPIExec
 from ddp_kit.pool.launchers.spawn import Spawn
+from ddp_kit.pool.rank_handle import start_variables
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
@@ -57,6 +58,7 @@ class WorkerPool:
         self._runs = 0
         self._running = False
         self._closed = False
+        self._started_early = False
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
@@ -97,10 +99,17 @@ class WorkerPool:
         MismatchError if they do not agree, RunTimeoutError after `timeout`. The pool stays usable.
         """
         size = self._world_size if world_size is None else world_size
-        if self._closed:
-            raise PoolError("this pool is closed; create a new WorkerPool")
+        self._check_usable()
         backend, packed = prepare(worker, args, size, self._asked_backend, timeout)
         return self._run(packed, size, backend, timeout)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise PoolError("this pool is closed; create a new WorkerPool")
+        if self._owner != os.getpid():
+            raise PoolError(
+                "this pool belongs to the process that was forked; create a new WorkerPool here"
+            )
 
     def _run(self, packed: Payload, world_size: int, backend: str, timeout: float | None) -> Result:
         if self._running:
@@ -116,12 +125,15 @@ class WorkerPool:
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
-        if self._closed:
-            raise PoolError("this pool is closed; create a new WorkerPool")
+        self._check_usable()
         assert self._processes is not None, "it exists since the pool does"
-        with holding_interrupt():
-            self._processes.end()
-            self._start()
+        try:
+            with holding_interrupt():
+                self._processes.end()
+                self._start()
+        except KeyboardInterrupt as interrupt:
+            show_interrupt(interrupt, [])
+            raise
 
     def close(self) -> None:
         """End every process and remove the pool's folder. A second call does nothing."""
@@ -163,7 +175,7 @@ _shared: dict[str, WorkerPool] = {}  # by launcher
 
 
 def launcher_of(backend: str) -> str:
-    """Return what starts the ranks of a backend; another launcher's are other processes."""
+    """Return which launcher starts a backend's ranks. Each launcher has its own processes."""
     return "mpiexec" if backend == "mpi" else "spawn"
 
 
@@ -190,38 +202,31 @@ def run(
     chosen, packed = prepare(worker, args, world_size, backend, timeout)
     launcher = launcher_of(chosen)
     pool = _shared.get(launcher)
-    if pool is None or pool._closed:
+    if pool is None or pool._closed or pool._owner != os.getpid():
         pool = _shared[launcher] = WorkerPool(world_size, backend)
     elif _is_outdated(pool):
         pool.restart()
     return pool._run(packed, world_size, chosen, timeout)
 
 
-# Variables that PyTorch and its libraries read once, when a process or its first group starts.
-_READ_AT_START = ("CUDA", "GLOO", "KMP", "MKL", "NCCL", "OMP", "PYTORCH", "TORCH")
-_started_with: dict[str, str] = {}  # those of the ranks that start_shared_pool has started
-
-
-def _variables_read_at_start() -> dict[str, str]:
-    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
-
-
 def _is_outdated(pool: WorkerPool) -> bool:
-    """Return whether ranks that no run has used were started with other variables than now."""
+    """Return whether ranks that were started early are unused, and their variables have changed."""
     processes = pool._processes
-    if processes is None or processes.is_used:
+    if not pool._started_early or processes is None or processes.is_used:
         return False
-    return _started_with != _variables_read_at_start()
+    now = start_variables()
+    return any(rank.variables != now for rank in processes.ranks)
 
 
 def start_shared_pool(world_size: int = 4) -> None:
     """Start the shared pool's ranks, so that the first `run` finds them warm.
 
-    Do nothing if this process has had ranks before, or if they cannot be started: `run` will say
-    why.
+    Do nothing if this process has started ranks already, or if they cannot be started: `run` will
+    say why.
     """
     if RankProcesses.ever_created:
         return
-    with suppress(KitError):
-        _shared["spawn"] = WorkerPool(world_size)
-        _started_with.update(_variables_read_at_start())
+    with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
+        pool = WorkerPool(world_size)
+        pool._started_early = True
+        _shared["spawn"] = pool

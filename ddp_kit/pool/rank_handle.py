@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
 from ddp_kit.error_text import Frame
@@ -17,6 +18,17 @@ from ddp_kit.pool.output import RankOutput
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import RANK_MARK, Environment, FileStamp
 from ddp_kit.trace import Board, stacks
+
+# The beginnings of variables that PyTorch and its libraries read once, in a new process.
+_READ_AT_START = (
+    *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "ROCR_", "TORCH_"),
+)
+
+
+def start_variables() -> dict[str, str]:
+    """Return the variables of this process's environment that matter when a rank starts."""
+    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
 
 
 class Ends(NamedTuple):
@@ -65,6 +77,7 @@ class RankHandle:
         print_end.close()
         self.board.close_file()
         self._psutil = _find_process(self.process.pid)
+        self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
@@ -78,7 +91,7 @@ class RankHandle:
         return self.process.sentinel
 
     def send(self, message: Any, encoded: bytes | None = None) -> None:
-        """Send one message; that a rank has died is noticed by its sentinel, not here."""
+        """Send one message; a rank that has died is detected by its sentinel, not here."""
         self.owed += 1
         with suppress(BrokenPipeError, ConnectionResetError):
             payload.send(self.control, message, encoded)
@@ -87,8 +100,8 @@ class RankHandle:
         """Return the next reply, or None if the rank ended before it sent one."""
         try:
             reply = payload.receive(self.control)
-        except (EOFError, OSError):
-            return None
+        except (EOFError, OSError, RuntimeError, UnpicklingError):
+            return None  # it ended, perhaps while it sent a reply
         self.owed -= 1
         self.modules |= reply.status.modules
         self.notices = reply.status.notices or self.notices
@@ -123,7 +136,7 @@ class RankHandle:
         self._clean_up()
 
     def dismiss(self) -> None:
-        """Tell the process to leave; remember its children, which are hard to find without it."""
+        """Ask the process to exit; remember its children, who are hard to find without it."""
         if not self.control.closed:
             self._children = _descendants(self._psutil) if self.alive else _marked(self._mark)
         self.control.close()

@@ -29,7 +29,7 @@ from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
 from ddp_kit.verdict import judge
 
 GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
-LONGEST_GRACE = 1.5  # seconds after the first failure when nobody is waited for any more
+LONGEST_GRACE = 1.5  # seconds after the first failure after which no more reports are awaited
 REFRESH = 0.1  # seconds between two updates of the live view
 SHORTEST_WAIT = 200_000_000  # nanoseconds after which the live view shows that a rank waits
 
@@ -75,7 +75,7 @@ class Run:
             self._print_notices()
             return self._result(output)
         except KeyboardInterrupt as interrupt:
-            show_interrupt(interrupt, self._positions())
+            show_interrupt(interrupt, self.positions())
             raise
 
     def _begin(self, ranks: list[RankHandle], run: int | None = None) -> None:
@@ -164,7 +164,7 @@ class Run:
         elif isinstance(reply, KitFailed):
             reports.broken[number] = reply
         elif rank.owed:
-            return  # it has joined a group, and is to join another one
+            return  # it joined one group, and was asked to join another
         self._waiting.discard(number)
 
     def _note_death(self, number: int) -> None:
@@ -177,7 +177,7 @@ class Run:
         return self._verdict is not None
 
     def _all_wait(self) -> bool:
-        """Return whether no rank is left that might still report, or get to where it waits."""
+        """Return whether all remaining ranks wait, so that none will report by itself."""
         return all(self._snapshot(number).waiting for number in self._waiting)
 
     def _line(self, number: int) -> view.RankLine:
@@ -208,7 +208,7 @@ class Run:
     def _close(self) -> list[str]:
         """Stop the ranks that still owe a reply, and return what each rank has printed."""
         stuck = {number for number, rank in enumerate(self._ranks) if rank.owed}
-        # All are asked before one is stopped, because its end would free others from their wait.
+        # Ask all ranks first, because stopping one would end the waits of others.
         self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
         if self._has_begun:
             alive = sorted(stuck - self._reports.died.keys())
@@ -258,7 +258,7 @@ class Run:
         return {n: r.status.thread for n, r in sorted(replies.items()) if r.status.thread}
 
     def _print_notices(self) -> None:
-        """Print what would surprise a learner who does not know about it."""
+        """Print what would otherwise surprise a learner."""
         if self._processes.launcher.reusable:
             for rank, thread in self._threads.items():
                 view.say(f"restarting rank {rank}: the worker left its thread {thread!r} running")
@@ -268,14 +268,14 @@ class Run:
                 view.say(line)
         once = [notice for rank in self._ranks for notice in rank.notices]
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
-            once.append("tensors that ranks returned from a GPU are on the CPU here")
-        for line in once:
+            once.append("tensors returned from a GPU were copied to the CPU")
+        for line in once if view.visible else []:
             if line not in self._processes.notified:
                 self._processes.notified.add(line)
                 view.say(line)
 
-    def _positions(self) -> list[str]:
-        """Return lines that say where the ranks were when the run was interrupted."""
+    def positions(self) -> list[str]:
+        """Return lines that say where the ranks were when the run was stopped."""
         if not self._has_begun:
             return ["the ranks were still starting: no worker had begun"]
         waits = TracebackFormatter(ipython.cell_names()).waits(self._reports.stopped)
@@ -283,7 +283,7 @@ class Run:
 
 
 def _forget(selector: selectors.BaseSelector, rank: RankHandle) -> None:
-    """Listen to a rank no more, which has replied or ended."""
+    """Stop listening to a rank that has replied or ended."""
     selector.unregister(rank.control)
     selector.unregister(rank.sentinel)
     if rank.output.is_open:

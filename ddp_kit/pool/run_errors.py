@@ -33,7 +33,7 @@ class Reports:
     raised: dict[int, Raised] = field(default_factory=dict)
     broken: dict[int, KitFailed] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)  # exit codes
-    stopped: list[Wait] = field(default_factory=list)  # where those were that had to be stopped
+    stopped: list[Wait] = field(default_factory=list)  # where the ranks were that had to be stopped
     timeout: float | None = None  # seconds, once they have passed
 
     @property
@@ -52,7 +52,9 @@ def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitErr
     """Return why the ranks did not form a group; None if they did."""
     if reports.died and (why := why_not_ready(ranks[0].process)):
         return BackendError(f"the ranks ended before they were ready: {why}")
-    for rank, code in sorted(reports.died.items()):
+    if reports.died:
+        rank = _first_death(reports, ranks)
+        code = reports.died[rank]
         if code is not None and code >= 0:
             return PoolError(
                 f"the process of rank {rank} ended with exit code {code} before it was ready; what "
@@ -71,7 +73,7 @@ def error_of_ranks(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | 
         return None
     names = ipython.cell_names()
     if reports.died:
-        first = min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
+        first = _first_death(reports, ranks)
         lost = [replace(r.inside, rank=n) for n, r in reports.raised.items() if r.inside]
         others = set(reports.died) - {first}
         waits = reports.stopped + lost
@@ -81,6 +83,10 @@ def error_of_ranks(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | 
         return RankError(reports.own_failures, reports.stopped, names)
     assert reports.timeout is not None
     return RunTimeoutError(reports.timeout, reports.stopped, reports.returned, names)
+
+
+def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
+    return min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
 
 
 def locate(rank: RankHandle, snapshot: Snapshot) -> Wait:

@@ -137,6 +137,8 @@ def _cut(text: str, columns: int) -> str:
 # `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.
 open_view: Callable[[int], View] = TerminalView
 
+visible = True  # False in a block of `unseen`
+
 # Prints a line below the cell: what a rank printed, or a notice of the kit.
 say: Callable[[str], None] = print
 
@@ -160,10 +162,10 @@ def unseen() -> Iterator[None]:
 
     What ranks printed is in the result.
     """
-    global open_view, say
-    before = open_view, say
-    open_view, say = NoView, lambda line: None
+    global open_view, say, visible
+    before = open_view, say, visible
+    open_view, say, visible = NoView, lambda line: None, False
     try:
         yield
     finally:
-        open_view, say = before
+        open_view, say, visible = before

@@ -1,4 +1,4 @@
-"""The only place that decides which error a run gets."""
+"""Whether a run gets a DeadlockError, a MismatchError or neither; decided only here."""
 
 from __future__ import annotations
 

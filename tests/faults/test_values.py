@@ -155,7 +155,7 @@ def test_tensors_on_a_gpu_come_back_on_the_cpu_and_a_line_says_so_once(capsys):
     with kit.WorkerPool(1) as pool:
         assert pool.run(pretend)[0].device.type == "cpu"
         printed = capsys.readouterr().out
-        assert printed == "tensors that ranks returned from a GPU are on the CPU here\n"
+        assert printed == "tensors returned from a GPU were copied to the CPU\n"
         pool.run(pretend)
         assert capsys.readouterr().out == ""
 
@@ -169,7 +169,7 @@ def test_tensors_on_a_real_gpu_come_back_on_the_cpu(pool, capsys):
     for base, part, model in pool.run(make, world_size=1):
         assert {base.device.type, part.device.type, model.weight.device.type} == {"cpu"}
         assert part.tolist() == [5, 6]
-    assert "are on the CPU here" in capsys.readouterr().out
+    assert "were copied to the CPU" in capsys.readouterr().out
 
 
 def open_file():

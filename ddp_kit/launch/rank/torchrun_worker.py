@@ -1,4 +1,4 @@
-"""What a rank does that torchrun has started for `kit.torchrun`.
+"""What a rank started by `kit.torchrun` does.
 
 On the notebook's own host it connects to the notebook's socket and gets pipes and a board, as the
 ranks of a pool do, so its prints, errors and waits are visible at once. On another host it puts a
@@ -158,11 +158,11 @@ class Program:
 
 @contextmanager
 def _group(backend: str, timeout: timedelta) -> Iterator[None]:
-    """Join a group. After an error it stays, else others would report a broken connection."""
+    """Join a group. After an error it is kept, else others would report a broken connection."""
     environment.join_group(backend, timeout)
     with unrecorded():
-        # A rank that leaves at once would close connections that another one has yet to make.
-        dist.all_reduce(torch.zeros(1))
+        # Otherwise a rank that finishes at once could leave before others have connected to it.
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(environment.JOIN_TIMEOUT)
     yield
     if dist.is_initialized():  # the worker may have left it
         dist.destroy_process_group()

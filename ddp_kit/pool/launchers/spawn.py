@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_tracker
@@ -47,8 +47,13 @@ def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
     ):
         args = ends.control, ends.printed, ends.board, os.getpid()
         started = mp.spawn(bootstrap.serve_spawned, args, nprocs=1, join=False)
-    error_file = Path(started.error_files[0])  # torch writes it if `serve_spawned` fails
-    return started.processes[0], partial(error_file.unlink, missing_ok=True)
+    # torch writes these if `serve_spawned` fails.
+    return started.processes[0], partial(_remove, getattr(started, "error_files", ()))
+
+
+def _remove(files: Sequence[str]) -> None:
+    for file in files:
+        Path(file).unlink(missing_ok=True)
 
 
 @contextmanager

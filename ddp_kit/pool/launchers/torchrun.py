@@ -87,11 +87,11 @@ class TorchrunProgram(Program):
     def explain_start(self, seconds: float) -> str:
         """Return a sentence on why the ranks did not come within `seconds`."""
         reason = self.reason()
-        printed = f"; torchrun's last words: {reason}" if reason else ""
+        printed = f"; torchrun's last error: {reason}" if reason else ""
         if self.ended:
             return f"torchrun ended before its ranks had started{printed}"
         if self._hint:
-            return f"the ranks did not all come within {seconds:g} s: {self._hint}{printed}"
+            return f"not all ranks connected within {seconds:g} s: {self._hint}{printed}"
         return f"torchrun did not start {self.count} ranks within {seconds:g} s{printed}"
 
     def expect_restart(self) -> None:

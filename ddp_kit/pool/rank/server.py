@@ -64,7 +64,11 @@ class RankServer:
                 payload.send(self._control, KitFailed(traceback.format_exc()))
                 return
             _flush()
-            payload.send(self._control, reply)
+            try:
+                payload.send(self._control, reply)
+            except Exception:  # half of it may be in the pipe, so nothing else can be sent
+                traceback.print_exc()
+                _exit(1)
             if isinstance(reply, Returned):
                 reply.payload.close()
             del message, reply  # an idle rank keeps nothing of the last run alive
@@ -180,7 +184,7 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 
 
 def _exit(code: object) -> NoReturn:
-    """End the process as `sys.exit(code)` does, but wait for no thread; the pool reports it."""
+    """End the process as `sys.exit(code)` does, but without waiting for threads."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     _flush()
