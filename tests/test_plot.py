@@ -174,7 +174,7 @@ def test_drawing_leaves_rcparams_alone():
 
 
 def test_plot_imports_no_pyplot_and_no_process():
-    below = ("verdict", "trace", "errors", "failures", "renamed")
+    below = ("verdict", "trace", "errors", "error_text", "renamed")
     allowed = tuple(f"ddp_kit.{name}" for name in ("plot", *below))
     for path in Path(plot.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
