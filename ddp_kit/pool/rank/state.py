@@ -31,6 +31,7 @@ class State:
         # The pool finds what a rank has started by this variable.
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
+        self._restored: tuple[JoinGroup, Environment, dict] | None = None  # and the result
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()
 
@@ -45,8 +46,7 @@ class State:
         logging.root.handlers[:] = self._log_handlers
         if logging.root.level != self._log_level:  # the setter empties a cache
             logging.root.setLevel(self._log_level)
-        wanted = environment.variables | self._own_environment
-        _set_environment(wanted | rank_environment(joined.rank, joined.world_size))
+        self._restore_variables(joined, environment)
         socket.setdefaulttimeout(None)
         sys.path[:] = environment.path
         os.chdir(environment.folder)
@@ -67,6 +67,20 @@ class State:
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
 
+    def _restore_variables(self, joined: JoinGroup, environment: Environment) -> None:
+        for_, from_, variables = self._restored or (None, None, {})
+        now = getattr(os.environ, "_data", None)  # CPython's: to decode it all takes 20 times as long
+        if for_ is joined and from_ is environment and now == variables:
+            return
+        wanted = environment.variables | self._own_environment
+        wanted |= rank_environment(joined.rank, joined.world_size)
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        self._restored = None if now is None else (joined, environment, dict(now))
+
 
 def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
     raise RuntimeError(
@@ -75,16 +89,18 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
     )
 
 
-_learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # started by own code
+_learners: list[weakref.ref[threading.Thread]] = []  # started by own code
+_not_learners: set[int | None] = set()  # threads that were there before any of the learner's code
 
 
 def watch_threads() -> None:
     """Record from now on which threads the learner's code starts, whatever they call."""
+    _not_learners.update(thread.ident for thread in threading.enumerate())
     start = threading.Thread.start
 
     def start_and_record(thread: threading.Thread) -> None:
         if is_own(sys._getframe(1).f_code.co_filename):
-            _learners.add(thread)
+            _learners.append(weakref.ref(thread))
         start(thread)
 
     threading.Thread.start = start_and_record  # type: ignore[method-assign]
@@ -96,12 +112,13 @@ def thread_left_running() -> str | None:
     Libraries' own threads, which wait for work or watch something, may stay. None: there is no
     such thread.
     """
-    for thread in _learners:
-        if thread.is_alive():
+    for reference in _learners:
+        if (thread := reference()) and thread.is_alive():
             return thread.name
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    _learners.clear()
     for ident, frame in sys._current_frames().items():
-        if ident != threading.main_thread().ident and own_frame(frame):
+        if ident not in _not_learners and own_frame(frame):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
             return names.get(ident, "without a name")
     return None
 
@@ -122,12 +139,3 @@ def _same_file(one: int, other: int) -> bool:
     except OSError:
         return False  # it was closed
 
-
-def _set_environment(wanted: dict[str, str]) -> None:
-    if dict(os.environ) == wanted:  # the usual case, and the quickest question
-        return
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
