@@ -237,8 +237,8 @@ class Board:
 
     def write_progress(self, done: int | None, total: int | None) -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
-        written = (0 if number is None else number + 1 for number in (done, total))
-        _PROGRESS.pack_into(self._page, _PROGRESS_AT, *written)
+        steps = 0 if done is None else done + 1
+        _PROGRESS.pack_into(self._page, _PROGRESS_AT, steps, 0 if total is None else total + 1)
 
     def progress(self) -> tuple[int, int | None] | None:
         """Return how far a loop has come and its length; None if there is no loop."""
