@@ -12,6 +12,7 @@ import select
 import sys
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
@@ -45,6 +46,7 @@ class Run:
         self._processes, self._world_size, self._number = processes, world_size, number
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
+        self._view: view.View = view.NoView(world_size)
         self._reports = Reports()
         self._snapshots: list[Snapshot] = []
         self._waiting: set[int] = set()
@@ -69,13 +71,15 @@ class Run:
                     processes.call_worker(self._ranks, packed, environment, self._number)
                     self._collect(math.inf if timeout is None else timeout)
             finally:
-                with holding_interrupt():
+                intact = self._group_is_intact and not self._threads
+                with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
                     output = self._close()
-                    processes.end_run(self._group_is_intact and not self._threads)
+                    processes.end_run(intact)
                 print_output(output)
             self._print_notices()
             return self._result(output)
         except KeyboardInterrupt as interrupt:
+            self._view.close()
             show_interrupt(interrupt, self.positions())
             raise
 

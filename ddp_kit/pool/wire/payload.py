@@ -109,6 +109,7 @@ def pickle_whole(value: Any) -> bytes:
     return pickled.getvalue()
 
 
+_OWN = cloudpickle.Pickler.__module__  # of what cloudpickle needs to rebuild a function
 _CODE = {types.BuiltinFunctionType, types.CodeType, types.FunctionType, types.ModuleType}
 
 
@@ -122,8 +123,9 @@ class _Pickler(cloudpickle.Pickler):
             super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in _CODE:  # most objects of a worker, and the checks below take longer
-            return super().reducer_override(obj)
+        if type(obj) in _CODE:  # most objects of a worker; the checks below take longer
+            own = getattr(obj, "__module__", None) == _OWN
+            return NotImplemented if own else super().reducer_override(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
             return _storage, (_buffer_of(obj.cpu()),)
