@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import builtins
+import functools
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ class State:
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
         self._restored: tuple[JoinGroup, Environment, dict] | None = None  # and the result
+        self._threads = functools.cache(backends.threads_per_rank)  # by world size
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()
 
@@ -53,10 +55,14 @@ class State:
         sys.path[:] = environment.path
         os.chdir(environment.folder)
         backends.take_device(joined.backend, joined.rank)
-        backends.share_cores(joined.world_size)
-        torch.set_default_dtype(self._dtype)
+        # Asking first, because each of these setters takes longer than all the questions.
+        if torch.get_num_threads() != (threads := self._threads(joined.world_size)):
+            torch.set_num_threads(threads)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
         torch.set_default_device(None)
-        torch.set_grad_enabled(True)
+        if not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)
         torch.set_printoptions(profile="default")
         if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
             torch.use_deterministic_algorithms(False)
