@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from contextlib import suppress
 from typing import ClassVar
@@ -13,7 +12,7 @@ from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
 from ddp_kit.pool.wire.payload import Payload
@@ -132,20 +131,14 @@ class RankProcesses:
                 old.append(number)
         if old:
             with holding_interrupt():
-                for number in old:
-                    self.ranks[number].stop()
+                stop_ranks([self.ranks[number] for number in old])
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
         ranks, self.ranks, self._formed = self.ranks, [], None
-        for rank in ranks:
-            rank.dismiss()  # all at once, so that they leave side by side
-        deadline = time.monotonic() + patience
-        for rank in ranks:
-            # One that owes a reply is busy, or has not even started: do not wait for it.
-            rank.stop(patience=0.0 if rank.owed else max(0.0, deadline - time.monotonic()))
+        stop_ranks(ranks, patience)
 
     def end(self, remove: bool = False) -> None:
         """End every process. remove: remove the folder, too."""
@@ -171,8 +164,7 @@ def end_all(leaving: bool) -> None:
     _leaving = leaving
     pools = list(_all) if leaving else []
     ranks = [rank for processes in pools for rank in list(processes.ranks)]
-    for rank in ranks:
-        rank.kill()
+    kill_ranks(ranks)
     for rank in ranks:
         rank.join(1)
     for processes in pools:
