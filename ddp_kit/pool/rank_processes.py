@@ -37,6 +37,7 @@ class RankProcesses:
         self._init = init
         self._groups = 0
         self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
+        self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
         self.is_used = False  # a worker was ever sent
         _all.add(self)
@@ -69,6 +70,7 @@ class RankProcesses:
         """
         if _leaving:
             return
+        self._lost = None
         broken = self._in_run or not all(rank.alive for rank in self.ranks)
         if broken:
             self._formed, self._in_run = None, False
@@ -106,13 +108,20 @@ class RankProcesses:
     def end_run(self, intact: bool) -> None:
         """Record that a run is over, and that ranks which owed a reply were stopped.
 
-        intact: the group is unchanged. Else it is formed again, ready while the learner reads.
+        intact: the group is unchanged. Else the next run forms it again. In a notebook that happens
+            already while the learner reads the error, which comes first: many ranks take seconds.
         """
         self._in_run = False
         if self.launcher.reusable and self._formed and not intact:
-            formed, self._formed = self._formed, None
-            with suppress(KitError):  # the next run tries again, and reports it
-                self.form(*formed)
+            self._lost, self._formed = self._formed, None
+            ipython.after_cell(self._form_lost)
+
+    def _form_lost(self) -> None:
+        """Form the group that a run has lost, unless another run has, or the pool was closed."""
+        if self._lost:
+            # The next run tries again, and reports what goes wrong.
+            with suppress(KitError, KeyboardInterrupt), holding_interrupt():
+                self.form(*self._lost)
 
     def restart_changed(self, world_size: int) -> None:
         """End the ranks that have imported a file which has changed since.
@@ -137,7 +146,7 @@ class RankProcesses:
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
-        ranks, self.ranks, self._formed = self.ranks, [], None
+        ranks, self.ranks, self._formed, self._lost = self.ranks, [], None, None
         stop_ranks(ranks, patience)
 
     def end(self, remove: bool = False) -> None:
