@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool import deadlock_watch
 
 
 def name_of(parameter):
@@ -381,16 +381,35 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
 
 
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
-    monkeypatch.setattr(RankHandle, "stacks", lambda rank: [])
+    monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[] for _ in ranks])
     with pytest.raises(kit.RunTimeoutError):
         kit.run(mutual_recv, world_size=2, timeout=2)
 
 
 def test_ranks_that_all_wait_are_not_asked_for_their_threads_while_they_can_continue(monkeypatch):
     asked = []
-    monkeypatch.setattr(RankHandle, "stacks", lambda rank: asked.append(rank) or [])
+    monkeypatch.setattr(deadlock_watch, "ask_for_stacks", asked.append)
     kit.run(sleeps, world_size=2)
     assert not asked
+
+
+def test_all_ranks_are_asked_for_their_threads_before_the_first_answer_is_awaited(monkeypatch):
+    kill, sleep, done = os.kill, time.sleep, []
+
+    def noted_kill(pid, number):
+        if number == signal.SIGUSR1:
+            done.append("asked")
+        kill(pid, number)
+
+    def noted_sleep(seconds):
+        done.append("waited")
+        sleep(seconds)
+
+    monkeypatch.setattr(os, "kill", noted_kill)
+    monkeypatch.setattr(time, "sleep", noted_sleep)
+    with pytest.raises(kit.DeadlockError):
+        kit.run(cycle, world_size=4)
+    assert done[:5] == [*["asked"] * 4, "waited"]
 
 
 def test_a_stopped_rank_is_left_alone():

@@ -108,4 +108,4 @@ def take_over() -> None:
         view.open_view = NotebookView
         errors.draw_waits = _draw_waits
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
-        start_after_cell(get_ipython())
+        start_after_cell()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.trace import Snapshot
 from ddp_kit.verdict import judge
 
@@ -50,9 +51,10 @@ class DeadlockWatch:
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
-        return None if any(map(self._may_go_on, sorted(waiting | set(left_threads)))) else error
+        asked = [self._ranks[number] for number in sorted(waiting | set(left_threads))]
+        return None if any(map(_may_go_on, ask_for_stacks(asked))) else error
 
-    def _may_go_on(self, number: int) -> bool:
-        """Return whether another thread of a rank may run the worker's code."""
-        stacks = self._ranks[number].stacks()
-        return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)
+
+def _may_go_on(stacks: list[list[Frame]]) -> bool:
+    """Return whether another thread of a rank with these stacks may run the worker's code."""
+    return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
 def shell() -> Any:
     """Return IPython's shell, of a notebook's kernel or in a terminal; None outside IPython."""
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+def after_cell(call: Callable[[], object]) -> None:
+    """Call `call` once, when the cell that runs now has ended and its error is shown.
+
+    Do nothing outside IPython. If no cell runs now, the next one counts.
+    """
+    ipython = shell()
+    if ipython is None:
+        return
+
+    def once(_result: Any = None) -> None:
+        ipython.events.unregister("post_run_cell", once)
+        call()
+
+    ipython.events.register("post_run_cell", once)
 
 
 def cell_names() -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -64,8 +65,8 @@ class RankHandle:
             self.control, control_end = Pipe()
             printed, print_end = Pipe(duplex=False)
             self.board = Board()
-            self._mark = uuid.uuid4().hex
-            ends = Ends(control_end, print_end, self.board, self._mark)
+            self.mark = uuid.uuid4().hex
+            ends = Ends(control_end, print_end, self.board, self.mark)
             self.process, self._clean_up = start(ends)
         except OSError as error:
             raise PoolError(
@@ -76,14 +77,13 @@ class RankHandle:
         control_end.close()
         print_end.close()
         self.board.close_file()
-        self._psutil = _find_process(self.process.pid)
+        self.psutil = _find_process(self.process.pid)
         self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
         self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
-        self._children: list = []
 
     @property
     def sentinel(self) -> int:
@@ -107,13 +107,6 @@ class RankHandle:
         self.notices = reply.status.notices or self.notices
         return reply
 
-    def stacks(self) -> list[list[Frame]]:
-        """Ask the rank which lines its threads run; the main thread's come first.
-
-        Return an empty list if there was no answer.
-        """
-        return stacks.parse(stacks.ask(self.process.pid, self.board.read_stacks))
-
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be talked to."""
@@ -124,31 +117,6 @@ class RankHandle:
         except ProcessLookupError:
             return False
         return True
-
-    def stop(self, patience: float = 0.0) -> None:
-        """End the process and its children: let it leave for `patience` seconds, then kill it."""
-        self.dismiss()
-        self.join(patience)
-        self.kill()
-        self.join(5)
-        self.output.pipe.close()
-        self.board.close()
-        self._clean_up()
-
-    def dismiss(self) -> None:
-        """Ask the process to exit; remember its children, who are hard to find without it."""
-        if not self.control.closed:
-            self._children = _descendants(self._psutil) if self.alive else _marked(self._mark)
-        self.control.close()
-
-    def kill(self) -> None:
-        """End the process and its children at once."""
-        import psutil
-
-        self._children += _descendants(self._psutil)
-        for process in [self._psutil, *self._children]:
-            with suppress(psutil.Error, AttributeError):
-                process.kill()
 
     def join(self, seconds: float) -> int | None:
         """Wait for the process to end; return its exit code.
@@ -163,6 +131,68 @@ class RankHandle:
                 time.sleep(0.005)
         return self.process.exitcode
 
+    def release(self) -> None:
+        """Close what belonged to the process, which has ended."""
+        self.output.pipe.close()
+        self.board.close()
+        self._clean_up()
+        self.modules.clear()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether `release` was called."""
+        return self.output.pipe.closed
+
+
+# What several ranks are asked for or must do happens at the same time: one after the other, the
+# last of many would have to wait for all others, and each would need a scan of all processes.
+
+
+def ask_for_stacks(ranks: Sequence[RankHandle]) -> list[list[list[Frame]]]:
+    """Ask ranks which lines their threads run; return it by rank, the main thread's lines first.
+
+    A rank that did not answer has an empty list.
+    """
+    readers = {rank.process.pid: rank.board.read_stacks for rank in ranks}
+    return [stacks.parse(answer) for answer in stacks.ask(readers)]
+
+
+def stop_ranks(ranks: Sequence[RankHandle], patience: float = 0.0) -> None:
+    """End the processes of ranks, and their children. Stopping a rank twice does nothing.
+
+    patience: seconds for them to leave by themselves before they are killed. A rank that owes a
+        reply is busy, or has not even started: it is not waited for.
+    """
+    ranks = [rank for rank in ranks if not rank.is_released]
+    if not ranks:
+        return
+    children = _started_by(ranks)  # hard to find once their rank has left
+    for rank in ranks:
+        rank.control.close()
+    leaving = [rank for rank in ranks if not rank.owed] if patience > 0 else []
+    deadline = time.monotonic() + patience
+    for rank in leaving:
+        rank.join(deadline - time.monotonic())
+    if leaving:
+        children += _started_by(ranks)  # which they have started meanwhile
+    _kill(ranks, children)
+    for rank in ranks:
+        rank.join(5)
+        rank.release()
+
+
+def kill_ranks(ranks: Sequence[RankHandle]) -> None:
+    """Send SIGKILL to the processes of ranks and to their children."""
+    _kill(ranks, _started_by(ranks))
+
+
+def _kill(ranks: Sequence[RankHandle], children: Iterable) -> None:
+    import psutil
+
+    for process in [*(rank.psutil for rank in ranks), *children]:
+        with suppress(psutil.Error, AttributeError):
+            process.kill()
+
 
 # psutil is imported on first use, because a rank does not need it.
 
@@ -176,32 +206,39 @@ def _find_process(pid: int | None) -> Any:
     return None
 
 
-def _descendants(process: Any) -> list:
-    """Return the processes below this one, as far as they are visible."""
-    import psutil
+def _started_by(ranks: Iterable[RankHandle]) -> list:
+    """Return the processes that ranks have started, as far as they are visible.
 
-    try:
-        return process.children(recursive=True)
-    except (psutil.Error, OSError, AttributeError):
-        return []
+    They are below the ranks. What a rank that has ended left running is nobody's child now, but it
+    has the rank's mark.
+    """
+    running = [rank.psutil for rank in ranks if rank.psutil and rank.psutil.is_running()]
+    return _find([process.pid for process in running], {rank.mark for rank in ranks})
 
 
 def kill_marked(mark: str) -> None:
     """End every process with this mark in its environment."""
     import psutil
 
-    for process in _marked(mark):
+    for process in _find([], {mark}):
         with suppress(psutil.Error):
             process.kill()
 
 
-def _marked(mark: str) -> list:
-    """Return what a rank that has ended left running: it is nobody's child now."""
+def _find(pids: list[int], marks: Container[str]) -> list:
+    """Return the processes below these, and those with a mark, in one scan of all processes."""
     import psutil
 
-    left = []
-    for process in psutil.process_iter():
+    found, children = [], defaultdict(list)
+    for pid in psutil.pids():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(RANK_MARK) == mark:
-                left.append(process)
-    return left
+            process = psutil.Process(pid)  # not confused by a later process with the same pid
+            children[process.ppid()].append(process)
+            if process.environ().get(RANK_MARK) in marks:
+                found.append(process)
+    below = list(pids)
+    for pid in below:
+        processes = children.pop(pid, [])
+        found += processes
+        below += [process.pid for process in processes]
+    return found

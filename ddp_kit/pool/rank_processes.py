@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from contextlib import suppress
 from typing import ClassVar
@@ -14,7 +13,7 @@ from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.output import drain
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
 from ddp_kit.pool.wire.payload import Payload
@@ -39,6 +38,7 @@ class RankProcesses:
         self._init = init
         self._groups = 0
         self._formed: tuple[int, str] | None = None  # the group that the ranks were asked to form
+        self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
         self.is_used = False  # a worker was ever sent
         _all.add(self)
@@ -73,6 +73,7 @@ class RankProcesses:
         """
         if _leaving:
             return
+        self._lost = None
         broken = self._in_run or not all(rank.alive for rank in self.ranks)
         if broken:
             self._formed, self._in_run = None, False
@@ -113,13 +114,20 @@ class RankProcesses:
     def end_run(self, intact: bool) -> None:
         """Record that a run is over, and that ranks which owed a reply were stopped.
 
-        intact: the group is unchanged. Else it is formed again, ready while the learner reads.
+        intact: the group is unchanged. Else the next run forms it again. In a notebook that happens
+            already while the learner reads the error, which comes first: many ranks take seconds.
         """
         self._in_run = False
         if self.launcher.reusable and self._formed and not intact:
-            formed, self._formed = self._formed, None
-            with suppress(KitError):  # the next run tries again, and reports it
-                self.form(*formed)
+            self._lost, self._formed = self._formed, None
+            ipython.after_cell(self._form_lost)
+
+    def _form_lost(self) -> None:
+        """Form the group that a run has lost, unless another run has, or the pool was closed."""
+        if self._lost:
+            # The next run tries again, and reports what goes wrong.
+            with suppress(KitError, KeyboardInterrupt), holding_interrupt():
+                self.form(*self._lost)
 
     def restart_changed(self, world_size: int) -> None:
         """End the ranks that have imported a file which has changed since.
@@ -140,20 +148,14 @@ class RankProcesses:
                 old.append(number)
         if old:
             with holding_interrupt():
-                for number in old:
-                    self.ranks[number].stop()
+                stop_ranks([self.ranks[number] for number in old])
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
-        ranks, self.ranks, self._formed = self.ranks, [], None
-        for rank in ranks:
-            rank.dismiss()  # all at once, so that they leave side by side
-        deadline = time.monotonic() + patience
-        for rank in ranks:
-            # One that owes a reply is busy, or has not even started: do not wait for it.
-            rank.stop(patience=0.0 if rank.owed else max(0.0, deadline - time.monotonic()))
+        ranks, self.ranks, self._formed, self._lost = self.ranks, [], None, None
+        stop_ranks(ranks, patience)
 
     def end(self, remove: bool = False) -> None:
         """End every process. remove: remove the folder, too."""
@@ -179,8 +181,7 @@ def end_all(leaving: bool) -> None:
     _leaving = leaving
     pools = list(_all) if leaving else []
     ranks = [rank for processes in pools for rank in list(processes.ranks)]
-    for rank in ranks:
-        rank.kill()
+    kill_ranks(ranks)
     for rank in ranks:
         rank.join(1)
     for processes in pools:

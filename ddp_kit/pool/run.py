@@ -21,7 +21,7 @@ from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.output import drain, print_output
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_errors import Reports, error_of_ranks, error_while_joining, locate
@@ -209,11 +209,12 @@ class Run:
         self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
         if self._has_begun:
             alive = sorted(stuck - self._reports.died.keys())
-            self._reports.stopped = [locate(self._ranks[n], self._snapshots[n]) for n in alive]
+            found = locate([self._ranks[n] for n in alive], [self._snapshots[n] for n in alive])
+            self._reports.stopped = found
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
-        for number in stuck.union(self._threads, self._reports.broken):
-            self._ranks[number].stop()
+        unusable = stuck.union(self._threads, self._reports.broken)
+        stop_ranks([self._ranks[number] for number in sorted(unusable)])
         self._view.close()
         return [rank.output.take() for rank in self._ranks]
 

@@ -19,7 +19,7 @@ from ddp_kit.errors import (
 from ddp_kit.pool import ipython
 from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
 from ddp_kit.pool.rank import server
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
@@ -89,11 +89,18 @@ def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
     return min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
 
 
-def locate(rank: RankHandle, snapshot: Snapshot) -> Wait:
-    """Return where a rank is; if it is in no operation that is traced, ask for its lines."""
-    wait = snapshot.as_wait()
-    if wait.op is not None or snapshot.log is EMPTY:
-        return wait
-    main_thread, *_ = rank.stacks() or [[]]
-    inner = takewhile(lambda frame: frame.file != server.__file__, main_thread)
-    return replace(wait, stack=tuple(frame for frame in inner if frame.own)[::-1])
+def locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
+    """Return where ranks are; those in no operation that is traced are asked for their lines."""
+    waits = [snapshot.as_wait() for snapshot in snapshots]
+    unknown = [
+        number
+        for number, snapshot in enumerate(snapshots)
+        if waits[number].op is None and snapshot.log is not EMPTY
+    ]
+    found = ask_for_stacks([ranks[number] for number in unknown])
+    for number, threads in zip(unknown, found, strict=True):
+        main_thread = threads[0] if threads else []
+        inner = takewhile(lambda frame: frame.file != server.__file__, main_thread)
+        stack = tuple(frame for frame in inner if frame.own)[::-1]
+        waits[number] = replace(waits[number], stack=stack)
+    return waits

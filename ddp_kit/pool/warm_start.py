@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from ddp_kit.pool import ipython
 from ddp_kit.pool.pool import start_shared_pool
 
 MEMORY = 2 << 30  # bytes that must be available
@@ -25,17 +25,16 @@ def available_memory() -> int:
     return available
 
 
-def start_after_cell(shell: Any) -> None:
-    """Start the shared pool when the cell that IPython's `shell` runs now has ended.
+def start_after_cell() -> None:
+    """Start the shared pool when the cell that runs now has ended.
 
     Do nothing if DDP_KIT_WARM is 0, if too little memory is available, or if the cell has already
     started ranks, as a lesson under `%run` may.
     """
 
-    def start(_result: Any = None) -> None:
-        shell.events.unregister("post_run_cell", start)
+    def start() -> None:
         if available_memory() >= MEMORY:
             start_shared_pool()
 
     if os.environ.get("DDP_KIT_WARM") != "0":
-        shell.events.register("post_run_cell", start)
+        ipython.after_cell(start)

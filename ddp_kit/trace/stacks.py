@@ -15,7 +15,7 @@ import signal
 import site
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import BinaryIO
@@ -60,21 +60,28 @@ def answer_on(file: BinaryIO) -> None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
-def ask(pid: int, read: Callable[[], str], seconds: float = 0.3) -> str:
-    """Ask a process for its stacks; return its answer, or "" if none came within `seconds`."""
+def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 0.3) -> list[str]:
+    """Ask processes for their stacks, all at once; return their answers, "" for each without one.
+
+    processes: what reads all that a process has answered so far, by process id.
+    seconds: how long nothing more must come until those that have not answered are given up.
+    """
+    before = [read() for read in processes.values()]
     if _SIGNAL is None:
-        return ""
-    before = read()
-    with suppress(ProcessLookupError):
-        os.kill(pid, _SIGNAL)
-    deadline, answer = time.monotonic() + seconds, before
+        return [""] * len(before)
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, _SIGNAL)
+    deadline, answers = time.monotonic() + seconds, before
     while time.monotonic() < deadline:
         time.sleep(0.01)
-        newest = read()
-        if newest == answer != before:  # nothing was added meanwhile: the answer is complete
+        newest = [read() for read in processes.values()]
+        if newest != answers:
+            deadline, answers = time.monotonic() + seconds, newest
+        # They compete for the cores: one answer is complete when nobody adds to any.
+        elif all(new != old for new, old in zip(newest, before, strict=True)):
             break
-        answer = newest
-    return answer[len(before) :]
+    return [new[len(old) :] for new, old in zip(answers, before, strict=True)]
 
 
 def parse(text: str) -> list[list[Frame]]:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import assert_gone, ended, wait_until
+from processes import assert_gone, ended
 
 import ddp_kit as kit
 
@@ -115,4 +115,21 @@ def test_children_of_a_rank_that_died_end_and_do_not_hide_its_death(pool, tmp_pa
     numbers = [int(number) for number in file.read_text().split()]
     assert len(numbers) == 2
     assert ended(psutil.Process(number) for number in numbers if psutil.pid_exists(number))
-    wait_until(lambda: pool._processes.ranks[1].alive, 10, "the replacement runs")
+
+
+def test_the_processes_of_the_machine_are_listed_once_for_all_ranks_that_are_stopped(monkeypatch):
+    def stuck(rank, world_size):
+        subprocess.Popen(["sleep", "60"])
+        dist.recv(torch.zeros(1), src=(rank + 1) % world_size)
+
+    listed, pids = [], psutil._psplatform.pids
+    monkeypatch.setattr(psutil._psplatform, "pids", lambda: listed.append(1) or pids())
+    with kit.WorkerPool(3) as pool:
+        with pytest.raises(kit.DeadlockError):
+            pool.run(stuck)
+        assert len(listed) == 1
+        started = pool.run(lambda rank, world_size: subprocess.Popen(["sleep", "60"]).pid)
+        left = [psutil.Process(number) for number in started]
+        listed.clear()
+    assert len(listed) == 2, "before the ranks leave, and before those that have not are killed"
+    assert ended(left)

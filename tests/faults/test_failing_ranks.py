@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.pool import pool as pool_module
 from ddp_kit.pool.launchers import spawn
 from ddp_kit.pool.rank import bootstrap
 from ddp_kit.pool.run import Run
@@ -179,25 +178,6 @@ def test_sys_exit_waits_for_no_thread():
         kit.run(worker, world_size=1, timeout=60)
 
 
-def test_a_failed_replacement_hides_neither_output_nor_error(monkeypatch, capsys):
-    def worker(rank, world_size):
-        print("last words")
-        if rank == 1:
-            raise ValueError("boom")
-        dist.recv(torch.zeros(1), src=1)
-
-    def refuse(*args, **kwargs):
-        raise OSError(12, "Cannot allocate memory")
-
-    kit.run(pid, world_size=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(spawn.mp, "spawn", refuse)
-        with pytest.raises(kit.RankError, match="rank 1 raised ValueError: boom"):
-            kit.run(worker, world_size=2)
-    assert capsys.readouterr().out == "[rank 0] last words\n[rank 1] last words\n"
-    assert kit.run(total, world_size=2)[0] == 1
-
-
 def test_an_exception_of_an_odd_class_and_of_great_length_is_still_reported():
     class Odd(str):
         def __reduce__(self):
@@ -240,20 +220,66 @@ def test_a_lost_exit_code_is_not_reported_as_success():
     assert kit.run(total, world_size=2)[0] == 1
 
 
-def test_replacements_start_before_the_next_run_asks_for_them():
-    def zero_waits(rank, world_size):
-        if rank == 1:
-            raise ValueError("boom")
-        dist.recv(torch.zeros(1), src=1)
+def zero_waits(rank, world_size):
+    if rank == 1:
+        raise ValueError("boom")
+    dist.recv(torch.zeros(1), src=1)
 
+
+def test_only_the_ranks_that_had_to_be_stopped_are_replaced():
     before = list(kit.run(pid, world_size=2))
     with pytest.raises(kit.RankError):
         kit.run(zero_waits, world_size=2)
-    now = [rank.process.pid for rank in pool_module._shared["spawn"]._processes.ranks[:2]]
+    now = list(kit.run(pid, world_size=2))
     assert now[1] == before[1], "the rank that raised is warm, and needs no replacement"
     assert now[0] != before[0]
-    assert psutil.pid_exists(now[0])
-    assert list(kit.run(pid, world_size=2)) == now
+
+
+NOTED = """
+from ddp_kit.pool.launchers import spawn
+
+def noted(*args, start=spawn.mp.spawn, **kwargs):
+    print("a rank starts")
+    return start(*args, **kwargs)
+
+def zero_waits(rank, world_size):
+    if rank == 1:
+        raise ValueError("boom")
+    dist.recv(torch.zeros(1), src=1)
+
+kit.run(pid, world_size=2)
+spawn.mp.spawn = noted
+"""
+
+
+def test_a_notebook_shows_the_error_first_and_then_starts_the_replacements(kernel):
+    kernel.run(NOTED)
+    cell = kernel.raises("kit.run(zero_waits, world_size=2)")
+    shown = [kind for kind, _ in cell.messages if kind in ("error", "stream")]
+    assert shown == ["error", "stream"]
+    assert cell.stdout == "a rank starts\n"
+    assert kernel.run("kit.run(pid, world_size=2)").stdout == ""
+
+
+def test_a_replacement_that_fails_to_start_is_reported_by_the_next_run_only(kernel):
+    kernel.run(NOTED)
+    kernel.run("def refuse(*args, **kwargs): raise OSError(12, 'Cannot allocate memory')")
+    kernel.run("spawn.mp.spawn = refuse")
+    cell = kernel.raises("kit.run(zero_waits, world_size=2)")
+    assert cell.error["evalue"].startswith("rank 1 raised ValueError: boom")
+    assert cell.stdout + cell.stderr == ""
+    cell = kernel.raises("kit.run(pid, world_size=2)")
+    assert cell.error["evalue"].startswith("cannot start another process here")
+    kernel.run("spawn.mp.spawn = noted")
+    assert len(kernel.ranks(2)) == 2
+
+
+def test_a_pool_that_is_closed_in_the_cell_of_its_error_starts_no_replacements(kernel):
+    kernel.run(NOTED)
+    kernel.run("pool = kit.WorkerPool(2); pool.run(pid)")
+    cell = kernel.raises("try: pool.run(zero_waits)\nfinally: pool.close()")
+    assert cell.error["ename"] == "RankError"
+    assert cell.stdout == ""
 
 
 def test_a_rank_killed_between_runs_is_replaced():

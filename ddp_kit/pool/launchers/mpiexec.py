@@ -13,7 +13,7 @@ from ddp_kit import mpi
 from ddp_kit.errors import BackendError
 from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program
 from ddp_kit.pool.rank import mpiexec_main
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 
 CONNECT_TIMEOUT = 60.0  # seconds until all processes must have connected
@@ -38,8 +38,7 @@ class MPIExec(Launcher):
         broken = broken and any(rank.owed or not rank.alive for rank in ranks)
         program = self._program
         if program is None or program.ended or size > program.count or broken:
-            for rank in ranks:
-                rank.stop()
+            stop_ranks(ranks)
             ranks.clear()
             if program is not None:
                 program.end()

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.rank import bootstrap
-from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
+from ddp_kit.pool.rank_handle import Ends, Process, RankHandle, stop_ranks
 from ddp_kit.pool.wire.messages import RANK_MARK
 
 
@@ -25,14 +25,13 @@ class Spawn(Launcher):
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Replace the broken processes and add the missing ones."""
-        new = len(ranks) < world_size
-        for index, rank in enumerate(ranks):
-            # One that owes a reply may wait for the dead one in the group they were to form, or
-            # run a worker that a second interrupt has left behind.
-            if broken and (rank.owed or not rank.alive):
-                rank.stop()
-                ranks[index] = RankHandle(_spawn)
-                new = True
+        # One that owes a reply may wait for the dead one in the group they were to form, or run a
+        # worker that a second interrupt has left behind.
+        unusable = [n for n, rank in enumerate(ranks) if broken and (rank.owed or not rank.alive)]
+        stop_ranks([ranks[number] for number in unusable])
+        for number in unusable:
+            ranks[number] = RankHandle(_spawn)
+        new = bool(unusable) or len(ranks) < world_size
         while len(ranks) < world_size:
             ranks.append(RankHandle(_spawn))
         return new
