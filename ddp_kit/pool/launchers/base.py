@@ -19,8 +19,8 @@ from contextlib import suppress
 from multiprocessing import connection
 
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.pool.rank.mpiexec_main import CALL
 from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
+from ddp_kit.pool.wire.messages import CALL
 
 KEPT = 8000  # bytes of a program's output that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for a program to end and to remove its files

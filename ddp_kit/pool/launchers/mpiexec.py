@@ -14,6 +14,7 @@ from ddp_kit.errors import BackendError
 from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program
 from ddp_kit.pool.rank import mpiexec_main
 from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.wire.messages import CALL
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 
 CONNECT_TIMEOUT = 60.0  # seconds until all processes must have connected
@@ -70,7 +71,8 @@ class MPIExecProgram(Program):
     start_error = BackendError
 
     def __init__(self, world_size: int, path: str) -> None:
-        script = [sys.executable, mpiexec_main.__file__, path, json.dumps([sys.path, sys.argv])]
+        passed = json.dumps([sys.path, sys.argv, CALL.format])
+        script = [sys.executable, mpiexec_main.__file__, path, passed]
         command = [*mpi.mpiexec(world_size), *script]
         super().__init__(world_size, path, command, os.environ | mpi.environment())
 

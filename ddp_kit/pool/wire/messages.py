@@ -1,8 +1,9 @@
-"""The messages that the notebook's process and a rank exchange through the control pipe."""
+"""What the notebook's process and a rank agree on: the messages of the control pipe, and names."""
 
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import dataclass, field
 
 from ddp_kit.error_text import RankFailure, Wait
@@ -10,6 +11,13 @@ from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"
+
+# What a process that mpiexec or torchrun started first sends to the pool's socket: number of
+# restarts, rank, process id.
+CALL = struct.Struct("=QQQ")
+SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket under torchrun
+
+serving = False  # True in a rank's process, where no pool may be started
 
 FileStamp = tuple[int, int]  # modification time in nanoseconds, size in bytes
 

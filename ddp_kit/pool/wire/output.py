@@ -1,12 +1,9 @@
-"""What ranks print: read from their pipes during a run, printed in rank order after it."""
+"""What a rank prints, on its way to the notebook, and how much of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
-
-from ddp_kit.pool import view
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # as much as a pipe holds, so one read empties it
@@ -50,10 +47,3 @@ class RankOutput:
             text += f"\n... cut here: a rank may print {OUTPUT_LIMIT:,} bytes in one run\n"
         self._kept, self._cut, self.newest = bytearray(), False, b""
         return text
-
-
-def print_output(output: Sequence[str]) -> None:
-    """Print what the ranks printed: ranks ascending, each line prefixed with its rank."""
-    for rank, text in enumerate(output):
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            view.say(f"[rank {rank}] {view.as_seen(line)}".rstrip())

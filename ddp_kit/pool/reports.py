@@ -1,7 +1,8 @@
-"""Which error a failed run raises: ranks that raised, died, or ran out of time."""
+"""What the ranks of a run report, and the error of those that raised, died or were too slow."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -18,11 +19,12 @@ from ddp_kit.errors import (
 )
 from ddp_kit.pool import ipython
 from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
-from ddp_kit.pool.rank import server
 from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
+
+_RANK_CODE = os.path.join(os.path.dirname(__file__), "rank", "")  # it calls the worker
 
 
 @dataclass
@@ -95,5 +97,5 @@ def locate(rank: RankHandle, snapshot: Snapshot) -> Wait:
     if wait.op is not None or snapshot.log is EMPTY:
         return wait
     main_thread, *_ = rank.stacks() or [[]]
-    inner = takewhile(lambda frame: frame.file != server.__file__, main_thread)
+    inner = takewhile(lambda frame: not frame.file.startswith(_RANK_CODE), main_thread)
     return replace(wait, stack=tuple(frame for frame in inner if frame.own)[::-1])
