@@ -1,4 +1,4 @@
-"""What the ranks of a run report, and the error of those that raised, died or were too slow."""
+"""What the ranks of a run have reported, and the error if some raised, died or were too slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
 
-_RANK_CODE = os.path.join(os.path.dirname(__file__), "rank", "")  # it calls the worker
+_RANK_CODE = os.path.join(os.path.dirname(__file__), "rank", "")  # its frames call the worker
 
 
 @dataclass

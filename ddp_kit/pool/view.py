@@ -1,4 +1,4 @@
-"""What a learner sees of a run: the live view, of which nothing remains, and what ranks printed."""
+"""What a learner sees of a run: a live view, which leaves nothing behind, and the ranks' prints."""
 
 from __future__ import annotations
 

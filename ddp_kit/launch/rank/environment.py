@@ -40,7 +40,7 @@ def started_by_hand() -> bool:
 
 
 def end_with_agent() -> None:
-    """End this process as soon as the agent of torchrun that has started it ends, if one has."""
+    """Make this process end together with the torchrun agent that started it, if there is one."""
     if started_by_torchrun():
         end_with_parent()
 

@@ -1,6 +1,6 @@
 """Ranks that torchrun starts: the processes of its agent on this host.
 
-Its command line, and the one to run on each other host, are put together here.
+This module builds the agent's command line, and the one to run on each of the other hosts.
 """
 
 from __future__ import annotations

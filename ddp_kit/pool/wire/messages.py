@@ -12,8 +12,8 @@ from ddp_kit.pool.wire.payload import Payload
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"
 
-# What a process that mpiexec or torchrun started first sends to the pool's socket: number of
-# restarts, rank, process id.
+# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: number
+# of restarts, rank, process id.
 CALL = struct.Struct("=QQQ")
 SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket under torchrun
 

@@ -1,4 +1,4 @@
-"""What a rank prints, on its way to the notebook, and how much of it."""
+"""What a rank prints: the notebook's end of its pipe, and how much it may print."""
 
 from __future__ import annotations
 
