@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +55,7 @@ DOCUMENTED = {  # modules that have a page in PyTorch's documentation
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "cloudpickle",
 }
-TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
+IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
 ACCESS = {"getattr", "hasattr", "setattr", "delattr"}
 OF_PYTHON = {"_asdict", "_replace", "_current_frames", "_getframe"}  # documented by Python
 ELSEWHERE = {  # undocumented names of Python and IPython
@@ -165,9 +166,8 @@ def defined(tree):
         for one in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else []:
             if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
                 yield one.name
-            targets = getattr(one, "targets", [getattr(one, "target", None)])
-            for target in targets:
-                yield from (name.id for name in ast.walk(target or one) if is_stored(name))
+            elif isinstance(one, (ast.Assign, ast.AnnAssign)):
+                yield from (node.id for node in ast.walk(one) if is_stored(node))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
             yield node.attr
 
@@ -188,7 +188,7 @@ def private_names(tree):
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 yield from [*alias.name.split("."), *(getattr(node, "module", "") or "").split(".")]
-        elif isinstance(node, ast.Constant) and node.value in TABLE:
+        elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
             yield node.value
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESS:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
@@ -216,18 +216,18 @@ def module_in(path):
     module = import_module(first)
     for name in names:
         if not hasattr(module, name):
-            import_module(f"{module.__name__}.{name}")
-        inner = getattr(module, name)
-        if not isinstance(inner, ModuleType):
+            with suppress(ModuleNotFoundError):
+                import_module(f"{module.__name__}.{name}")
+        if not isinstance(getattr(module, name, None), ModuleType):
             break
-        module = inner
+        module = getattr(module, name)
     return module.__name__
 
 
 def undocumented(file, tree, own):
     names = {name for name in private_names(tree) if is_private(name)}
     if not file.startswith("mpi/"):  # its groups are written in Python, and have such methods
-        own = own - TABLE
+        own = own - IN_TABLE
     wrong = names - own - OF_PYTHON - {name for path, name in ELSEWHERE if path == file}
     return wrong | (torch_modules(tree) - DOCUMENTED)
 
