@@ -80,7 +80,7 @@ class Ranks:
 
     @contextmanager
     def _group(self) -> Iterator[None]:
-        """Be in a process group to gather results in; bare ranks have one only here."""
+        """Have a process group to gather results in; bare ranks have one only in this block."""
         if self._bare is None or isinstance(self._bare, pool.WorkerPool):
             yield
             return

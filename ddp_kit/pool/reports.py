@@ -92,7 +92,7 @@ def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
 
 
 def locate(rank: RankHandle, snapshot: Snapshot) -> Wait:
-    """Return where a rank is; if it is in no operation that is traced, ask for its lines."""
+    """Return where a rank is; if it is in no traced operation, ask the rank for its stack."""
     wait = snapshot.as_wait()
     if wait.op is not None or snapshot.log is EMPTY:
         return wait

@@ -168,7 +168,7 @@ def _group(backend: str, timeout: timedelta) -> Iterator[None]:
 
 
 def run(packed: str) -> None:
-    """Be a rank of the program in `packed`; exit with 1 if its worker has failed."""
+    """Run as a rank of the program in `packed`; exit with 1 if its worker has failed."""
     _environment.update(os.environ)
     path = _environment.pop(SOCKET, None)
     rank = environment.rank_info().rank

@@ -26,7 +26,7 @@ _LEFT = re.compile(r"process rank (\d+) with PID .* exiting improperly")
 
 
 class MPIExec(Launcher):
-    """Starts all processes by mpiexec. It can replace none and add none, so all start anew."""
+    """Starts all processes with one mpiexec, which can neither replace nor add one later."""
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class MPIExec(Launcher):
         return True
 
     def wait(self) -> None:
-        """Wait for the processes. Raise BackendError, in mpiexec's words, if they do not come."""
+        """Wait for the processes. Raise BackendError with mpiexec's output if they do not start."""
         assert self._program is not None, "provide has started it"
         self._program.wait(CONNECT_TIMEOUT)
         self._program.close_listener()
