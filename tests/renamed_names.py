@@ -75,11 +75,11 @@ def method(owner: Any, name: str) -> Callable:
 def run_program(rank: int, store: str) -> dict[str, Any]:
     """Communicate in every way that the kit traces; return the results and the trace."""
     from ddp_kit import torch_internals
-    from ddp_kit.trace import Board, Snapshot, recording
+    from ddp_kit.trace import Board, InternTable, Snapshot, recording
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     board, found = Board(), {}
-    with recording(board):
+    with recording(InternTable(board)):
         found["values"] = [collectives(rank), messages(rank), ddp(rank)]
         before = torch_internals.count_groups()
         pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
@@ -173,10 +173,10 @@ def ddp(rank: int) -> list:
 
 def batch(rank: int, board: Any) -> int:
     """Return how many operations of a batch look as if nobody had waited for them."""
-    from ddp_kit.trace import Snapshot, recording
+    from ddp_kit.trace import InternTable, Snapshot, recording
 
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
-    with recording(board):
+    with recording(InternTable(board)):
         with dist._coalescing_manager(None, torch.device("cpu"), async_ops=True) as work:
             dist.isend(torch.ones(1), 1 - rank)
             dist.irecv(torch.ones(1), 1 - rank)

@@ -19,6 +19,7 @@ from ddp_kit.trace import (
     Board,
     Event,
     Group,
+    InternTable,
     Message,
     Snapshot,
     Trace,
@@ -300,7 +301,7 @@ def test_one_run_does_not_count_the_events_of_another():
 def test_outside_of_a_run_nothing_is_recorded():
     def worker(rank, world_size):
         tensor, page = torch.ones(1), Board()
-        with recording(page):
+        with recording(InternTable(page)):
             dist.all_reduce(tensor)
         dist.all_reduce(tensor)
         return page.head().events, tensor.item()
@@ -358,7 +359,7 @@ def test_a_line_names_what_was_never_waited_for(capsys):
 
 
 def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
-    with recording(page):
+    with recording(InternTable(page)):
         pass
     page.begin(1, 1)
     page.add_text(["group", "0", [0, 1]])
@@ -378,7 +379,7 @@ def test_progress_asks_for_something_to_loop_over():
 
 def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):
     assert list(kit.progress(range(3))) == [0, 1, 2]
-    with recording(page):
+    with recording(InternTable(page)):
         seen = []
         for item in kit.progress("abc"):
             seen.append((item, page.progress()))
@@ -525,7 +526,7 @@ def test_what_nccl_starts_as_one_is_neither_a_collective_nor_unawaited():
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
         page, tensor = Board(), torch.ones(1)
-        with recording(page) as recorder:
+        with recording(InternTable(page)) as recorder:
             with dist._coalescing_manager(None, tensor.device, async_ops=True) as batch:
                 dist.isend(tensor, 1 - rank)
                 dist.irecv(tensor, 1 - rank)

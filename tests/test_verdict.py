@@ -15,7 +15,7 @@ from reference_executor import Machine, Tape, random_program, run
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.trace import Board, Snapshot, board
-from ddp_kit.trace.calls import Call
+from ddp_kit.trace.calls import Call, InternTable
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.verdict import RankState, deadlock, judge, mismatch, shortest_cycle, stuck
@@ -777,7 +777,7 @@ def test_matching_events_take_more_than_one_look(monkeypatch):
 def snapshot(rank, *calls, waits=False, limited=False, group=TWO):
     """A rank that has made these calls; `waits`: in the last one."""
     page = Board()
-    recorder = Recorder(page, 1)
+    recorder = Recorder(InternTable(page), 1)
     for method, op, size, peer in calls:
         tensor = ((size,), torch.float32)
         given = {"outputs" if method == "recv" else "inputs": (tensor,)}

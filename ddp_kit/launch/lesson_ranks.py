@@ -67,12 +67,12 @@ class Ranks:
                 value = worker(self._rank, self.world_size, *args)
         finally:
             if self._folder is not None:
-                board = recorder.board
+                board = recorder.table.board
                 logs = [board.read() if r == self._rank else EMPTY for r in range(self.world_size)]
                 self._keep(worker, self._join(logs), [self._rank])
         with unrecorded(), self._group():
             parts: list[Any] = [None] * self.world_size
-            dist.all_gather_object(parts, (value, printed.getvalue(), recorder.board.read()))
+            dist.all_gather_object(parts, (value, printed.getvalue(), recorder.table.board.read()))
         values, output, logs = zip(*parts, strict=True)
         if self._rank == 0:
             print_output(output)

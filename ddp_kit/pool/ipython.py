@@ -23,6 +23,6 @@ def cell_names() -> dict[str, str]:
     return {name: " ".join(label) for name, label in names.items() if label}
 
 
-def cell_sources() -> dict[str, str]:
-    """Return the source of every cell that has run, by the file it was compiled in."""
-    return {name: "".join(linecache.getlines(name)) for name in cell_names()}
+def source(name: str) -> str:
+    """Return the source of a cell by the name of the file it was compiled in."""
+    return "".join(linecache.getlines(name))

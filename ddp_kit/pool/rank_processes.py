@@ -16,6 +16,7 @@ from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
+from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 
@@ -53,6 +54,8 @@ class RankProcesses:
 
         Raises BackendError or PoolError if they cannot be started.
         """
+        if self._has_formed(world_size, backend) and all(rank.alive for rank in self.ranks):
+            return  # nearly always
         with holding_interrupt():
             self.form(world_size, backend)
         if len(self.ranks) < world_size:  # a launcher that takes its time may be interrupted
@@ -75,7 +78,7 @@ class RankProcesses:
             self._formed, self._in_run = None, False
         if self.launcher.provide(self.ranks, world_size, broken):
             self._formed = None
-        if not join or len(self.ranks) < world_size or self._formed == (world_size, backend):
+        if not join or len(self.ranks) < world_size or self._has_formed(world_size, backend):
             return
         self._groups += 1
         store = self.folder.store(self._groups) if self._init else None
@@ -83,17 +86,20 @@ class RankProcesses:
             rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store))
         self._formed = (world_size, backend)
 
+    def _has_formed(self, world_size: int, backend: str) -> bool:
+        return self._formed == (world_size, backend) and not self._in_run
+
     def call_worker(
         self, ranks: list[RankHandle], packed: Payload, environment: Environment, number: int
     ) -> None:
         """Ask these ranks to call the worker in `packed`, which is closed."""
         self._in_run = self.is_used = True
-        sources = ipython.cell_sources()
+        drain([rank.output for rank in ranks])
+        cells = ipython.cell_names()
         encoded: dict[tuple, bytes] = {}
         for rank in ranks:
-            rank.output.drain()
             rank.output.take()  # what was printed between two runs belongs to none
-            new = {name: text for name, text in sources.items() if name not in rank.cells_seen}
+            new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
             changed = None if environment == rank.environment else environment
             message = CallWorker(packed, new, changed, number)
             key = tuple(new), changed is None
@@ -121,7 +127,9 @@ class RankProcesses:
         A deleted file has not changed: nothing newer could be imported.
         """
         ranks = self.ranks[:world_size]
-        files = set().union(*(rank.modules for rank in ranks))
+        files = {file for rank in ranks for file in rank.modules}
+        if not files:
+            return
         now = {file: file_stamp(file) for file in files}
         changed: set[str] = set()
         old = []

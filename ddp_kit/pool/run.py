@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
+import select
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
@@ -24,6 +25,7 @@ from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, l
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.messages import Environment, KitFailed, Raised, Returned
+from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
 from ddp_kit.verdict import judge
@@ -93,63 +95,55 @@ class Run:
         self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
         first_failure = newest_failure = math.inf
         failed = 0
-        with selectors.DefaultSelector() as selector:
-            for number in self._waiting:
-                rank = self._ranks[number]
-                selector.register(rank.control, selectors.EVENT_READ, (number, "reply"))
-                selector.register(rank.sentinel, selectors.EVENT_READ, (number, "end"))
-                if rank.output.is_open:
-                    selector.register(rank.output.pipe, selectors.EVENT_READ, (number, "output"))
-            while self._waiting:
-                self._handle(selector, REFRESH)
-                now = time.monotonic()
-                if now >= tick:
-                    tick = now + REFRESH
-                    self._view.update([self._line(number) for number in range(len(self._ranks))])
-                    self._find_deaths(selector)
-                    if not failed and self._cannot_end(now):
-                        return False
-                if self._reports.failed > failed:  # each report may bring others
-                    failed = self._reports.failed
-                    first_failure, newest_failure = min(first_failure, now), now
-                elif not failed and now >= deadline:
-                    self._reports.timeout = timeout
+        sources = _Sources(self._ranks, self._waiting)
+        while self._waiting:
+            self._handle(sources, REFRESH)
+            now = time.monotonic()
+            if now >= tick:
+                tick = now + REFRESH
+                self._view.update([self._line(number) for number in range(len(self._ranks))])
+                self._find_deaths(sources)
+                if not failed and self._cannot_end(now):
                     return False
-                patience = now >= newest_failure + GRACE and self._all_wait()
-                if patience or now >= first_failure + LONGEST_GRACE:
-                    break
+            if self._reports.failed > failed:  # each report may bring others
+                failed = self._reports.failed
+                first_failure, newest_failure = min(first_failure, now), now
+            elif not failed and now >= deadline:
+                self._reports.timeout = timeout
+                return False
+            patience = now >= newest_failure + GRACE and self._all_wait()
+            if patience or now >= first_failure + LONGEST_GRACE:
+                break
         return not failed
 
-    def _handle(self, selector: selectors.BaseSelector, seconds: float) -> None:
+    def _handle(self, sources: _Sources, seconds: float) -> None:
         """Handle what comes from the ranks; return after `seconds` if nothing does."""
         ended = []
-        for key, _ in selector.select(seconds):
-            number, what = key.data
-            rank = self._ranks[number]
+        for number, what in sources.wait(seconds):
             if what == "output":
-                rank.output.read()
-                if not rank.output.is_open and number in self._waiting:
-                    selector.unregister(key.fileobj)
+                self._ranks[number].output.read()
+                if not self._ranks[number].output.is_open:
+                    sources.remove(number, "output")
             elif what == "end":
                 ended.append(number)
             elif number in self._waiting:
                 self._take_reply(number)
                 if number not in self._waiting:
-                    _forget(selector, rank)
+                    sources.remove(number)
         for number in ended:
-            self._note_end(selector, number)
+            self._note_end(sources, number)
 
-    def _find_deaths(self, selector: selectors.BaseSelector) -> None:
+    def _find_deaths(self, sources: _Sources) -> None:
         """Note ranks that have ended although a grandchild holds their sentinel open."""
         for number in sorted(self._waiting):
             if self._ranks[number].process.exitcode is not None:
-                self._note_end(selector, number)
+                self._note_end(sources, number)
 
-    def _note_end(self, selector: selectors.BaseSelector, number: int) -> None:
+    def _note_end(self, sources: _Sources, number: int) -> None:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
-            _forget(selector, self._ranks[number])
+            sources.remove(number)
 
     def _take_reply(self, number: int) -> None:
         rank, reports = self._ranks[number], self._reports
@@ -213,8 +207,8 @@ class Run:
         if self._has_begun:
             alive = sorted(stuck - self._reports.died.keys())
             self._reports.stopped = [locate(self._ranks[n], self._snapshots[n]) for n in alive]
-        for rank in self._ranks:  # before one is stopped: others would print that it is gone
-            rank.output.drain()
+        # Before one is stopped: others would print that it is gone.
+        drain([rank.output for rank in self._ranks])
         for number in stuck.union(self._threads, self._reports.broken):
             self._ranks[number].stop()
         self._view.close()
@@ -282,12 +276,31 @@ class Run:
         return waits + format_returned(self._reports.returned)
 
 
-def _forget(selector: selectors.BaseSelector, rank: RankHandle) -> None:
-    """Stop listening to a rank that has replied or ended."""
-    selector.unregister(rank.control)
-    selector.unregister(rank.sentinel)
-    if rank.output.is_open:
-        selector.unregister(rank.output.pipe)
+class _Sources:
+    """What can come from these ranks: a reply, what they print, or their end."""
+
+    def __init__(self, ranks: list[RankHandle], numbers: Collection[int]) -> None:
+        self._poll = select.poll()  # `selectors` takes several times as long
+        self._at: dict[int, tuple[int, str]] = {}
+        for number in numbers:
+            rank = ranks[number]
+            self._at[rank.control.fileno()] = number, "reply"
+            self._at[rank.sentinel] = number, "end"
+            if rank.output.is_open:
+                self._at[rank.output.pipe.fileno()] = number, "output"
+        for descriptor in self._at:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[tuple[int, str]]:
+        """Return what has come, and from whom; nothing after `seconds`."""
+        return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
+
+    def remove(self, number: int, what: str | None = None) -> None:
+        """Stop listening to a rank, or to one thing from it."""
+        for descriptor, source in list(self._at.items()):
+            if source == (number, what or source[1]):
+                self._poll.unregister(descriptor)
+                del self._at[descriptor]
 
 
 def _unpack(rank: int, packed: Payload) -> Any:
@@ -302,12 +315,22 @@ def _unpack(rank: int, packed: Payload) -> Any:
         ) from None
 
 
+_last: tuple[Any, Environment] | None = None  # os.environ's own data, and what came of it
+
+
 def current_environment() -> Environment:
     """Return what a rank takes over from this process. Raise PoolError if its folder is gone."""
+    global _last
     try:
         folder = os.getcwd()
     except FileNotFoundError:
         raise PoolError(
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
-    return Environment(tuple(map(str, sys.path)), folder, dict(os.environ))
+    path = tuple(map(str, sys.path))
+    data = getattr(os.environ, "_data", None)  # CPython's: to decode it all takes 20 times as long
+    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
+        return _last[1]
+    environment = Environment(path, folder, dict(os.environ))
+    _last = None if data is None else (dict(data), environment)
+    return environment

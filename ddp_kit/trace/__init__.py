@@ -9,6 +9,7 @@ A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has th
 """
 
 from ddp_kit.trace.board import EMPTY, Board, BoardCopy, anonymous_file
+from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.rank.recorder import progress
 from ddp_kit.trace.rank.recording import recording, unrecorded
@@ -23,6 +24,7 @@ __all__ = [
     "Clock",
     "Event",
     "Group",
+    "InternTable",
     "Message",
     "RankTrace",
     "Snapshot",

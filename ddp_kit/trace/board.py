@@ -32,6 +32,7 @@ from ddp_kit.trace import stacks
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
+TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
 # Bits of a head: the wait ends by itself after a time; not everything could be counted.
 LIMITED, CROWDED = 1, 2
@@ -143,13 +144,24 @@ class Board:
         os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
         stacks.answer_on(self._file)
 
-    def begin(self, run: int, now: int) -> None:
-        """Begin a run on an empty board."""
-        self._run, self._events, self._texts, self._counted, self._bits = run, 0, 0, 0, 0
-        self._waiting, self._began, self._ended, self._lines = -1, now, 0, 0
+    def begin(self, run: int, now: int, keep_texts: bool = False) -> bool:
+        """Begin a run on an empty board.
+
+        keep_texts: leave the texts and the slots of counts, now zero, for a run that will probably
+        write the same ones. Return whether they were left: they may have become too many.
+        """
+        kept = keep_texts and self._texts <= TEXTS_KEPT
+        if not kept:
+            self._texts = self._counted = self._lines = 0
+        self._run, self._events, self._bits = run, 0, 0
+        self._waiting, self._began, self._ended = -1, now, 0
+        self._page[_COUNTS_AT : _COUNTS_AT + self._counted * _COUNT.size] = bytes(
+            self._counted * _COUNT.size
+        )
         self._forget_stacks()
         self.write_progress(None, None)
         self._write_head()
+        return kept
 
     def _forget_stacks(self) -> None:
         """Remove old answers, because the pool asks again in the next wait."""
@@ -225,8 +237,8 @@ class Board:
 
     def write_progress(self, done: int | None, total: int | None) -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
-        written = (0 if number is None else number + 1 for number in (done, total))
-        _PROGRESS.pack_into(self._page, _PROGRESS_AT, *written)
+        steps = 0 if done is None else done + 1
+        _PROGRESS.pack_into(self._page, _PROGRESS_AT, steps, 0 if total is None else total + 1)
 
     def progress(self) -> tuple[int, int | None] | None:
         """Return how far a loop has come and its length; None if there is no loop."""

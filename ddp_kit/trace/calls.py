@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from types import CodeType
@@ -132,14 +133,27 @@ class Count:
 
 
 class InternTable:
-    """Writes each text once and returns its number; 0: there is no room left for it."""
+    """Writes each text once and returns its number; 0: there is no room left for it.
+
+    The texts stay on the board from one run to the next, which often makes the same calls.
+    """
 
     def __init__(self, board: Board) -> None:
-        self._board = board
-        self._numbers: dict[Any, int] = {}  # of the texts that were written
-        self._codes: list[CodeType] = []
+        self.board = board
+        self._numbers: dict[Any, int] = {}  # of the texts that are on the board
+        self._lines: dict[tuple[int, int], int] = {}  # of the lines of code of this run
+        self._codes: list[CodeType] = []  # whose lines these are
         self._groups: dict[Any, GroupInfo] = {}
+        self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
+
+    def begin(self, run: int, now: int) -> None:
+        """Begin a run on the board."""
+        if not self.board.begin(run, now, keep_texts=True):
+            self._numbers, self._counts, self._left = {}, {}, []
+        for count in self._counts.values():
+            count.posted = count.given_up = 0
+        self._groups = {group: info for alive, info in self._left if (group := alive())}
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
@@ -154,18 +168,22 @@ class InternTable:
         self._groups[group] = GroupInfo(number, tuple(ranks), limited)
         return self._groups[group]
 
-    def forget_groups(self) -> None:
+    def end(self) -> None:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
-        self._groups.clear()
+        groups = self._groups.items()
+        self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
+        self._groups, self._lines, self._codes = {}, {}, []
 
     def line(self, code: CodeType, line: int) -> int:
         """Write a line of code."""
         key = id(code), line  # the hash of code is slow; _codes keeps it alive
-        if known := self._numbers.get(key):
+        if known := self._lines.get(key):
             return known
         frame = describe_line(code.co_filename, line, code.co_name)
         self._codes.append(code)
-        return self._write(key, ["line", frame.file, frame.line, frame.function, frame.source])
+        text = ["line", frame.file, frame.line, frame.function, frame.source]
+        number = self._lines[key] = self._write(tuple(text), text)
+        return number
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
@@ -181,7 +199,7 @@ class InternTable:
         count = self._counts.get(key)
         if count is None:
             # Without room on the board the pool cannot read it, but events need their sequence.
-            count = self._counts[key] = Count(self._board.add_count(["count", *key]))
+            count = self._counts[key] = Count(self.board.add_count(["count", *key]))
         return count
 
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
@@ -189,11 +207,12 @@ class InternTable:
         before = count.posted
         count.posted += posted
         count.given_up += given_up
-        self._board.write_count(count.slot, count.posted, count.given_up)
+        self.board.write_count(count.slot, count.posted, count.given_up)
         return before
 
     def _write(self, key: Any, text: list) -> int:
-        if number := self._board.add_text(text):
+        number = self._numbers.get(key) or self.board.add_text(text)
+        if number:
             self._numbers[key] = number
         return number
 

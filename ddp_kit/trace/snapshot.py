@@ -107,10 +107,12 @@ class Snapshot:
     def counts(self) -> dict[tuple, tuple[int, int]]:
         """Return how many operations were posted, and how many of them were given up.
 
-        By (kind, peer, tag, group): kind is "send", "recv", "any" or "collective".
+        By (kind, peer, tag, group): kind is "send", "recv", "any" or "collective". What was not
+        used in this run is left out.
         """
         keys = self._counted[: self.log.head.counted]
-        return {key: self.log.count(slot) for slot, key in enumerate(keys)}
+        counts = ((key, self.log.count(slot)) for slot, key in enumerate(keys))
+        return {key: (posted, given_up) for key, (posted, given_up) in counts if posted}
 
     def _event(self, index: int, row: Row) -> Event:
         return Event(

@@ -39,6 +39,7 @@ from ddp_kit.trace import (
     EMPTY,
     Board,
     Clock,
+    InternTable,
     RankTrace,
     Snapshot,
     join,
@@ -199,7 +200,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     clock = None
     try:
-        with recording(board), redirect_stdout(out), redirect_stderr(err):
+        with recording(InternTable(board)), redirect_stdout(out), redirect_stderr(err):
             program: Program = pickle.loads(base64.b64decode(packed))
             report.value, clock = program.call(rank, world_size)
     except BaseException as error:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 from ddp_kit.pool.wire.messages import FileStamp, file_stamp
 from ddp_kit.trace import is_own
+
+_KIT = str(Path(__file__).parents[2]) + os.sep
+_LESSONS = os.path.join(_KIT, "lessons") + os.sep
+
+
+def _is_kits(file: str) -> bool:
+    """Return whether a file is the kit's own. Lessons are there to be edited."""
+    return file.startswith(_KIT) and not file.startswith(_LESSONS)
 
 
 class Imports:
@@ -28,7 +38,7 @@ class Imports:
         SourceFileLoader.path_stats = path_stats_of_learner  # type: ignore[method-assign]
 
     def _record(self, file: str | None) -> bool:
-        stamp = file_stamp(file) if file and is_own(file) else None
+        stamp = file_stamp(file) if file and is_own(file) and not _is_kits(file) else None
         if file and stamp:
             self._new[file] = stamp
         return stamp is not None

@@ -30,7 +30,7 @@ from ddp_kit.pool.wire.messages import (
     RankStatus,
     Returned,
 )
-from ddp_kit.trace import Board, describe_line, recording
+from ddp_kit.trace import Board, InternTable, describe_line, recording
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
 # A training run may keep a rank waiting for hours; the pool ends what must end.
@@ -41,7 +41,7 @@ class RankServer:
     """The loop of a rank's process, and its part in the pool: rank, group, past runs."""
 
     def __init__(self, control: Connection, board: Board) -> None:
-        self._control, self._board = control, board
+        self._control, self._table = control, InternTable(board)
         self._joined: JoinGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._state = State()
@@ -105,7 +105,7 @@ class RankServer:
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         groups, keeps_groups = torch_internals.count_groups(), False
-        with recording(self._board, call.number) as recorder, warnings.catch_warnings():
+        with recording(self._table, call.number) as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
                     self._restore()
@@ -152,6 +152,8 @@ class RankServer:
 
 def pack(value: object) -> payload.Payload:
     """Pickle what a worker returned. Raise TypeError, in one sentence, if that is impossible."""
+    if value is None or type(value) in (bool, int, float, str):
+        return payload.Payload(payload.encode(value))
     failed: Exception | None = None
     try:
         if not payload.holds_module(value):

@@ -26,18 +26,20 @@ class State:
         watch_threads()
         self._streams = sys.stdout, sys.stderr
         self._output = os.dup(1)
+        self._output_file = _file_of(1)
         self._argv = list(sys.argv)
         self._log_handlers, self._log_level = list(logging.root.handlers), logging.root.level
         # The pool finds what a rank has started by this variable.
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
+        self._restored: tuple[JoinGroup, Environment, dict] | None = None  # and the result
         self._dtype = torch.get_default_dtype()
         self._seed = torch.initial_seed()
 
     def restore(self, joined: JoinGroup, environment: Environment) -> None:
         """Undo what earlier runs have changed, and take over the notebook's environment."""
         for descriptor in (1, 2):
-            if not _same_file(descriptor, self._output):
+            if _file_of(descriptor) != self._output_file:
                 os.dup2(self._output, descriptor)
         sys.stdout, sys.stderr = self._streams
         builtins.input = sys.breakpointhook = _refuse_input
@@ -45,8 +47,7 @@ class State:
         logging.root.handlers[:] = self._log_handlers
         if logging.root.level != self._log_level:  # the setter empties a cache
             logging.root.setLevel(self._log_level)
-        wanted = environment.variables | self._own_environment
-        _set_environment(wanted | rank_environment(joined.rank, joined.world_size))
+        self._restore_variables(joined, environment)
         socket.setdefaulttimeout(None)
         sys.path[:] = environment.path
         os.chdir(environment.folder)
@@ -62,10 +63,26 @@ class State:
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
-        # Python's and NumPy's are seeded from the system.
-        random.seed()
+        # Python's and NumPy's are seeded from the system. A number takes half the time of none.
+        random.seed(int.from_bytes(os.urandom(8), "little"))
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
+
+    def _restore_variables(self, joined: JoinGroup, environment: Environment) -> None:
+        for_, from_, variables = self._restored or (None, None, {})
+        now = getattr(
+            os.environ, "_data", None
+        )  # CPython's: to decode it all takes 20 times as long
+        if for_ is joined and from_ is environment and now == variables:
+            return
+        wanted = environment.variables | self._own_environment
+        wanted |= rank_environment(joined.rank, joined.world_size)
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        self._restored = None if now is None else (joined, environment, dict(now))
 
 
 def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
@@ -75,16 +92,18 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
     )
 
 
-_learners: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # started by own code
+_learners: list[weakref.ref[threading.Thread]] = []  # started by own code
+_not_learners: set[int | None] = set()  # threads that were there before any of the learner's code
 
 
 def watch_threads() -> None:
     """Record from now on which threads the learner's code starts, whatever they call."""
+    _not_learners.update(thread.ident for thread in threading.enumerate())
     start = threading.Thread.start
 
     def start_and_record(thread: threading.Thread) -> None:
         if is_own(sys._getframe(1).f_code.co_filename):
-            _learners.add(thread)
+            _learners.append(weakref.ref(thread))
         start(thread)
 
     threading.Thread.start = start_and_record  # type: ignore[method-assign]
@@ -96,12 +115,13 @@ def thread_left_running() -> str | None:
     Libraries' own threads, which wait for work or watch something, may stay. None: there is no
     such thread.
     """
-    for thread in _learners:
-        if thread.is_alive():
+    for reference in _learners:
+        if (thread := reference()) and thread.is_alive():
             return thread.name
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    _learners.clear()
     for ident, frame in sys._current_frames().items():
-        if ident != threading.main_thread().ident and own_frame(frame):
+        if ident not in _not_learners and own_frame(frame):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
             return names.get(ident, "without a name")
     return None
 
@@ -116,18 +136,10 @@ def rank_environment(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _same_file(one: int, other: int) -> bool:
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return what distinguishes an open file from all others; None if it was closed."""
     try:
-        return os.path.sameopenfile(one, other)
+        found = os.fstat(descriptor)
     except OSError:
-        return False  # it was closed
-
-
-def _set_environment(wanted: dict[str, str]) -> None:
-    if dict(os.environ) == wanted:  # the usual case, and the quickest question
-        return
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+        return None
+    return found.st_dev, found.st_ino

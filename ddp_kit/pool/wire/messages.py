@@ -1,10 +1,13 @@
-"""What the notebook's process and a rank agree on: the messages of the control pipe, and names."""
+"""What the notebook's process and a rank agree on: the messages of the control pipe, and names.
+
+The messages are tuples, which are pickled and unpickled in half the time of other objects.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.pool.wire.payload import Payload
@@ -31,8 +34,7 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """What a rank takes over from the notebook's process before each run."""
 
     path: tuple[str, ...]  # sys.path
@@ -40,8 +42,7 @@ class Environment:
     variables: dict[str, str]  # os.environ
 
 
-@dataclass(frozen=True)
-class JoinGroup:
+class JoinGroup(NamedTuple):
     """To a rank: leave your process group and join this one."""
 
     rank: int
@@ -50,8 +51,7 @@ class JoinGroup:
     store: str | None  # the file of the FileStore; None: the worker forms its own group
 
 
-@dataclass(frozen=True)
-class CallWorker:
+class CallWorker(NamedTuple):
     """To a rank: call this worker."""
 
     payload: Payload  # (worker, args)
@@ -60,33 +60,29 @@ class CallWorker:
     number: int  # of the run in its pool
 
 
-@dataclass(frozen=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """The state of a rank's process after it has handled a message."""
 
-    modules: dict[str, FileStamp] = field(default_factory=dict)  # the learner's files it imported
+    modules: dict[str, FileStamp]  # the learner's files that it has imported since the last one
     group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
     thread: str | None = None  # a thread that still runs the worker's code
     notices: tuple[str, ...] = ()  # features that this PyTorch does not support
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """From a rank: it is in the group."""
 
     status: RankStatus
 
 
-@dataclass(frozen=True)
-class Returned:
+class Returned(NamedTuple):
     """From a rank: the worker returned."""
 
     payload: Payload
     status: RankStatus
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(NamedTuple):
     """From a rank: joining the group, or the worker, raised."""
 
     failure: RankFailure
@@ -94,9 +90,8 @@ class Raised:
     inside: Wait | None = None  # the wait that raised it
 
 
-@dataclass(frozen=True)
-class KitFailed:
+class KitFailed(NamedTuple):
     """From a rank: the kit's own code raised; the process ends."""
 
     traceback: str
-    status: RankStatus = RankStatus(group_intact=False)
+    status: RankStatus = RankStatus({}, group_intact=False)

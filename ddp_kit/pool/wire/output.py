@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
@@ -34,12 +36,6 @@ class RankOutput:
         self._cut = self._cut or len(data) > room
         return bool(data)
 
-    def drain(self) -> None:
-        """Read all that is in the pipe, but not what a flood keeps adding."""
-        for _ in range(32):
-            if not self.read():
-                return
-
     def take(self) -> str:
         """Return what was printed since the last call, as text."""
         text = self._kept.decode("utf-8", errors="replace")
@@ -47,3 +43,16 @@ class RankOutput:
             text += f"\n... cut here: a rank may print {OUTPUT_LIMIT:,} bytes in one run\n"
         self._kept, self._cut, self.newest = bytearray(), False, b""
         return text
+
+
+def drain(outputs: Sequence[RankOutput]) -> None:
+    """Read all that is in the pipes, but not what a flood keeps adding."""
+    poll = select.poll()
+    is_open = [output for output in outputs if output.is_open and not output.pipe.closed]
+    at = {output.pipe.fileno(): output for output in is_open}
+    for descriptor in at:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor, _ in poll.poll(0):
+        for _ in range(32):
+            if not at[descriptor].read():
+                break

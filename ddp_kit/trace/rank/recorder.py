@@ -53,26 +53,25 @@ class Posted(NamedTuple):
 
 
 class Recorder:
-    """One run of one rank, on its board.
+    """One run of one rank, on the board of `table`.
 
     broken: the id of the exception that was raised in a wait, and that wait.
     """
 
-    def __init__(self, board: Board, run: int = 0) -> None:
+    def __init__(self, table: InternTable, run: int = 0) -> None:
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
         self.prefix = ""  # of the names of operations: who calls them, such as "DDP "
         self._hidden: set[int] = set()  # threads whose calls are part of a recorded one
         self.batching = False  # nccl starts the next operations as one, with one Work for all
-        self.board, self.run = board, run
-        self._board: Board | None = board  # None: the run is over
+        self.table, self.run = table, run
+        self._board: Board | None = table.board  # None: the run is over
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._table = InternTable(board)
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
         self._futures = 0  # that somebody holds, of operations that are not complete
         self._dropped = 0
-        board.begin(run, monotonic_ns())
+        table.begin(run, monotonic_ns())
 
     @property
     def all_awaited(self) -> bool:
@@ -91,7 +90,7 @@ class Recorder:
             if self._board is not None:
                 self._board.end(monotonic_ns())
             self._board = None
-            self._table.forget_groups()
+            self.table.end()
 
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
@@ -111,7 +110,7 @@ class Recorder:
             board = self._board
             if board is None:
                 return None
-            table, line = self._table, caller and (caller.f_code, caller.f_lineno)
+            table, line = self.table, caller and (caller.f_code, caller.f_lineno)
             info = table.group(group)
             to = None if peer is None else info.rank(peer)
             count = table.count(kind_of(call.method), to, tag, info)
@@ -134,7 +133,7 @@ class Recorder:
         with self._lock:
             if posted and self._board is not None:
                 self._board.write_bits(posted.index, VOID)
-                self._table.change(posted.count, posted=-1)
+                self.table.change(posted.count, posted=-1)
 
     def track(self, work: Work | None, posted: Posted | None) -> None:
         """Remember the Work of an operation until it is complete."""
@@ -155,7 +154,7 @@ class Recorder:
                     self._dropped += 1
                     goes_on = ends_alone or kind_of(posted.call.method) == "collective"
                     if self._board is not None and not goes_on:
-                        self._table.change(posted.count, given_up=1)
+                        self.table.change(posted.count, given_up=1)
                         self._board.write_bits(posted.index, GIVEN_UP)
 
         # A strong reference would keep the Work alive: the recorder must not change what happens.
@@ -238,11 +237,11 @@ class Recorder:
         with self._lock:
             if self._board is None:
                 return
-            self._table.change(posted.count, given_up=1)  # it is no longer open
+            self.table.change(posted.count, given_up=1)  # it is no longer open
             if sender is not None:
                 source = posted.group.ranks[sender]
-                count = self._table.count("recv", source, posted.tag, posted.group)
-                sequence = self._table.change(count, posted=1)
+                count = self.table.count("recv", source, posted.tag, posted.group)
+                sequence = self.table.change(count, posted=1)
                 self._board.write_source(posted.index, source, sequence)
 
 

@@ -16,23 +16,23 @@ from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.calls import Call, describe, is_short
+from ddp_kit.trace.calls import Call, InternTable, describe, is_short
 from ddp_kit.trace.rank import data_parallel, recorder
 from ddp_kit.trace.rank.recorder import Posted, Recorder
 
 
 @contextmanager
-def recording(board: Board | None = None, run: int = 0) -> Iterator[Recorder]:
+def recording(table: InternTable | None = None, run: int = 0) -> Iterator[Recorder]:
     """Record what this process communicates until the end of this block.
 
-    board: where to write it. None: on the board of the recording around this one, which begins
-    anew, or on a new board. run: the pool's number of the run, which the board shows.
+    table: of the board to write it on. None: on the board of the recording around this one, which
+    begins anew, or on a new board. run: the pool's number of the run, which the board shows.
     """
     _replace_all()
     before = recorder.current
-    if board is None and before is not None:
-        board, run = before.board, before.run
-    own = recorder.current = Recorder(board or Board(), run)
+    if table is None and before is not None:
+        table, run = before.table, before.run
+    own = recorder.current = Recorder(table or InternTable(Board()), run)
     try:
         yield own
     finally:
