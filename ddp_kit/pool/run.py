@@ -129,7 +129,7 @@ class Run:
             elif number in self._waiting:
                 self._take_reply(number)
                 if number not in self._waiting:
-                    sources.remove(number)
+                    sources.remove_rank(number)
         for number in ended:
             self._note_end(sources, number)
 
@@ -143,7 +143,7 @@ class Run:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
-            sources.remove(number)
+            sources.remove_rank(number)
 
     def _take_reply(self, number: int) -> None:
         rank, reports = self._ranks[number], self._reports
@@ -281,26 +281,31 @@ class _Sources:
 
     def __init__(self, ranks: list[RankHandle], numbers: Collection[int]) -> None:
         self._poll = select.poll()  # `selectors` takes several times as long
-        self._at: dict[int, tuple[int, str]] = {}
+        self._at: dict[int, tuple[int, str]] = {}  # by descriptor
+        self._descriptors: dict[int, dict[str, int]] = {}  # by rank
         for number in numbers:
             rank = ranks[number]
-            self._at[rank.control.fileno()] = number, "reply"
-            self._at[rank.sentinel] = number, "end"
+            mine = {"reply": rank.control.fileno(), "end": rank.sentinel}
             if rank.output.is_open:
-                self._at[rank.output.pipe.fileno()] = number, "output"
-        for descriptor in self._at:
-            self._poll.register(descriptor, select.POLLIN)
+                mine["output"] = rank.output.pipe.fileno()
+            self._descriptors[number] = mine
+            for what, descriptor in mine.items():
+                self._at[descriptor] = number, what
+                self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
         """Return what has come, and from whom; nothing after `seconds`."""
         return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
 
-    def remove(self, number: int, what: str | None = None) -> None:
-        """Stop listening to a rank, or to one thing from it."""
-        for descriptor, source in list(self._at.items()):
-            if source == (number, what or source[1]):
-                self._poll.unregister(descriptor)
-                del self._at[descriptor]
+    def remove(self, number: int, what: str) -> None:
+        """Stop listening for something from a rank."""
+        if descriptor := self._descriptors[number].pop(what, None):
+            self._poll.unregister(descriptor)
+
+    def remove_rank(self, number: int) -> None:
+        """Stop listening to a rank."""
+        for what in list(self._descriptors[number]):
+            self.remove(number, what)
 
 
 def _unpack(rank: int, packed: Payload) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import logging
 import os
@@ -93,12 +94,13 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
 
 
 _learners: list[weakref.ref[threading.Thread]] = []  # started by own code
-_not_learners: set[int | None] = set()  # threads that were there before any of the learner's code
+_others = 0  # threads that were there before any of the learner's code
 
 
 def watch_threads() -> None:
     """Record from now on which threads the learner's code starts, whatever they call."""
-    _not_learners.update(thread.ident for thread in threading.enumerate())
+    global _others
+    _others = _thread._count()
     start = threading.Thread.start
 
     def start_and_record(thread: threading.Thread) -> None:
@@ -119,9 +121,11 @@ def thread_left_running() -> str | None:
         if (thread := reference()) and thread.is_alive():
             return thread.name
     _learners.clear()
+    if _thread._count() <= _others:  # nearly always; to look at frames takes much longer
+        return None
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        if ident not in _not_learners and own_frame(frame):
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
+        if ident != threading.main_thread().ident and own_frame(frame):
             return names.get(ident, "without a name")
     return None
 

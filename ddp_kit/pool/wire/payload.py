@@ -109,6 +109,9 @@ def pickle_whole(value: Any) -> bytes:
     return pickled.getvalue()
 
 
+_CODE = {types.BuiltinFunctionType, types.CodeType, types.FunctionType, types.ModuleType}
+
+
 class _Pickler(cloudpickle.Pickler):
     """Cloudpickle that takes tensors' memory as buffers and refuses open files."""
 
@@ -119,6 +122,8 @@ class _Pickler(cloudpickle.Pickler):
             super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in _CODE:  # most objects of a worker, and the checks below take longer
+            return super().reducer_override(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
             return _storage, (_buffer_of(obj.cpu()),)
