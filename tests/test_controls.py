@@ -18,7 +18,7 @@ from ddp_kit.lessons import collectives, ddp, partitioned_sgd, ring_allreduce
 # An explorer of one number. 7 raises, 8 waits for a file, 9 never ends.
 EXPLORER = """
 import sys, threading
-from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.controls import Explorer
 
 drawn = []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import re
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from ddp_kit import torch_internals
 from ddp_kit.torch_internals import Feature
 
 PACKAGE = Path(ddp_kit.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 MESSAGES = {"send", "recv", "batch_isend_irecv"}
 GRADIENTS = {"DDP all_reduce", "DDP forward"}
 LOST = {  # operations that are not in the trace, by the last of the names that are missing
@@ -42,6 +46,25 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
     "_rebuild_buckets": {"DDP forward"},
     "_verify_params_across_processes": {"DistributedDataParallel"},
     "_broadcast_coalesced": {"DDP broadcast"},
+}
+DOCUMENTED = {  # modules that have a page in PyTorch's documentation
+    *("torch", "torch.autograd", "torch.cuda", "torch.func", "torch.futures", "torch.library"),
+    *("torch.ops", "torch.optim", "torch.random", "torch.utils.data", "torch.version"),
+    *("torch.nn", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
+    *("torch.distributed", "torch.multiprocessing"),
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "cloudpickle",
+}
+IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
+ACCESS = {"getattr", "hasattr", "setattr", "delattr"}
+OF_PYTHON = {"_asdict", "_replace", "_current_frames", "_getframe"}  # documented by Python
+ELSEWHERE = {  # undocumented names of Python and IPython
+    ("notebook/magics.py", "_filename_map"),
+    ("pool/ipython.py", "_ipython_cache"),
+    ("pool/run.py", "_data"),
+    ("pool/rank/state.py", "_data"),
+    ("pool/rank/state.py", "_count"),
+    *(("pool/rank/bootstrap.py", name) for name in ("_resource_tracker", "_fd", "_pid")),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
 # Where releases use different names for one thing, all of them are missing at once.
@@ -136,11 +159,86 @@ def test_a_typed_storage_is_taken_apart_and_made_without_a_warning(recwarn):
     assert not recwarn.list
 
 
-def test_every_private_name_is_in_one_module():
-    # Groups and works of `mpi` are written in Python, and have such methods themselves.
-    private = {n.rpartition(".")[2].rpartition(":")[2] for f in Feature.all for n in f.names}
-    names = "|".join(sorted(name for name in private if name.startswith("_")))
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "mpi" and path.name != "torch_internals.py":
-            touched = re.search(rf"""(?<!self)\.({names})\b|["']({names})["']""", path.read_text())
-            assert not touched, f"{path}: {touched}"
+def is_private(name):
+    return isinstance(name, str) and name.startswith("_") and not name.endswith("__")
+
+
+def defined(tree):
+    """Return the private names that a module, its classes and their instances have."""
+    for node in ast.walk(tree):
+        for one in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else []:
+            if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+                yield one.name
+            elif isinstance(one, (ast.Assign, ast.AnnAssign)):
+                yield from (node.id for node in ast.walk(one) if is_stored(node))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            yield node.attr
+
+
+def is_stored(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def of_self(node):
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(tree):
+    """Return the private names that a module takes from anything but `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not of_self(node):
+            yield node.attr
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield from [*alias.name.split("."), *(getattr(node, "module", "") or "").split(".")]
+        elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
+            yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESS:
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def torch_modules(tree):
+    """Return the modules of PyTorch and cloudpickle from which a module takes something."""
+    paths = {}  # what a name of the module stands for
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            paths |= {alias.asname or alias.name: start + alias.name for alias in node.names}
+    used = set(paths.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, *names = ast.unparse(node).split(".")
+            if name in paths and all(map(str.isidentifier, names)):
+                used.add(".".join([paths[name], *names]))
+    return {module_in(path) for path in used if path.split(".")[0] in ("torch", "cloudpickle")}
+
+
+def module_in(path):
+    """Return the longest beginning of a dotted path that is a module."""
+    first, *names = path.split(".")
+    module = import_module(first)
+    for name in names:
+        if not hasattr(module, name):
+            with suppress(ModuleNotFoundError):
+                import_module(f"{module.__name__}.{name}")
+        if not isinstance(getattr(module, name, None), ModuleType):
+            break
+        module = getattr(module, name)
+    return module.__name__
+
+
+def undocumented(file, tree, own):
+    names = {name for name in private_names(tree) if is_private(name)}
+    if not file.startswith("mpi/"):  # its groups are written in Python, and have such methods
+        own = own - IN_TABLE
+    wrong = names - own - OF_PYTHON - {name for path, name in ELSEWHERE if path == file}
+    return wrong | (torch_modules(tree) - DOCUMENTED)
+
+
+def test_only_one_module_uses_undocumented_names():
+    trees = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in SOURCES}
+    own = {name for tree in trees.values() for name in defined(tree)}
+    own |= {path.stem for path in SOURCES}
+    found = {file: undocumented(file, tree, own) for file, tree in trees.items()}
+    assert found.pop("torch_internals.py")
+    assert {file: names for file, names in found.items() if names} == {}

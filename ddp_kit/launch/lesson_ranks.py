@@ -19,9 +19,8 @@ from ddp_kit import backends, mpi, pool
 from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
-from ddp_kit.pool.output import print_output
-from ddp_kit.pool.rank.bootstrap import end_with_parent
 from ddp_kit.pool.result import Result
+from ddp_kit.pool.view import print_output
 from ddp_kit.trace import (
     EMPTY,
     BoardCopy,
@@ -81,7 +80,7 @@ class Ranks:
 
     @contextmanager
     def _group(self) -> Iterator[None]:
-        """Be in a process group to gather results in; bare ranks have one only here."""
+        """Have a process group to gather results in; bare ranks have one only in this block."""
         if self._bare is None or isinstance(self._bare, pool.WorkerPool):
             yield
             return
@@ -196,8 +195,7 @@ def _explaining(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
-    if environment.started_by_torchrun():
-        end_with_parent()  # else a rank would outlive an agent that was killed
+    environment.end_with_agent()
     rank, started, local_rank, local_size = environment.rank_info()
     _check_started("torchrun", "--nproc-per-node", started, world_size)
     chosen = backends.choose_backend(backend, local_size)

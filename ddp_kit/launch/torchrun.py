@@ -30,16 +30,20 @@ from ddp_kit.launch.rank.torchrun_worker import (
     Script,
 )
 from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
-from ddp_kit.launch.rendezvous import Rendezvous, choose_rendezvous
 from ddp_kit.pool import check_world_size
 from ddp_kit.pool.arguments import check_signature, check_timeout
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.launchers.torchrun import Torchrun, TorchrunProgram
-from ddp_kit.pool.output import print_output
+from ddp_kit.pool.launchers.torchrun import (
+    Rendezvous,
+    Torchrun,
+    TorchrunProgram,
+    choose_rendezvous,
+)
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
+from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 from ddp_kit.trace import RankTrace, join_rank_traces
 
@@ -118,12 +122,12 @@ class _Job:
             sweep()
             self.folder = PrivateFolder()
             file = self._write_script(rendezvous)
-            options = [*rendezvous.options, "--max-restarts", str(self.restarts)]
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
-            hint = rendezvous.hint
-            agent = TorchrunProgram(self.here, self.folder, options, str(file), variables, hint)
+            agent = TorchrunProgram(
+                self.here, self.folder, rendezvous, self.restarts, str(file), variables
+            )
             self.launcher = Torchrun(agent, self.hosts, join_timeout)
             self.processes = RankProcesses(self.launcher, self.folder, init=False)
         rendezvous.print_commands(self.here, file, join_timeout)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device
 from ddp_kit.lessons.partitioned_sgd import SEED
-from ddp_kit.notebook.explorer import Explorer, positive
+from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
 
 USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_kit import device
 from ddp_kit.error_text import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.controls import Explorer
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 

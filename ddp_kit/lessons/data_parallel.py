@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from threading import Thread
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
@@ -105,20 +105,22 @@ class MemoryTracker:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._known: dict[StorageWeakRef, tuple[int, str, int]] = {}
+        # A storage is one object for as long as anything holds its memory, even autograd alone.
+        self._known: WeakKeyDictionary[torch.UntypedStorage, tuple[int, str, int]] = (
+            WeakKeyDictionary()
+        )
 
     def add(self, place: int, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Add the memory of these tensors; a storage that is known already keeps its first kind."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known.setdefault(StorageWeakRef(storage), (place, kind, storage.nbytes()))
+            self._known.setdefault(storage, (place, kind, storage.nbytes()))
 
     def bytes(self) -> list[dict[str, int]]:
         """Return the bytes alive now, by kind, for each device."""
         held = [dict.fromkeys(KINDS, 0) for _ in range(self.count)]
-        for storage, (place, kind, nbytes) in self._known.items():
-            if not storage.expired():
-                held[place][kind] += nbytes
+        for place, kind, nbytes in self._known.values():
+            held[place][kind] += nbytes
         return held
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_kit import device, mnist, progress
 from ddp_kit.error_text import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.notebook.explorer import Explorer, positive
+from ddp_kit.notebook.controls import Explorer, positive
 
 SEED = 1234
 GLOBAL_BATCH = 128

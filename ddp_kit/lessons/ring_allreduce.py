@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.notebook.explorer import Explorer
+from ddp_kit.notebook.controls import Explorer
 
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
 

@@ -2,6 +2,7 @@
 
 pool.py          WorkerPool, and `run` on the notebook's shared pool
 run.py           one run: the only loop that waits for ranks
+reports.py       what the ranks of a run have reported, and the error if some failed
 launchers/       who starts the processes: spawn, mpiexec, torchrun
 rank/            what runs in the process of a rank, and nowhere else
 wire/            what travels between the two

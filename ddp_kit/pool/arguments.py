@@ -15,8 +15,7 @@ import cloudpickle
 
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.rank import server
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire import messages, payload
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
@@ -42,7 +41,7 @@ def prepare(
 
 def check_world_size(world_size: int) -> None:
     """Raise PoolError unless this machine can run that many ranks."""
-    if server.serving:
+    if messages.serving:
         raise PoolError(
             "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
             'below `if __name__ == "__main__":`'

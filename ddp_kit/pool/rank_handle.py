@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.output import RankOutput
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import RANK_MARK, Environment, FileStamp
+from ddp_kit.pool.wire.output import RankOutput
 from ddp_kit.trace import Board, stacks
 
 # The beginnings of variables that PyTorch and its libraries read once, in a new process.

@@ -12,10 +12,10 @@ from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
-from ddp_kit.pool.output import drain
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
+from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 

@@ -20,12 +20,12 @@ from ddp_kit.errors import DeadlockError, MismatchError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.output import drain, print_output
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.run_errors import Reports, error_of_ranks, error_while_joining, locate
 from ddp_kit.pool.wire.messages import Environment, KitFailed, Raised, Returned
+from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
 from ddp_kit.verdict import judge
@@ -75,7 +75,7 @@ class Run:
                 with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
                     output = self._close()
                     processes.end_run(intact)
-                print_output(output)
+                view.print_output(output)
             self._print_notices()
             return self._result(output)
         except KeyboardInterrupt as interrupt:

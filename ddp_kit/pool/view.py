@@ -1,4 +1,4 @@
-"""What a learner sees while a run lasts. Nothing of it remains after the run."""
+"""What a learner sees of a run: a live view, which leaves nothing behind, and the ranks' prints."""
 
 from __future__ import annotations
 
@@ -141,6 +141,13 @@ visible = True  # False in a block of `unseen`
 
 # Prints a line below the cell: what a rank printed, or a notice of the kit.
 say: Callable[[str], None] = print
+
+
+def print_output(output: Sequence[str]) -> None:
+    """Print what the ranks printed: ranks ascending, each line prefixed with its rank."""
+    for rank, text in enumerate(output):
+        for line in text.removesuffix("\n").split("\n") if text else []:
+            say(f"[rank {rank}] {as_seen(line)}".rstrip())
 
 
 class NoView:

@@ -15,8 +15,8 @@ import torch
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool.output import OUTPUT_LIMIT
 from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.output import OUTPUT_LIMIT
 
 
 def test_a_large_tensor_comes_back_without_a_copy_through_the_pipe(monkeypatch):

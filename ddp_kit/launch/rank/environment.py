@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.ipython import shell
+from ddp_kit.pool.rank.bootstrap import end_with_parent
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to join, and for each of their collectives
@@ -36,6 +37,12 @@ def started_by_torchrun() -> bool:
 def started_by_hand() -> bool:
     """Return whether torchrun's variables were set by hand. A notebook is never a rank."""
     return shell() is None and bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
+
+
+def end_with_agent() -> None:
+    """Make this process end together with the torchrun agent that started it, if there is one."""
+    if started_by_torchrun():
+        end_with_parent()
 
 
 def rank_info() -> RankInfo:

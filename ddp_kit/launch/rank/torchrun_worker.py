@@ -30,12 +30,11 @@ from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import PoolError
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
-from ddp_kit.pool.launchers.torchrun import SOCKET
-from ddp_kit.pool.output import OUTPUT_LIMIT
-from ddp_kit.pool.rank.bootstrap import end_with_parent, serve_connected
-from ddp_kit.pool.rank.mpiexec_main import CALL
+from ddp_kit.pool.rank.bootstrap import serve_connected
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, describe
 from ddp_kit.pool.rank.server import pack as pack_value
+from ddp_kit.pool.wire.messages import CALL, SOCKET
+from ddp_kit.pool.wire.output import OUTPUT_LIMIT
 from ddp_kit.trace import (
     EMPTY,
     Board,
@@ -170,12 +169,12 @@ def _group(backend: str, timeout: timedelta) -> Iterator[None]:
 
 
 def run(packed: str) -> None:
-    """Be a rank of the program in `packed`; exit with 1 if its worker has failed."""
+    """Run as a rank of the program in `packed`; exit with 1 if its worker has failed."""
     _environment.update(os.environ)
     path = _environment.pop(SOCKET, None)
     rank = environment.rank_info().rank
     if path is None:
-        end_with_parent()
+        environment.end_with_agent()
         _run_elsewhere(packed, rank)
         return
     line = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""What every launcher has in common, and what those do that start ranks by a program.
+"""What all launchers have in common, and what those share that start ranks through a program.
 
 A further launcher is one more module: a `Launcher` that starts processes itself, or a `Program`
 whose processes connect to a socket and become ranks (`rank.bootstrap.serve_connected`).
@@ -19,8 +19,8 @@ from contextlib import suppress
 from multiprocessing import connection
 
 from ddp_kit.errors import KitError, PoolError
-from ddp_kit.pool.rank.mpiexec_main import CALL
 from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
+from ddp_kit.pool.wire.messages import CALL
 
 KEPT = 8000  # bytes of a program's output that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
@@ -39,7 +39,7 @@ class Launcher:
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Put at least `world_size` living processes into `ranks`; return whether some are new.
 
-        A launcher that takes its time leaves `ranks` as they are until `wait` was called.
+        A launcher that takes its time leaves `ranks` as they are until `wait` has been called.
 
         broken: some may have ended, or owe a reply that nobody waits for.
         """
@@ -166,7 +166,7 @@ class Program:
         return RankHandle(start)
 
     def on_rank_stopped(self) -> None:
-        """Handle that a rank was stopped; called once for each of them."""
+        """React to the end of a rank; called once for each rank that is stopped."""
 
     def close_listener(self) -> None:
         """Accept no more connections."""

@@ -14,6 +14,7 @@ from ddp_kit.errors import BackendError
 from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program
 from ddp_kit.pool.rank import mpiexec_main
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
+from ddp_kit.pool.wire.messages import CALL
 from ddp_kit.pool.wire.private_folder import PrivateFolder
 
 CONNECT_TIMEOUT = 60.0  # seconds until all processes must have connected
@@ -25,7 +26,7 @@ _LEFT = re.compile(r"process rank (\d+) with PID .* exiting improperly")
 
 
 class MPIExec(Launcher):
-    """Starts all processes by mpiexec. It can replace none and add none, so all start anew."""
+    """Starts all processes with one mpiexec, which can neither replace nor add one later."""
 
     def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
@@ -50,7 +51,7 @@ class MPIExec(Launcher):
         return True
 
     def wait(self) -> None:
-        """Wait for the processes. Raise BackendError, in mpiexec's words, if they do not come."""
+        """Wait for the processes. Raise BackendError with mpiexec's output if they do not start."""
         assert self._program is not None, "provide has started it"
         self._program.wait(CONNECT_TIMEOUT)
         self._program.close_listener()
@@ -69,7 +70,8 @@ class MPIExecProgram(Program):
     start_error = BackendError
 
     def __init__(self, world_size: int, path: str) -> None:
-        script = [sys.executable, mpiexec_main.__file__, path, json.dumps([sys.path, sys.argv])]
+        passed = json.dumps([sys.path, sys.argv, CALL.format])
+        script = [sys.executable, mpiexec_main.__file__, path, passed]
         command = [*mpi.mpiexec(world_size), *script]
         super().__init__(world_size, path, command, os.environ | mpi.environment())
 

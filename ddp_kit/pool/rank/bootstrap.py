@@ -16,8 +16,8 @@ from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from ddp_kit.pool.rank import server
-from ddp_kit.pool.wire import payload
+from ddp_kit.pool.rank.server import RankServer
+from ddp_kit.pool.wire import messages, payload
 from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
 from ddp_kit.trace import Board
 
@@ -55,7 +55,7 @@ def serve_connected(line: socket.socket) -> None:
 
 def _serve(control: Connection, output: Connection, board: Board, parent: int, pool: int) -> None:
     """pool: a handle that becomes ready when the pool's process ends."""
-    server.serving = True
+    messages.serving = True
     try:
         # It came blocked; ignored is what this process's own children should inherit.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,7 +69,7 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         _end_with(parent, pool)
         _redirect_prints(output)
         board.answer_with_stacks()
-        server.RankServer(control, board).serve()
+        RankServer(control, board).serve()
     except Exception:
         with suppress(OSError):  # the pool has ended
             payload.send(control, KitFailed(traceback.format_exc()))

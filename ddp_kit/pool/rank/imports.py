@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
-import ddp_kit
 from ddp_kit.pool.wire.messages import FileStamp, file_stamp
 from ddp_kit.trace import is_own
 
-_KIT = os.path.dirname(ddp_kit.__file__) + os.sep
+_KIT = str(Path(__file__).parents[2]) + os.sep
 _LESSONS = os.path.join(_KIT, "lessons") + os.sep
 
 

@@ -1,8 +1,8 @@
 """The program that mpiexec starts for a pool: it connects to the pool and becomes a rank.
 
-It runs as a script. Its arguments are the pool's socket, and `sys.path` and `sys.argv` of the
-pool's process. mpiexec passes no pipes on, so the pool sends them over the connection. Large
-imports happen meanwhile.
+It runs as a script. Its arguments are the pool's socket and, as JSON, `sys.path` and `sys.argv` of
+the pool's process and the format of `CALL`, which it cannot import yet. mpiexec passes no pipes on,
+so the pool sends them over the connection. Large imports happen meanwhile.
 """
 
 import sys
@@ -15,7 +15,6 @@ import os
 import socket
 import struct
 
-CALL = struct.Struct("=QQQ")  # number of restarts, rank, process id
 NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -24,8 +23,8 @@ def main() -> None:
     rank = next(os.environ[name] for name in NAMES if name in os.environ)
     line = socket.socket(socket.AF_UNIX)
     line.connect(sys.argv[1])
-    line.sendall(CALL.pack(0, int(rank), os.getpid()))
-    sys.path[:], sys.argv[:] = json.loads(sys.argv[2])
+    sys.path[:], sys.argv[:], call = json.loads(sys.argv[2])
+    line.sendall(struct.pack(call, 0, int(rank), os.getpid()))
 
     from ddp_kit import mpi
     from ddp_kit.pool.rank.bootstrap import serve_connected

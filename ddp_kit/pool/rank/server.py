@@ -36,8 +36,6 @@ LONGEST_MESSAGE = 10_000  # characters of an exception's text
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
 
-serving = False  # True in a rank's process, where no pool may be started
-
 
 class RankServer:
     """The loop of a rank's process, and its part in the pool: rank, group, past runs."""

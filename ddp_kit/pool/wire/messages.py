@@ -1,11 +1,12 @@
-"""The messages that the notebook's process and a rank exchange through the control pipe.
+"""What the notebook's process and a rank agree on: the messages of the control pipe, and names.
 
-They are tuples, which are pickled and unpickled in half the time of other objects.
+The messages are tuples, which are pickled and unpickled in half the time of other objects.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 from typing import NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
@@ -13,6 +14,13 @@ from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"
+
+# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: number
+# of restarts, rank, process id.
+CALL = struct.Struct("=QQQ")
+SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket under torchrun
+
+serving = False  # True in a rank's process, where no pool may be started
 
 FileStamp = tuple[int, int]  # modification time in nanoseconds, size in bytes
 

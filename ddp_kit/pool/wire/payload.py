@@ -129,7 +129,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
             return _storage, (_buffer_of(obj.cpu()),)
-        if isinstance(obj, torch.storage.TypedStorage) and not obj.is_sparse:
+        if isinstance(obj, torch.TypedStorage) and not obj.is_sparse:
             return torch_internals.typed_storage, (torch_internals.untyped_storage(obj), obj.dtype)
         if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its content

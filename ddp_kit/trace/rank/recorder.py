@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed import Work, distributed_c10d
+from torch.distributed import Work, all_reduce
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
@@ -23,7 +23,7 @@ from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, k
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.stacks import describe_line, is_own
 
-_C10D = distributed_c10d.__file__
+_C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
 
 T = TypeVar("T")
 

@@ -1,7 +1,8 @@
-"""Which error a failed run raises: ranks that raised, died, or ran out of time."""
+"""What the ranks of a run have reported, and the error if some raised, died or were too slow."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -18,11 +19,12 @@ from ddp_kit.errors import (
 )
 from ddp_kit.pool import ipython
 from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
-from ddp_kit.pool.rank import server
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
+
+_RANK_CODE = os.path.join(os.path.dirname(__file__), "rank", "")  # its frames call the worker
 
 
 @dataclass
@@ -90,7 +92,7 @@ def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
 
 
 def locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
-    """Return where ranks are; those in no operation that is traced are asked for their lines."""
+    """Return where ranks are; those in no traced operation are asked for their stacks."""
     waits = [snapshot.as_wait() for snapshot in snapshots]
     unknown = [
         number
@@ -100,7 +102,7 @@ def locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[W
     found = ask_for_stacks([ranks[number] for number in unknown])
     for number, threads in zip(unknown, found, strict=True):
         main_thread = threads[0] if threads else []
-        inner = takewhile(lambda frame: frame.file != server.__file__, main_thread)
+        inner = takewhile(lambda frame: not frame.file.startswith(_RANK_CODE), main_thread)
         stack = tuple(frame for frame in inner if frame.own)[::-1]
         waits[number] = replace(waits[number], stack=stack)
     return waits

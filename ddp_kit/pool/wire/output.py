@@ -1,4 +1,4 @@
-"""What ranks print: read from their pipes during a run, printed in rank order after it."""
+"""What a rank prints: the notebook's end of its pipe, and how much it may print."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-
-from ddp_kit.pool import view
 
 OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
 _CHUNK = 1 << 16  # as much as a pipe holds, so one read empties it
@@ -58,10 +56,3 @@ def drain(outputs: Sequence[RankOutput]) -> None:
         for _ in range(32):
             if not at[descriptor].read():
                 break
-
-
-def print_output(output: Sequence[str]) -> None:
-    """Print what the ranks printed: ranks ascending, each line prefixed with its rank."""
-    for rank, text in enumerate(output):
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            view.say(f"[rank {rank}] {view.as_seen(line)}".rstrip())
