@@ -67,7 +67,7 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 0.3) -> lis
     seconds: how long nothing more must come until those that have not answered are given up.
     """
     before = [read() for read in processes.values()]
-    if _SIGNAL is None:
+    if _SIGNAL is None or not processes:
         return [""] * len(before)
     for pid in processes:
         with suppress(ProcessLookupError):
