@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -82,13 +83,13 @@ NO_MEMORY = """
 import psutil, types
 psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**31 - 1)
 """
-NO_LOCKS = """
-import errno, fcntl
+NO_PROCESS = """
+import errno, multiprocessing.util as util
 
-def no_locks(*args):
-    raise OSError(errno.ENOLCK, "No locks available")
+def no_process(*args):
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-flock, fcntl.flock = fcntl.flock, no_locks
+spawn, util.spawnv_passfds = util.spawnv_passfds, no_process
 """
 
 
@@ -109,10 +110,28 @@ def test_no_rank_starts_before_a_run(start, set_up, variables):
 
 
 def test_a_start_that_fails_leaves_the_cell_alone(start):
-    kernel = start(NO_LOCKS + IMPORT)
-    kernel.run("fcntl.flock = flock")
+    kernel = start(NO_PROCESS + IMPORT)
+    kernel.run("util.spawnv_passfds = spawn")
     assert not ranks(kernel)
     assert len(pids(kernel)) == 4
+
+
+def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    kernel = start(TMPDIR=str(folder))
+    wait_for_ranks(kernel)
+    started = ranks(kernel)
+    wait_until(lambda: not busy(started), 30, "the ranks wait for the first run")
+    kernel.process.kill()
+    assert_gone(started, "the kernel was killed")
+    assert not list(folder.glob("ddp_kit*"))
+
+
+def busy(processes: list[psutil.Process]) -> bool:
+    before = [process.cpu_times() for process in processes]
+    time.sleep(0.5)
+    return before != [process.cpu_times() for process in processes]
 
 
 FORKED = """

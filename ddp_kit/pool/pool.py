@@ -49,6 +49,8 @@ class WorkerPool:
             result = pool.run(worker)
     """
 
+    _started_early = False  # before anybody asked for it
+
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
         check_world_size(world_size)
         self._backend = choose_backend(backend, world_size)
@@ -58,7 +60,6 @@ class WorkerPool:
         self._runs = 0
         self._running = False
         self._closed = False
-        self._started_early = False
         self._owner = os.getpid()
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
@@ -77,8 +78,9 @@ class WorkerPool:
 
     def _start(self) -> None:
         assert self._processes is not None, "it exists since the pool does"
-        # An idle pool uses no memory of a GPU: the first run forms that group.
-        join = self._backend not in ON_GPUS
+        # An idle pool uses no memory of a GPU: the first run forms that group. It also forms that
+        # of ranks that were started early: a kernel without a run has no file to leave behind.
+        join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
 
     def run(
@@ -171,6 +173,10 @@ def _close_if_alive(reference: weakref.ref) -> None:
         pool.close()
 
 
+class _EarlyPool(WorkerPool):
+    _started_early = True
+
+
 _shared: dict[str, WorkerPool] = {}  # by launcher
 
 
@@ -227,6 +233,4 @@ def start_shared_pool(world_size: int = 4) -> None:
     if RankProcesses.ever_created:
         return
     with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
-        pool = WorkerPool(world_size)
-        pool._started_early = True
-        _shared["spawn"] = pool
+        _shared["spawn"] = _EarlyPool(world_size)

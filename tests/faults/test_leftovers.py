@@ -205,8 +205,8 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(monkeypatch):
 
     monkeypatch.setattr(private_folder.fcntl, "flock", sweep_first)
     made = private_folder.PrivateFolder()
-    assert swept
     assert os.path.isdir(made.path)
+    assert swept
     made.remove()
 
 

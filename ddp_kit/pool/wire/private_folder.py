@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from ddp_kit.errors import PoolError
@@ -16,30 +17,37 @@ STORE = "group-"  # the first part of every name that the kit puts there
 
 
 class PrivateFolder:
-    """A folder that only this user can open, locked as long as its process lives.
+    """A folder that only this user can open, made when it is first used.
 
+    It is locked as long as its process lives.
     The lock ends with the process, however it ends. A folder that can be locked is therefore left
     over from a killed process, and the next pool removes it. Process ids are less reliable: another
     process, or another container with the same temporary folder, may have the same one.
     """
 
     def __init__(self) -> None:
+        self._lock: int | None = None
+
+    @cached_property
+    def path(self) -> str:
+        """Its path. Raises PoolError if it cannot be made."""
         while True:
             try:
-                self.path = tempfile.mkdtemp(prefix=PREFIX)
+                path = tempfile.mkdtemp(prefix=PREFIX)
             except OSError as error:
                 raise PoolError(
                     f"cannot create a temporary folder ({error.strerror}); set TMPDIR to a folder "
                     "with free space"
                 ) from error
             try:
-                self._lock = os.open(self.path, os.O_RDONLY)
+                lock = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
                 continue  # another pool swept it before it was locked
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if os.path.isdir(self.path):
-                return
-            os.close(self._lock)  # likewise
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(path):
+                self._lock = lock
+                return path
+            os.close(lock)  # likewise
 
     def store(self, number: int) -> str:
         """Return the path of the FileStore of one process group."""
@@ -62,8 +70,9 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Remove the folder and its contents."""
-        _remove(self.path)
-        os.close(self._lock)
+        if self._lock is not None:
+            _remove(self.path)
+            os.close(self._lock)
 
 
 def sweep() -> None:
