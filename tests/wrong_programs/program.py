@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from string import Template
+from typing import Protocol
 
 DEADLOCK = "deadlock"  # a rank waits for what can never come
 MISMATCH = "mismatch"  # ranks make calls that belong together and do not agree
@@ -88,19 +89,12 @@ class Program:
         return file
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call that templates are filled with. A template uses its fields as $name, $call, ...
+class Row(Protocol):
+    """A row of a table with which templates are filled, such as a call."""
 
-    setup: lines that create what the call needs. other: the call with another root, op, dtype or
-    shape, whatever the list of calls is about.
-    """
-
-    name: str
-    call: str
-    setup: str = ""
-    other: str = ""
-    other_setup: str = ""
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a template uses as $name, $call, ..."""
 
 
 def program(
@@ -112,7 +106,7 @@ def program(
 
 
 def each(
-    calls: Iterable[Call],
+    rows: Iterable[Row],
     name: str,
     category: str,
     wrong: str,
@@ -121,19 +115,18 @@ def each(
     body: str,
     **more,
 ) -> Iterator[Program]:
-    """Return one program for each call: `name`, `wrong` and `body` are templates."""
+    """Return one program for each row. name, wrong and body are templates of the row's fields."""
     body = textwrap.dedent(body).strip("\n") + "\n"
-    for call in calls:
-        texts = [Template(text).substitute(name=call.name) for text in (name, wrong)]
-        yield Program(texts[0], category, texts[1], expected, world_size, _fill(body, call), **more)
+    for row in rows:
+        fields = row.fields
+        named, sentence = (Template(text).substitute(fields) for text in (name, wrong))
+        yield Program(named, category, sentence, expected, world_size, fill(body, fields), **more)
 
 
-def _fill(body: str, call: Call) -> str:
-    """Return a template's text with a call; a field of several lines keeps its indentation."""
+def fill(body: str, fields: Mapping[str, str]) -> str:
+    """Return a template's text with these fields; one of several lines is indented throughout."""
     lines = []
     for line in body.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        filled = Template(line).substitute(vars(call))
-        first, *others = filled.split("\n")
-        lines += [first, *(indent + other for other in others)]
-    return "\n".join(line for line in lines if line.strip() or not lines) + "\n"
+        lines += Template(line).substitute(fields).replace("\n", "\n" + indent).splitlines()
+    return "\n".join(lines) + "\n"

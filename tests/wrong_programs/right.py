@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from calls import COLLECTIVES, OBJECT
+from calls import ALL
 from program import NONE, each
 
 PROGRAMS = [
     *each(
-        [*COLLECTIVES, *OBJECT],
+        ALL,
         "${name}",
         "call matching",
         "All ranks call $name.",

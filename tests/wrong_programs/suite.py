@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import arguments
 import collectives
+import groups
+import peers_and_sources
+import point_to_point
 import right
+import waits
+import waits_and_batches
 from program import Program
 
-MODULES = (collectives, right)
+MODULES = (
+    collectives,
+    point_to_point,
+    peers_and_sources,
+    waits,
+    waits_and_batches,
+    groups,
+    arguments,
+    right,
+)
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]
 
 
 def tenth() -> list[Program]:
     """Return every tenth program of each category, right and wrong apart; at least one of each."""
-    groups: dict[tuple[str, bool], list[Program]] = {}
+    groups_: dict[tuple[str, bool], list[Program]] = {}
     for program in PROGRAMS:
-        groups.setdefault((program.category, program.is_right), []).append(program)
-    return [program for group in groups.values() for program in group[::10]]
+        groups_.setdefault((program.category, program.is_right), []).append(program)
+    return [program for group in groups_.values() for program in group[::10]]
