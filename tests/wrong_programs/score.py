@@ -21,8 +21,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -115,8 +116,17 @@ class Tool:
         self._process = None
 
 
-def score(tool: str, programs: Sequence[Program], timeout: float, jobs: int) -> Results:
-    """Return what a tool says of each program. jobs: how many run at once; the kit runs one."""
+def score(
+    tool: str,
+    programs: Sequence[Program],
+    timeout: float,
+    jobs: int,
+    show: Callable[[Program, Report], None] | None = None,
+) -> Results:
+    """Return what a tool says of each program.
+
+    jobs: how many run at once; the kit runs one. show: is called with each report as it comes.
+    """
     results: Results = {}
     todo = list(programs)[::-1]
     lock = threading.Lock()
@@ -133,6 +143,8 @@ def score(tool: str, programs: Sequence[Program], timeout: float, jobs: int) -> 
                 with lock:
                     results[program.name] = report
                     say(f"{tool}: {len(results)} of {len(programs)}, {program.name}")
+                    if show is not None:
+                        show(program, report)
         finally:
             process.close()
 
@@ -225,6 +237,14 @@ def failures(programs: Sequence[Program], results: Results) -> str:
     return "\n".join(sorted(lines))
 
 
+def print_report(tool: str, program: Program, report: Report) -> None:
+    """Print all that a tool said of a program, and how that compares."""
+    print(f"--- {tool}, {program.name}: {judge(program, report)}", flush=True)
+    print(f"expected {program.expected} {program.marks}")
+    print(f"said {report.kind} {report.ranks}, absent {report.absent}, noise {report.noise}")
+    print(f"after {report.seconds:.1f} s: {report.text}", flush=True)
+
+
 def machine() -> str:
     """Describe where and when this was run."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -267,10 +287,8 @@ def main() -> None:
         parser.error(f"no program has {options.only!r} in its name or category")
     results: dict[str, Results] = {}
     for tool in options.tools:
-        results[tool] = score(tool, programs, options.timeout, options.jobs)
-        if options.text:
-            for name, report in results[tool].items():
-                print(f"--- {tool}, {name}\n{report}\n{report.text}")
+        show = partial(print_report, tool) if options.text else None
+        results[tool] = score(tool, programs, options.timeout, options.jobs, show)
         if options.failures and tool == "ddp_kit":
             print(failures(programs, results[tool]))
     rows = [

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import arguments
 import collectives
+import data_parallel
 import groups
+import meshes
+import objects_and_stores
 import peers_and_sources
 import point_to_point
 import right
@@ -19,6 +22,9 @@ MODULES = (
     waits,
     waits_and_batches,
     groups,
+    objects_and_stores,
+    data_parallel,
+    meshes,
     arguments,
     right,
 )

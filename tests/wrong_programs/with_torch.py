@@ -25,7 +25,11 @@ from typing import NoReturn
 
 import flight_recorder
 import torch
+import torch._dynamo  # DDP imports it when it is first used, which takes seconds in every fork
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
 from program import DEADLOCK, MISMATCH, NONE, RAISED
 from report import OTHER, SILENT, Report
 from with_kit import load
