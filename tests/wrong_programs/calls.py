@@ -23,7 +23,8 @@ class Call:
         """The fields of templates.
 
         $typed and $sized are $setup with `dtype` and `count`, which the template sets first; $root
-        is the call with `root` as its root; $in_group is the call in `group`.
+        is the call with `root` as its root; $in_group is the call in `group`, and $in_pair the same
+        with the rank `first` as root.
         """
         arguments = re.compile(r"torch\.(ones|zeros)\(([^()]*)\)")
         return {
@@ -32,15 +33,21 @@ class Call:
             "setup": self.setup,
             "typed": arguments.sub(r"torch.\1(\2, dtype=dtype)", self.setup),
             "sized": re.sub(r"\b4\b", "count", self.setup),
-            "root": re.sub(r"(src|dst)=0", r"\1=root", self.call).replace("rank == 0", "True"),
+            "root": re.sub(r"(src|dst)=0", r"\1=root", self.call).replace("== 0", "== root"),
             "async_": self._with("async_op=True"),
             "in_group": self._with("group=group"),
+            "async_in_group": self._with("group=group, async_op=True"),
+            "in_pair": _first_is_root(self._with("group=group")),
             "as_max": self._with("op=dist.ReduceOp.MAX"),
             "with_op": self._with("op=op"),
         }
 
     def _with(self, argument: str) -> str:
         return f"{self.call[:-1]}{'' if self.call.endswith('()') else ', '}{argument})"
+
+
+def _first_is_root(call: str) -> str:
+    return re.sub(r"(src|dst)=0", r"\1=first", call).replace("rank == 0", "rank == first")
 
 
 ONE = "tensor = torch.ones(4)"

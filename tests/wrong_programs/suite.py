@@ -11,6 +11,7 @@ import objects_and_stores
 import peers_and_sources
 import point_to_point
 import right
+import right_specials
 import waits
 import waits_and_batches
 from program import Program
@@ -27,6 +28,7 @@ MODULES = (
     meshes,
     arguments,
     right,
+    right_specials,
 )
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]
 
