@@ -5,13 +5,17 @@ from __future__ import annotations
 import arguments
 import collectives
 import data_parallel
+import fsdp_and_pipelines
 import groups
 import meshes
-import objects_and_stores
+import objects
 import peers_and_sources
 import point_to_point
-import right
-import right_specials
+import right_collectives
+import right_messages
+import right_others
+import right_slow
+import stores_and_barriers
 import waits
 import waits_and_batches
 from program import Program
@@ -23,19 +27,21 @@ MODULES = (
     waits,
     waits_and_batches,
     groups,
-    objects_and_stores,
+    arguments,
+    objects,
+    stores_and_barriers,
     data_parallel,
     meshes,
-    arguments,
-    right,
-    right_specials,
+    fsdp_and_pipelines,
+    right_collectives,
+    right_messages,
+    right_slow,
+    right_others,
 )
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]
 
 
 def tenth() -> list[Program]:
-    """Return every tenth program of each category, right and wrong apart; at least one of each."""
-    groups_: dict[tuple[str, bool], list[Program]] = {}
-    for program in PROGRAMS:
-        groups_.setdefault((program.category, program.is_right), []).append(program)
-    return [program for group in groups_.values() for program in group[::10]]
+    """Return every tenth program, in the order of right and wrong and of the categories."""
+    categories = list(dict.fromkeys(program.category for program in PROGRAMS))
+    return sorted(PROGRAMS, key=lambda one: (one.is_right, categories.index(one.category)))[::10]

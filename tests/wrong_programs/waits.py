@@ -29,9 +29,10 @@ MISSING_WAIT = [
         """
         tensor = torch.ones(4)
         if rank == 0:
-            dist.isend(tensor, 1)  # fault: 0
+            work = dist.isend(tensor, 1)  # fault: 0
         else:
             dist.recv(tensor, 0)
+        dist.barrier()
         """,
     ),
     program(
@@ -66,8 +67,8 @@ MISSING_WAIT = [
     program(
         "only_the_last_isend_is_waited_for",
         "missing wait",
-        "Three isends share one variable, so only the last of them is waited for.",
-        UNAWAITED,
+        "Three isends share one variable: the messages of the first two are dropped with them.",
+        DEADLOCK,
         2,
         """
         if rank == 0:
@@ -76,7 +77,7 @@ MISSING_WAIT = [
             work.wait()
         else:
             for _ in range(3):
-                dist.recv(torch.zeros(4, dtype=torch.int64), 0)
+                dist.recv(torch.zeros(4, dtype=torch.int64), 0)  # fault: 1
         """,
     ),
     program(
@@ -106,7 +107,7 @@ MISSING_WAIT = [
         2,
         """
         tensors = [torch.ones(4), torch.zeros(4)]
-        dist.batch_isend_irecv(  # fault: all
+        works = dist.batch_isend_irecv(  # fault: all
             [
                 dist.P2POp(dist.isend, tensors[0], 1 - rank),
                 dist.P2POp(dist.irecv, tensors[1], 1 - rank),
@@ -131,9 +132,26 @@ MISSING_WAIT = [
         """,
     ),
     program(
+        "batch_thrown_away_before_a_barrier",
+        "missing wait",
+        "Nothing keeps the operations of the batches, so they are dropped while they are in flight.",
+        UNAWAITED,
+        2,
+        """
+        tensors = [torch.ones(4), torch.zeros(4)]
+        dist.batch_isend_irecv(  # fault: all
+            [
+                dist.P2POp(dist.isend, tensors[0], 1 - rank),
+                dist.P2POp(dist.irecv, tensors[1], 1 - rank),
+            ]
+        )
+        dist.barrier()
+        """,
+    ),
+    program(
         "isend_thrown_away_before_a_barrier",
         "missing wait",
-        "Nothing keeps the isend of rank 0, so it may be dropped before rank 1 receives.",
+        "Nothing keeps the isend of rank 0, so its message is dropped before rank 1 receives.",
         DEADLOCK,
         2,
         """
@@ -143,13 +161,12 @@ MISSING_WAIT = [
         if rank == 1:
             dist.recv(torch.ones(4), 0)  # fault: 1
         """,
-        unseen="whether the dropped message still arrives is left to chance",
     ),
 ]
 
 TOUCHED = [
     *each(
-        WITH_TENSORS,
+        WITH_TENSORS[::3],
         "${name}_result_read_before_wait",
         "buffer touched before wait",
         "The result of $name is used before its wait.",

@@ -1,0 +1,82 @@
+"""The kit says what is wrong with wrong programs, and nothing about right ones: every tenth."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import with_kit
+from program import NONE
+from report import Judgement, judge
+from suite import PROGRAMS, tenth
+
+import ddp_kit as kit
+
+# What the kit is known to get wrong, and why.
+KNOWN: dict[str, str] = {}
+
+
+def parameters():
+    for program in tenth():
+        reason = program.unseen or KNOWN.get(program.name)
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        yield pytest.param(program, id=program.name, marks=marks)
+
+
+@pytest.mark.parametrize("program", parameters())
+def test_a_program_is_judged_wrongly(program, tmp_path):
+    file = program.write(tmp_path)
+    run = functools.partial(kit.run, backend="gloo")
+    report = with_kit.run(run, str(file), program.world_size, program.seconds)
+    judged = judge(program, report)
+    if program.is_right:
+        assert report.kind == NONE, report.text
+        return
+    assert judged.outcome == "TP", f"not found: {program.source}"
+    assert report.kind == program.expected, report.text
+    assert judged.ranks, (program.marks, report.ranks, report.absent, report.text)
+
+
+def test_a_program_has_no_name_or_mark_of_its_own():
+    names = [program.name for program in PROGRAMS]
+    assert len(names) == len(set(names))
+    for program in PROGRAMS:
+        compile(program.source, program.name, "exec")
+        marks = program.marks
+        ranks = {rank for lines in marks.values() for rank in lines}
+        assert ranks <= set(range(program.world_size)), program.name
+        assert bool(marks["fault"]) != program.is_right, program.name
+    assert {name for name in KNOWN if name not in names} == set()
+
+
+def test_a_report_is_judged_right_although_it_is_not(program_and_report):
+    program, right, wrong = program_and_report
+    assert judge(program, right) == Judgement("TP", True, True, True)
+    for report, what in wrong:
+        assert not getattr(judge(program, report), what), report
+
+
+@pytest.fixture
+def program_and_report():
+    """A program, the report that is right, and reports that are wrong in one thing each."""
+    from program import DEADLOCK, MISMATCH, program
+    from report import Report
+
+    body = """
+    if rank != 1:
+        dist.barrier()  # fault: 0, 2; absent: 1
+    """
+    one = program("skipped", "call matching", "Rank 1 skips it.", DEADLOCK, 3, body)
+    lines = {0: [7], 2: [7]}
+    return (
+        one,
+        Report(DEADLOCK, lines, [1]),
+        [
+            (Report(MISMATCH, lines, [1]), "kind"),
+            (Report(DEADLOCK, lines, []), "ranks"),
+            (Report(DEADLOCK, {0: [7]}, [1]), "ranks"),
+            (Report(DEADLOCK, {0: [7], 1: [7], 2: [7]}, [1]), "ranks"),
+            (Report(DEADLOCK, {0: [7], 2: [6]}, [1]), "lines"),
+            (Report(DEADLOCK, {0: [7], 2: []}, [1]), "lines"),
+        ],
+    )
