@@ -11,7 +11,8 @@ at fault, with the ranks for which it is:
     absent     ranks that should have made the call on this line, and never do
 
 "all" stands for every rank. A fault that no single line shows, such as a wait that is missing, is
-marked at the call that started it.
+marked at the call that started it. If a rank starts an operation on one line and waits for it on
+another, both are marked, and to show either is right.
 """
 
 from __future__ import annotations

@@ -134,18 +134,18 @@ MISSING_WAIT = [
     program(
         "batch_thrown_away_before_a_barrier",
         "missing wait",
-        "Nothing keeps the operations of the batches, so they are dropped while they are in flight.",
-        UNAWAITED,
+        "Nothing keeps the operations of the batches, so they are dropped in flight.",
+        DEADLOCK,
         2,
         """
         tensors = [torch.ones(4), torch.zeros(4)]
-        dist.batch_isend_irecv(  # fault: all
+        dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensors[0], 1 - rank),
                 dist.P2POp(dist.irecv, tensors[1], 1 - rank),
             ]
         )
-        dist.barrier()
+        dist.barrier()  # fault: all
         """,
     ),
     program(

@@ -14,7 +14,7 @@ NEVER_DONE = [
         2,
         """
         if rank == 0:
-            work = dist.irecv(torch.zeros(4), 1)
+            work = dist.irecv(torch.zeros(4), 1)  # fault: 0
             while not work.is_completed():  # fault: 0; absent: 1
                 pass
         """,
@@ -28,7 +28,7 @@ NEVER_DONE = [
         """
         import time
         if rank == 0:
-            work = dist.all_reduce(torch.ones(4), async_op=True)
+            work = dist.all_reduce(torch.ones(4), async_op=True)  # fault: 0
             while not work.is_completed():  # fault: 0; absent: 1
                 time.sleep(0.01)
         """,
@@ -41,7 +41,7 @@ NEVER_DONE = [
         2,
         """
         if rank == 0:
-            work = dist.all_reduce(torch.ones(4), async_op=True)
+            work = dist.all_reduce(torch.ones(4), async_op=True)  # fault: 0
             work.get_future().wait()  # fault: 0; absent: 1
         """,
     ),
@@ -81,7 +81,7 @@ NEVER_DONE = [
         """
         from datetime import timedelta
         if rank == 0:
-            work = dist.irecv(torch.zeros(4), 1)
+            work = dist.irecv(torch.zeros(4), 1)  # fault: 0
             work.wait(timedelta(seconds=3))  # fault: 0; absent: 1
         dist.barrier()  # held up: 1
         """,
@@ -89,7 +89,7 @@ NEVER_DONE = [
     ),
     *each(
         COLLECTIVES[::3],
-        "${name}_in_a_functional_loop_of_works",
+        "${name}_started_once_too_often",
         "waits without wait()",
         "Rank 0 starts $name twice and rank 1 once; rank 0 waits in the end.",
         DEADLOCK,
@@ -98,7 +98,7 @@ NEVER_DONE = [
         $setup
         works = []
         for _ in range(2 - rank):
-            works.append($async_)
+            works.append($async_)  # fault: 0
         for work in works:
             work.wait()  # fault: 0; absent: 1
         """,
@@ -117,7 +117,7 @@ BATCH = [
         batch = [dist.P2POp(dist.isend, torch.ones(4), peer)]
         if rank == 0:
             batch.append(dist.P2POp(dist.irecv, torch.ones(4), peer))
-        for work in dist.batch_isend_irecv(batch):
+        for work in dist.batch_isend_irecv(batch):  # fault: 0
             work.wait()  # fault: 0; absent: 1
         """,
     ),
@@ -130,7 +130,7 @@ BATCH = [
         """
         neighbours = [(rank - 1) % world_size, (rank + 1) % world_size]
         batch = [dist.P2POp(dist.irecv, torch.ones(4), peer) for peer in neighbours]
-        for work in dist.batch_isend_irecv(batch):
+        for work in dist.batch_isend_irecv(batch):  # fault: all
             work.wait()  # fault: all
         """,
     ),
@@ -146,7 +146,7 @@ BATCH = [
             dist.P2POp(dist.isend, torch.ones(4), peer),
             dist.P2POp(dist.irecv, torch.ones(4), peer),
         ]
-        for work in dist.batch_isend_irecv(batch):
+        for work in dist.batch_isend_irecv(batch):  # fault: all
             work.wait()  # fault: all
         """,
     ),
@@ -162,7 +162,7 @@ BATCH = [
             dist.P2POp(function, torch.ones(size), 1 - rank) for size in [(4, 8), (8, 4)][rank]
         ]
         for work in dist.batch_isend_irecv(batch):  # fault: all
-            work.wait()
+            work.wait()  # fault: all
         """,
     ),
     program(
@@ -211,7 +211,7 @@ BATCH = [
             dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % world_size),
             dist.P2POp(dist.irecv, torch.ones(4), (rank - 1) % world_size),
         ]
-        for work in dist.batch_isend_irecv(batch):
+        for work in dist.batch_isend_irecv(batch):  # fault: 0, 1
             work.wait()  # fault: 0, 1; absent: 2
         """,
     ),
