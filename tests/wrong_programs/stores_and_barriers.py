@@ -119,7 +119,7 @@ PROGRAMS = [
         "barrier_against_monitored_barrier",
         "stores and barriers",
         "Rank 0 calls barrier where rank 1 calls monitored_barrier.",
-        DEADLOCK,
+        MISMATCH,
         2,
         """
         if rank == 0:
