@@ -93,14 +93,13 @@ PROGRAMS = [
         "dist.all_to_all([torch.ones(4)], [torch.ones(4)])  # fault: all",
     ),
     refused(
-        "all_to_all_single_that_does_not_divide",
-        "5 rows cannot be divided among 2 ranks.",
-        "dist.all_to_all_single(torch.ones(5), torch.ones(5))  # fault: all",
-    ),
-    refused(
         "all_to_all_single_with_splits_that_do_not_add_up",
-        "The splits add up to 3, but there are 4 rows.",
-        "dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [2, 1])  # fault: all",
+        "The splits fit those of the other rank, but add up to 3, and there are 4 rows.",
+        """
+        there = [[2, 2], [1, 1]][rank]
+        received = torch.ones(sum(there))
+        dist.all_to_all_single(received, torch.ones(4), there, [2, 1])  # fault: all
+        """,
     ),
     refused(
         "all_reduce_of_a_list",
