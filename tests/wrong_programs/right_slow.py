@@ -218,7 +218,7 @@ PROGRAMS = [
             else:
                 dist.recv(tensor, 0)
         """,
-        40,
+        120,
     ),
     slow(
         "5_000_all_reduces",

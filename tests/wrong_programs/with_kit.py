@@ -37,14 +37,14 @@ def ready(rank: int, world_size: int) -> None:
     """Do nothing: it returns when every rank is there, also those that were replaced."""
 
 
-def run(call: Callable, file: str, world_size: int, seconds: float) -> Report:
+def run(call: Callable, file: str, world_size: int, seconds: float, limit: float = LIMIT) -> Report:
     """Return what the kit says about a program. call: `kit.run`, or the `run` of a pool."""
     call(ready, world_size=world_size)
     printed = io.StringIO()
     began = time.monotonic()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            result = call(load(file), world_size=world_size, timeout=seconds + LIMIT)
+            result = call(load(file), world_size=world_size, timeout=seconds + limit)
     except kit.KitError as error:
         report = of_error(error, file)
         trace = error.trace if isinstance(error, kit.errors.RunError) else None
