@@ -273,12 +273,12 @@ SHAPE = [
     program(
         "all_to_all_single_with_splits_that_do_not_fit",
         "count and shape",
-        "Rank 0 sends one row to rank 1, which expects two.",
+        "Rank 0 sends two rows to rank 1, which expects one.",
         MISMATCH,
         2,
         """
-        sent, received = torch.ones(4), torch.ones(4)
-        here, there = [[3, 1], [2, 2]][rank], [2, 2]
+        sent, received = torch.ones(4 + rank), torch.ones(4)
+        here, there = [[2, 2], [2, 3]][rank], [[2, 2], [1, 3]][rank]
         dist.all_to_all_single(received, sent, there, here)  # fault: all
         """,
     ),

@@ -1,7 +1,7 @@
 """PyTorch's flight recorder: the dumps of the ranks, read by PyTorch's own analyser.
 
-On gloo it records collectives, and its analyser looks up the default group as "0" although the
-dump lists it as "". It raises a KeyError on every dump unless that one name is put right, so it is.
+On gloo it records collectives. Its list of groups has one entry, without a name, which each new
+group overwrites, so the analyser raises a KeyError on every dump. The list is put right here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from program import DEADLOCK, MISMATCH, NONE
 from report import Report
 
@@ -25,13 +26,25 @@ def dump(folder: Path, rank: int) -> None:
     """Write what this rank's recorder holds; a second call does nothing."""
     with contextlib.suppress(FileExistsError):
         data = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-        for name, group in list(data["pg_config"].items()):
-            if name == "":
-                data["pg_config"]["0"] = {**data["pg_config"].pop(""), "name": "0"}
-                data["pg_config"]["0"]["desc"] = group["desc"] or "default_pg"
+        data["pg_config"] = _groups() or data["pg_config"]
         with open(folder / f"part_{rank}.dump", "xb") as file:
             pickle.dump(data, file)
         os.rename(folder / f"part_{rank}.dump", folder / f"dump_{rank}")
+
+
+def _groups() -> dict[str, dict[str, str]]:
+    """Return the groups of this rank as the analyser expects them; {} if they are destroyed."""
+    if not dist.is_initialized():
+        return {}
+    names = dist.distributed_c10d._world.pg_names
+    return {
+        name: {
+            "name": name,
+            "desc": "default_pg" if group is dist.group.WORLD else "undefined",
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group, name in names.items()
+    }
 
 
 def analyse(folder: Path, program: str) -> Report:

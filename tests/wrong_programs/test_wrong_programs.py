@@ -76,9 +76,6 @@ REASONS = {
     "a collective that a rank has never joined is reported only if somebody waits in it": [
         "group_created_by_its_members_only",
     ],
-    "only the first pair of ranks whose chunks differ is shown": [
-        "all_to_all_single_with_splits_that_do_not_fit",
-    ],
 }
 KNOWN = {name: reason for reason, names in REASONS.items() for name in names}
 

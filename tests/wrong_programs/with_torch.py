@@ -161,7 +161,7 @@ def run(tool: str, timeout: float, job: dict) -> Report:
 
 
 def _wait(pids: dict[int, int], folder: Path, patience: float) -> bool:
-    """Wait until every rank has ended, or one has failed; return whether all ended."""
+    """Wait until all ranks have ended, one has failed, or all have dumped; return if all ended."""
     deadline = time.monotonic() + patience
     failed, left = False, set(pids)
     while left and time.monotonic() < deadline:
@@ -172,8 +172,10 @@ def _wait(pids: dict[int, int], folder: Path, patience: float) -> bool:
                 left.discard(rank)
                 if not failed and (not file.exists() or "text" in file.read_text("utf-8")):
                     failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        if all((folder / f"dump_{rank}").exists() for rank in pids):
+            deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(0.01)
-    return not left
+    return all((folder / f"said_{rank}").exists() for rank in pids)
 
 
 def _report(said: dict[int, dict]) -> Report:
