@@ -13,7 +13,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab test browser lesson notebooks bench clean
+.PHONY: help install lab test browser lesson notebooks bench verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ notebooks: $(STAMP)  ## execute every notebook again and save it
 
 bench: $(STAMP) $(if $(PEERS),$(VENV)-peers/.installed)  ## measure the speed; PEERS=1 compares with other tools, ARGS=--record saves the result
 	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers $(VENV)-peers/bin/python) $(ARGS)
+
+verdicts: $(STAMP)  ## run the wrong programs under each tool; ARGS=--record saves the result
+	@$(BIN)/python tests/wrong_programs/score.py $(ARGS)
 
 # It sees the packages of the kit's environment, so that torch is installed only once. A peer that
 # cannot be installed is left out, and the table says so.

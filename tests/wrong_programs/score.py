@@ -1,0 +1,309 @@
+"""Runs the programs under each tool, and prints how often each of them is right.
+
+`--record` writes the table into README.md, and what each tool said of each program into
+verdicts.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import platform
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from program import Program
+from report import SILENT, Judgement, Report, judge
+from suite import PROGRAMS
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+VERDICTS = HERE / "verdicts.csv"
+BLOCK = re.compile(r"(?<=<!-- verdicts -->\n).*(?=<!-- /verdicts -->)", re.DOTALL)
+TOOLS = {
+    "ddp_kit": "ddp_kit",
+    "gloo": "gloo, {timeout:g} s timeout",
+    "detail": "`TORCH_DISTRIBUTED_DEBUG=DETAIL`, {timeout:g} s timeout",
+    "monitored_barrier": "`monitored_barrier` before every collective, {timeout:g} s",
+    "flight_recorder": "flight recorder, dumped after {timeout:g} s",
+}
+PATIENCE = 90.0  # seconds beyond the program's own after which a tool has no answer
+Results = dict[str, Report]  # by the program's name
+
+
+class Tool:
+    """A process that runs programs under one tool; it is started again if it gives no answer."""
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self._environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._command = [sys.executable, str(HERE / "with_torch.py"), name, str(timeout)]
+        if name == "ddp_kit":
+            self._command = [sys.executable, str(HERE / "with_kit.py")]
+        elif name == "detail":
+            self._environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        elif name == "flight_recorder":
+            self._environment["TORCH_FR_BUFFER_SIZE"] = "20000"
+        self._process: subprocess.Popen | None = None
+
+    def ask(self, program: Program, file: Path) -> Report:
+        """Return what the tool says of a program."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        job = {"file": str(file), "world_size": program.world_size, "seconds": program.seconds}
+        line = self._answer((json.dumps(job) + "\n").encode(), PATIENCE + program.seconds)
+        if not line.endswith(b"\n"):
+            self.close()
+            return Report(SILENT, text="the tool itself gave no answer")
+        return Report(**json.loads(line))
+
+    def _answer(self, job: bytes, patience: float) -> bytes:
+        assert self._process is not None
+        deadline, line = time.monotonic() + patience, b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(job)
+            self._process.stdin.flush()
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                return line
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                return line
+            line += data
+        return line
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        if self._process is None:
+            return
+        children = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for child in children:  # psutil compares the start times, so it ends no stranger
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, 5)
+        self._process.wait()
+        self._process.stdout.close()
+        self._process = None
+
+
+def score(
+    tool: str,
+    programs: Sequence[Program],
+    timeout: float,
+    jobs: int,
+    show: Callable[[Program, Report], None] | None = None,
+) -> Results:
+    """Return what a tool says of each program.
+
+    jobs: how many run at once; the kit runs one. show: is called with each report as it comes.
+    """
+    results: Results = {}
+    todo = list(programs)[::-1]
+    lock = threading.Lock()
+
+    def work(folder: Path) -> None:
+        process = Tool(tool, timeout)
+        try:
+            while True:
+                with lock:
+                    if not todo:
+                        return
+                    program = todo.pop()
+                report = process.ask(program, program.write(folder))
+                with lock:
+                    results[program.name] = report
+                    say(f"{tool}: {len(results)} of {len(programs)}, {program.name}")
+                    if show is not None:
+                        show(program, report)
+        finally:
+            process.close()
+
+    with tempfile.TemporaryDirectory(prefix="wrong-") as folder:
+        count = 1 if tool == "ddp_kit" else min(jobs, len(programs))
+        workers = [threading.Thread(target=work, args=(Path(folder),)) for _ in range(count)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:
+            with lock:
+                todo.clear()  # each ends after the program that it runs
+            for worker in workers:
+                worker.join()
+            raise
+    say("")
+    return results
+
+
+def say(text: str) -> None:
+    """Show on a terminal what is being run."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text[:78]}")
+        sys.stderr.flush()
+
+
+def row(name: str, programs: Sequence[Program], results: Results) -> str:
+    """Return a tool's line of the table."""
+    wrong = [program for program in programs if not program.is_right]
+    right = [program for program in programs if program.is_right]
+    judged = {program.name: judge(program, results[program.name]) for program in programs}
+    found = [program for program in wrong if judged[program.name].outcome == "TP"]
+    visible = [program for program in wrong if not program.unseen]
+    times = [results[program.name].seconds for program in found]
+    noise = sum(results[program.name].noise for program in found)
+    cells = [
+        name,
+        share(sum(program in found for program in visible), len(visible)),
+        share(len(found), len(wrong)),
+        share(sum(judged[program.name].outcome == "TN" for program in right), len(right)),
+        *(
+            share(sum(getattr(judged[one.name], what) for one in found), len(found))
+            for what in ("kind", "ranks", "lines")
+        ),
+        f"{noise / len(found):.2f}" if found else "",
+        f"{statistics.median(times):.1f} s" if found else "",
+        f"{max(times):.1f} s" if found else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def share(some: int, whole: int) -> str:
+    """Write a share with its counts: "0.98 (251/256)"."""
+    return f"{some / whole:.3f} ({some}/{whole})" if whole else ""
+
+
+HEAD = """\
+| tool | recall, visible | recall, all | specificity | right class | right ranks | right lines \
+| noise | median | max |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"""
+
+
+def by_category(programs: Sequence[Program], results: dict[str, Results]) -> str:
+    """Return a table of how many wrong programs of each category each tool finds."""
+    lines = [f"| category | wrong | {' | '.join(results)} |", "|---|--:|" + "--:|" * len(results)]
+    for category in dict.fromkeys(program.category for program in programs):
+        wrong = [p for p in programs if p.category == category and not p.is_right]
+        if wrong:
+            found = (str(sum(one[p.name].complains for p in wrong)) for one in results.values())
+            lines.append(f"| {category} | {len(wrong)} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def failures(programs: Sequence[Program], results: Results) -> str:
+    """Return a line for each program of which a tool did not say what is true."""
+    lines = []
+    for program in programs:
+        report = results[program.name]
+        judged = judge(program, report)
+        if judged not in (Judgement("TN"), Judgement("TP", True, True, True)):
+            marks = {kind: ranks for kind, ranks in program.marks.items() if ranks}
+            wrong = [what for what in ("kind", "ranks", "lines") if not getattr(judged, what)]
+            detail = "" if judged.outcome != "TP" else f" wrong {', '.join(wrong)}"
+            lines.append(
+                f"{judged.outcome}{detail} {program.name}: expected {program.expected} {marks}, "
+                f"got {report.kind} {report.ranks} absent {report.absent}"
+            )
+    return "\n".join(sorted(lines))
+
+
+def print_report(tool: str, program: Program, report: Report) -> None:
+    """Print all that a tool said of a program, and how that compares."""
+    print(f"--- {tool}, {program.name}: {judge(program, report)}", flush=True)
+    print(f"expected {program.expected} {program.marks}")
+    print(f"said {report.kind} {report.ranks}, absent {report.absent}, noise {report.noise}")
+    print(f"after {report.seconds:.1f} s: {report.text}", flush=True)
+
+
+def machine() -> str:
+    """Describe where and when this was run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"{date.today():%d %B %Y}; {platform.system()} on {platform.machine()}, {cores} cores, "
+        f"Python {platform.python_version()}, torch {torch.__version__}."
+    )
+
+
+def record_verdicts(programs: Sequence[Program], results: dict[str, Results]) -> None:
+    """Write what each tool said of each program."""
+    with VERDICTS.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["category", "program", "world_size", "expected", *results])
+        for program in programs:
+            said = [results[tool][program.name].kind for tool in results]
+            row = [program.category, program.name, program.world_size, program.expected]
+            table.writerow([*row, *said])
+
+
+def main() -> None:
+    """Run, print, and record if --record is given."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", action="store_true", help="write README.md and verdicts.csv")
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--only", default="", help="programs with this in their name or category")
+    parser.add_argument("--show", metavar="NAME", help="print a program and stop")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds, of PyTorch's tools")
+    parser.add_argument("--jobs", type=int, default=8, help="programs at once, not for ddp_kit")
+    parser.add_argument("--failures", action="store_true", help="list what ddp_kit gets wrong")
+    parser.add_argument("--text", action="store_true", help="print what each tool said")
+    options = parser.parse_args()
+    if options.show:
+        print(next(p.source for p in PROGRAMS if p.name == options.show), end="")
+        return
+    if options.record and (options.only or options.tools != list(TOOLS)):
+        parser.error("--record needs every program and every tool")
+    programs = [p for p in PROGRAMS if options.only in f"{p.category} {p.name}"]
+    if not programs:
+        parser.error(f"no program has {options.only!r} in its name or category")
+    results: dict[str, Results] = {}
+    for tool in options.tools:
+        show = partial(print_report, tool) if options.text else None
+        results[tool] = score(tool, programs, options.timeout, options.jobs, show)
+        if options.failures and tool == "ddp_kit":
+            print(failures(programs, results[tool]))
+    rows = [
+        row(TOOLS[tool].format(timeout=options.timeout), programs, results[tool])
+        for tool in results
+    ]
+    wrong = sum(not program.is_right for program in programs)
+    counted = f"{wrong} wrong programs and {len(programs) - wrong} right ones, {machine()}"
+    text = "\n".join([counted, "", HEAD, *rows, "", by_category(programs, results), ""])
+    print(text)
+    if options.record:
+        record_verdicts(programs, results)
+        readme = README.read_text("utf-8")
+        README.write_text(BLOCK.sub(lambda _: text, readme), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
