@@ -8,7 +8,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -20,9 +20,6 @@ from ddp_kit.pool.wire import messages, payload
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
-
-_ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_NOT_PLAIN = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | _ASYNC
 
 
 def prepare(
@@ -84,8 +81,6 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
 
     set_by: the argument that sets the number of ranks, for the error.
     """
-    if _plainly_takes(worker, 2 + len(args)):
-        return
     name = getattr(worker, "__name__", None) or type(worker).__name__
     if not callable(worker):
         raise PoolError(f"the worker must be a function, got {worker!r}")
@@ -111,15 +106,6 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
             f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); extra "
             f"arguments are passed to the worker, and {set_by} sets the number of ranks"
         ) from None
-
-
-def _plainly_takes(worker: Callable[..., Any], count: int) -> bool:
-    """Return whether a worker is a plain function of `count` arguments: most are."""
-    if not isinstance(worker, FunctionType) or worker.__dict__:
-        return False
-    code = worker.__code__
-    plain = not code.co_kwonlyargcount and not code.co_flags & _NOT_PLAIN
-    return plain and code.co_argcount == count
 
 
 def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:

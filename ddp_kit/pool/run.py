@@ -132,7 +132,7 @@ class Run:
             elif number in self._waiting:
                 self._take_reply(number)
                 if number not in self._waiting:
-                    sources.remove_rank(number)
+                    sources.remove(number)
         for number in ended:
             self._note_end(sources, number)
 
@@ -146,7 +146,7 @@ class Run:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
-            sources.remove_rank(number)
+            sources.remove(number)
 
     def _take_reply(self, number: int) -> None:
         rank, reports = self._ranks[number], self._reports
@@ -301,15 +301,11 @@ class _Sources:
         """Return what has come, and from whom; nothing after `seconds`."""
         return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
 
-    def remove(self, number: int, what: str) -> None:
-        """Stop listening for something from a rank."""
-        if descriptor := self._descriptors[number].pop(what, None):
-            self._poll.unregister(descriptor)
-
-    def remove_rank(self, number: int) -> None:
-        """Stop listening to a rank."""
-        for what in list(self._descriptors[number]):
-            self.remove(number, what)
+    def remove(self, number: int, *whats: str) -> None:
+        """Stop listening to a rank, or only for some of what can come from it."""
+        for what in whats or list(self._descriptors[number]):
+            if descriptor := self._descriptors[number].pop(what, None):
+                self._poll.unregister(descriptor)
 
 
 def _unpack(rank: int, packed: Payload) -> Any:

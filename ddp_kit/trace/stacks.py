@@ -22,15 +22,12 @@ from typing import BinaryIO
 
 from ddp_kit.error_text import Frame
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_KIT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_LESSONS = os.path.join(_KIT, "lessons", "")  # are there to be edited
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")}
     | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
-    | {
-        os.path.join(_PACKAGE, name) + os.sep
-        for name in ("check", "launch", "mpi", "notebook", "pool", "trace")
-    }
-    | {"<frozen ", os.path.join(_PACKAGE, "torch_internals.py")}
+    | {"<frozen ", _KIT}
 )
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -39,7 +36,7 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 @functools.cache
 def is_own(filename: str) -> bool:
     """Return whether a file is the learner's code, lessons included, and not a library's."""
-    return not filename.startswith(_LIBRARIES)
+    return filename.startswith(_LESSONS) or not filename.startswith(_LIBRARIES)
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:

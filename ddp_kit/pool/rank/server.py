@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure
-from ddp_kit.pool.rank.imports import Imports
-from ddp_kit.pool.rank.state import State, thread_left_running
+from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
     CallWorker,

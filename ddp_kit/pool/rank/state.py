@@ -1,4 +1,4 @@
-"""What a run may change in its rank's process, and how it is restored for the next run."""
+"""What a run may change in its rank's process, how it is restored, and what it has imported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import socket
 import sys
 import threading
 import weakref
+from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
 import torch
 
 from ddp_kit import backends
-from ddp_kit.pool.wire.messages import RANK_MARK, Environment, JoinGroup
+from ddp_kit.pool.wire.messages import (
+    RANK_MARK,
+    Environment,
+    FileStamp,
+    JoinGroup,
+    file_stamp,
+)
 from ddp_kit.trace import is_own, own_frame
 
 
@@ -153,3 +160,36 @@ def _file_of(descriptor: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+class Imports:
+    """Which of the learner's files this process has imported: the pool restarts it if one changes.
+
+    Libraries do not count, because nobody edits them in a lesson.
+    """
+
+    def __init__(self) -> None:
+        self._new: dict[str, FileStamp] = {}
+        for module in list(sys.modules.values()):
+            self._record(getattr(module, "__file__", None))
+        path_stats = SourceFileLoader.path_stats
+
+        def path_stats_of_learner(loader: SourceFileLoader, path: str) -> dict:
+            if self._record(path):
+                # Bytecode is matched with its source by whole seconds and size. Without stats
+                # Python compiles the source, as it must after two edits in one second.
+                raise OSError("the bytecode of a learner's module is not used")
+            return path_stats(loader, path)
+
+        SourceFileLoader.path_stats = path_stats_of_learner  # type: ignore[method-assign]
+
+    def _record(self, file: str | None) -> bool:
+        stamp = file_stamp(file) if file and is_own(file) else None
+        if file and stamp:
+            self._new[file] = stamp
+        return stamp is not None
+
+    def take(self) -> dict[str, FileStamp]:
+        """Return what was imported since the last call."""
+        new, self._new = self._new, {}
+        return new
