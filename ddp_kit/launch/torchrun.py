@@ -125,8 +125,10 @@ class _Job:
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
+            options = [*rendezvous.options, "--nproc-per-node", str(self.here)]
+            options += ["--max-restarts", str(self.restarts), "--log-dir", self.folder.logs]
             agent = TorchrunProgram(
-                self.here, self.folder, rendezvous, self.restarts, str(file), variables
+                self.here, self.folder, options, str(file), variables, rendezvous.hint
             )
             self.launcher = Torchrun(agent, self.hosts, join_timeout)
             self.processes = RankProcesses(self.launcher, self.folder, init=False)

@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,9 +66,8 @@ class Torchrun(Launcher):
 class TorchrunProgram(Program):
     """The agent. When one of its processes fails, it ends all, and may start them again.
 
-    count: its processes. rendezvous: where they meet those of other hosts. restarts: how often it
-    restarts all of them. script: the file that each one runs. variables: what is added to its
-    environment.
+    count: its processes. options: torchrun's. script: the file that each process runs. variables:
+    what is added to its environment. hint: what to do if ranks of other hosts do not come.
     """
 
     name = "torchrun"
@@ -78,15 +77,13 @@ class TorchrunProgram(Program):
         self,
         count: int,
         folder: PrivateFolder,
-        rendezvous: Rendezvous,
-        restarts: int,
+        options: Sequence[str],
         script: str,
         variables: Mapping[str, str],
+        hint: str,
     ) -> None:
-        self._hint = rendezvous.hint
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        command += [*rendezvous.options, "--max-restarts", str(restarts)]
-        command += ["--log-dir", folder.logs, script]
+        self._hint = hint
+        command = [sys.executable, "-m", "torch.distributed.run", *options, script]
         path = os.pathsep.join(filter(None, sys.path))
         # torchrun also takes options from these variables, which some clusters set.
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
