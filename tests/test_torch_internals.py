@@ -98,9 +98,11 @@ def found():
 
 def test_this_pytorch_has_all_names(found):
     assert torch_internals.notices() == []
+    other = {name for f in torch_internals.COLLECTIVES for name in f.missing}  # of another release
+    wanted = {op for op in set().union(*LOST.values()) if not any(m.endswith(op) for m in other)}
     for rank in found():
         assert rank["notices"] == []
-        assert set().union(*LOST.values()) - ops(rank) <= {"send", "recv"}  # each at one rank
+        assert wanted - ops(rank) <= {"send", "recv"}  # each at one rank
 
 
 @pytest.mark.parametrize("names", CASES, ids=[case[-1].partition(":")[2] for case in CASES])
