@@ -197,10 +197,20 @@ def test_a_closure_that_cannot_be_pickled_is_named():
         kit.run(lambda rank, world_size: lock)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "soon", True])
+@pytest.mark.parametrize("timeout", [0, -1, "soon", True, float("nan"), 10**400])
 def test_an_impossible_timeout_is_refused(timeout):
     with pytest.raises(kit.PoolError, match="timeout must be a positive number"):
         kit.run(pid, timeout=timeout)
+
+
+class EndsWhoeverUnpicklesIt:
+    def __reduce__(self):
+        return exec, ("raise SystemExit(3)",)
+
+
+def test_a_value_whose_unpickling_ends_the_process_is_an_error():
+    with pytest.raises(kit.PoolError, match="cannot be rebuilt in the notebook: SystemExit"):
+        kit.run(lambda rank, world_size: EndsWhoeverUnpicklesIt(), world_size=1)
 
 
 def test_a_rank_cannot_start_ranks():

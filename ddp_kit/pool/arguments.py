@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import reprlib
 import sys
@@ -19,6 +20,7 @@ from ddp_kit.pool.wire import messages, payload
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
+LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 
 
@@ -71,9 +73,11 @@ def check_timeout(timeout: float | None, name: str = "timeout", optional: bool =
     """Raise PoolError unless a time limit is a positive number of seconds, or None if it may be."""
     if timeout is None and optional:
         return
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not (0 < timeout < LONGEST or timeout == math.inf):
         none = " or None" if optional else ""
-        raise PoolError(f"{name} must be a positive number of seconds{none}, got {timeout!r}")
+        given = reprlib.repr(timeout)
+        raise PoolError(f"{name} must be a positive number of seconds{none}, got {given}")
 
 
 def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "world_size=") -> None:

@@ -312,7 +312,7 @@ def _unpack(rank: int, packed: Payload) -> Any:
     """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
     try:
         return packed.unpack()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PoolError(
             f"what rank {rank} returned cannot be rebuilt in the notebook: "
             f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
