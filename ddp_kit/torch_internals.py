@@ -123,6 +123,10 @@ BATCHES = _methods(
     *("_start_coalescing", "_end_coalescing"),
 )
 NEW_GROUPS = Feature("new_group is not traced", f"{_C10D}:_new_group_with_tag")
+NEW_WORLDS = Feature(
+    "calls in a world that is formed again in a run may be compared with calls in the one before",
+    f"{_C10D}:_new_process_group_helper",
+)
 # All or none: a hook of the kit's must know the hook that the learner registers, which takes its
 # place, and by how many ranks DDP divides inside `join`.
 DDP_GRADIENTS = Feature(

@@ -311,6 +311,27 @@ def large_collective(rank, world_size):
     dist.all_reduce(torch.ones(50_000_000))
 
 
+def waits_in_a_world_that_is_formed_again(rank, world_size, store):
+    if rank == 0:
+        with pytest.raises(RuntimeError):  # one call more than the other rank makes
+            dist.monitored_barrier(timeout=datetime.timedelta(milliseconds=100))
+    for _ in range(2):
+        dist.destroy_process_group()
+        store += "again"
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+        time.sleep(rank)
+        dist.barrier()
+
+
+def skips_a_barrier_in_the_new_world(rank, world_size, store):
+    dist.barrier()
+    waits_in_a_world_that_is_formed_again(rank, world_size, store)
+    if rank == 1:
+        dist.barrier()
+
+
 def another_thread_sends(rank, world_size):
     def later():
         time.sleep(1.5)
@@ -363,6 +384,12 @@ def a_limit_goes_by(rank, world_size):
 )
 def test_a_slow_run_is_left_alone(worker):
     kit.run(worker, world_size=2)
+
+
+def test_calls_of_worlds_with_one_name_are_not_compared(tmp_path):
+    kit.run(waits_in_a_world_that_is_formed_again, str(tmp_path / "store"), world_size=2)
+    with pytest.raises(kit.DeadlockError, match="rank 1 waits in barrier for rank 0"):
+        kit.run(skips_a_barrier_in_the_new_world, str(tmp_path / "other"), world_size=2)
 
 
 def returns_before_the_others_call(rank, world_size):

@@ -92,6 +92,12 @@ class Recorder:
             self._board = None
             self.table.end()
 
+    def begin_world(self, size: int) -> None:
+        """Note that the worker has formed a default process group. size: its number of ranks."""
+        with self._lock:
+            if self._board is not None:
+                self.table.begin_world(size)
+
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
     ) -> Posted | None:
