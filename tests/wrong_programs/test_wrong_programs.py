@@ -17,9 +17,6 @@ LIMIT = 8.0  # seconds of a run in which the kit says nothing
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
 REASONS = {
     "DDP's join starts collectives for which Python cannot wait": ["uneven_batches_with_join"],
-    "the place of a receive from any source is that of its wait": [
-        "the_later_receive_is_waited_for_first",
-    ],
     "a thread that will send is not seen while it is in the standard library": [
         "a_thread_pool_sends_later",
         "a_timer_sends_later",
