@@ -136,6 +136,11 @@ DDP_GRADIENTS = Feature(
     "torch.distributed:_register_comm_hook",
     "torch.distributed:_register_builtin_comm_hook",
 )
+DDP_JOIN = Feature(
+    "collectives that DistributedDataParallel.join starts are reported as wrong",
+    "torch.nn.parallel:DistributedDataParallel._check_global_requires_backward_grad_sync",
+    "torch.nn.parallel:DistributedDataParallel._match_unused_params_allreduce",
+)
 DDP_BUCKETS = Feature(
     "the collective with which DistributedDataParallel rebuilds its buckets is not traced",
     "torch.distributed:Reducer._rebuild_buckets",

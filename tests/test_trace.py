@@ -251,6 +251,18 @@ def test_a_hook_of_the_learner_does_what_ddp_would_have_done():
 # --- what a rank waits in, and what it never waited for ------------------------------------
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_what_join_starts_for_other_ranks_needs_no_wait(unused, capsys):
+    def worker(rank, world_size):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), find_unused_parameters=unused)
+        with model.join():
+            for _ in range(3 - rank):
+                model(torch.ones(1, 1)).sum().backward()
+
+    kit.run(worker, world_size=2)
+    assert "never waited" not in capsys.readouterr().out
+
+
 def test_gradients_in_join_are_divided_by_the_ranks_that_still_have_data():
     def worker(rank, world_size, divide_by_all):
         model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))

@@ -16,7 +16,6 @@ LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
 REASONS = {
-    "DDP's join starts collectives for which Python cannot wait": ["uneven_batches_with_join"],
     "a wait other than wait(), or one in a thread, looks like computing": [
         "irecv_polled_forever",
         "all_reduce_polled_with_sleeps",

@@ -233,6 +233,11 @@ class Recorder:
             if entry[1].call.method == "recv_anysource":
                 self._note_source(entry[1], work)
 
+    def expect_no_wait(self, posted: Posted | None) -> None:
+        """Write that PyTorch itself has started an operation and will not wait for it."""
+        if posted is not None and self._board is not None:
+            self._board.write_bits(posted.index, LOOKED_AFTER)
+
     def follow(self, work: Work, future: torch.futures.Future) -> None:
         """Write that somebody can wait for `future` instead of `work`."""
         entry = self._started.pop(id(work), None)
