@@ -123,6 +123,10 @@ BATCHES = _methods(
     *("_start_coalescing", "_end_coalescing"),
 )
 NEW_GROUPS = Feature("new_group is not traced", f"{_C10D}:_new_group_with_tag")
+NEW_WORLDS = Feature(
+    "calls in a world that is formed again in a run may be compared with calls in the one before",
+    f"{_C10D}:_new_process_group_helper",
+)
 # All or none: a hook of the kit's must know the hook that the learner registers, which takes its
 # place, and by how many ranks DDP divides inside `join`.
 DDP_GRADIENTS = Feature(
@@ -131,6 +135,11 @@ DDP_GRADIENTS = Feature(
     "torch.distributed:Reducer._set_forward_pass_work_handle",
     "torch.distributed:_register_comm_hook",
     "torch.distributed:_register_builtin_comm_hook",
+)
+DDP_JOIN = Feature(
+    "collectives that DistributedDataParallel.join starts are reported as wrong",
+    "torch.nn.parallel:DistributedDataParallel._check_global_requires_backward_grad_sync",
+    "torch.nn.parallel:DistributedDataParallel._match_unused_params_allreduce",
 )
 DDP_BUCKETS = Feature(
     "the collective with which DistributedDataParallel rebuilds its buckets is not traced",

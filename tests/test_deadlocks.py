@@ -7,14 +7,19 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Queue
+from multiprocessing.pool import ThreadPool
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
+from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
 
 
@@ -108,7 +113,17 @@ def loads_ddp(rank, world_size):
     DistributedDataParallel(torch.nn.Linear(2, 2))
 
 
+def threads_without_work(rank, world_size):
+    with ThreadPoolExecutor(1) as threads, ThreadPool(1) as others:
+        threads.submit(int).result()
+        others.apply(int)
+        queue = Queue()
+        queue.put(1)  # starts its thread
+        dist.recv(torch.zeros(1), 1 - rank)
+
+
 DEADLOCKS = [
+    (threads_without_work, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
     (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
     (cycle, 3, "rank 2 waits for rank 0: none of them can ever send"),
     (mutual_large_sends, 2, "rank 1 waits until rank 0 receives: neither can ever receive"),
@@ -311,6 +326,27 @@ def large_collective(rank, world_size):
     dist.all_reduce(torch.ones(50_000_000))
 
 
+def waits_in_a_world_that_is_formed_again(rank, world_size, store):
+    if rank == 0:
+        with pytest.raises(RuntimeError):  # one call more than the other rank makes
+            dist.monitored_barrier(timeout=datetime.timedelta(milliseconds=100))
+    for _ in range(2):
+        dist.destroy_process_group()
+        store += "again"
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+        time.sleep(rank)
+        dist.barrier()
+
+
+def skips_a_barrier_in_the_new_world(rank, world_size, store):
+    dist.barrier()
+    waits_in_a_world_that_is_formed_again(rank, world_size, store)
+    if rank == 1:
+        dist.barrier()
+
+
 def another_thread_sends(rank, world_size):
     def later():
         time.sleep(1.5)
@@ -324,6 +360,28 @@ def another_thread_sends(rank, world_size):
         thread.start()
         dist.recv(torch.zeros(1), 0, tag=1)
         thread.join()
+
+
+def a_timer_sends(rank, world_size):
+    timer = threading.Timer(1.5, dist.send, (torch.zeros(1), 1 - rank))
+    timer.start()
+    dist.recv(torch.zeros(1), 1 - rank)
+    timer.join()
+
+
+def a_thread_pool_sends(rank, world_size):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(time.sleep, 1.5)
+        sent = threads.submit(dist.send, torch.zeros(1), 1 - rank)
+        dist.recv(torch.zeros(1), 1 - rank)
+        sent.result()
+
+
+def a_callback_sends(rank, world_size):
+    with ThreadPoolExecutor(1) as threads:
+        slept = threads.submit(time.sleep, 1.5)
+        slept.add_done_callback(lambda _: dist.send(torch.zeros(1), 1 - rank))
+        dist.recv(torch.zeros(1), 1 - rank)
 
 
 def waits_for_a_future(rank, world_size):
@@ -359,10 +417,17 @@ def a_limit_goes_by(rank, world_size):
     [
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
+        *(a_timer_sends, a_thread_pool_sends, a_callback_sends),
     ],
 )
 def test_a_slow_run_is_left_alone(worker):
     kit.run(worker, world_size=2)
+
+
+def test_calls_of_worlds_with_one_name_are_not_compared(tmp_path):
+    kit.run(waits_in_a_world_that_is_formed_again, str(tmp_path / "store"), world_size=2)
+    with pytest.raises(kit.DeadlockError, match="rank 1 waits in barrier for rank 0"):
+        kit.run(skips_a_barrier_in_the_new_world, str(tmp_path / "other"), world_size=2)
 
 
 def returns_before_the_others_call(rank, world_size):
@@ -378,6 +443,16 @@ def returns_before_the_others_call(rank, world_size):
 )
 def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
     kit.run(worker, world_size=3)
+
+
+def test_a_thread_that_watches_for_a_package_may_communicate():
+    run = Frame(threading.__file__, 1, "run", "", False)
+    monitor = Frame(psutil.__file__, 1, "run", "", False)
+    assert deadlock_watch._may_go_on([[], [run]])
+    assert not deadlock_watch._may_go_on([[], [run, monitor, run], []])
+    assert deadlock_watch._may_go_on(
+        [[], [run, Frame(distributed_c10d.__file__, 1, "send", "", False), run]]
+    )
 
 
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):

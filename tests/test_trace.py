@@ -99,6 +99,26 @@ def test_a_message_from_any_source_is_matched_with_its_sender():
     assert [(m.src, m.tag) for m in trace.messages()] == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+def test_receives_from_any_source_are_matched_in_the_order_of_their_calls():
+    def worker(rank, world_size):
+        if rank:
+            for size in range(1, 4):
+                dist.send(torch.zeros(size), 0, tag=rank)
+            return []
+        works = [dist.irecv(torch.zeros(n), tag=t) for n in range(1, 4) for t in (1, 2)]
+        for work in reversed(works[1:]):
+            work.wait()
+        before = [event.peer for event in Snapshot(0, recorder.current.table.board.read()).events]
+        works[0].wait()
+        return before
+
+    result = kit.run(worker, world_size=3)
+    # A receive has no place while an earlier one with the same tag may take its message.
+    assert result[0] == [None, 2, None, 2, None, 2]
+    pairs = [(m.src, m.nbytes, m.recv.nbytes) for m in result.trace.messages()]
+    assert pairs == [(src, size, size) for src in (1, 2) for size in (4, 8, 12)]
+
+
 def test_ranks_of_a_sub_group_are_recorded_as_ranks_of_the_world():
     def worker(rank, world_size):
         pair = dist.new_group([1, 2])
@@ -229,6 +249,18 @@ def test_a_hook_of_the_learner_does_what_ddp_would_have_done():
 
 
 # --- what a rank waits in, and what it never waited for ------------------------------------
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_what_join_starts_for_other_ranks_needs_no_wait(unused, capsys):
+    def worker(rank, world_size):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), find_unused_parameters=unused)
+        with model.join():
+            for _ in range(3 - rank):
+                model(torch.ones(1, 1)).sum().backward()
+
+    kit.run(worker, world_size=2)
+    assert "never waited" not in capsys.readouterr().out
 
 
 def test_gradients_in_join_are_divided_by_the_ranks_that_still_have_data():

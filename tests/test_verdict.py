@@ -703,6 +703,16 @@ ALIKE = {
         call(0, "all_to_all", "alltoall_base", inputs=(), outputs=()),
         call(1, "all_to_all", "alltoall_base"),
     ],
+    "as_many_numbers_in_another_shape": [call(0), call(1, inputs=((2, 2),))],
+    "one_number_and_a_scalar": [call(0, inputs=((),)), call(1, inputs=((1,),))],
+    "chunks_of_another_shape": [
+        call(0, "scatter", "scatter", root=0, inputs=vectors(4, 4), outputs=vectors(4)),
+        call(1, "scatter", "scatter", root=0, inputs=(), outputs=((2, 2),)),
+    ],
+    "rows_of_another_shape": [
+        call(0, "", "alltoall_base", inputs=((4,),), outputs=((4,),)),
+        call(1, "", "alltoall_base", inputs=((2, 2),), outputs=((2, 2),)),
+    ],
     "messages_of_one_shape": [message("send", 0, 1), message("recv", 1, 0)],
     "messages_with_other_tags": [message("send", 0, 1), message("recv", 1, 0, 8, tag=1)],
     "nobody_sent_to_any_source": [message("send", 0, 1, 8), message("recv", 1, None)],
@@ -713,6 +723,13 @@ ALIKE = {
 @pytest.mark.parametrize("events", ALIKE.values(), ids=list(ALIKE))
 def test_calls_that_agree_are_a_mismatch(events):
     assert mismatch(events) is None
+
+
+def test_groups_with_other_members_agree():
+    # The product of these members is that of a shape with as many elements.
+    inputs = [((1, 6),), ((2, 3),)]
+    events = [call(r, "new_group", "new_group", inputs=inputs[r], dtype="") for r in (0, 1)]
+    assert "[1, 6]" in mismatch(events).fact
 
 
 def test_the_outputs_of_one_rank_are_not_compared():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Collection, Sequence
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.trace import Snapshot
+from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
@@ -56,5 +59,32 @@ class DeadlockWatch:
 
 
 def _may_go_on(stacks: list[list[Frame]]) -> bool:
-    """Return whether another thread of a rank with these stacks may run the worker's code."""
-    return not stacks or any(frame.own for stack in stacks[1:] for frame in stack)
+    """Return whether another thread of a rank with these stacks may communicate."""
+    return not stacks or any(map(_may_communicate, stacks[1:]))
+
+
+def _may_communicate(stack: list[Frame]) -> bool:
+    """Return whether a thread may run the worker's code, or call what the worker has passed on.
+
+    A thread that only the standard library has on its stack may do so next, as a Timer or a thread
+    pool does. A package's own thread, which watches something, does not.
+    """
+    if any(frame.own or frame.file.endswith(_COLLECTIVES) for frame in stack):
+        return True
+    if not stack or not all(in_standard_library(frame.file) for frame in stack):
+        return False
+    places = [(os.path.basename(frame.file), frame.function) for frame in stack]
+    if any(place in _HELPERS for place in places):
+        return False
+    waits = itertools.dropwhile(("threading.py", "wait").__eq__, places)
+    return next(waits, None) not in _IDLE
+
+
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+# File and function of threads of the standard library that only move data for others, and of those
+# that wait for work, which the rank's stuck main thread cannot give them.
+_HELPERS = {
+    ("queues.py", "_feed"),
+    *(("pool.py", name) for name in ("_handle_workers", "_handle_tasks", "_handle_results")),
+}
+_IDLE = {("thread.py", "_worker"), ("pool.py", "worker"), ("queue.py", "get")}

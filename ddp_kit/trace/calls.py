@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from types import CodeType
@@ -146,6 +147,8 @@ class InternTable:
         self._groups: dict[Any, GroupInfo] = {}
         self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
+        self._worlds: Counter[int] = Counter()  # formed in this run, by their number of ranks
+        self._world = ""  # what distinguishes the groups of the present world from earlier ones
 
     def begin(self, run: int, now: int) -> None:
         """Begin a run on the board."""
@@ -153,7 +156,19 @@ class InternTable:
             self._numbers, self._counts, self._left = {}, {}, []
         for count in self._counts.values():
             count.posted = count.given_up = 0
+        self._worlds, self._world = Counter(), ""
         self._groups = {group: info for alive, info in self._left if (group := alive())}
+
+    def begin_world(self, size: int) -> None:
+        """Tell the groups of a world that this process has just formed from those of earlier ones.
+
+        PyTorch names them alike. Worlds are counted by size, because a rank that is in one world
+        may have skipped another one; all the ranks of a world have formed it.
+        """
+        self._worlds[size] += 1
+        self._world = f" of world {self._worlds[size]} with {size} ranks"
+        groups = self._groups.items()
+        self._groups = {key: info for key, info in groups if not isinstance(key, tuple)}
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
@@ -164,13 +179,14 @@ class InternTable:
         else:
             name, ranks = group.group_name, dist.get_process_group_ranks(group)
             limited = torch_internals.group_timeout(group) < _SHORT
+        name += self._world
         number = self._write(("group", name, *ranks), ["group", name, list(ranks)])
         self._groups[group] = GroupInfo(number, tuple(ranks), limited)
         return self._groups[group]
 
     def end(self) -> None:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
-        groups = self._groups.items()
+        groups = [] if self._world else self._groups.items()  # the next run counts worlds anew
         self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
         self._groups, self._lines, self._codes = {}, {}, []
 

@@ -16,7 +16,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: PyTorch's name for it, and its ranks in the world."""
+    """A process group: its name and its ranks in the world.
+
+    name: PyTorch's, and which world it belongs to if that was formed in the run.
+    """
 
     name: str
     ranks: tuple[int, ...]

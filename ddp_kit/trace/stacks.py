@@ -29,6 +29,7 @@ _LIBRARIES = tuple(
     | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
     | {"<frozen ", _KIT}
 )
+_STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -37,6 +38,12 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def is_own(filename: str) -> bool:
     """Return whether a file is the learner's code, lessons included, and not a library's."""
     return filename.startswith(_LESSONS) or not filename.startswith(_LIBRARIES)
+
+
+def in_standard_library(filename: str) -> bool:
+    """Return whether a file belongs to Python itself, and not to a package or to the learner."""
+    # Packages may be in a folder below that of the standard library.
+    return filename.startswith(_STANDARD) and "-packages" + os.sep not in filename
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:

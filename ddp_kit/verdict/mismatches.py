@@ -168,11 +168,14 @@ def _collective(calls: list[Event]) -> _Wrong | None:
         return fact, _SAME_DEVICE, calls
     if first.method in _CHUNKS:
         return _unequal_chunk(calls)
-    if len({_tensors(call) for call in calls}) == 1:
-        return None
     if first.method == "new_group":
+        if len({_tensors(call) for call in calls}) == 1:
+            return None
         fact = _by_value(calls, _tensors, lambda e: ", ".join(str(list(r)) for r in e.inputs))
         return fact, _SAME_GROUPS, calls
+    # PyTorch compares no shapes: a rank may pass (4,) where another one passes (2, 2).
+    if len({tuple(map(prod, _tensors(call))) for call in calls}) == 1:
+        return None
     fact = _by_value(calls, _tensors, lambda e: _shapes(_tensors(e)) if _tensors(e) else "nothing")
     return fact, _SAME_TENSORS, calls
 
@@ -260,7 +263,7 @@ _CHUNKS: dict[str, Callable[[Event, int], _Chunks]] = {
 
 
 def _unequal_chunk(calls: list[Event]) -> _Wrong | None:
-    """Return the first chunk that one rank sends in another shape than its receiver expects.
+    """Return the first chunk that one rank sends with more or fewer elements than expected.
 
     calls: those of one collective, by rank; its method is in _CHUNKS. None if all chunks fit.
     """
@@ -276,9 +279,9 @@ def _unequal_chunk(calls: list[Event]) -> _Wrong | None:
         for dst in calls:
             sent = _at(chunks[src.rank][0], index[dst.rank])
             expected = _at(chunks[dst.rank][1], index[src.rank])
-            if sent is None or expected is None or sent == expected:
+            if sent is None or expected is None:
                 continue
-            if prod(sent) or prod(expected):  # chunks without elements are alike
+            if prod(sent) != prod(expected):
                 whom = f"rank {dst.rank}" if dst is not src else "itself"
                 fact = f"in {src.op}, rank {src.rank} sends shape {sent} to {whom}"
                 who = f"rank {dst.rank} " if dst is not src else ""

@@ -16,20 +16,6 @@ LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
 REASONS = {
-    "PyTorch compares the numbers of elements, and the kit the shapes": [
-        "all_reduce_of_as_many_numbers_in_another_shape",
-        "broadcast_of_as_many_numbers_in_another_shape",
-        "scalar_and_one_number",
-    ],
-    "the calls of the old and the new world are counted together": ["process_group_created_again"],
-    "DDP's join starts collectives for which Python cannot wait": ["uneven_batches_with_join"],
-    "the place of a receive from any source is that of its wait": [
-        "the_later_receive_is_waited_for_first",
-    ],
-    "a thread that will send is not seen while it is in the standard library": [
-        "a_thread_pool_sends_later",
-        "a_timer_sends_later",
-    ],
     "a wait other than wait(), or one in a thread, looks like computing": [
         "irecv_polled_forever",
         "all_reduce_polled_with_sleeps",

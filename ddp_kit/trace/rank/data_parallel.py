@@ -104,6 +104,20 @@ def _count_live(
         hook.live = None if divide_by_all else work
 
 
+def _match_in_forward(now: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call what starts a collective only for ranks that have joined; PyTorch drops its Work."""
+    newest = now.newest
+    done = original(*args, **kwargs)
+    if now.newest is not newest:
+        now.expect_no_wait(now.newest)
+    return done
+
+
+def _match_unused(now: Recorder, original: Callable, *args: Any) -> Any:
+    # The ranks that have not joined make this call in C++ code, where it is not recorded.
+    return now.block_as_one(None, original, *args)
+
+
 def _compare_models(
     recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
 ) -> Any:
@@ -141,6 +155,7 @@ REPLACEMENTS = (
         torch_internals.DDP_GRADIENTS,
         *(_make_reducer, _count_live, _register, _register),
     ),
+    (torch_internals.DDP_JOIN, _match_in_forward, _match_unused),
     (torch_internals.DDP_BUCKETS, _rebuild),
     (torch_internals.DDP_CHECK, _compare_models),
     (torch_internals.DDP_BROADCAST, _broadcast),

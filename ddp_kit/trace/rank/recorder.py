@@ -25,6 +25,8 @@ from ddp_kit.trace.stacks import describe_line, is_own
 
 _C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
 
+_OPEN = -1  # the sender of a message that may not have come yet
+
 T = TypeVar("T")
 
 current: Recorder | None = None  # of the run that is on; None: there is none
@@ -69,6 +71,9 @@ class Recorder:
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # the learner's threads may communicate too
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
+        # Receives from any source in the order of their calls, by tag and group: the index of each
+        # event and who sent the message, _OPEN before its wait has ended.
+        self._from_any: dict[Count, dict[int, int | None]] = {}
         self._futures = 0  # that somebody holds, of operations that are not complete
         self._dropped = 0
         table.begin(run, monotonic_ns())
@@ -91,6 +96,12 @@ class Recorder:
                 self._board.end(monotonic_ns())
             self._board = None
             self.table.end()
+
+    def begin_world(self, size: int) -> None:
+        """Note that the worker has formed a default process group. size: its number of ranks."""
+        with self._lock:
+            if self._board is not None:
+                self.table.begin_world(size)
 
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
@@ -120,6 +131,8 @@ class Recorder:
                 -1 if to is None else to,
                 *(0, tag, table.change(count, posted=1), start, 0, 0),
             )
+            if call.method == "recv_anysource":
+                self._from_any.setdefault(count, {})[index] = _OPEN
         self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
 
@@ -134,6 +147,7 @@ class Recorder:
             if posted and self._board is not None:
                 self._board.write_bits(posted.index, VOID)
                 self.table.change(posted.count, posted=-1)
+                self._from_any.get(posted.count, {}).pop(posted.index, None)
 
     def track(self, work: Work | None, posted: Posted | None) -> None:
         """Remember the Work of an operation until it is complete."""
@@ -156,6 +170,8 @@ class Recorder:
                     if self._board is not None and not goes_on:
                         self.table.change(posted.count, given_up=1)
                         self._board.write_bits(posted.index, GIVEN_UP)
+                        if posted.call.method == "recv_anysource":
+                            self._place(posted, None)
 
         # A strong reference would keep the Work alive: the recorder must not change what happens.
         self._started[key] = weakref.ref(work, drop), posted
@@ -214,6 +230,13 @@ class Recorder:
         if entry and self._board is not None:
             self._board.write_end(entry[1].index, monotonic_ns())
             self._board.write_bits(entry[1].index, LOOKED_AFTER)
+            if entry[1].call.method == "recv_anysource":
+                self._note_source(entry[1], work)
+
+    def expect_no_wait(self, posted: Posted | None) -> None:
+        """Write that PyTorch itself has started an operation and will not wait for it."""
+        if posted is not None and self._board is not None:
+            self._board.write_bits(posted.index, LOOKED_AFTER)
 
     def follow(self, work: Work, future: torch.futures.Future) -> None:
         """Write that somebody can wait for `future` instead of `work`."""
@@ -221,6 +244,9 @@ class Recorder:
         if entry is None or self._board is None:
             return
         self._board.write_bits(entry[1].index, LOOKED_AFTER)
+        if entry[1].call.method == "recv_anysource":
+            with self._lock:
+                self._place(entry[1], None)
         self._futures += 1
 
         def complete(_: torch.futures.Future) -> None:
@@ -238,11 +264,24 @@ class Recorder:
             if self._board is None:
                 return
             self.table.change(posted.count, given_up=1)  # it is no longer open
-            if sender is not None:
-                source = posted.group.ranks[sender]
+            self._place(posted, None if sender is None else posted.group.ranks[sender])
+
+    def _place(self, posted: Posted, source: int | None) -> None:
+        """Give receives from any source their places among the messages of their senders.
+
+        The messages of a sender fill them in the order of their calls. So one that ends has its
+        place when all earlier ones have ended. source: None if it is unknown.
+        """
+        received = self._from_any[posted.count]
+        if posted.index in received:
+            received[posted.index] = source
+        for index, source in list(received.items()):
+            if source == _OPEN or self._board is None:
+                return
+            del received[index]
+            if source is not None:
                 count = self.table.count("recv", source, posted.tag, posted.group)
-                sequence = self.table.change(count, posted=1)
-                self._board.write_source(posted.index, source, sequence)
+                self._board.write_source(index, source, self.table.change(count, posted=1))
 
 
 def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:

@@ -66,6 +66,7 @@ def _replace_all() -> None:
         (torch_internals.MONITORED_BARRIER, _monitored_barrier),
         (torch_internals.BATCHES, _start_batch, _end_batch),
         (torch_internals.NEW_GROUPS, _new_group),
+        (torch_internals.NEW_WORLDS, _new_process_group),
         *data_parallel.REPLACEMENTS,
     ):
         if feature.is_on:
@@ -173,6 +174,21 @@ def _new_group(
     call = Call("new_group", inputs=((members, None),))
     posted = recorder.post(("new_group", members) if alone else world, call)
     return recorder.block(posted, False, original, ranks, *args, **kwargs)
+
+
+def _new_process_group(
+    recorder: Recorder,
+    original: Callable,
+    size: int,
+    rank: int,
+    members: list,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    made = original(size, rank, members, *args, **kwargs)
+    if not members:  # PyTorch passes none for the default group
+        recorder.begin_world(made[0].size())
+    return made
 
 
 def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:
