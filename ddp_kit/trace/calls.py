@@ -160,7 +160,7 @@ class InternTable:
         self._groups = {group: info for alive, info in self._left if (group := alive())}
 
     def begin_world(self, size: int) -> None:
-        """Tell the groups of a world that this process has just formed from those of earlier ones.
+        """Distinguish the groups of a world that was just formed from those of earlier ones.
 
         PyTorch names them alike. Worlds are counted by size, because a rank that is in one world
         may have skipped another one; all the ranks of a world have formed it.
