@@ -237,14 +237,6 @@ def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, ok, words):
     assert words in f"{found.found}. {found.consequence}"
 
 
-def test_what_a_container_already_uses_counts_as_free(monkeypatch, tmp_path):
-    replace(monkeypatch, (psutil, "virtual_memory", (16 * GIB, 8 * GIB)))
-    monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
-    (tmp_path / "memory.max").write_text(str(2 * GIB))
-    (tmp_path / "memory.current").write_text(str(2 * GIB - 600_000_000))
-    assert "Enough for 2 ranks" in checks.memory().consequence
-
-
 def test_memory_is_blamed_for_a_limit_of_open_files(monkeypatch):
     replace(monkeypatch, (psutil, "virtual_memory", (GIB, GIB)), (checks, "most_ranks", 2))
     assert checks.memory().ok

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -201,6 +203,20 @@ def test_a_closure_that_cannot_be_pickled_is_named():
 def test_an_impossible_timeout_is_refused(timeout):
     with pytest.raises(kit.PoolError, match="timeout must be a positive number"):
         kit.run(pid, timeout=timeout)
+
+
+def test_a_module_that_answers_for_every_name_can_be_used(tmp_path, monkeypatch):
+    lazy = tmp_path / "lazy_names.py"
+    lazy.write_text("x = 3\ndef __getattr__(name):\n    return {}[name]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lazy_names = importlib.import_module("lazy_names")
+    assert list(kit.run(lambda rank, world_size: lazy_names.x, world_size=2)) == [3, 3]
+
+
+def test_another_thread_is_refused_when_the_ranks_are_warm():
+    kit.run(pid, world_size=2)
+    with ThreadPoolExecutor(1) as executor, pytest.raises(kit.PoolError, match="main thread only"):
+        executor.submit(kit.run, pid, world_size=2).result()
 
 
 class EndsWhoeverUnpicklesIt:

@@ -330,6 +330,21 @@ def test_one_run_does_not_count_the_events_of_another():
         assert len(kit.run(worker, world_size=2).trace) == 2
 
 
+def test_a_recording_inside_another_one_knows_its_lines_of_code():
+    def call():
+        dist.all_reduce(torch.ones(1))
+
+    def worker(rank, world_size):
+        call()
+        for size in range(300):  # more texts than stay on the board
+            dist.all_reduce(torch.ones(size))
+        with recording():
+            call()
+
+    trace = kit.run(worker, world_size=2).trace
+    assert [event.where.function for event in trace] == ["call", "call"]
+
+
 def test_outside_of_a_run_nothing_is_recorded():
     def worker(rank, world_size):
         tensor, page = torch.ones(1), Board()

@@ -159,7 +159,8 @@ def test_a_forked_child_does_not_take_the_ranks_of_the_notebook(start):
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "CONTROL_GROUP", tmp_path)
-    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.current").write_text("350\n")
+    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 50\nshmem 50\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert warm_start.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")

@@ -182,8 +182,7 @@ def memory() -> Finding:
     found = f"{_size(free)} free of {_size(total)}"
     limit = _control_group("memory.max")
     if limit and limit[0] < total:
-        used = _control_group("memory.current") or [0]
-        free = min(free, limit[0] - used[0])
+        free = min(free, limit[0])
         found += f", but this container is limited to {_size(limit[0])}"
     ranks = int(free / RANK_MEMORY)
     if ranks < RANKS:

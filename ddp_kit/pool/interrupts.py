@@ -10,6 +10,15 @@ from contextlib import contextmanager
 from ddp_kit.errors import PoolError
 
 
+def check_main_thread() -> None:
+    """Raise PoolError in any other thread: it gets no interrupt, and a rank would end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        raise PoolError(
+            "ranks can be started and run from the main thread only; call this from a cell, "
+            f"not from the thread {threading.current_thread().name!r}"
+        )
+
+
 @contextmanager
 def holding_interrupt() -> Iterator[None]:
     """Defer a KeyboardInterrupt to the end of this block.
@@ -18,11 +27,7 @@ def holding_interrupt() -> Iterator[None]:
     process group, and only the pool may act on it. Raises PoolError outside the main thread,
     because a rank would die with the thread that started it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise PoolError(
-            "ranks can be started and run from the main thread only; call this from a cell, "
-            f"not from the thread {threading.current_thread().name!r}"
-        )
+    check_main_thread()
     came: list[bool] = []
     # The handler first: from here on nothing is raised. The mask alone does not suffice, because it
     # applies to this thread, and another thread may take the signal.

@@ -19,7 +19,7 @@ from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format
 from ddp_kit.errors import DeadlockError, MismatchError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
-from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
+from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
 from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
@@ -59,6 +59,7 @@ class Run:
         Raises what `WorkerPool.run` raises.
         """
         processes = self._processes
+        check_main_thread()
         try:
             environment = current_environment()
             processes.restart_changed(self._world_size)
@@ -304,7 +305,8 @@ class _Sources:
     def remove(self, number: int, *whats: str) -> None:
         """Stop listening to a rank, or only for some of what can come from it."""
         for what in whats or list(self._descriptors[number]):
-            if descriptor := self._descriptors[number].pop(what, None):
+            descriptor = self._descriptors[number].pop(what, None)
+            if descriptor is not None:
                 self._poll.unregister(descriptor)
 
 

@@ -21,6 +21,8 @@ def available_memory() -> int:
     with suppress(OSError, ValueError):  # no control group, or one without a limit
         limit = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
+        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        used -= int(dict(map(str.split, lines))["inactive_file"])  # of the cache, which gives way
         available = min(available, limit - used)
     return available
 

@@ -154,6 +154,7 @@ class InternTable:
         """Begin a run on the board."""
         if not self.board.begin(run, now, keep_texts=True):
             self._numbers, self._counts, self._left = {}, {}, []
+        self._lines, self._codes = {}, []  # a recording inside another one begins without an end
         for count in self._counts.values():
             count.posted = count.given_up = 0
         self._worlds, self._world = Counter(), ""

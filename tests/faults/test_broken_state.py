@@ -222,6 +222,24 @@ def test_a_thread_left_running_ends_with_a_fresh_rank_and_a_line_says_so(tmp_pat
     assert (os.path.getsize(path) if os.path.exists(path) else 0) == size
 
 
+def test_a_callback_that_pytorch_still_runs_does_not_print_into_the_next_run(capsys):
+    def leave_callback(rank, world_size):
+        began = threading.Event()
+
+        def late(_):
+            began.set()
+            time.sleep(30)
+            print("late")
+
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(late)
+        began.wait()
+
+    before = list(kit.run(pid, world_size=2))
+    kit.run(leave_callback, world_size=2)
+    assert "restarting rank 1: the worker left its thread" in capsys.readouterr().out
+    assert not set(kit.run(pid, world_size=2)) & set(before)
+
+
 def test_a_timer_left_running_does_not_print_into_the_next_run(capsys):
     def leave_timer(rank, world_size):
         if rank == 1:

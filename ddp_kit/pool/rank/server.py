@@ -30,6 +30,7 @@ from ddp_kit.pool.wire.messages import (
     Returned,
 )
 from ddp_kit.trace import Board, InternTable, describe_line, recording
+from ddp_kit.trace.rank.recorder import Recorder
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
 # A training run may keep a rank waiting for hours; the pool ends what must end.
@@ -119,11 +120,10 @@ class RankServer:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
-                status = self._status(whole, groups)
+                status = self._status(recorder, whole, groups)
                 return Raised(failure, status, inside if broken == id(error) else None)
-        return Returned(
-            packed, self._status(recorder.all_awaited, None if keeps_groups else groups)
-        )
+        groups = None if keeps_groups else groups
+        return Returned(packed, self._status(recorder, recorder.all_awaited, groups))
 
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits."""
@@ -138,9 +138,10 @@ class RankServer:
         assert self._environment, "and the environment with the first CallWorker"
         self._state.restore(self._joined, self._environment)
 
-    def _status(self, whole: bool, groups: object | None = None) -> RankStatus:
+    def _status(self, recorder: Recorder, whole: bool, groups: object | None) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
-        return RankStatus(self._imports.take(), intact, thread_left_running())
+        thread = thread_left_running(everywhere=recorder.may_call_back)
+        return RankStatus(self._imports.take(), intact, thread)
 
     def _group_is_intact(self, groups: object | None) -> bool:
         """Return whether the groups are the same as before; None: new ones may stay."""

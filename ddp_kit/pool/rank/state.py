@@ -124,8 +124,10 @@ def watch_threads() -> None:
     threading.Thread.start = start_and_record  # type: ignore[method-assign]
 
 
-def thread_left_running() -> str | None:
+def thread_left_running(everywhere: bool) -> str | None:
     """Return the name of a thread that the learner's code started, or that runs it.
+
+    everywhere: look at threads that C++ has started, too, which takes much longer.
 
     Libraries' own threads, which wait for work or watch something, may stay. None: there is no
     such thread.
@@ -134,7 +136,9 @@ def thread_left_running() -> str | None:
         if (thread := reference()) and thread.is_alive():
             return thread.name
     _learners.clear()
-    if _thread._count() <= _others:  # nearly always; to look at frames takes much longer
+    if (
+        not everywhere and _thread._count() <= _others
+    ):  # nearly always; to look at frames takes much longer
         return None
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():

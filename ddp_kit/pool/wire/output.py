@@ -27,7 +27,10 @@ class RankOutput:
         """Read what has been printed; return False if there was nothing."""
         try:
             data = os.read(self.pipe.fileno(), _CHUNK)
-        except (BlockingIOError, OSError):
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.is_open = False  # other code has closed it
             return False
         self.is_open = bool(data)
         room = OUTPUT_LIMIT - len(self._kept)

@@ -109,7 +109,8 @@ def pickle_whole(value: Any) -> bytes:
     return pickled.getvalue()
 
 
-_OWN = cloudpickle.Pickler.__module__  # of what cloudpickle needs to rebuild a function
+# The names of the module whose functions rebuild a function in the rank.
+_CLOUDPICKLE = vars(sys.modules[cloudpickle.Pickler.__module__])
 _CODE = {types.BuiltinFunctionType, types.CodeType, types.FunctionType, types.ModuleType}
 
 
@@ -124,7 +125,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _CODE:  # most objects of a worker; the checks below take longer
-            own = getattr(obj, "__module__", None) == _OWN
+            own = isinstance(obj, types.FunctionType) and obj.__globals__ is _CLOUDPICKLE
             return NotImplemented if own else super().reducer_override(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"

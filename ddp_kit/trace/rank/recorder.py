@@ -75,6 +75,7 @@ class Recorder:
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
         self._futures = 0  # that somebody holds, of operations that are not complete
+        self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
         table.begin(run, monotonic_ns())
 
@@ -240,6 +241,7 @@ class Recorder:
 
     def follow(self, work: Work, future: torch.futures.Future) -> None:
         """Write that somebody can wait for `future` instead of `work`."""
+        self.may_call_back = True
         entry = self._started.pop(id(work), None)
         if entry is None or self._board is None:
             return
