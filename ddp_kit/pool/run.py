@@ -335,7 +335,8 @@ def current_environment() -> Environment:
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
     path = tuple(map(str, sys.path))
-    data = getattr(os.environ, "_data", None)  # CPython's: to decode it all takes 20 times as long
+    # CPython's own: to decode all of it takes 20 times as long.
+    data = getattr(os.environ, "_data", None)
     if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
         return _last[1]
     environment = Environment(path, folder, dict(os.environ))

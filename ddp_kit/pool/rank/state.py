@@ -83,11 +83,10 @@ class State:
             sys.modules["numpy.random"].seed()
 
     def _restore_variables(self, joined: JoinGroup, environment: Environment) -> None:
-        for_, from_, variables = self._restored or (None, None, {})
-        now = getattr(
-            os.environ, "_data", None
-        )  # CPython's: to decode it all takes 20 times as long
-        if for_ is joined and from_ is environment and now == variables:
+        group, source, variables = self._restored or (None, None, {})
+        # CPython's own: to decode all of it takes 20 times as long.
+        now = getattr(os.environ, "_data", None)
+        if group is joined and source is environment and now == variables:
             return
         wanted = environment.variables | self._own_environment
         wanted |= rank_environment(joined.rank, joined.world_size)
