@@ -165,6 +165,8 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     assert warm_start.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")
     assert warm_start.available_memory() == 700
+    (tmp_path / "memory.stat").write_text("anon 250\n")
+    assert warm_start.available_memory() > 1e6, "the limit is left alone if it cannot be read"
 
 
 def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):

@@ -24,7 +24,13 @@ from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
 from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.wire.messages import Environment, KitFailed, Raised, Returned
+from ddp_kit.pool.wire.messages import (
+    Environment,
+    KitFailed,
+    Raised,
+    Returned,
+    undecoded_variables,
+)
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
@@ -335,8 +341,7 @@ def current_environment() -> Environment:
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
     path = tuple(map(str, sys.path))
-    # CPython's own: to decode all of it takes 20 times as long.
-    data = getattr(os.environ, "_data", None)
+    data = undecoded_variables()
     if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
         return _last[1]
     environment = Environment(path, folder, dict(os.environ))

@@ -18,7 +18,7 @@ def available_memory() -> int:
     import psutil
 
     available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no control group, or one without a limit
+    with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
         limit = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
         lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()

@@ -24,6 +24,7 @@ from ddp_kit.pool.wire.messages import (
     FileStamp,
     JoinGroup,
     file_stamp,
+    undecoded_variables,
 )
 from ddp_kit.trace import is_own, own_frame
 
@@ -84,8 +85,7 @@ class State:
 
     def _restore_variables(self, joined: JoinGroup, environment: Environment) -> None:
         group, source, variables = self._restored or (None, None, {})
-        # CPython's own: to decode all of it takes 20 times as long.
-        now = getattr(os.environ, "_data", None)
+        now = undecoded_variables()
         if group is joined and source is environment and now == variables:
             return
         wanted = environment.variables | self._own_environment
