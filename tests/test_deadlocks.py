@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Queue
 from multiprocessing.pool import ThreadPool
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
+from ddp_kit.trace import Board, InternTable
+from ddp_kit.trace.calls import Call
 
 
 def name_of(parameter):
@@ -113,6 +117,14 @@ def loads_ddp(rank, world_size):
     DistributedDataParallel(torch.nn.Linear(2, 2))
 
 
+def two_ranks_beside_two_that_work(rank, world_size):
+    if rank < 2:
+        dist.recv(torch.zeros(1), 1 - rank)
+    for _ in range(60):
+        time.sleep(0.1 * (rank == 2))
+        dist.send(torch.zeros(1), 3) if rank == 2 else dist.recv(torch.zeros(1), 2)
+
+
 def threads_without_work(rank, world_size):
     with ThreadPoolExecutor(1) as threads, ThreadPool(1) as others:
         threads.submit(int).result()
@@ -143,6 +155,7 @@ DEADLOCKS = [
     (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
     (ddp_on_one_rank, 2, "rank 1 waits in DistributedDataParallel for rank 0"),
+    (two_ranks_beside_two_that_work, 4, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
 ]
 
 
@@ -572,3 +585,83 @@ def test_tensors_on_different_devices_are_a_mismatch():
         kit.run(worker, world_size=2)
     fact = "rank 0 calls all_reduce with a tensor on cpu, rank 1 with a tensor on meta"
     assert caught.value.fact == fact
+
+
+# --- when a run is judged, on a clock of its own -------------------------------------------
+
+
+class Ranks(list):
+    """Ranks of which the first ones wait in a recv, and the others have not called anything."""
+
+    def __init__(self, monkeypatch, size, *sources):
+        super().__init__(SimpleNamespace(board=Board()) for _ in range(size))
+        self.reads = []
+        for number, rank in enumerate(self):
+            self._count_reads(monkeypatch, number, rank.board)
+            table = InternTable(rank.board)
+            table.begin(1, 1)
+            if number < len(sources):
+                group = table.group(("world", tuple(range(size))))
+                count = table.count("recv", sources[number], 0, group)
+                call = table.call("recv", group, Call("recv"))
+                row = call, 0, sources[number], 0, 0, table.change(count, posted=1), 1, 0, 0
+                rank.board.begin_wait(rank.board.add_row(*row), 1, limited=False, shown=True)
+        monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[[]] for _ in ranks])
+        monkeypatch.setattr(deadlock_watch, "SHARE", math.inf)  # a slow machine changes nothing
+
+    def _count_reads(self, monkeypatch, number, board):
+        read = board.read
+
+        def counted():
+            self.reads.append(number)
+            return read()
+
+        monkeypatch.setattr(board, "read", counted)
+
+    def move(self, *numbers):
+        for number in numbers:
+            self[number].board.end_wait(0, 0, shown=False)
+
+    def watch(self, seconds, moving=(), returned=()):
+        """Return when a verdict comes, and the verdict, if these ranks move all the time."""
+        watch = deadlock_watch.DeadlockWatch(self, run=1)
+        for tick in range(round(seconds * 10) + 1):
+            self.move(*moving)
+            if error := watch.look(tick / 10, returned, ()):
+                return tick / 10, error
+        return None
+
+
+def test_two_stuck_ranks_are_found_only_when_all_others_have_come_to_rest(monkeypatch):
+    when, error = Ranks(monkeypatch, 4, 1, 0).watch(10, moving=(2, 3))
+    assert when == deadlock_watch.QUIET_RANK
+    assert error.fact == "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"
+
+
+def test_a_run_in_which_nothing_moves_is_judged_late(monkeypatch):
+    when, _ = Ranks(monkeypatch, 4, 1, 0).watch(10)
+    assert when == deadlock_watch.QUIET
+
+
+def test_a_rank_that_waits_for_one_that_moves_is_called_stuck(monkeypatch):
+    assert Ranks(monkeypatch, 4, 3, 0, 3, 0).watch(60, moving=(2, 3)) is None
+
+
+def test_a_rank_that_has_returned_is_expected_to_send_while_others_move(monkeypatch):
+    when, error = Ranks(monkeypatch, 3, 1).watch(10, moving=(2,), returned=(1,))
+    assert when == deadlock_watch.QUIET_RANK
+    assert error.returned == (1,)
+
+
+def test_boards_are_copied_again_although_the_ranks_that_wait_are_the_same(monkeypatch):
+    ranks = Ranks(monkeypatch, 4, 3, 0)
+    ranks.watch(20, moving=(2, 3))
+    assert ranks.reads == [0, 1] * 3  # after 1, 6 and 16 s
+
+
+def test_boards_that_were_copied_while_a_rank_moved_are_judged(monkeypatch):
+    ranks = Ranks(monkeypatch, 4, 1, 0)
+    monkeypatch.setattr(deadlock_watch, "Snapshot", lambda *_: pytest.fail("judged"))
+    read = ranks[1].board.read
+    monkeypatch.setattr(ranks[1].board, "read", lambda: (read(), ranks.move(1))[0])
+    assert ranks.watch(3, moving=(2, 3)) is None

@@ -5,27 +5,33 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Collection, Sequence
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.trace import Snapshot
+from ddp_kit.trace.board import Head
 from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
-AGAIN = 5.0  # seconds until it is judged again, then twice as many, and so on
+QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged while others move
+AGAIN = 5.0  # seconds until they are judged again, then twice as many, and so on
+SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
 
 
 class DeadlockWatch:
-    """Watches the boards of a run's ranks, and has them judged when nothing moves on them."""
+    """Watches the boards of a run's ranks, and judges the ranks on whose boards nothing moves."""
 
     def __init__(self, ranks: Sequence[RankHandle], run: int) -> None:
         self._ranks = ranks
         self._run = run
-        self._seen: object = None
-        self._since = math.inf
+        self._seen: list[object] = [None] * len(ranks)  # on the board of each rank
+        self._since = [math.inf] * len(ranks)  # when that was seen first
+        self._judged: set[tuple[int, object]] = set()  # the ranks that were judged last
+        self._next = self._earliest = -math.inf  # when they, and when others, may be judged
         self._again = AGAIN
 
     def look(
@@ -37,20 +43,62 @@ class DeadlockWatch:
         of the worker running, which may send.
         """
         heads = [rank.board.head() for rank in self._ranks]
-        seen = [head.moves for head in heads], len(returned)
-        if seen != self._seen:
-            self._seen, self._since, self._again = seen, now, AGAIN
-            return None
-        if now - self._since < QUIET:
-            return None
-        # A thread that keeps the run from being judged may end; asking costs room on the board.
-        self._since, self._again = now + self._again - QUIET, 2 * self._again
-        if all(head.waiting < 0 for head in heads):
-            return None
-        snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
-        if any(snapshot.log.head.run != self._run for snapshot in snapshots):
+        for number, head in enumerate(heads):
+            seen = head.moves, number in returned
+            if seen != self._seen[number]:
+                self._seen[number], self._since[number] = seen, now
+        if any(head.run != self._run for head in heads):
             return None  # a rank has not begun
-        error = judge(snapshots, returned)
+        quiet = self._quiet(now, heads, returned)
+        if all(heads[number].waiting < 0 for number in quiet) or not self._is_due(now, quiet):
+            return None
+        began = time.monotonic()
+        error = self._judge(heads, quiet, returned, left_threads)
+        self._earliest = now + (time.monotonic() - began) / SHARE
+        return error
+
+    def _quiet(self, now: float, heads: list[Head], returned: Collection[int]) -> list[int]:
+        """Return all ranks if none of them moves, else those that wait or have returned.
+
+        While others move, ranks must be quiet for longer: those that come to wait with them at
+        nearly the same time belong into the same verdict.
+        """
+        if now - max(self._since) >= QUIET:
+            return list(range(len(heads)))
+        return [
+            number
+            for number, since in enumerate(self._since)
+            if now - since >= QUIET_RANK and (heads[number].waiting >= 0 or number in returned)
+        ]
+
+    def _is_due(self, now: float, quiet: list[int]) -> bool:
+        """Return whether these ranks are to be judged now: not all of them were, or it is time."""
+        if now < self._earliest and len(quiet) < len(self._ranks):
+            return False
+        judged = {(number, self._seen[number]) for number in quiet}
+        if not judged <= self._judged:
+            self._again = AGAIN
+        elif now < self._next:
+            return False
+        self._judged = judged
+        # A thread that keeps the run from being judged may end; asking costs room on the board.
+        self._next, self._again = now + self._again, 2 * self._again
+        return True
+
+    def _judge(
+        self,
+        heads: list[Head],
+        quiet: Collection[int],
+        returned: Collection[int],
+        left_threads: Collection[int],
+    ) -> DeadlockError | MismatchError | None:
+        # Of a rank that moves only the counts matter: it may do anything, so it is running.
+        boards = [rank.board for rank in self._ranks]
+        copies = [b.read() if n in quiet else b.read_counts() for n, b in enumerate(boards)]
+        if any(boards[number].head() != heads[number] for number in quiet):
+            return None  # the copies are of different moments
+        snapshots = [Snapshot(number, copy) for number, copy in enumerate(copies)]
+        error = judge(snapshots, [number for number in returned if number in quiet])
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}

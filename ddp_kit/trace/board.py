@@ -286,6 +286,13 @@ class Board:
                 return BoardCopy(head, counts, texts, rows)
         return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
 
+    def read_counts(self) -> BoardCopy:
+        """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
+        head = self.head()._replace(waiting=-1, events=0)
+        counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
+        texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
+        return BoardCopy(head, counts, texts, b"")
+
     def waiting(self, run: int, since: int) -> tuple[Row, bytes] | None:
         """Return the event that the worker waits for, and its text; quicker than `read`.
 
