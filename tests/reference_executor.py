@@ -7,8 +7,8 @@ A program is a list of steps for each rank. A step is a tuple:
 
     ("send", dst, tag, group)    done when its receive has been posted
     ("recv", src, tag, group)    done when its message has been sent; src None: from any source
-    ("collective", root, group)  done when all have joined; for ranks other than a root, when the
-                                 root has
+    ("collective", root, group)  done when all have joined; with a root, a broadcast: on gloo see
+                                 `broadcast_on_gloo`, else done for other ranks when the root has
     ("isend", ...), ("irecv", ...), ("icollective", ...)    do not wait
     ("wait", n)                  for the nth operation started with an "i", if there are that many
 """
@@ -103,9 +103,7 @@ class Machine:
         members = self.joined.setdefault((event.group, event.sequence), {})
         members[event.rank] = operation
         for rank, other in members.items():
-            root = other.event.root
-            eager = root is not None and root != rank and root in members
-            other.done |= eager or len(members) == len(event.group.ranks)
+            other.done |= can_leave(other.event, rank, members)
 
     def _match(self, operation: Operation) -> None:
         # A receive that names its source gets the message before one from any source.
@@ -170,7 +168,7 @@ class Machine:
     def is_left_alone(self, rank: int, dead: set[int]) -> bool:
         """Return whether a rank is in a collective that only dead ranks have not joined."""
         away = self.away(self.waits[rank].event)
-        return bool(away) and away <= dead
+        return bool(away) and away <= dead and not self.waits[rank].event.group.backends
 
     def away(self, event: Event) -> set[int]:
         """Return the ranks that have not joined a collective; none for other events."""
@@ -180,9 +178,10 @@ class Machine:
     def _no_help(self, rank: int, dead: set[int]) -> bool:
         event = self.waits[rank].event
         if event.kind == "collective":
-            # With a root, the verdict is careful: any rank that still joins may help.
-            enough = any if event.root is None else all
-            return enough(r in dead for r in self.away(event))
+            away = self.away(event)
+            if event.root is None or event.group.backends:
+                return not can_leave(event, rank, set(event.group.ranks) - (away & dead))
+            return away <= dead  # the verdict is careful: any rank that still joins may help
         if event.peer is not None:
             return event.peer in dead
         return all(r in dead for r in event.group.ranks if r != rank)
@@ -194,6 +193,32 @@ def run(program: Sequence[Sequence[tuple]]) -> Machine:
     while runnable := machine.runnable():
         machine.step(runnable[0])
     return machine
+
+
+def can_leave(event: Event, rank: int, here: Collection[int]) -> bool:
+    """Return whether a rank can leave a collective that these ranks have joined."""
+    if event.root is not None and event.group.backends:
+        return rank in broadcast_on_gloo(event.root, event.group.ranks, here)
+    everyone = len(here) == len(event.group.ranks)
+    return everyone or (event.root not in (None, rank) and event.root in here)
+
+
+def broadcast_on_gloo(root: int, ranks: Sequence[int], here: Collection[int]) -> set[int]:
+    """Return who can leave a broadcast that the ranks `here` have joined: gloo's broadcast.cc.
+
+    Ranks are numbered from the root. In round i, those below 2**i send to those 2**i above them.
+    A send ends when its receive has been posted, and a rank leaves when its sends have ended.
+    """
+    order = [ranks[(ranks.index(root) + n) % len(ranks)] for n in range(len(ranks))]
+    served, sending = {root} & set(here), set()
+    for bit in range(len(ranks).bit_length()):
+        for sender in range(min(1 << bit, len(ranks) - (1 << bit))):
+            src, dst = order[sender], order[sender + (1 << bit)]
+            if src in served and dst in here:
+                served.add(dst)
+            else:
+                sending.add(src)
+    return served - sending
 
 
 def fits(one: Event, other: Event) -> bool:
@@ -225,12 +250,12 @@ class Tape:
         return [left.pop(self.below(len(left))) for _ in range(size)]
 
 
-def random_program(tape: Tape) -> list[list[tuple]]:
+def random_program(tape: Tape, backends: str = "") -> list[list[tuple]]:
     """Return a program that usually would end, and usually is damaged afterwards."""
     size = 2 + tape.below(4)
-    world = Group("world", tuple(range(size)))
+    world = Group("world", tuple(range(size)), backends)
     members = tape.some_of(world.ranks, 2 + tape.below(size - 1))
-    some = Group("some", tuple(sorted(members)))
+    some = Group("some", tuple(sorted(members)), backends)
     program: list[list[tuple]] = [[] for _ in world.ranks]
     owed: list[tuple[int, int]] = []  # (rank, n): waits that are still to come
     started = [0] * size

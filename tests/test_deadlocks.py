@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import Queue
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
@@ -25,6 +27,8 @@ from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
 from ddp_kit.trace import Board, InternTable
 from ddp_kit.trace.calls import Call
+from ddp_kit.trace.events import Event, Group
+from ddp_kit.verdict import graph
 
 
 def name_of(parameter):
@@ -665,3 +669,48 @@ def test_boards_that_were_copied_while_a_rank_moved_are_judged(monkeypatch):
     read = ranks[1].board.read
     monkeypatch.setattr(ranks[1].board, "read", lambda: (read(), ranks.move(1))[0])
     assert ranks.watch(3, moving=(2, 3)) is None
+
+
+# --- which ranks a collective needs, on gloo itself ----------------------------------------
+
+
+def gloo_groups(store, size):
+    """Return the groups of as many ranks, all in this process."""
+
+    def join(rank):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = datetime.timedelta(seconds=60)
+        return dist.ProcessGroupGloo(dist.FileStore(store, size), rank, size, options)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(join, range(size)))
+
+
+def start(method, group, root, numel):
+    tensor, is_root = torch.ones(numel), group.rank() == root
+    parts = [[torch.ones(numel) for _ in range(group.size())]] if is_root else []
+    given = {"gather": (parts, [tensor]), "scatter": ([tensor], parts)}.get(method, ([tensor],))
+    options = getattr(dist, f"{method.capitalize()}Options")()
+    options.rootRank = root
+    return getattr(group, method)(*given, options)
+
+
+@pytest.mark.parametrize("method", ["broadcast", "reduce", "gather", "scatter"])
+def test_a_rank_leaves_a_collective_on_gloo_without_one_that_it_needs(method, tmp_path):
+    size = 5
+    groups = gloo_groups(str(tmp_path / "store"), size)
+    world = Group("world", tuple(range(size)), "cpu:gloo")
+    for numel, root, absent in itertools.product([1, 4, 100_000], range(size), range(size)):
+        works = {r: start(method, groups[r], root, numel) for r in range(size) if r != absent}
+        for rank, work in works.items():
+            event = Event(rank, 0, method, "collective", method, world, 0, root=root)
+            event = replace(event, inputs=((numel,),), nbytes=4 * numel)
+            if absent not in graph.needed_on_gloo(event):
+                work.wait()
+                continue
+            time.sleep(0.001)  # it shall not leave, however long it has
+            assert not work.is_completed(), (numel, root, absent, rank)
+        start(method, groups[absent], root, numel).wait()
+        for work in works.values():
+            work.wait()

@@ -13,7 +13,7 @@ from reference_executor import Machine, Tape, random_program
 import ddp_kit as kit
 
 PROGRAMS = int(os.environ.get("DDP_KIT_RANDOM_PROGRAMS", "80"))
-WORLD_SIZE = 3
+WORLD_SIZE = 4
 DEADLOCKS = 8  # of 200 programs: each costs fresh ranks
 
 
@@ -69,7 +69,7 @@ def random_programs(chance):
     """Yield programs, each with how it ends."""
     left = Counter({"ended": PROGRAMS, "DeadlockError": PROGRAMS * DEADLOCKS // 200})
     while sum(left.values()) > left["DeadlockError"]:
-        program = random_program(Tape(chance.randbytes(110)))
+        program = random_program(Tape(chance.randbytes(110)), "cpu:gloo")
         if len(program) != WORLD_SIZE:
             continue
         for steps in program:  # a message whose work is dropped may be lost: keep it and wait

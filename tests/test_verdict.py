@@ -410,6 +410,17 @@ def test_a_slow_collective_is_called_dead():
     assert deadlock(both) is None
 
 
+GLOO = Group("0", (0, 1, 2, 3), "cpu:gloo,cuda:gloo")
+ON_GLOO = [
+    (0, [0, 1, 2], "returned", {1: (3,)}),  # 0 sends to 1 and 2, and 1 relays to 3
+    (0, [0, 1, 2], "running", {}),
+    (0, [0, 2, 3], "returned", {0: (1,), 3: (1,)}),
+    (0, [1, 2, 3], "returned", {1: (0,), 2: (0,), 3: (0,)}),
+    (2, [0, 1, 2], "returned", {2: (3,), 1: (3,)}),  # 2 sends to 3 and 0, and 3 relays to 1
+    (2, [1, 2, 3], "returned", {2: (0,)}),
+]
+
+
 def test_a_rank_that_is_about_to_leave_a_broadcast_is_called_dead():
     # The data of a slow broadcast is on its way to rank 1; rank 2 waits for what comes after.
     event = Event(0, 0, "broadcast", "collective", "broadcast", THREE, 0, root=0)
@@ -421,6 +432,22 @@ def test_a_rank_that_is_about_to_leave_a_broadcast_is_called_dead():
     ]
     assert stuck(states) == {}
     assert stuck([*states[:2], RankState(2, "returned")]) == {1: (2,)}  # nobody will take its data
+
+
+@pytest.mark.parametrize(("root", "joined", "away", "found"), ON_GLOO, ids=str)
+def test_a_rank_that_a_broadcast_needs_on_gloo_is_not_waited_for(root, joined, away, found):
+    states = [
+        RankState(
+            rank,
+            "waiting" if rank in joined else away,
+            Event(rank, 0, "broadcast", "collective", "broadcast", GLOO, 0, root=root)
+            if rank in joined
+            else None,
+            collectives={GLOO: int(rank in joined)},
+        )
+        for rank in GLOO.ranks
+    ]
+    assert stuck(states) == found
 
 
 def test_stuck_ranks_in_different_collectives_are_a_deadlock():
@@ -954,7 +981,7 @@ def test_a_random_program_is_judged_wrongly():
     def check(data):
         for start in range(0, len(data), TAPE):
             tape = Tape(data[start : start + TAPE])
-            machine = Machine(random_program(tape))
+            machine = Machine(random_program(tape, tape.one_of(["", "cpu:gloo"])))
             try:
                 run_and_compare(machine, tape, seen)
             except BaseException:

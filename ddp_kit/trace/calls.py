@@ -176,12 +176,14 @@ class InternTable:
         if (known := self._groups.get(group)) is not None:
             return known
         if isinstance(group, tuple):
-            (name, ranks), limited = group, False
+            (name, ranks), limited, backends = group, False, ""
         else:
             name, ranks = group.group_name, dist.get_process_group_ranks(group)
             limited = torch_internals.group_timeout(group) < _SHORT
+            backends = dist.get_backend_config(group)
         name += self._world
-        number = self._write(("group", name, *ranks), ["group", name, list(ranks)])
+        text = ["group", name, list(ranks), backends]
+        number = self._write(("group", name, backends, *ranks), text)
         self._groups[group] = GroupInfo(number, tuple(ranks), limited)
         return self._groups[group]
 
@@ -273,7 +275,7 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
     for line in texts.splitlines():
         what, *text = json.loads(line)
         if what == "group":
-            read.append(Group(text[0], tuple(text[1])))
+            read.append(Group(text[0], tuple(text[1]), *text[2:]))
         elif what == "line":
             read.append(Frame(*text, own=True))
         elif what == "count":

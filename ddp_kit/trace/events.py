@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ddp_kit.error_text import Frame, count
@@ -19,10 +19,12 @@ class Group:
     """A process group: its name and its ranks in the world.
 
     name: PyTorch's, and which world it belongs to if that was formed in the run.
+    backends: for each kind of device, as in "cpu:gloo,cuda:nccl"; "" if that is unknown.
     """
 
     name: str
     ranks: tuple[int, ...]
+    backends: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,12 @@ def _event(state: RankState) -> Event:
 
 
 def _together(at: _Ranks, waits: _Waits, rank: int) -> list[int]:
-    """Return the stuck ranks that wait in the same collective as `rank`, including itself."""
+    """Return the stuck ranks that wait in the same collective for the same ranks as `rank`."""
     event = _event(at[rank])
     if event.kind != "collective":
         return [rank]
-    return [r for r in sorted(waits) if _event(at[r]).match_key == event.match_key]
+    same = (r for r in sorted(waits) if waits[r] == waits[rank])
+    return [r for r in same if _event(at[r]).match_key == event.match_key]
 
 
 def _returned_without_it(at: _Ranks, waits: _Waits, rank: int, gone: list[int]) -> _Explanation:

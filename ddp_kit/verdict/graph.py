@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event, Group
@@ -79,10 +80,10 @@ def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
     """Return whether ranks that are not dead could complete what this one waits for."""
     event = state.waits_for
     assert event is not None
-    if event.root not in (None, state.rank, *peers):
+    unknown = event.root is not None and not _is_on_gloo(event)  # which ranks it needs
+    if unknown and event.root not in (state.rank, *peers):
         return True  # the root has joined: a rank may leave before the others join
-    # Which ranks the root needs depends on the backend's tree: one that can still join is enough.
-    enough = any if from_any_source(event) or event.root is not None else all
+    enough = any if from_any_source(event) or unknown else all
     return enough(peer not in dead for peer in peers)
 
 
@@ -97,7 +98,8 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
     if state.status != "waiting" or event is None:
         return None
     if event.kind == "collective":
-        return tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event)) or None
+        needed = needed_on_gloo(event) if _is_on_gloo(event) else _others(state, event)
+        return tuple(r for r in needed if not _has_joined(at.get(r), event)) or None
     if event.kind == "send":
         return None if _has_receive(at.get(event.peer), event) else (event.peer,)
     if event.kind != "recv":
@@ -108,6 +110,49 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
 
 def _others(state: RankState, event: Event) -> tuple[int, ...]:
     return tuple(rank for rank in event.group.ranks if rank != state.rank)
+
+
+def _is_on_gloo(event: Event) -> bool:
+    """Return whether gloo itself runs a collective."""
+    return f"{event.device}:gloo" in event.group.backends.split(",")
+
+
+def needed_on_gloo(event: Event) -> tuple[int, ...]:
+    """Return the ranks without which this one cannot leave a collective, in their order.
+
+    A rank that only sends, or only receives, may leave before all have joined. Which ones it
+    needs follows from the algorithms in https://github.com/pytorch/gloo/tree/main/gloo:
+    broadcast.cc, a tree, in which the parent of a rank is its number after the root without its
+    highest bit; gather.cc and scatter.cc, with the root in the middle; reduce.cc, a ring.
+    """
+    size = len(event.group.ranks)
+    me, everyone = event.group.ranks.index(event.rank), set(range(size))
+    root = me if event.root is None else event.group.ranks.index(event.root)
+    needed = everyone
+    if event.method == "broadcast":
+        at = (me - root) % size
+        parents = {at & ((1 << bit) - 1) for bit in range(at.bit_length())}
+        children = {n for n in range(1, size) if n ^ (1 << n.bit_length() - 1) == at}
+        needed = {(n + root) % size for n in parents | children}
+    elif me != root and event.method in ("gather", "scatter"):
+        needed = {root}
+    elif me != root and event.method == "reduce" and me >= (chunks := _chunks(event)):
+        # The ring goes down from rank to rank. Only the first ranks own a chunk, and their chunks
+        # end with them, so this one needs the ranks before it on the way, and the next one.
+        needed = {me - 1, *range(me + 1, size), *range(chunks - 1)} if chunks else set()
+    return tuple(event.group.ranks[n] for n in sorted(needed - {me}))
+
+
+def _chunks(event: Event) -> int:
+    """Return into how many chunks gloo cuts the tensor of a reduce; the first ranks own them."""
+    size, elements = len(event.group.ranks), prod(event.shape)
+    if not event.nbytes or not elements:
+        return 0
+    itemsize = event.nbytes // elements
+    segment = min(-(-event.nbytes // (2 * size)), 1 << 20)
+    segment += -segment % itemsize
+    segments = max(-(-event.nbytes // segment), 2 * size)
+    return -(-event.nbytes // (-(-segments // size) * segment))
 
 
 def _has_joined(state: RankState | None, event: Event) -> bool:

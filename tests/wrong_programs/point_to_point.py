@@ -183,6 +183,51 @@ MATCHING = [
         """,
     ),
     program(
+        "reduce_with_a_rank_that_waits",
+        "message matching",
+        "Rank 1 receives before the reduce what rank 3 sends after it.",
+        DEADLOCK,
+        4,
+        """
+        tensor, letter = torch.ones(4_000), torch.ones(1)
+        if rank == 1:
+            dist.recv(letter, 3)  # fault: 1
+        dist.reduce(tensor, 0)  # fault: 3; held up: 0, 2
+        if rank == 3:
+            dist.send(letter, 1)
+        """,
+    ),
+    program(
+        "reduce_to_a_rank_that_sends_afterwards",
+        "message matching",
+        "Rank 1 receives before the reduce what rank 3, to which it leads, sends after it.",
+        DEADLOCK,
+        4,
+        """
+        tensor, letter = torch.ones(4), torch.ones(1)
+        if rank == 1:
+            dist.recv(letter, 3)  # fault: 1
+        dist.reduce(tensor, 3)  # fault: 3; held up: 0, 2
+        if rank == 3:
+            dist.send(letter, 1)
+        """,
+    ),
+    program(
+        "broadcast_to_a_leaf_that_waits",
+        "message matching",
+        "Rank 3 receives before the broadcast what rank 1, which relays to it, sends after it.",
+        DEADLOCK,
+        4,
+        """
+        tensor, letter = torch.ones(4), torch.ones(1)
+        if rank == 3:
+            dist.recv(letter, 1)  # fault: 3
+        dist.broadcast(tensor, 0)  # fault: 1; held up: 0, 2
+        if rank == 1:
+            dist.send(letter, 3)
+        """,
+    ),
+    program(
         "two_ranks_stuck_while_two_others_work",
         "message matching",
         "Ranks 0 and 1 receive from each other while ranks 2 and 3 exchange messages.",

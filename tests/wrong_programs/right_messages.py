@@ -1,9 +1,9 @@
-"""Right programs of groups and messages, made of the same calls as the wrong ones."""
+"""Right programs of groups, of messages, and of ranks that keep each other waiting."""
 
 from __future__ import annotations
 
-from calls import ALL, COLLECTIVES, FORMS
-from program import NONE, each
+from calls import ALL, COLLECTIVES, FORMS, ROOTED, ROOTED_OBJECT
+from program import NONE, each, program
 
 GROUPS = [
     *each(
@@ -180,4 +180,93 @@ MESSAGES = [
     ),
 ]
 
-PROGRAMS = [*GROUPS, *MESSAGES]
+SIDE_BY_SIDE = [
+    *each(
+        [*ROOTED, *ROOTED_OBJECT],
+        "${name}_with_a_slow_leaf",
+        "slow and busy ranks",
+        "Rank 3 comes late to $name, and the others go on to the next one as far as they can.",
+        NONE,
+        4,
+        """
+        import time
+        for step in range(2):
+            time.sleep(1.3 * (rank == 3))
+            $setup
+            $call
+        """,
+        seconds=3,
+    ),
+    *each(
+        ROOTED,
+        "${name}_of_large_tensors_with_a_slow_relay",
+        "slow and busy ranks",
+        "Rank 1 comes late to $name of 20 MB, and rank 0 is not the root.",
+        NONE,
+        4,
+        """
+        import time
+        root, count = 2, 5_000_000
+        time.sleep(1.3 * (rank == 1))
+        $sized
+        $root
+        """,
+        seconds=3,
+    ),
+    program(
+        "a_pair_waits_while_another_exchanges",
+        "slow and busy ranks",
+        "Rank 0 computes for 3 s before it sends, while ranks 2 and 3 exchange with pauses.",
+        NONE,
+        4,
+        """
+        import time
+        tensor, peer = torch.ones(4), rank ^ 1
+        if rank < 2:
+            time.sleep(3 * (rank == 0))
+            dist.send(tensor, peer) if rank == 0 else dist.recv(tensor, peer)
+            return
+        for step in range(20):
+            time.sleep([0.05, 0.05, 0.05, 1.2][step % 4] * (rank == 2) / 2)
+            dist.send(tensor, peer) if rank == 2 else dist.recv(tensor, peer)
+        """,
+        seconds=4,
+    ),
+    program(
+        "ranks_wait_for_one_that_is_busy_with_another",
+        "slow and busy ranks",
+        "Rank 0 waits for rank 1, which waits for rank 2, which serves rank 3 for 3 s first.",
+        NONE,
+        4,
+        """
+        import time
+        tensor = torch.ones(4)
+        if rank < 2:
+            dist.recv(tensor, rank + 1)
+        for _ in range(60 if rank > 1 else 0):
+            time.sleep(0.05)
+            dist.recv(tensor, 3) if rank == 2 else dist.send(tensor, 2)
+        if 0 < rank < 3:
+            dist.send(tensor, rank - 1)
+        """,
+        seconds=4,
+    ),
+    program(
+        "groups_of_different_speed",
+        "slow and busy ranks",
+        "One pair reduces often, the other pair rarely, and all meet in a barrier.",
+        NONE,
+        4,
+        """
+        import time
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for _ in range(60 if rank < 2 else 2):
+            time.sleep(0.05 if rank == 0 else 1.5 if rank == 3 else 0)
+            dist.all_reduce(torch.ones(4), group=pairs[rank // 2])
+        dist.barrier()
+        """,
+        seconds=4,
+    ),
+]
+
+PROGRAMS = [*GROUPS, *MESSAGES, *SIDE_BY_SIDE]

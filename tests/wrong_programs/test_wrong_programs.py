@@ -50,9 +50,6 @@ REASONS = {
     "the all_reduce with which DDP finds unused parameters is not recorded": [
         "find_unused_parameters_on_one_rank",
     ],
-    "gloo relays a broadcast through a rank that waits elsewhere": [
-        "relay_through_a_rank_that_waits",
-    ],
     "a message whose Work was dropped counts as posted": [
         "only_the_last_isend_is_waited_for",
         "batch_thrown_away_before_a_barrier",
