@@ -10,7 +10,7 @@
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
-    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint
+    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint
     ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a lesson's claim does not hold
@@ -268,7 +268,8 @@ class DeadlockError(_HintedError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
     fact: which rank waits for which, in a sentence. waits: one for each stuck rank. hint: what
-    usually helps, in a sentence; settable. returned: the ranks that had returned.
+    usually helps, in a sentence; settable. returned: the ranks that had returned. dropped: the
+    calls whose Work was deleted before anybody had waited for it, so that messages were lost.
     """
 
     def __init__(
@@ -277,15 +278,18 @@ class DeadlockError(_HintedError):
         waits: Iterable[Wait],
         hint: str,
         returned: Iterable[int] = (),
+        dropped: Iterable[Wait] = (),
     ):
         self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
+        self.dropped = tuple(sorted(dropped, key=lambda one: (one.rank, str(one.where), one.op)))
         self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
-        super().__init__(waits, None, fact, waits, hint, self.returned)
+        super().__init__(waits, None, fact, waits, hint, self.returned, self.dropped)
 
     def _format(self, text: TextFormatter) -> list[str]:
         waits = text.waits(self.waits)
-        return [f"{self.fact}.", *waits, *format_returned(self.returned), self.hint]
+        dropped = text.merge((one, "", f"never waited for {one.op}") for one in self.dropped)
+        return [f"{self.fact}.", *waits, *dropped, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
         if not self._drawn:  # IPython may render an error twice

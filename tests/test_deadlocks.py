@@ -422,6 +422,22 @@ def joins_with_uneven_inputs(rank, world_size):
             model(torch.ones(1, 1)).sum().backward()
 
 
+def drops_what_has_come(rank, world_size):
+    tensor = torch.zeros(1)
+    if rank == 1:
+        work = dist.irecv(tensor, 0)
+    dist.barrier()
+    if rank == 0:
+        dist.isend(tensor, 1)
+        dist.barrier()
+        dist.send(tensor, 1)
+    else:
+        work.wait()
+        time.sleep(6)  # longer than a message takes that is only slow
+        dist.barrier()
+        dist.recv(tensor, 0)
+
+
 def a_limit_goes_by(rank, world_size):
     if rank == 0:
         work = dist.irecv(torch.zeros(1), 1)
@@ -434,6 +450,7 @@ def a_limit_goes_by(rank, world_size):
     [
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
+        drops_what_has_come,
         *(a_timer_sends, a_thread_pool_sends, a_callback_sends),
     ],
 )
@@ -649,6 +666,13 @@ def test_a_run_in_which_nothing_moves_is_judged_late(monkeypatch):
 
 def test_a_rank_that_waits_for_one_that_moves_is_called_stuck(monkeypatch):
     assert Ranks(monkeypatch, 4, 3, 0, 3, 0).watch(60, moving=(2, 3)) is None
+
+
+def test_a_judge_is_not_told_that_nothing_has_moved_for_long(monkeypatch):
+    told = []
+    monkeypatch.setattr(deadlock_watch, "judge", lambda *_, long: told.append(long))
+    Ranks(monkeypatch, 2, 1).watch(10)
+    assert told == [False, True]
 
 
 def test_a_rank_that_has_returned_is_expected_to_send_while_others_move(monkeypatch):

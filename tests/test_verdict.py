@@ -18,11 +18,12 @@ from ddp_kit.trace import Board, Snapshot, board
 from ddp_kit.trace.calls import Call, InternTable
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank.recorder import Recorder
-from ddp_kit.verdict import RankState, deadlock, judge, mismatch, shortest_cycle, stuck
+from ddp_kit.verdict import RankState, deadlock, graph, judge, mismatch, shortest_cycle, stuck
 
 TWO, THREE, EIGHT = (Group("0", tuple(range(size))) for size in (2, 3, 8))
 PAIR, OTHER_PAIR = Group("1", (0, 1)), Group("2", (0, 1))
 LINE = Frame("cell-file", 3, "worker", "exchange(tensor)", True)
+ISEND = Event(1, 0, "isend", "send", "send", THREE, 0, peer=0, where=LINE)
 
 COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
 RECV_FIRST = (
@@ -340,7 +341,7 @@ def test_a_deadlock_is_explained_wrongly(program, fact, lines, hint):
 
 def test_an_isend_that_nobody_waited_for_in_a_ring_is_explained_as_a_cycle():
     states = states_of([recv(1)], [recv(0)], [])
-    states[1] = replace(states[1], given_up={(1, 0, 0, THREE): 1})
+    states[1] = replace(states[1], given_up={(1, 0, 0, THREE): {0: ISEND}})
     fact, *_, hint = str(deadlock(states)).splitlines()
     assert fact == (
         "rank 0 waits for a message from rank 1, which started an isend but never waited for it."
@@ -448,6 +449,83 @@ def test_a_rank_that_a_broadcast_needs_on_gloo_is_not_waited_for(root, joined, a
         for rank in GLOO.ranks
     ]
     assert stuck(states) == found
+
+
+def isend(sequence, *, dropped=True, **given):
+    """Return an isend from rank 0 to rank 1."""
+    event = Event(0, sequence, "isend", "send", "send", TWO, sequence, peer=1, where=LINE)
+    return replace(event, given_up=dropped, **given)
+
+
+def irecv(sequence, *, dropped=True, **given):
+    """Return an irecv of rank 1 from rank 0."""
+    event = Event(1, sequence, "irecv", "recv", "recv", TWO, sequence, peer=0, where=LINE)
+    return replace(event, given_up=dropped, **given)
+
+
+def state_of(rank, *events, waits=False, status="returned"):
+    """Return the state of a rank after these events; waits: for the last of them."""
+    state = RankState(rank, "waiting" if waits else status, events[-1] if waits else None)
+    for event in events:
+        counts = {"send": state.sends, "recv": state.recvs}.get(event.kind, state.collectives)
+        key = event.channel or event.group
+        counts[key] = counts.get(key, 0) + 1
+        if event.given_up:
+            state.given_up.setdefault(key, {})[event.sequence] = event
+    return state
+
+
+def test_the_next_message_counts_as_the_one_that_was_given_up():
+    last = isend(2, dropped=False)
+    sender = state_of(0, isend(0), isend(1), last, waits=True)
+    states = [sender, state_of(1, irecv(0, dropped=False), waits=True)]
+    assert stuck(states) == {0: (1,), 1: (0,)}
+    lines = str(deadlock(states)).splitlines()
+    assert lines.count("rank 0 never waited for isend(dst=1)") == 1
+    assert lines[0].startswith("rank 1 waits for a message from rank 0, which started an isend")
+
+
+def test_a_message_that_was_given_up_after_it_had_come_counts_against_the_next_one():
+    reply = Event(0, 2, "recv", "recv", "recv", TWO, 0, peer=1)
+    sender = state_of(0, isend(0), isend(1, dropped=False), reply, waits=True)
+    receiver = state_of(1, irecv(0, dropped=False), irecv(1, dropped=False), waits=True)
+    assert stuck([sender, receiver]) == {}
+
+
+def test_a_send_to_a_receive_that_was_given_up_is_not_explained():
+    states = [state_of(0, isend(0, dropped=False), waits=True), state_of(1, irecv(0))]
+    fact, *_, hint = str(deadlock(states)).splitlines()
+    assert (
+        fact
+        == "rank 0 waits until rank 1 receives, which started an irecv but never waited for it."
+    )
+    assert hint.startswith("Keep what irecv returns")
+
+
+BARRIERS = [Event(rank, 9, "barrier", "collective", "barrier", TWO, 0) for rank in (0, 1)]
+KEPT, DROPPED = irecv(0, dropped=False), irecv(0)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "found"),
+    [
+        ([isend(0)], [DROPPED], {0, 1}),
+        ([isend(0, dropped=False)], [DROPPED], {0, 1}),
+        ([isend(0, dropped=False)], [replace(DROPPED, peer=None)], {0, 1}),
+        ([], [DROPPED], set()),  # nothing was sent, so nothing was in flight
+        ([isend(0)], [], set()),
+        ([isend(0, dropped=False)], [KEPT], set()),
+        ([isend(0, group=PAIR)], [replace(DROPPED, group=PAIR)], set()),  # another connection
+    ],
+)
+def test_a_connection_that_a_dropped_work_has_blocked_is_not_recognised(here, there, found):
+    states = [
+        state_of(0, *here, BARRIERS[0], waits=True),
+        state_of(1, *there, BARRIERS[1], waits=True),
+    ]
+    assert stuck(states) == {}
+    assert set(graph.blocked(states)) == found
+    assert not graph.blocked([states[0], replace(states[1], status="running", collectives={})])
 
 
 def test_stuck_ranks_in_different_collectives_are_a_deadlock():
@@ -818,14 +896,17 @@ def test_matching_events_take_more_than_one_look(monkeypatch):
 # Which error wins, from what ranks have written on their boards
 
 
-def snapshot(rank, *calls, waits=False, limited=False, group=TWO):
-    """A rank that has made these calls; `waits`: in the last one."""
+def snapshot(rank, *calls, waits=False, limited=False, group=TWO, dropped=0):
+    """A rank that has made these calls, and waits in the last one; the first are dropped."""
     page = Board()
     recorder = Recorder(InternTable(page), 1)
     for method, op, size, peer in calls:
         tensor = ((size,), torch.float32)
         given = {"outputs" if method == "recv" else "inputs": (tensor,)}
         posted = recorder.post((group.name, group.ranks), Call(method, **given), peer, op=op)
+        if posted.index < dropped:
+            page.write_bits(posted.index, board.GIVEN_UP)
+            recorder.table.change(posted.count, given_up=1)
     if waits:
         page.begin_wait(posted.index, 2000, limited, shown=True)
     return Snapshot(rank, page.read())
@@ -892,6 +973,22 @@ def test_ranks_are_called_stuck_although_not_everything_was_counted(monkeypatch)
     monkeypatch.setattr(board, "COUNTED", 0)
     crowded = snapshot(0, receives(1), waits=True)
     assert judge([crowded, BOTH_RECEIVE[1]], returned=()) is None
+
+
+@pytest.mark.parametrize(
+    ("elements", "long", "found"), [(4, True, True), (4, False, False), (1 << 20, True, False)]
+)
+def test_a_blocked_connection_is_reported_before_it_is_certain(elements, long, found):
+    sends = ("send", "isend", 4, 1)
+    ranks = [
+        snapshot(0, sends, reduces(elements), waits=True),
+        snapshot(1, receives(0), reduces(elements), waits=True, dropped=1),
+    ]
+    error = judge(ranks, returned=(), long=long)
+    assert bool(error) == found
+    if found:
+        assert "rank 1 never waited for recv(src=0)" in str(error).splitlines()
+        assert [wait.op for wait in error.waits] == ["all_reduce"] * 2
 
 
 # Random programs, and a machine that knows whether they end

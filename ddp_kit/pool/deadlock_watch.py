@@ -53,7 +53,7 @@ class DeadlockWatch:
         if all(heads[number].waiting < 0 for number in quiet) or not self._is_due(now, quiet):
             return None
         began = time.monotonic()
-        error = self._judge(heads, quiet, returned, left_threads)
+        error = self._judge(now, heads, quiet, returned, left_threads)
         self._earliest = now + (time.monotonic() - began) / SHARE
         return error
 
@@ -87,6 +87,7 @@ class DeadlockWatch:
 
     def _judge(
         self,
+        now: float,
         heads: list[Head],
         quiet: Collection[int],
         returned: Collection[int],
@@ -98,7 +99,8 @@ class DeadlockWatch:
         if any(boards[number].head() != heads[number] for number in quiet):
             return None  # the copies are of different moments
         snapshots = [Snapshot(number, copy) for number, copy in enumerate(copies)]
-        error = judge(snapshots, [number for number in returned if number in quiet])
+        gone = [number for number in returned if number in quiet]
+        error = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}

@@ -99,6 +99,14 @@ class Snapshot:
         return sorted(found, key=lambda event: event.index)
 
     @property
+    def given_up(self) -> list[Event]:
+        """The messages whose Work was dropped before anybody had waited for them."""
+        some = any(given_up for _, given_up in self.counts().values())
+        if not some or not any(row[3] & GIVEN_UP for row in self.log.kept()):
+            return []  # events take longer to make
+        return [event for event in self.events if event.given_up]
+
+    @property
     def latest(self) -> int:
         """The latest time on the board, in nanoseconds; 0: there is none."""
         newest = max((max(row[-3:]) for row in self.log.kept()), default=0)

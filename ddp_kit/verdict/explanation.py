@@ -17,7 +17,7 @@ _SEND_FIRST = (
     "A send may block until its receive is posted: let one rank receive before it sends, or start "
     "both with isend and irecv and wait afterwards."
 )
-_KEEP_WORK = "Keep what isend returns and call its wait(); otherwise the message may be lost."
+_KEEP_WORK = "Keep what {} returns and call its wait(); otherwise the message may be lost."
 _ADDRESS = "A send and its receive must have the same tag and the same group."
 _COLLECTIVE = (
     "Every rank of a group must call the same collectives in the same order: look for an if, a "
@@ -90,12 +90,35 @@ def _returned_without_it(at: _Ranks, waits: _Waits, rank: int, gone: list[int]) 
 
 
 def _dropped_work(at: _Ranks, rank: int, peer: int) -> _Explanation | None:
-    """Explain a receive whose message was started with isend, and the work object dropped."""
+    """Explain a wait for a message that the peer has started, and dropped its Work."""
     event = _event(at[rank])
-    if event.kind != "recv" or not at[peer].given_up.get(_channel(event, peer)):
+    if not dropped_on(at[peer], event):
         return None
-    fact = f"rank {rank} waits for a message from rank {peer}, which started an isend"
-    return f"{fact} but never waited for it", _KEEP_WORK
+    if event.kind == "recv":
+        fact, call = f"rank {rank} waits for a message from rank {peer}", "isend"
+    else:
+        fact, call = f"rank {rank} waits until rank {peer} receives", "irecv"
+    return f"{fact}, which started an {call} but never waited for it", _KEEP_WORK.format(call)
+
+
+def dropped_on(peer: RankState, event: Event) -> list[Event]:
+    """Return the other ends of a message, and of later ones, whose Work the peer has dropped."""
+    if event.kind == "collective":
+        return []
+    dropped = peer.given_up.get(_channel(event, peer.rank), {})
+    return [dropped[n] for n in sorted(dropped) if event.peer is None or n >= event.sequence]
+
+
+def explain_blocked(at: _Ranks, rank: int, dropped: Event) -> _Explanation:
+    """Explain a wait for what all have called, after the Work of a message was dropped."""
+    event, call = _event(at[rank]), "isend" if dropped.kind == "send" else "irecv"
+    called = (
+        "which all its ranks have called" if event.kind == "collective" else "both ends are called"
+    )
+    fact = f"rank {rank} waits in {format_operation(event, at)}, {called}, but rank {dropped.rank}"
+    return f"{fact} never waited for its {call}, which blocks the connection", _KEEP_WORK.format(
+        call
+    )
 
 
 def _channel(event: Event, peer: int) -> Channel:

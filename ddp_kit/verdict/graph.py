@@ -22,8 +22,8 @@ Channel = tuple[int, int, int, Group]  # src, dst, tag, group; src and dst are g
 class RankState:
     """What one rank is doing, and how many operations it has posted.
 
-    An operation is posted once it is called, complete or not. Operations that the rank gave up
-    (their work object was dropped before anybody waited for it) do not count as posted.
+    An operation is posted once it is called, complete or not. A message that a rank gives up (its
+    Work is dropped before anybody has waited for it) keeps its place in the channel.
     """
 
     rank: int
@@ -33,7 +33,7 @@ class RankState:
     recvs: dict[Channel, int] = field(default_factory=dict)  # from any source: once complete
     any_source: dict[tuple[int, Group], int] = field(default_factory=dict)  # (tag, group): open
     collectives: dict[Group, int] = field(default_factory=dict)
-    given_up: dict[Channel, int] = field(default_factory=dict)  # sends; only explanations use it
+    given_up: dict[Channel, dict[int, Event]] = field(default_factory=dict)  # by their sequence
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, returned: bool) -> RankState:
@@ -42,17 +42,17 @@ class RankState:
         waits_for = snapshot.waiting if snapshot.waits_forever else None
         status = "returned" if returned else "waiting" if waits_for else "running"
         state = cls(rank, status, waits_for)
-        for (kind, peer, tag, group), (started, given_up) in snapshot.counts().items():
-            posted = started - given_up
+        for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
             if kind == "send":
                 state.sends[rank, peer, tag, group] = posted
-                state.given_up[rank, peer, tag, group] = given_up
             elif kind == "recv":
                 state.recvs[peer, rank, tag, group] = posted
             elif kind == "any":
-                state.any_source[tag, group] = posted
+                state.any_source[tag, group] = posted - given_up
             else:
                 state.collectives[group] = posted
+        for event in snapshot.given_up:
+            state.given_up.setdefault(event.channel, {})[event.sequence] = event
         return state
 
 
@@ -161,7 +161,7 @@ def _has_joined(state: RankState | None, event: Event) -> bool:
 
 def _has_receive(state: RankState | None, event: Event) -> bool:
     return state is not None and (
-        state.recvs.get(event.channel, 0) > event.sequence
+        _is_posted(state.recvs, state, event)
         or state.any_source.get((event.tag, event.group), 0) > 0
     )
 
@@ -170,9 +170,53 @@ def _has_sent(sender: RankState | None, receiver: RankState, event: Event) -> bo
     if sender is None:
         return False
     channel = sender.rank, receiver.rank, event.tag, event.group
+    if event.peer is not None:
+        return _is_posted(sender.sends, sender, event)
     # A receive from any source has no sequence number on a channel before it is complete.
-    taken = receiver.recvs.get(channel, 0) if event.peer is None else event.sequence
-    return sender.sends.get(channel, 0) > taken
+    sent = sender.sends.get(channel, 0) - len(sender.given_up.get(channel, ()))
+    return sent > receiver.recvs.get(channel, 0)
+
+
+def _is_posted(posted: Mapping[Channel, int], peer: RankState, event: Event) -> bool:
+    """Return whether a peer has posted the other end of a message, and has not given it up.
+
+    The nth receive of a channel gets the nth message, or none if that one was given up: gloo takes
+    the buffer from the Work, and a transfer that has none stops. https://github.com/pytorch/gloo
+    """
+    given_up = event.sequence in peer.given_up.get(event.channel, ())
+    return posted.get(event.channel, 0) > event.sequence and not given_up
+
+
+def blocked(states: Sequence[RankState]) -> dict[int, list[Event]]:
+    """Return the waiting ranks for which all is posted, but maybe not over a connection that works.
+
+    Each comes with the messages for which that is so: both ends were called, and one was given up.
+    If it was in flight, gloo stops in the middle of it, and nothing passes after it. Whether it was
+    nobody knows, so this is an explanation only of what lasts too long.
+    """
+    at = {state.rank: state for state in states}
+    given_up = [one for state in states for by in state.given_up.values() for one in by.values()]
+    lost = [one for one in given_up if _was_met(one, at)]
+    found = {}
+    for rank, state in sorted(at.items()):
+        event = state.waits_for
+        if lost and event and state.status == "waiting" and _needs(state, at) is None:
+            between = {rank, event.peer} if event.peer is not None else {*event.group.ranks}
+            here = [one for one in lost if one.group == event.group and one.rank in between]
+            here = [one for one in here if one.peer is None or one.peer in between]
+            found |= {rank: here} if here else {}
+    return found
+
+
+def _was_met(one: Event, at: Mapping[int, RankState]) -> bool:
+    """Return whether somebody has called the other end of a message."""
+    if one.peer is None:
+        return any(
+            channel[1:] == one.channel[1:] for state in at.values() for channel in state.sends
+        )
+    peer = at.get(one.peer)
+    posted = {} if peer is None else peer.recvs if one.kind == "send" else peer.sends
+    return posted.get(one.channel, 0) > one.sequence
 
 
 def shortest_cycle(peers: Mapping[int, Sequence[int]]) -> list[int]:

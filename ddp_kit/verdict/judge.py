@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ddp_kit.error_text import Wait
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
-from ddp_kit.verdict.explanation import explain, format_operation
-from ddp_kit.verdict.graph import RankState, stuck
+from ddp_kit.verdict.explanation import dropped_on, explain, explain_blocked, format_operation
+from ddp_kit.verdict.graph import RankState, blocked, stuck
 from ddp_kit.verdict.mismatches import mismatch, plainly_agree
 
 
 def judge(
-    snapshots: Sequence[Snapshot], returned: Collection[int], over: bool = False
+    snapshots: Sequence[Snapshot],
+    returned: Collection[int],
+    over: bool = False,
+    long: bool = False,
 ) -> DeadlockError | MismatchError | None:
     """Return the error of a run that can never end, or whose ranks disagree; None otherwise.
 
@@ -27,7 +30,7 @@ def judge(
     if any(snapshot.is_crowded for snapshot in snapshots):
         return None  # not everything was counted
     states = [RankState.from_snapshot(each, each.rank in returned) for each in snapshots]
-    error = deadlock(states)
+    error = deadlock(states) or (_blocked(snapshots, states) if long else None)
     if plainly_agree(snapshots):
         return error
     # Stuck ranks may be stuck because of something earlier. If none is stuck, a rank may still
@@ -59,7 +62,31 @@ def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | Non
     fact, hint = explain(states, waits)
     returned = [state.rank for state in states if state.status == "returned"]
     shown = [_wait(event, waits[rank], list(at)) for rank, event in events.items()]
-    return DeadlockError(fact, shown, hint, returned)
+    peers = ((event, at[peer]) for rank, event in events.items() for peer in waits[rank])
+    dropped = [one for event, peer in peers for one in dropped_on(peer, event)]
+    return DeadlockError(fact, shown, hint, returned, _never_waited_for(dropped))
+
+
+SMALL = 1 << 20  # bytes of a message that arrives while nothing moves for long
+
+
+def _blocked(snapshots: Sequence[Snapshot], states: Sequence[RankState]) -> DeadlockError | None:
+    """Return the error of ranks between which nothing passes any more; None if there are none."""
+    waits = blocked(states)
+    in_flight = (event for event in _events(snapshots) if event.end is None) if waits else ()
+    if not waits or any(event.nbytes > SMALL for event in in_flight):
+        return None  # a large message takes its time
+    at = {state.rank: state for state in states}
+    rank = min(waits)
+    fact, hint = explain_blocked(at, rank, waits[rank][0])
+    returned = [state.rank for state in states if state.status == "returned"]
+    shown = [_wait(event, (), list(at)) for r in waits if (event := at[r].waits_for)]
+    dropped = [event for lost in waits.values() for event in lost]
+    return DeadlockError(fact, shown, hint, returned, _never_waited_for(dropped))
+
+
+def _never_waited_for(events: Iterable[Event]) -> set[Wait]:
+    return {Wait(event.rank, event.call, event.where) for event in events}
 
 
 def _wait(event: Event, peers: tuple[int, ...], world: list[int]) -> Wait:

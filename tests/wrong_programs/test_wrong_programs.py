@@ -50,11 +50,6 @@ REASONS = {
     "the all_reduce with which DDP finds unused parameters is not recorded": [
         "find_unused_parameters_on_one_rank",
     ],
-    "a message whose Work was dropped counts as posted": [
-        "only_the_last_isend_is_waited_for",
-        "batch_thrown_away_before_a_barrier",
-        "isend_thrown_away_before_a_barrier",
-    ],
     "the Work of a coalesced call is not watched": ["coalesced_all_reduce_never_waited_for"],
     "a collective that a rank has never joined is reported only if somebody waits in it": [
         "group_created_by_its_members_only",

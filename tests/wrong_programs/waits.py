@@ -71,11 +71,13 @@ MISSING_WAIT = [
         DEADLOCK,
         2,
         """
+        import time
         if rank == 0:
             for step in range(3):
                 work = dist.isend(torch.full((4,), step), 1)  # fault: 0
             work.wait()
         else:
+            time.sleep(0.3)  # a message that is received at once is not lost
             for _ in range(3):
                 dist.recv(torch.zeros(4, dtype=torch.int64), 0)  # fault: 1
         """,
@@ -139,13 +141,42 @@ MISSING_WAIT = [
         2,
         """
         tensors = [torch.ones(4), torch.zeros(4)]
-        dist.batch_isend_irecv(
+        dist.batch_isend_irecv(  # fault: all
             [
                 dist.P2POp(dist.isend, tensors[0], 1 - rank),
                 dist.P2POp(dist.irecv, tensors[1], 1 - rank),
             ]
         )
         dist.barrier()  # fault: all
+        """,
+    ),
+    program(
+        "any_source_irecv_thrown_away_before_a_barrier",
+        "missing wait",
+        "Nothing keeps the irecv of rank 0, whose message then blocks the connection.",
+        DEADLOCK,
+        2,
+        """
+        if rank == 0:
+            dist.irecv(torch.zeros(4))  # fault: 0
+        else:
+            dist.send(torch.ones(4), 0)
+        dist.barrier()  # held up: 0, 1
+        """,
+    ),
+    program(
+        "first_irecv_thrown_away",
+        "missing wait",
+        "Nothing keeps the first irecv of rank 1, so its message blocks the second one.",
+        DEADLOCK,
+        2,
+        """
+        if rank == 0:
+            for step in range(2):
+                dist.isend(torch.ones(4), 1).wait()  # held up: 0
+        else:
+            dist.irecv(torch.zeros(4), 0)  # fault: 1
+            dist.irecv(torch.zeros(4), 0).wait()  # fault: 1
         """,
     ),
     program(

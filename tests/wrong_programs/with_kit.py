@@ -68,7 +68,7 @@ def of_error(error: kit.KitError, file: str) -> Report:
     text = "\n".join(error._lines())
     if isinstance(error, kit.DeadlockError):
         absent = sorted({peer for wait in error.waits for peer in wait.peers})
-        return Report(DEADLOCK, _lines(error.waits, file), absent, text=text)
+        return Report(DEADLOCK, _lines([*error.waits, *error.dropped], file), absent, text=text)
     if isinstance(error, kit.MismatchError):
         return Report(MISMATCH, _lines(error.calls, file), text=text)
     if isinstance(error, kit.RankError):
