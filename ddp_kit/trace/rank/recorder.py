@@ -77,6 +77,8 @@ class Recorder:
         self._futures = 0  # that somebody holds, of operations that are not complete
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
+        # Of functional collectives: what was started and is to be in this memory.
+        self.results: dict[int, list[Posted]] = {}
         table.begin(run, monotonic_ns())
 
     @property
@@ -88,7 +90,7 @@ class Recorder:
         left = [reference() for reference, _ in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
-        return done and not self._dropped and not self._futures
+        return done and not (self._dropped or self._futures or self.results)
 
     def stop(self) -> None:
         """Leave the board to the next run, although a thread of this one may still wait."""
@@ -212,6 +214,18 @@ class Recorder:
         finally:
             if (board := self._board) is not None:
                 board.end_wait(posted.index, end, shown)
+
+    def begin_wait(self, posted: Posted | None) -> Callable[[], None]:
+        """Write that a wait in C++ code begins; return a function that writes its end."""
+        shown = threading.get_ident() == self._thread
+        if posted is not None and (board := self._board) is not None:
+            board.begin_wait(posted.index, monotonic_ns(), posted.group.limited, shown)
+
+        def end() -> None:
+            if posted is not None and (board := self._board) is not None:
+                board.end_wait(posted.index, monotonic_ns(), shown)
+
+        return end
 
     def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:
         """Call a function that may block, as `block` does, without recording what it calls.

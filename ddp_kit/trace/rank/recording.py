@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
-from ddp_kit.trace.rank import data_parallel, recorder
+from ddp_kit.trace.rank import data_parallel, functional, recorder
 from ddp_kit.trace.rank.recorder import Posted, Recorder
 
 
@@ -61,7 +61,7 @@ def _replace_all() -> None:
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
         *(
             (feature, *(functools.partial(_collective, method) for method in feature.found))
-            for feature in collectives
+            for feature in collectives.values()
         ),
         (torch_internals.MONITORED_BARRIER, _monitored_barrier),
         (torch_internals.BATCHES, _start_batch, _end_batch),
@@ -73,6 +73,7 @@ def _replace_all() -> None:
             places = feature.found.items()
             for (name, (owner, _)), recorded in zip(places, replacements, strict=True):
                 _replace(owner, name, recorded)
+    functional.replace_kernels()
 
 
 def _replace(owner: Any, name: str, recorded: Callable) -> None:
