@@ -278,6 +278,29 @@ def test_gradients_in_join_are_divided_by_the_ranks_that_still_have_data():
     assert list(kit.run(worker, True, world_size=2)) == [[1.0], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_the_collective_that_finds_unused_parameters_is_recorded(static):
+    def worker(rank, world_size):
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        if not static:
+            layers.forward = lambda x: layers[rank](x)
+        model = DistributedDataParallel(layers, find_unused_parameters=True, static_graph=static)
+        model(torch.ones(1, 2)).sum().backward()
+
+    trace = kit.run(worker, world_size=2).trace
+    found = [event for event in trace if event.op == "DDP find_unused_parameters"]
+    if static:  # the first backward shows what is used
+        assert found == []
+        return
+    assert [event.rank for event in found] == [0, 1]
+    assert len({event.match_key for event in found}) == 1
+    assert {(event.inputs, event.dtype, event.method) for event in found} == {
+        (((4,),), "int32", "allreduce")
+    }
+    assert all(event.start <= event.waited <= event.end for event in found)
+    assert {event.where.source for event in found} == {"model(torch.ones(1, 2)).sum().backward()"}
+
+
 @pytest.mark.parametrize("kind", dist.BuiltinCommHookType.__members__.values())
 def test_a_hook_that_torch_has_built_in_can_be_registered(kind):
     def worker(rank, world_size):

@@ -73,9 +73,12 @@ class _Hook:
 
     def _follow_unused(self, now: Recorder) -> None:
         """Record what DDP calls when this hook has returned, and waits for after the backward."""
+        try:
+            torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
+        except RuntimeError:  # a rank that has joined has no backward: see _match_unused
+            return
         posted = now.post(self.group, self.unused, op="DDP find_unused_parameters")
         begin = functools.partial(now.begin_wait, posted)
-        torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
 
     def divisor(self) -> int:
         """Return the number of ranks over which DDP averages."""

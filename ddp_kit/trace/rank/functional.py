@@ -70,7 +70,8 @@ def _start(
     )
     try:
         # A backend that is written in Python is called from C++, and its methods are recorded too.
-        results = now.block_as_one(None, original, tensors, *given, **out)
+        call = functools.partial(original, tensors, *given, **out)
+        results = now.block_as_one(None, call)
     except BaseException:
         now.take_back(posted)
         raise
