@@ -404,6 +404,32 @@ def test_work_that_nobody_waited_for_is_noticed():
     assert list(kit.run(worker, world_size=2)) == [[False, True, False, True]] * 2
 
 
+@pytest.mark.parametrize("use", ["wait", "then", "done", "add_done_callback", "collect", None])
+def test_the_future_of_a_coalesced_call_is_used(use, capsys):
+    def worker(rank, world_size):
+        future = dist.all_reduce_coalesced([torch.ones(2)], async_op=True)
+        if use == "collect":
+            torch.futures.collect_all([future]).wait()
+        elif use is not None:
+            getattr(future, use)(*[lambda _: None] * (use in ("then", "add_done_callback")))
+        dist.barrier()
+
+    kit.run(worker, world_size=2)
+    notice = "ranks 0 and 1 never waited for all_reduce_coalesced"
+    assert (notice in capsys.readouterr().out) == (use is None)
+
+
+def test_the_work_of_a_coalescing_manager_is_forgotten(capsys):
+    def worker(rank, world_size):
+        with dist._coalescing_manager(async_ops=True):
+            for _ in range(2):
+                dist.all_reduce(torch.ones(2))
+        dist.barrier()
+
+    kit.run(worker, world_size=2)
+    assert "ranks 0 and 1 never waited for allreduce_coalesced" in capsys.readouterr().out
+
+
 def test_a_line_names_what_was_never_waited_for(capsys):
     def worker(rank, world_size, how):
         work = dist.all_reduce(torch.ones(1), async_op=True)
