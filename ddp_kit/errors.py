@@ -305,7 +305,8 @@ class MismatchError(_HintedError):
 
     fact: what differs, in a sentence. calls: what each of these ranks called, and where. hint: what
     usually helps, in a sentence; settable. failures: what ranks raised because of it, by rank;
-    settable. result: the Result if the run ended all the same, else None; settable.
+    settable. result: the Result if the run ended all the same, else None; settable. absent: the
+    ranks that should have made the call and never did; settable.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class MismatchError(_HintedError):
     ):
         self.fact, self.hint, self.failures = fact, hint, dict(sorted((failures or {}).items()))
         self.calls = tuple(sorted(calls, key=lambda call: call.rank))
+        self.absent: tuple[int, ...] = ()
         self.result: Any = None
         super().__init__((), None, fact, self.calls, hint, failures)
 

@@ -6,13 +6,13 @@ says so in a line, and everything else works.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -90,8 +90,8 @@ def _methods(without: str, *methods: str, any_of: bool = False) -> Feature:
 MESSAGES = _methods("messages between two ranks are not traced", "send", "recv", "recv_anysource")
 # `dist.all_gather_object` and all the others end in one of these methods, however they were
 # imported, so one wrapper around each sees them all.
-COLLECTIVES = tuple(
-    _methods(f"{function} is not traced", *methods, any_of=True)
+COLLECTIVES = {
+    function: _methods(f"{function} is not traced", *methods, any_of=True)
     for function, *methods in (
         ("broadcast", "broadcast"),
         ("all_reduce", "allreduce"),
@@ -104,17 +104,41 @@ COLLECTIVES = tuple(
         ("all_gather_coalesced", "allgather_coalesced"),
         ("all_gather_into_tensor", "_allgather_base", "all_gather_single"),
         (
-            "a batch of all_gather_into_tensor",
+            "all_gather_into_tensor_coalesced",
             *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
         ),
         ("reduce_scatter", "reduce_scatter"),
         ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"),
         (
-            "a batch of reduce_scatter_tensor",
+            "reduce_scatter_tensor_coalesced",
             *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
         ),
         ("all_to_all", "alltoall"),
         ("all_to_all_single", "alltoall_base", "all_to_all_single"),
+    )
+}
+# Functional collectives are operators, of which torch.compile calls those that work in place.
+FUNCTIONAL_NAMESPACE = "_c10d_functional"
+FUNCTIONAL_WAITS = Feature(
+    "functional collectives, such as those of DTensor, are not traced",
+    f"torch:ops.{FUNCTIONAL_NAMESPACE}.wait_tensor.default._op_dk",
+    f"{_C10D}:_resolve_process_group",
+)
+FUNCTIONAL = tuple(
+    Feature(
+        f"the functional {operators[0]} is not traced",
+        *(f"torch:ops.{FUNCTIONAL_NAMESPACE}.{operator}" for operator in operators),
+        any_of=True,
+    )
+    for operators in (
+        ("broadcast", "broadcast_"),
+        ("all_reduce", "all_reduce_"),
+        ("all_reduce_coalesced", "all_reduce_coalesced_"),
+        ("all_gather_into_tensor", "all_gather_into_tensor_out"),
+        ("all_gather_into_tensor_coalesced",),
+        ("reduce_scatter_tensor", "reduce_scatter_tensor_out"),
+        ("reduce_scatter_tensor_coalesced",),
+        ("all_to_all_single",),
     )
 )
 MONITORED_BARRIER = _methods("monitored_barrier is not traced", "monitored_barrier")
@@ -153,6 +177,33 @@ DDP_BROADCAST = Feature(
     "the parameters and buffers that DistributedDataParallel broadcasts are not traced",
     "torch.distributed:_broadcast_coalesced",
 )
+DDP_UNUSED = Feature(
+    "the collective with which DistributedDataParallel finds unused parameters is not traced",
+    "torch.autograd:Variable._execution_engine",
+)
+
+
+def method_of(function: str) -> str:
+    """Return the method of ProcessGroup that a function of `torch.distributed` calls."""
+    return [function, *COLLECTIVES[function].found][-1]
+
+
+def kernel_of(operator: str) -> Callable:
+    """Return PyTorch's own kernel of a functional collective, which lets other threads run."""
+    overload = getattr(getattr(torch.ops, FUNCTIONAL_NAMESPACE), operator).default
+    return functools.partial(overload._op_dk, torch.DispatchKey.CompositeExplicitAutograd)
+
+
+def resolve_group(group: Any) -> ProcessGroup:
+    """Return the process group that an operator is called with, by its name or as itself."""
+    if not isinstance(group, str):
+        return group
+    return FUNCTIONAL_WAITS.found["_resolve_process_group"][1](group)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is on."""
+    DDP_UNUSED.found["_execution_engine"][1].queue_callback(callback)
 
 
 def register_comm_hook(reducer: Any, hook: Any) -> None:
@@ -259,7 +310,7 @@ def _search_again(code: types.CodeType, used: Any) -> list:
     return _search(code, modules, len(sys.modules))
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _search(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
     return SUBMODULES.found["_find_imported_submodules"][1](code, used)
 

@@ -21,7 +21,18 @@ from ddp_kit.torch_internals import Feature
 PACKAGE = Path(ddp_kit.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MESSAGES = {"send", "recv", "batch_isend_irecv"}
-GRADIENTS = {"DDP all_reduce", "DDP forward"}
+GRADIENTS = {"DDP all_reduce", "DDP forward", "DDP find_unused_parameters"}
+OPERATORS = [  # the last name of each feature of functional collectives, and which it is
+    ("broadcast_", "broadcast"),
+    ("all_reduce_", "all_reduce"),
+    ("all_reduce_coalesced_", "all_reduce_coalesced"),
+    ("all_gather_into_tensor_out", "all_gather_into_tensor"),
+    ("all_gather_into_tensor_coalesced", "all_gather_into_tensor_coalesced"),
+    ("reduce_scatter_tensor_out", "reduce_scatter_tensor"),
+    ("reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    ("all_to_all_single", "all_to_all_single"),
+]
+FUNCTIONAL = {f"functional {name}" for _, name in OPERATORS}
 LOST = {  # operations that are not in the trace, by the last of the names that are missing
     **dict.fromkeys(("send", "recv", "recv_anysource"), MESSAGES),
     **{name: {name} for name in ("broadcast", "reduce", "gather", "scatter", "barrier")},
@@ -46,6 +57,10 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
     "_rebuild_buckets": {"DDP forward"},
     "_verify_params_across_processes": {"DistributedDataParallel"},
     "_broadcast_coalesced": {"DDP broadcast"},
+    "_execution_engine": {"DDP find_unused_parameters"},
+    **{f"ops._c10d_functional.{operator}": {f"functional {name}"} for operator, name in OPERATORS},
+    "_op_dk": FUNCTIONAL,
+    "_resolve_process_group": FUNCTIONAL,
 }
 DOCUMENTED = {  # modules that have a page in PyTorch's documentation
     *("torch", "torch.autograd", "torch.cuda", "torch.func", "torch.futures", "torch.library"),
@@ -66,10 +81,11 @@ ELSEWHERE = {  # undocumented names of Python and IPython
     *(("pool/rank/bootstrap.py", name) for name in ("_resource_tracker", "_fd", "_pid")),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
+BY_ANY_NAME = [*torch_internals.COLLECTIVES.values(), *torch_internals.FUNCTIONAL]
 # Where releases use different names for one thing, all of them are missing at once.
 CASES = [
-    *(feature.names for feature in torch_internals.COLLECTIVES),
-    *((n,) for f in Feature.all if f not in torch_internals.COLLECTIVES for n in f.names),
+    *(feature.names for feature in BY_ANY_NAME),
+    *((n,) for f in Feature.all if f not in BY_ANY_NAME for n in f.names),
     (WORLD,),
 ]
 
@@ -97,7 +113,7 @@ def found():
 
 def test_this_pytorch_has_all_names(found):
     assert torch_internals.notices() == []
-    other = {name for f in torch_internals.COLLECTIVES for name in f.missing}  # of another release
+    other = {name for f in BY_ANY_NAME for name in f.missing}  # of another release
     wanted = {op for op in set().union(*LOST.values()) if not any(m.endswith(op) for m in other)}
     for rank in found():
         assert rank["notices"] == []
@@ -113,7 +129,8 @@ def test_without_a_name_a_run_goes_on_and_one_line_says_what_is_lost(names, foun
         assert notice.startswith("this cloudpickle" if "cloudpickle" in names[0] else "this PyTo")
         missing = " and no ".join(name.replace(":", ".") for name in names)
         assert f" has no {missing}: " in notice
-        lost = LOST.get(names[-1].rpartition(".")[2].rpartition(":")[2], set())
+        path = names[-1].rpartition(":")[2]
+        lost = LOST.get(path, LOST.get(path.rpartition(".")[2], set()))
         assert ops(whole) - ops(rank) == lost & ops(whole)
 
 

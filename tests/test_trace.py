@@ -278,6 +278,29 @@ def test_gradients_in_join_are_divided_by_the_ranks_that_still_have_data():
     assert list(kit.run(worker, True, world_size=2)) == [[1.0], [1.0, 1.0]]
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_the_collective_that_finds_unused_parameters_is_recorded(static):
+    def worker(rank, world_size):
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        if not static:
+            layers.forward = lambda x: layers[rank](x)
+        model = DistributedDataParallel(layers, find_unused_parameters=True, static_graph=static)
+        model(torch.ones(1, 2)).sum().backward()
+
+    trace = kit.run(worker, world_size=2).trace
+    found = [event for event in trace if event.op == "DDP find_unused_parameters"]
+    if static:  # the first backward shows what is used
+        assert found == []
+        return
+    assert [event.rank for event in found] == [0, 1]
+    assert len({event.match_key for event in found}) == 1
+    assert {(event.inputs, event.dtype, event.method) for event in found} == {
+        (((4,),), "int32", "allreduce")
+    }
+    assert all(event.start <= event.waited <= event.end for event in found)
+    assert {event.where.source for event in found} == {"model(torch.ones(1, 2)).sum().backward()"}
+
+
 @pytest.mark.parametrize("kind", dist.BuiltinCommHookType.__members__.values())
 def test_a_hook_that_torch_has_built_in_can_be_registered(kind):
     def worker(rank, world_size):
@@ -379,6 +402,32 @@ def test_work_that_nobody_waited_for_is_noticed():
         return seen
 
     assert list(kit.run(worker, world_size=2)) == [[False, True, False, True]] * 2
+
+
+@pytest.mark.parametrize("use", ["wait", "then", "done", "add_done_callback", "collect", None])
+def test_the_future_of_a_coalesced_call_is_used(use, capsys):
+    def worker(rank, world_size):
+        future = dist.all_reduce_coalesced([torch.ones(2)], async_op=True)
+        if use == "collect":
+            torch.futures.collect_all([future]).wait()
+        elif use is not None:
+            getattr(future, use)(*[lambda _: None] * (use in ("then", "add_done_callback")))
+        dist.barrier()
+
+    kit.run(worker, world_size=2)
+    notice = "ranks 0 and 1 never waited for all_reduce_coalesced"
+    assert (notice in capsys.readouterr().out) == (use is None)
+
+
+def test_the_work_of_a_coalescing_manager_is_forgotten(capsys):
+    def worker(rank, world_size):
+        with dist._coalescing_manager(async_ops=True):
+            for _ in range(2):
+                dist.all_reduce(torch.ones(2))
+        dist.barrier()
+
+    kit.run(worker, world_size=2)
+    assert "ranks 0 and 1 never waited for allreduce_coalesced" in capsys.readouterr().out
 
 
 def test_a_line_names_what_was_never_waited_for(capsys):

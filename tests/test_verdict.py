@@ -962,6 +962,30 @@ def test_another_error_wins(snapshots, over, fact):
     )
 
 
+def creates(rank, group=TWO):
+    return snapshot(rank, ("new_group", "new_group", 2, None), group=group)
+
+
+def test_a_group_that_some_ranks_never_created_is_not_reported():
+    error = judge([creates(0), snapshot(1)], returned=[0, 1], over=True)
+    assert isinstance(error, kit.MismatchError)
+    assert error.fact == "rank 0 calls new_group with [2], which rank 1 never called"
+    assert error.absent == (1,)
+    assert [one.rank for one in error.calls] == [0]
+    assert "use_local_synchronization" in error.hint
+
+
+def test_a_group_that_may_still_be_created_is_reported(monkeypatch):
+    snapshots = [creates(0), snapshot(1)]
+    assert judge(snapshots, returned=[0, 1], over=False) is None
+    assert judge(snapshots, returned=[0], over=True) is None  # rank 1 has raised
+    assert judge([creates(0), creates(1)], returned=[0, 1], over=True) is None
+    alone = Group("new_group", (0,))  # of use_local_synchronization
+    assert judge([creates(0, alone), snapshot(1)], returned=[0, 1], over=True) is None
+    monkeypatch.setattr(Snapshot, "dropped", 1)  # the call may be among the older events
+    assert judge(snapshots, returned=[0, 1], over=True) is None
+
+
 def test_a_rank_that_has_returned_is_expected_to_send():
     waits, returned = snapshot(0, receives(1), waits=True), snapshot(1)
     assert judge([waits, returned], returned=[]) is None

@@ -10,7 +10,7 @@ from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
 from ddp_kit.verdict.explanation import dropped_on, explain, explain_blocked, format_operation
 from ddp_kit.verdict.graph import RankState, blocked, stuck
-from ddp_kit.verdict.mismatches import mismatch, plainly_agree
+from ddp_kit.verdict.mismatches import half_created, mismatch, plainly_agree
 
 
 def judge(
@@ -26,7 +26,8 @@ def judge(
     only if a rank waits because of it.
     """
     if over:
-        return None if plainly_agree(snapshots) else mismatch(_events(snapshots))
+        error = None if plainly_agree(snapshots) else mismatch(_events(snapshots))
+        return error or (half_created(snapshots) if len(returned) == len(snapshots) else None)
     if any(snapshot.is_crowded for snapshot in snapshots):
         return None  # not everything was counted
     states = [RankState.from_snapshot(each, each.rank in returned) for each in snapshots]

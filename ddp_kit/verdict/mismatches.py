@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -24,6 +24,11 @@ _SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype a
 _SAME_GROUPS = (
     "All ranks must create the same groups in the same order, including those that they do not "
     "belong to."
+)
+
+_CREATED_BY_ALL = (
+    "All ranks must call new_group, including those that the new group does not include, unless "
+    "its members pass use_local_synchronization=True."
 )
 
 
@@ -178,6 +183,31 @@ def _collective(calls: list[Event]) -> _Wrong | None:
         return None
     fact = _by_value(calls, _tensors, lambda e: _shapes(_tensors(e)) if _tensors(e) else "nothing")
     return fact, _SAME_TENSORS, calls
+
+
+def half_created(snapshots: Sequence[Snapshot]) -> MismatchError | None:
+    """Return the error of a new_group that some ranks have called and others have not.
+
+    None if there is none. Every worker must have returned: one that is still running may call it.
+    """
+    if not any(b'"new_group"' in each.log.texts for each in snapshots):
+        return None  # nearly always
+    if any(each.dropped for each in snapshots):
+        return None  # the call may be among these
+    created: dict[tuple, list[Event]] = {}
+    for event in (event for each in snapshots for event in each.events):
+        if event.method == "new_group":
+            created.setdefault(event.match_key, []).append(event)
+    for calls in created.values():
+        members, called = calls[0].group.ranks, {call.rank for call in calls}
+        left = [each.rank for each in snapshots if each.rank in members and each.rank not in called]
+        if left:
+            fact = _by_value(calls, _tensors, lambda e: ", ".join(str(list(r)) for r in e.inputs))
+            fact = f"{fact}, which {name_ranks(left)} never called"
+            error = MismatchError(fact, [_call(call, members) for call in calls], _CREATED_BY_ALL)
+            error.absent = tuple(left)
+            return error
+    return None
 
 
 def _unfinished(calls: list[Event]) -> bool:

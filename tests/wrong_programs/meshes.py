@@ -62,6 +62,19 @@ PROGRAMS = [
         placement = [Replicate(), Shard(1)][rank]
         tensor.redistribute(mesh, [placement]).to_local().sum()  # fault: all
         """,
+        unseen="on the CPU, PyTorch begins both with one all_gather of the same shapes",
+    ),
+    on_mesh(
+        "sum_redistributed_to_other_placements",
+        "Rank 0 replicates the sum, rank 1 shards it.",
+        MISMATCH,
+        2,
+        """
+        from torch.distributed.tensor import Partial
+        tensor = DTensor.from_local(torch.ones(2, 4), mesh, [Partial()])
+        placement = [Replicate(), Shard(0)][rank]
+        tensor.redistribute(mesh, [placement]).to_local().sum()  # fault: all
+        """,
     ),
     on_mesh(
         "local_parts_of_other_shapes",
@@ -92,7 +105,7 @@ PROGRAMS = [
         """
         from torch.distributed import _functional_collectives as functional
         if rank == 0:
-            total = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+            total = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)  # fault: 0
             total.sum().item()  # fault: 0; absent: 1
         """,
     ),

@@ -202,6 +202,32 @@ PROGRAMS = [
         """,
     ),
     ddp(
+        "uneven_batches_with_join_and_unused_parameters",
+        "Rank 0 has one batch more, and DDP looks for unused parameters.",
+        NONE,
+        2,
+        """
+        model = DDP(torch.nn.Linear(2, 2), find_unused_parameters=True)
+        with model.join():
+            for _ in range(3 - rank):
+                model(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        """,
+    ),
+    program(
+        "coalesced_all_reduce_asked_later",
+        "coalesced calls",
+        "The ranks compute, ask whether the all_reduce is done, and only then wait.",
+        NONE,
+        2,
+        """
+        future = dist.all_reduce_coalesced([torch.ones(2)], async_op=True)
+        torch.ones(50, 50).matmul(torch.ones(50, 50))
+        if not future.done():
+            torch.futures.wait_all([future])
+        """,
+    ),
+    ddp(
         "accumulation_on_all_ranks",
         "All ranks synchronize in every second step.",
         NONE,

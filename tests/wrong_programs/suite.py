@@ -12,6 +12,7 @@ import objects
 import peers_and_sources
 import point_to_point
 import right_collectives
+import right_meshes
 import right_messages
 import right_others
 import right_slow
@@ -35,6 +36,7 @@ MODULES = (
     fsdp_and_pipelines,
     right_collectives,
     right_messages,
+    right_meshes,
     right_slow,
     right_others,
 )

@@ -34,25 +34,6 @@ REASONS = {
         "keys_that_wait_for_each_other",
         "key_set_after_the_barrier",
     ],
-    "functional collectives, and so those of DTensor, are not recorded": [
-        "full_tensor_on_rank_0_only",
-        "redistribute_on_one_rank",
-        "redistribute_to_other_placements",
-        "local_parts_of_other_shapes",
-        "sum_of_a_sharded_tensor_on_one_rank",
-        "functional_all_reduce_skipped",
-        "functional_all_reduce_of_other_shapes",
-        "tensor_parallel_layer_called_by_one_rank",
-        "tensor_parallel_with_other_batches",
-        "sharded_weight_saved_on_rank_0",
-        "sharded_norm_on_rank_0",
-    ],
-    "the all_reduce with which DDP finds unused parameters is not recorded": [
-        "find_unused_parameters_on_one_rank",
-    ],
-    "the Work of a coalesced call is not watched": ["coalesced_all_reduce_never_waited_for"],
-    "a collective that a rank has never joined is reported only if somebody waits in it": [
-        "group_created_by_its_members_only",
     ],
 }
 KNOWN = {name: reason for reason, names in REASONS.items() for name in names}

@@ -70,7 +70,7 @@ def of_error(error: kit.KitError, file: str) -> Report:
         absent = sorted({peer for wait in error.waits for peer in wait.peers})
         return Report(DEADLOCK, _lines([*error.waits, *error.dropped], file), absent, text=text)
     if isinstance(error, kit.MismatchError):
-        return Report(MISMATCH, _lines(error.calls, file), text=text)
+        return Report(MISMATCH, _lines(error.calls, file), list(error.absent), text=text)
     if isinstance(error, kit.RankError):
         return Report(RAISED, _lines(error.failures.values(), file), text=text)
     return Report(SILENT if isinstance(error, kit.RunTimeoutError) else OTHER, text=text)

@@ -6,6 +6,7 @@ that does what DDP would have done. If the learner registers a hook, this one ca
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,9 +26,13 @@ from ddp_kit.trace.rank.recorder import Posted, Recorder
 class _Hook:
     """The communication hook of one model; `inside` is what it does with a bucket."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+    def __init__(self, model: DistributedDataParallel, parameters: list[torch.Tensor]) -> None:
+        self.group: dist.ProcessGroup = model.process_group
+        self.model = weakref.ref(model)  # which has the hook
+        used = torch.empty(len(parameters), dtype=torch.int32, device="meta")
+        method, device = torch_internals.method_of("all_reduce"), parameters[0].device.type
+        self.unused = describe(method, (used,))._replace(reduce_op="SUM", device=device)
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.registered = self.rebuilt = False
         self.inside: Callable[[Any, Any], torch.futures.Future] = _average
         self.state: Any = self
@@ -53,7 +58,27 @@ class _Hook:
             # DDP would wait in its C++ code in a moment; a wait here is on the board.
             with suppress(Exception):  # DDP itself waits again and raises
                 now.block(self._posted, False, torch.futures.wait_all, self._open)
+        if bucket.is_last() and self.finds_unused:
+            self._follow_unused(now)
         return future
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether DDP reduces which parameters were used, in C++ code, after the gradients."""
+        model = self.model()
+        in_cpp = type(self.group) is dist.ProcessGroup  # methods in Python are recorded
+        if model is None or not in_cpp or not torch_internals.DDP_UNUSED.is_on:
+            return False
+        return model.find_unused_parameters and not model.static_graph
+
+    def _follow_unused(self, now: Recorder) -> None:
+        """Record what DDP calls when this hook has returned, and waits for after the backward."""
+        try:
+            torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
+        except RuntimeError:  # a rank that has joined has no backward: see _match_unused
+            return
+        posted = now.post(self.group, self.unused, op="DDP find_unused_parameters")
+        begin = functools.partial(now.begin_wait, posted)
 
     def divisor(self) -> int:
         """Return the number of ranks over which DDP averages."""
@@ -74,10 +99,15 @@ _hooks: weakref.WeakKeyDictionary[Any, _Hook] = weakref.WeakKeyDictionary()  # b
 
 
 def _make_reducer(
-    _: Recorder, original: Callable, model: DistributedDataParallel, *args: Any, **kwargs: Any
+    _: Recorder,
+    original: Callable,
+    model: DistributedDataParallel,
+    parameters: list[torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    original(model, *args, **kwargs)
-    hook = _hooks[model.reducer] = _Hook(model.process_group)
+    original(model, parameters, *args, **kwargs)
+    hook = _hooks[model.reducer] = _Hook(model, parameters)
     torch_internals.register_comm_hook(model.reducer, hook)
 
 
@@ -114,6 +144,8 @@ def _match_in_forward(now: Recorder, original: Callable, *args: Any, **kwargs: A
 
 
 def _match_unused(now: Recorder, original: Callable, *args: Any) -> Any:
+    if torch_internals.DDP_UNUSED.is_on:
+        return _match_in_forward(now, original, *args)
     # The ranks that have not joined make this call in C++ code, where it is not recorded.
     return now.block_as_one(None, original, *args)
 

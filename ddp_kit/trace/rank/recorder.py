@@ -23,7 +23,7 @@ from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, k
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.stacks import describe_line, is_own
 
-_C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
+C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
 
 _OPEN = -1  # the sender of a message that may not have come yet
 
@@ -77,6 +77,7 @@ class Recorder:
         self._futures = 0  # that somebody holds, of operations that are not complete
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
+        self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         table.begin(run, monotonic_ns())
 
     @property
@@ -88,7 +89,7 @@ class Recorder:
         left = [reference() for reference, _ in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
-        return done and not self._dropped and not self._futures
+        return done and not (self._dropped or self._futures or self.results)
 
     def stop(self) -> None:
         """Leave the board to the next run, although a thread of this one may still wait."""
@@ -213,6 +214,18 @@ class Recorder:
             if (board := self._board) is not None:
                 board.end_wait(posted.index, end, shown)
 
+    def begin_wait(self, posted: Posted | None) -> Callable[[], None]:
+        """Write that a wait in C++ code begins; return a function that writes its end."""
+        shown = threading.get_ident() == self._thread
+        if posted is not None and (board := self._board) is not None:
+            board.begin_wait(posted.index, monotonic_ns(), posted.group.limited, shown)
+
+        def end() -> None:
+            if posted is not None and (board := self._board) is not None:
+                board.end_wait(posted.index, monotonic_ns(), shown)
+
+        return end
+
     def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:
         """Call a function that may block, as `block` does, without recording what it calls.
 
@@ -239,13 +252,17 @@ class Recorder:
         if posted is not None and self._board is not None:
             self._board.write_bits(posted.index, LOOKED_AFTER)
 
-    def follow(self, work: Work, future: torch.futures.Future) -> None:
-        """Write that somebody can wait for `future` instead of `work`."""
+    def follow(self, work: Work, future: torch.futures.Future, wanted: bool) -> Posted | None:
+        """Write that somebody can wait for `future` instead of `work`; return the operation.
+
+        wanted: whoever has it wants to know when the operation is complete.
+        """
         self.may_call_back = True
         entry = self._started.pop(id(work), None)
         if entry is None or self._board is None:
-            return
-        self._board.write_bits(entry[1].index, LOOKED_AFTER)
+            return None
+        if wanted:
+            self._board.write_bits(entry[1].index, LOOKED_AFTER)
         if entry[1].call.method == "recv_anysource":
             with self._lock:
                 self._place(entry[1], None)
@@ -258,6 +275,7 @@ class Recorder:
                     self._board.write_end(entry[1].index, monotonic_ns())
 
         future.then(complete)
+        return entry[1]
 
     def _note_source(self, posted: Posted, work: Work) -> None:
         """Write who sent a message that was received from any source."""
@@ -290,7 +308,7 @@ def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """Return the learner's own frame and the function of `torch.distributed` that it called."""
     name = ""
     while frame is not None and not is_own(frame.f_code.co_filename):
-        if frame.f_code.co_filename == _C10D:
+        if frame.f_code.co_filename == C10D:
             name = frame.f_code.co_name
         frame = frame.f_back
     return frame, "" if name.startswith("_") else name

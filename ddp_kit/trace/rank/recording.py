@@ -7,18 +7,24 @@ longer than a short run. Outside of a run the replacements only call the origina
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
-from ddp_kit.trace.rank import data_parallel, recorder
-from ddp_kit.trace.rank.recorder import Posted, Recorder
+from ddp_kit.trace.rank import data_parallel, functional, recorder
+from ddp_kit.trace.rank.recorder import C10D, Posted, Recorder
+
+_FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
+_returned: weakref.WeakKeyDictionary[Any, tuple[Recorder, Posted]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -56,12 +62,15 @@ def _replace_all() -> None:
     _replace(Work, "wait", Recorder.wait)
     _replace(Work, "is_completed", _is_completed)
     _replace(Work, "get_future", _get_future)
+    for name in ("wait", "then", "value", "done", "add_done_callback"):
+        _replace(_FUTURE, name, _use_future)
+    _replace(torch.futures, "collect_all", _collect)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
         *(
             (feature, *(functools.partial(_collective, method) for method in feature.found))
-            for feature in collectives
+            for feature in collectives.values()
         ),
         (torch_internals.MONITORED_BARRIER, _monitored_barrier),
         (torch_internals.BATCHES, _start_batch, _end_batch),
@@ -73,6 +82,7 @@ def _replace_all() -> None:
             places = feature.found.items()
             for (name, (owner, _)), recorded in zip(places, replacements, strict=True):
                 _replace(owner, name, recorded)
+    functional.replace_kernels()
 
 
 def _replace(owner: Any, name: str, recorded: Callable) -> None:
@@ -200,5 +210,24 @@ def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:
 
 def _get_future(recorder: Recorder, original: Callable, work: Work) -> Any:
     future = original(work)
-    recorder.follow(work, future)
+    # A coalesced call returns the future instead of the Work, and perhaps nobody uses it.
+    returned = sys._getframe(2).f_code.co_filename == C10D
+    posted = recorder.follow(work, future, wanted=not returned)
+    if returned and posted is not None:
+        _returned[future] = recorder, posted
     return future
+
+
+def _use_future(
+    recorder: Recorder, original: Callable, future: Any, *args: Any, **kwargs: Any
+) -> Any:
+    of, posted = _returned.pop(future, (None, None))
+    if of is recorder:
+        recorder.expect_no_wait(posted)
+    return original(future, *args, **kwargs)
+
+
+def _collect(recorder: Recorder, original: Callable, futures: list) -> Any:
+    for future in futures:
+        _use_future(recorder, id, future)
+    return original(futures)

@@ -1,0 +1,140 @@
+"""Records functional collectives, and so those of DTensor, which C++ code starts and waits for.
+
+Each is an operator of PyTorch. It gets a kernel here that calls PyTorch's own. What only traces an
+operator or computes its shape, as torch.compile does, ends before it comes to a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import torch_internals
+from ddp_kit.trace.calls import Call, describe
+from ddp_kit.trace.rank import recorder
+from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.stacks import is_own
+
+_DEVICES = ("CPU", "CUDA")  # whose kernels are replaced
+# Where a learner finds functional collectives: their functions, and torch.ops.
+_FUNCTIONS = os.path.join(os.path.dirname(dist.__file__), "_functional_collectives.py")
+_OPERATORS = sys.modules[type(torch.ops).__module__].__file__
+
+
+@functools.cache
+def replace_kernels() -> torch.library.Library | None:
+    """Replace the kernels in this process, until the library that is returned is deleted."""
+    if not torch_internals.FUNCTIONAL_WAITS.is_on:
+        return None
+    names = [name for feature in torch_internals.FUNCTIONAL for name in feature.found]
+    recorded = {name: functools.partial(_start, name) for name in names} | {"wait_tensor": _wait}
+    library = torch.library.Library(torch_internals.FUNCTIONAL_NAMESPACE, "IMPL")
+    for name, record in recorded.items():
+        kernel = _either(torch_internals.kernel_of(name), record)
+        for device in _DEVICES:
+            library.impl(name, kernel, device)
+    return library
+
+
+def _either(original: Callable, record: Callable) -> Callable:
+    def either(*args: Any, **kwargs: Any) -> Any:
+        current = recorder.current  # read once: another thread may end the run
+        if current is None:
+            return original(*args, **kwargs)
+        return record(current, original, *args, **kwargs)
+
+    return either
+
+
+def _start(
+    name: str,
+    now: Recorder,
+    original: Callable,
+    tensors: Any,
+    *given: Any,
+    **out: torch.Tensor,
+) -> Any:
+    function = name.removesuffix("_").removesuffix("_out")
+    called = _called_by_learner(sys._getframe(), function)
+    posted = now.post(
+        torch_internals.resolve_group(given[-1]),
+        _describe(function, tensors, *given[:-1]),
+        op=now.prefix + (called or function),
+    )
+    try:
+        # A backend that is written in Python is called from C++, and its methods are recorded too.
+        call = functools.partial(original, tensors, *given, **out)
+        results = now.block_as_one(None, call)
+    except BaseException:
+        now.take_back(posted)
+        raise
+    if posted is not None:
+        if not called:  # as in DTensor, where nobody sees that a result was never used
+            now.expect_no_wait(posted)
+        for result in [results] if isinstance(results, torch.Tensor) else results:
+            in_place = function != name  # several may be in flight
+            earlier = now.results.get(_memory(result), []) if in_place else []
+            now.results[_memory(result)] = [*earlier, posted]
+    return results
+
+
+def _wait(now: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    memory = _memory(tensor)
+    *earlier, posted = now.results.get(memory) or [None]
+    for each in earlier:  # PyTorch waits for all of them
+        now.expect_no_wait(each)
+    done = now.block_as_one(posted, original, tensor)
+    if posted is not None:
+        now.results.pop(memory, None)
+        if len(posted.call.inputs) > 1:  # a batch: its results have one Work
+            for place in [at for at, started in now.results.items() if posted in started]:
+                del now.results[place]
+    return done
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return where a tensor is stored: PyTorch finds the Work of a result by this, too."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _called_by_learner(frame: FrameType | None, function: str) -> str:
+    """Return which functional collective the learner's own code calls; "" if it calls none."""
+    inner = frame
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        inner, frame = frame, frame.f_back
+    if frame is None or inner is None:
+        return ""
+    if inner.f_code.co_filename == _OPERATORS:
+        return function
+    return inner.f_code.co_name if inner.f_code.co_filename == _FUNCTIONS else ""
+
+
+def _describe(function: str, tensors: Any, *given: Any) -> Call:
+    """Return what a functional collective is called with. given: without the group."""
+    call = describe("allreduce", (tensors,))._replace(method=torch_internals.method_of(function))
+    if function == "broadcast":
+        return call._replace(root=given[0])
+    if function == "all_to_all_single":
+        rows_from, rows_to = map(tuple, given)
+        outputs = _resized(call.inputs, lambda _: sum(rows_from))
+        return call._replace(splits=(rows_to, rows_from), outputs=outputs)
+    if "reduce" in function:
+        call = call._replace(reduce_op=given[0].upper())
+    if function.startswith("all_gather"):
+        return call._replace(outputs=_resized(call.inputs, lambda rows: rows * given[-1]))
+    if function.startswith("reduce_scatter"):
+        return call._replace(outputs=_resized(call.inputs, lambda rows: rows // given[-1]))
+    return call
+
+
+def _resized(inputs: Sequence[tuple], rows: Callable[[int], int]) -> tuple:
+    """Return the (shape, dtype) of outputs that differ from the inputs in the number of rows."""
+    sizes = (((*shape, 1)[0], shape[1:], dtype) for shape, dtype in inputs)
+    return tuple(((rows(size), *others), dtype) for size, others, dtype in sizes)
