@@ -304,6 +304,10 @@ class Board:
             self._found = run, row.what, texts.split(b"\n", row.what)[row.what - 1]
         return row, self._found[2]
 
+    def unshare(self) -> None:
+        """Write into memory of this process only from now on: it is a fork of the rank."""
+        self._page = mmap.mmap(-1, _SIZE)
+
     def read_stacks(self) -> str:
         """Return the stacks that the rank has written so far in this run."""
         text = self._page[_STACKS_AT:]

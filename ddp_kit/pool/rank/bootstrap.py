@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -50,6 +50,7 @@ def serve_connected(line: socket.socket) -> None:
     os.environ[RANK_MARK] = mark.decode()
     control, printed = (Connection(descriptor) for descriptor in descriptors[:2])
     board = Board(SimpleNamespace(detach=lambda: descriptors[2]))
+    os.register_at_fork(after_in_child=line.close)  # it would hide that the rank has ended
     _serve(control, printed, board, os.getppid(), line.fileno())
 
 
@@ -69,10 +70,17 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         _end_with(parent, pool)
         _redirect_prints(output)
         board.answer_with_stacks()
+        os.register_at_fork(after_in_child=partial(_leave_rank, control, board))
         RankServer(control, board).serve()
     except Exception:
         with suppress(OSError):  # the pool has ended
             payload.send(control, KitFailed(traceback.format_exc()))
+
+
+def _leave_rank(control: Connection, board: Board) -> None:
+    """Keep this process, a fork of the rank, from speaking for the rank."""
+    control.close()
+    board.unshare()
 
 
 def _end_with(parent: int, pool: int) -> None:

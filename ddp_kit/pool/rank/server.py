@@ -8,10 +8,11 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -112,7 +113,7 @@ class RankServer:
                 self._is_restored = False
                 worker, args = call.payload.unpack()
                 keeps_groups = getattr(worker, "keeps_groups", False)
-                value = worker(rank, world_size, *args)
+                value = call_worker(worker, rank, world_size, args)
                 packed = pack(value)
             except SystemExit as leaving:
                 _exit(leaving.code)
@@ -148,6 +149,36 @@ class RankServer:
         if self._group is None and torch_internals.any_group_made():
             return False  # one that failed has counted
         return dist.group.WORLD is self._group and groups in (None, torch_internals.count_groups())
+
+
+_getpid = os.getpid  # a worker may replace it
+
+
+def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tuple) -> Any:
+    """Return what a worker returns.
+
+    If the worker has forked this process, the copy comes back, too: it ends here.
+    """
+    pid = _getpid()
+    try:
+        value = worker(rank, world_size, *args)
+    except BaseException as error:
+        if _getpid() != pid:
+            _end_fork(error)
+        raise
+    if _getpid() != pid:
+        _exit(None)
+    return value
+
+
+def _end_fork(error: BaseException) -> NoReturn:
+    """End this process as Python ends one in which `error` is not caught."""
+    if isinstance(error, SystemExit):
+        _exit(error.code)
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without `call_worker`
+    with suppress(Exception):  # the worker may have closed sys.stderr
+        traceback.print_exception(error.with_traceback(frames))
+    _exit(1)
 
 
 def pack(value: object) -> payload.Payload:
