@@ -49,6 +49,18 @@ class Reports:
         raised = self.raised.items()
         return {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
 
+    @property
+    def threads(self) -> dict[int, str]:
+        """The threads that workers have left running, by rank."""
+        replies = self.returned | self.raised
+        return {n: r.status.thread for n, r in replies.items() if r.status.thread}
+
+    @property
+    def restarts(self) -> dict[int, str]:
+        """Why processes cannot serve another run, by rank."""
+        replies = sorted((self.returned | self.raised).items())
+        return {n: r.status.restart for n, r in replies if r.status.restart}
+
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
     """Return why the ranks did not form a group; None if they did."""

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 from ddp_kit.pool.rank.server import RankServer
+from ddp_kit.pool.rank.state import open_stream
 from ddp_kit.pool.wire import messages, payload
 from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
 from ddp_kit.trace import Board
@@ -144,8 +145,6 @@ def _redirect_prints(output: Connection) -> None:
         os.dup2(output.fileno(), descriptor)
     output.close()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open(  # noqa: SIM115 - it stays open as long as the process
-            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-        )
+        stream = open_stream(descriptor)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -106,14 +106,18 @@ class RankServer:
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         groups, keeps_groups = torch_internals.count_groups(), False
+        restart: str | None = "what an earlier run has changed could not be restored"
         with recording(self._table, call.number) as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
                     self._restore()
                 self._is_restored = False
-                worker, args = call.payload.unpack()
-                keeps_groups = getattr(worker, "keeps_groups", False)
-                value = call_worker(worker, rank, world_size, args)
+                try:
+                    worker, args = call.payload.unpack()
+                    keeps_groups = getattr(worker, "keeps_groups", False)
+                    value = call_worker(worker, rank, world_size, args)
+                finally:
+                    restart = self._put_back(is_cell=keeps_groups)
                 packed = pack(value)
             except SystemExit as leaving:
                 _exit(leaving.code)
@@ -121,10 +125,25 @@ class RankServer:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
-                status = self._status(recorder, whole, groups)
+                status = self._status(recorder, whole, groups, restart)
                 return Raised(failure, status, inside if broken == id(error) else None)
         groups = None if keeps_groups else groups
-        return Returned(packed, self._status(recorder, recorder.all_awaited, groups))
+        return Returned(packed, self._status(recorder, recorder.all_awaited, groups, restart))
+
+    def _put_back(self, is_cell: bool) -> str | None:
+        """Put back functions that the worker has replaced; return why the process cannot stay.
+
+        is_cell: it stays, because it has the names of cells.
+        """
+        names = self._state.put_back()
+        if not names:
+            return None
+        replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        if not is_cell:
+            return f"the worker replaced {replaced}"
+        with suppress(Exception):  # the cell may have closed sys.stdout
+            print(f"the next cell has the original {replaced} again: only names stay")
+        return None
 
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits."""
@@ -139,10 +158,14 @@ class RankServer:
         assert self._environment, "and the environment with the first CallWorker"
         self._state.restore(self._joined, self._environment)
 
-    def _status(self, recorder: Recorder, whole: bool, groups: object | None) -> RankStatus:
+    def _status(
+        self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
+    ) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
         thread = thread_left_running(everywhere=recorder.may_call_back)
-        return RankStatus(self._imports.take(), intact, thread)
+        if thread:
+            restart = f"the worker left its thread {thread!r} running"
+        return RankStatus(self._imports.take(), intact, thread, restart)
 
     def _group_is_intact(self, groups: object | None) -> bool:
         """Return whether the groups are the same as before; None: new ones may stay."""
