@@ -22,7 +22,7 @@ from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import (
     Environment,
@@ -215,9 +215,7 @@ class Run:
         # Ask all ranks first, because stopping one would end the waits of others.
         self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
         if self._has_begun:
-            alive = sorted(stuck - self._reports.died.keys())
-            found = locate([self._ranks[n] for n in alive], [self._snapshots[n] for n in alive])
-            self._reports.stopped = found
+            self._reports.locate(stuck, self._ranks, self._snapshots)
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
         unusable = stuck.union(self._restarts, self._reports.broken)
@@ -248,6 +246,7 @@ class Run:
             assert result is not None, "no rank has failed"
             return result
         error.trace, error.cell_names = trace, ipython.cell_names()
+        error.handled = self._reports.handled
         raise error
 
     @property

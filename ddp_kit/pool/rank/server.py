@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import itertools
 import linecache
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,7 +19,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
-from ddp_kit.error_text import RankFailure
+from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -34,6 +36,7 @@ from ddp_kit.trace import Board, InternTable, describe_line, recording
 from ddp_kit.trace.rank.recorder import Recorder
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
+MOST_LINKED = 16  # causes of an exception and members of a group that are described
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
 
@@ -224,23 +227,43 @@ def pack(value: object) -> payload.Payload:
     ) from None
 
 
-def describe(rank: int, error: BaseException) -> RankFailure:
-    """Return an exception as plain data, which the pool can hold without the rank's modules."""
+def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None) -> RankFailure:
+    """Return an exception as plain data, which the pool can hold without the rank's modules.
+
+    left: an item for each further exception that may be described, as its cause or its member.
+    """
+    left = left or itertools.repeat(True, MOST_LINKED)
+    cause, context = error.__cause__, None
+    if cause is None and not error.__suppress_context__:
+        context = error.__context__
+    group = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
+    members = error.exceptions if isinstance(error, group) else ()
+    notes = vars(error).get("__notes__")
+    notes = notes[:MOST_LINKED] if isinstance(notes, list) else []
     frames = tuple(
         describe_line(line.filename, line.lineno or 0, line.name)
         for line in traceback.extract_tb(error.__traceback__)
     )
-    try:
-        message = str.__str__(str(error))[:LONGEST_MESSAGE]  # a plain str, also of a subclass
-    except Exception:  # the learner's own __str__ may fail
-        message = "(its message could not be read)"
-    return RankFailure(rank, type(error).__name__, message, frames)
+    return RankFailure(
+        rank,
+        type(error).__name__,
+        text_of(error)[:LONGEST_MESSAGE],
+        frames,
+        tuple(text_of(note)[:LONGEST_MESSAGE] for note in notes),
+        *(_linked(rank, e, left) for e in (cause, context)),
+        tuple(describe(rank, member, left) for member, _ in zip(members, left, strict=False)),
+    )
+
+
+def _linked(rank: int, error: BaseException | None, left: Iterator[bool]) -> RankFailure | None:
+    return describe(rank, error, left) if error is not None and next(left, False) else None
 
 
 def _exit(code: object) -> NoReturn:
     """End the process as `sys.exit(code)` does, but without waiting for threads."""
     if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
+        with suppress(Exception):  # the worker may have closed sys.stderr
+            print(text_of(code), file=sys.stderr)
     _flush()
     os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
 
