@@ -21,8 +21,8 @@
     except kit.RankError as error:
         print(error.failures[1].type)
 
-An error of a run also has .trace: what the ranks communicated until it ended, or None; and .handled:
-the exceptions that ranks were handling while they waited, by rank.
+An error of a run also has .trace: what the ranks communicated until it ended, or None; and
+.handled: the exceptions that ranks were handling while they waited, by rank.
 
 The kit adds nothing to `str(error)` that changes from run to run: no pid, no temporary file, no
 time. Cell numbers do change, so only the traceback that a notebook renders has them.
