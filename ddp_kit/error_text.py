@@ -33,6 +33,10 @@ class RankFailure:
     type: str  # the exception's class name
     message: str  # str(exception)
     frames: tuple[Frame, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()  # what `add_note` has added
+    cause: RankFailure | None = None  # its __cause__
+    context: RankFailure | None = None  # its __context__, where Python's traceback shows it
+    members: tuple[RankFailure, ...] = ()  # of an ExceptionGroup
 
     @property
     def where(self) -> Frame | None:
@@ -43,7 +47,14 @@ class RankFailure:
     def key(self) -> tuple:
         """Equal for two ranks that failed in the same way at the same line."""
         where = self.where
-        return self.type, self.message, where and (where.file, where.line)
+        own = self.type, self.message, where and (where.file, where.line)
+        linked = [one.key if one else None for one in (self.cause, self.handling, *self.members)]
+        return (*own, self.notes, *linked) if self.notes or any(linked) else own
+
+    @property
+    def handling(self) -> RankFailure | None:
+        """Its context, unless only a library's code was handling that."""
+        return self.context if self.context and self.context.where else None
 
     story = RenamedAttribute("key")
 
@@ -52,7 +63,8 @@ class RankFailure:
 
     @property
     def _exception(self) -> str:
-        return f"{self.type}: {self.message}" if self.message else self.type
+        first = f"{self.type}: {self.message}" if self.message else self.type
+        return "\n".join([first, *self.notes])
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
+def text_of(value: object) -> str:
+    """Return `str(value)` as a plain str; a fixed text if the learner's own `__str__` fails."""
+    try:
+        return str.__str__(str(value))
+    except BaseException:  # SystemExit would end the rank
+        return "(its message could not be read)"
+
+
 class TextFormatter:
     """Formats what ranks did as lines that are the same on every run.
 
@@ -116,17 +136,35 @@ class TextFormatter:
         """Return lines that show what each rank called; equal calls are merged."""
         return self.merge((call, "", f"called {call.op}") for call in calls)
 
-    def failures(self, failures: Iterable[RankFailure]) -> list[str]:
-        """Return lines that show what ranks raised, and where; equal failures are merged."""
+    def failures(
+        self, failures: Iterable[RankFailure], one: str = "raised", several: str = "raised"
+    ) -> list[str]:
+        """Return lines that show what ranks raised, and where; equal failures are merged.
+
+        one, several: the verb for one rank, and for several ranks.
+        """
         groups: dict[tuple, list[RankFailure]] = {}
         for failure in sorted(failures, key=lambda failure: failure.rank):
             groups.setdefault(failure.key, []).append(failure)
         lines = []
         for same in groups.values():
             who = name_ranks(failure.rank for failure in same)
-            lines += f"{who} raised {same[0]._exception}".split("\n")
-            lines += self._traceback(same[0])
+            lines += self._failure(f"{who} {several if len(same) > 1 else one}", same[0])
         return lines
+
+    def _failure(self, did: str, failure: RankFailure) -> list[str]:
+        lines = [*f"{did} {failure._exception}".split("\n"), *self._traceback(failure)]
+        for number, member in enumerate(failure.members, start=1):
+            lines += [f"  {line}".rstrip() for line in self._failure(f"{number}.", member)]
+        if failure.cause:
+            lines += self._failure("directly caused by", failure.cause)
+        if failure.handling:
+            lines += self._failure("raised during handling of", failure.handling)
+        return lines
+
+    def handled(self, failures: Iterable[RankFailure]) -> list[str]:
+        """Return lines that show what ranks were handling when they were stopped."""
+        return self.failures(failures, "was handling", "were handling")
 
     def merge(self, rows: Iterable[tuple[Wait | Call, str, str]]) -> list[str]:
         """Return lines for what ranks did; equal rows are merged, and sorted by rank.

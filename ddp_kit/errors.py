@@ -21,7 +21,8 @@
     except kit.RankError as error:
         print(error.failures[1].type)
 
-An error of a run also has .trace: what the ranks communicated until it ended, or None.
+An error of a run also has .trace: what the ranks communicated until it ended, or None; and
+.handled: the exceptions that ranks were handling while they waited, by rank.
 
 The kit adds nothing to `str(error)` that changes from run to run: no pid, no temporary file, no
 time. Cell numbers do change, so only the traceback that a notebook renders has them.
@@ -125,17 +126,23 @@ class RunError(KitError):
     waits: where the ranks were that had not returned.
     cell_names: the notebook's names of the files in which cells were compiled; settable.
     trace: the Trace of what was communicated until then, None if there is none; settable.
+    handled: the exceptions that ranks were handling while they waited, as in a `finally`, by rank;
+        settable.
     """
 
     trace: Any = None  # a Trace; its module lies above this one
 
     def __init__(self, waits: Iterable[Wait], cell_names: dict[str, str] | None, *args: object):
         self.waits, self.cell_names = tuple(waits), cell_names or {}
+        self.handled: dict[int, RankFailure] = {}
         super().__init__(*args)  # pickle and copy call the constructor with these
 
     def _format(self, text: TextFormatter) -> list[str]:
         """Return the lines of the message. text: decides how lines of code are shown."""
         raise NotImplementedError
+
+    def _format_waits(self, text: TextFormatter) -> list[str]:
+        return text.waits(self.waits) + text.handled(self.handled.values())
 
     def __str__(self) -> str:
         return "\n".join(self._format(TextFormatter()))
@@ -165,7 +172,7 @@ class RankError(RunError):
         super().__init__(waits, cell_names, failures, waits, cell_names)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        return text.failures(self.failures.values()) + text.waits(self.waits)
+        return text.failures(self.failures.values()) + self._format_waits(text)
 
     def _lines(self) -> list[str]:
         return [f"{type(self).__name__}:", *self._format(TracebackFormatter(self.cell_names))]
@@ -202,7 +209,7 @@ class RankDiedError(RunError):
 
     def _format(self, text: TextFormatter) -> list[str]:
         died = format_death(self.rank, self.exitcode, self.others)
-        return [died, *text.failures(self.failures.values()), *text.waits(self.waits)]
+        return [died, *text.failures(self.failures.values()), *self._format_waits(text)]
 
 
 class RunTimeoutError(RunError):
@@ -228,7 +235,7 @@ class RunTimeoutError(RunError):
 
     def _format(self, text: TextFormatter) -> list[str]:
         fact = f"the run did not end within {self.timeout:g} s."
-        return [fact, *text.waits(self.waits), *format_returned(self.returned), self._hint()]
+        return [fact, *self._format_waits(text), *format_returned(self.returned), self._hint()]
 
     def _hint(self) -> str:
         ops = [wait.op for wait in self.waits]
@@ -287,7 +294,7 @@ class DeadlockError(_HintedError):
         super().__init__(waits, None, fact, waits, hint, self.returned, self.dropped)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        waits = text.waits(self.waits)
+        waits = self._format_waits(text)
         dropped = text.merge((one, "", f"never waited for {one.op}") for one in self.dropped)
         return [f"{self.fact}.", *waits, *dropped, *format_returned(self.returned), self.hint]
 
@@ -323,5 +330,5 @@ class MismatchError(_HintedError):
         super().__init__((), None, fact, self.calls, hint, failures)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        failures = text.failures(self.failures.values())
-        return [f"{self.fact}.", *text.calls(self.calls), *failures, self.hint]
+        raised = text.failures(self.failures.values()) + text.handled(self.handled.values())
+        return [f"{self.fact}.", *text.calls(self.calls), *raised, self.hint]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -285,3 +286,63 @@ def test_an_error_loses_something_when_it_is_sent(error, again):
     assert vars(other) == vars(error)
     assert other._render_traceback_() == error._render_traceback_()
     assert str(other) == str(error)
+
+
+def raised(kind, message, line=3, **more):
+    return kit.RankFailure(0, kind, message, failure(0, message, line).frames, **more)
+
+
+def test_the_cause_the_context_the_notes_and_the_members_of_an_error_are_lost():
+    lookup = raised("KeyError", "'lr'", 4)
+    caused = raised("ValueError", "no rate", notes=("Set lr.", "See line 1."), cause=lookup)
+    group = raised("ExceptionGroup", "two (2 sub-exceptions)", members=(caused, lookup))
+    error = kit.RankError({0: raised("TypeError", "bad", 9, context=group)})
+    key_error = "    line 4 of worker: raise ValueError(\"'lr'\")"
+    assert str(error).splitlines() == [
+        "rank 0 raised TypeError: bad",
+        "    line 9 of worker: raise ValueError('bad')",
+        "raised during handling of ExceptionGroup: two (2 sub-exceptions)",
+        "    line 3 of worker: raise ValueError('two (2 sub-exceptions)')",
+        "  1. ValueError: no rate",
+        "  Set lr.",
+        "  See line 1.",
+        "      line 3 of worker: raise ValueError('no rate')",
+        "  directly caused by KeyError: 'lr'",
+        "  " + key_error,
+        "  2. KeyError: 'lr'",
+        "  " + key_error,
+    ]
+    assert pickle.loads(pickle.dumps(error)).failures == error.failures
+
+
+def test_failures_with_different_causes_are_merged():
+    alike = [raised("ValueError", "bad", cause=raised("KeyError", key)) for key in "aab"]
+    failures = {rank: replace(one, rank=rank) for rank, one in enumerate(alike)}
+    lines = [line for line in str(kit.RankError(failures)).splitlines() if line[0] != " "]
+    assert lines == [
+        "ranks 0 and 1 raised ValueError: bad",
+        "directly caused by KeyError: a",
+        "rank 2 raised ValueError: bad",
+        "directly caused by KeyError: b",
+    ]
+
+
+@pytest.mark.parametrize("error", [DEADLOCK, MISMATCH], ids=lambda error: type(error).__name__)
+def test_an_exception_that_a_waiting_rank_handles_is_lost(error):
+    error = copy.copy(error)
+    error.handled = {0: failure(0), 2: failure(2)}
+    lines = str(error).splitlines()
+    at = lines.index("ranks 0 and 2 were handling ValueError: boom")
+    assert lines[at + 1] == "    line 3 of worker: raise ValueError('boom')"
+    error.handled = {0: failure(0)}
+    assert "\nrank 0 was handling ValueError: boom\n" in str(error)
+    assert "handling" not in str(DEADLOCK) + str(MISMATCH)
+
+
+def test_what_a_library_handles_by_itself_is_shown_or_keeps_equal_failures_apart():
+    alike = [raised("ValueError", "bad", context=failure(0, n, own=False)) for n in "ab"]
+    failures = {rank: replace(one, rank=rank) for rank, one in enumerate(alike)}
+    assert str(kit.RankError(failures)).splitlines() == [
+        "ranks 0 and 1 raised ValueError: bad",
+        "    line 3 of worker: raise ValueError('bad')",
+    ]

@@ -43,6 +43,17 @@ def test_a_cell_runs_on_all_ranks_and_shows_prints_and_last_values_in_rank_order
     assert cell.stdout == printed + "".join(f"rank {rank}: tensor([6., 6.])\n" for rank in range(4))
 
 
+def test_a_function_that_a_cell_replaces_lasts_or_costs_the_names(notebook):
+    replaced = notebook.run("%%ranks -n 2\nkept = rank\ntorch.sum = dist.barrier = None")
+    assert replaced.stdout == "".join(
+        f"[rank {rank}] the next cell has the original torch.distributed.barrier and 1 more again: "
+        "only names stay\n"
+        for rank in range(2)
+    )
+    after = notebook.run("%%ranks\ndist.barrier()\nkept + torch.sum(torch.ones(2)).item()")
+    assert after.stdout == "rank 0: 2.0\nrank 1: 3.0\n"
+
+
 def test_names_stay_on_each_rank_until_reset(notebook):
     notebook.run("%%ranks -n 2\nheld = [rank]\ndef grow():\n    held.append(world_size)")
     # Without -n it is as many ranks as before, and a function of an earlier cell sees their names.

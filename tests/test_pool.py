@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,6 +154,11 @@ def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
         (2.0, "world_size must be a whole number such as 4, got 2.0"),
         ("4", "world_size must be a whole number such as 4, got '4'"),
         (True, "world_size must be a whole number such as 4, got True"),
+        (numpy.bool_(True), "world_size must be a whole number such as 4, got "),
+        (torch.tensor(True), "must be a whole number such as 4, got tensor(True)"),
+        (torch.tensor([2]), "must be a whole number such as 4, got tensor([2])"),
+        (torch.tensor(0), "world_size must be at least 1, got 0"),
+        (numpy.int64, "world_size must be a whole number such as 4, got <class"),
         (10**6, "on this machine, got 1000000"),
     ],
 )
@@ -161,6 +167,22 @@ def test_an_impossible_world_size_is_refused(world_size, words):
         with pytest.raises(kit.PoolError, match="world_size") as caught:
             call()
         assert words in str(caught.value)
+
+
+class Two:
+    def __index__(self):
+        return 2
+
+
+@pytest.mark.parametrize("size", [numpy.int64(2), numpy.array(2), torch.tensor(2), Two()])
+def test_a_whole_number_of_another_type_is_refused_or_reaches_the_worker(size):
+    def what(rank, world_size):
+        return type(world_size) is int and world_size
+
+    assert list(kit.run(what, world_size=size)) == [2, 2]
+    with kit.WorkerPool(size) as pool:
+        assert list(pool.run(what)) == [2, 2]
+        assert "2 ranks" in repr(pool)
 
 
 def test_an_unknown_backend_is_refused():

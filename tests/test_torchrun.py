@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -75,6 +76,12 @@ def test_it_returns_what_run_returns(capsys):
     assert [event.op for event in result.trace] == ["all_reduce"] * 2
     lines = ["[rank 0] sum 1", "[rank 0] to stderr", "[rank 1] sum 1", "[rank 1] to stderr"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_whole_number_of_numpy_is_refused():
+    numbers = {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}
+    numbers = {name: numpy.int64(number) for name, number in numbers.items()}
+    assert list(kit.torchrun(lambda rank, world_size: type(world_size), **numbers)) == [int]
 
 
 def test_a_lesson_runs_by_name_with_its_options_and_its_trace(capsys):
@@ -316,6 +323,7 @@ def test_an_impossible_rendezvous_is_refused_before_anything_starts():
     [
         ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, got 0"),
         ({"nnodes": "1:2"}, "nnodes must be a whole number of at least 1, got '1:2'"),
+        ({"nnodes": True}, "nnodes must be a whole number of at least 1, got True"),
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),

@@ -154,7 +154,7 @@ def open_ranks(
         join = _join_torchrun
     else:
         size = 4 if world_size is None else world_size
-        pool.check_world_size(size)
+        size = pool.check_world_size(size)
         backends.choose_backend(backend, size)
         kept = _open_folder(trace)
         if init:

@@ -31,7 +31,7 @@ from ddp_kit.launch.rank.torchrun_worker import (
 )
 from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
 from ddp_kit.pool import check_world_size
-from ddp_kit.pool.arguments import check_signature, check_timeout
+from ddp_kit.pool.arguments import check_signature, check_timeout, whole_number
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.torchrun import (
@@ -81,6 +81,9 @@ def torchrun(
     five minutes, by PyTorch's own limit. Their prints arrive at the end of the run, and they must
     return within five minutes of rank 0.
     """
+    nproc_per_node = _check_number("nproc_per_node", nproc_per_node, 1)
+    nnodes = _check_number("nnodes", nnodes, 1)
+    max_restarts = _check_number("max_restarts", max_restarts, 0)
     chosen = _check(
         worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
     )
@@ -227,9 +230,6 @@ def _check(
     master_port: int | None,
 ) -> str:
     """Return the backend. Raise PoolError or BackendError for what cannot be run."""
-    _check_number("nproc_per_node", nproc_per_node, 1)
-    _check_number("nnodes", nnodes, 1)
-    _check_number("max_restarts", max_restarts, 0)
     if nnodes > 1 and max_restarts > 0:
         raise PoolError(
             "max_restarts= works on one host only; for several, run torchrun on each of them with "
@@ -257,9 +257,11 @@ def _check(
     return chosen
 
 
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _check_number(name: str, value: Any, least: int) -> int:
+    number = whole_number(value)
+    if number is None or number < least:
         raise PoolError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
 
 
 def _as_script(name: str) -> Script:

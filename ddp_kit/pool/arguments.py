@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import os
 import reprlib
 import sys
@@ -26,32 +27,48 @@ RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 
 def prepare(
     worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
-) -> tuple[str, payload.Payload]:
-    """Return the backend, and worker and arguments pickled.
+) -> tuple[int, str, payload.Payload]:
+    """Return the world size and the backend, and worker and arguments pickled.
 
     Raises PoolError or BackendError for what cannot be run.
     """
-    check_world_size(world_size)
-    chosen = choose_backend(backend, world_size)
+    size = check_world_size(world_size)
+    chosen = choose_backend(backend, size)
     check_timeout(timeout)
     check_signature(worker, args)
-    return chosen, pack(worker, args)
+    return size, chosen, pack(worker, args)
 
 
-def check_world_size(world_size: int) -> None:
-    """Raise PoolError unless this machine can run that many ranks."""
+def check_world_size(world_size: int) -> int:
+    """Return it as an int. Raise PoolError unless this machine can run that many ranks."""
     if messages.serving:
         raise PoolError(
             "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
             'below `if __name__ == "__main__":`'
         )
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
+    size = whole_number(world_size)
+    if size is None:
         raise PoolError(f"world_size must be a whole number such as 4, got {world_size!r}")
-    if world_size < 1:
-        raise PoolError(f"world_size must be at least 1, got {world_size}")
+    if size < 1:
+        raise PoolError(f"world_size must be at least 1, got {size}")
     most = most_ranks()
-    if world_size > most:
-        raise PoolError(f"world_size must be at most {most} on this machine, got {world_size}")
+    if size > most:
+        raise PoolError(f"world_size must be at most {most} on this machine, got {size}")
+    return size
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number as an int, also one of NumPy's or torch's; None if it is none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    if getattr(value, "shape", ()) != ():
+        return None  # torch would take a list of one number for the number
+    try:
+        return operator.index(value)
+    except Exception:  # the learner's own __index__ may fail
+        return None
 
 
 def most_ranks() -> int:

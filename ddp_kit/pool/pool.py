@@ -52,7 +52,7 @@ class WorkerPool:
     _started_early = False  # before anybody asked for it
 
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
-        check_world_size(world_size)
+        world_size = check_world_size(world_size)
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
@@ -102,7 +102,7 @@ class WorkerPool:
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
-        backend, packed = prepare(worker, args, size, self._asked_backend, timeout)
+        size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout)
         return self._run(packed, size, backend, timeout)
 
     def _check_usable(self) -> None:
@@ -205,7 +205,7 @@ def run(
     forever, MismatchError if they do not agree, RunTimeoutError after `timeout`.
     The next run works in any case.
     """
-    chosen, packed = prepare(worker, args, world_size, backend, timeout)
+    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout)
     launcher = launcher_of(chosen)
     pool = _shared.get(launcher)
     if pool is None or pool._closed or pool._owner != os.getpid():

@@ -23,6 +23,7 @@ from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
+from ddp_kit.trace.stacks import read_handled
 
 _RANK_CODE = os.path.join(os.path.dirname(__file__), "rank", "")  # its frames call the worker
 
@@ -36,6 +37,7 @@ class Reports:
     broken: dict[int, KitFailed] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)  # exit codes
     stopped: list[Wait] = field(default_factory=list)  # where the ranks were that had to be stopped
+    handled: dict[int, RankFailure] = field(default_factory=dict)  # what these were handling
     timeout: float | None = None  # seconds, once they have passed
 
     @property
@@ -48,6 +50,29 @@ class Reports:
         """What ranks raised, except that they lost the connection to a rank that died."""
         raised = self.raised.items()
         return {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
+
+    def locate(
+        self, stuck: set[int], ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]
+    ) -> None:
+        """Note where the stuck ranks are, and which exceptions they are handling."""
+        alive = sorted(stuck - self.died.keys())
+        self.stopped = _locate([ranks[n] for n in alive], [snapshots[n] for n in alive])
+        for number in alive:
+            text = ranks[number].board.handled() if snapshots[number].waiting else b""
+            if failure := read_handled(number, text):
+                self.handled[number] = failure
+
+    @property
+    def threads(self) -> dict[int, str]:
+        """The threads that workers have left running, by rank."""
+        replies = self.returned | self.raised
+        return {n: r.status.thread for n, r in replies.items() if r.status.thread}
+
+    @property
+    def restarts(self) -> dict[int, str]:
+        """Why processes cannot serve another run, by rank."""
+        replies = sorted((self.returned | self.raised).items())
+        return {n: r.status.restart for n, r in replies if r.status.restart}
 
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
@@ -91,7 +116,7 @@ def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
     return min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
 
 
-def locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
+def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
     """Return where ranks are; those in no traced operation are asked for their stacks."""
     waits = [snapshot.as_wait() for snapshot in snapshots]
     unknown = [

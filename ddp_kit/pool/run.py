@@ -22,7 +22,7 @@ from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import (
     Environment,
@@ -78,7 +78,7 @@ class Run:
                     processes.call_worker(self._ranks, packed, environment, self._number)
                     self._collect(math.inf if timeout is None else timeout)
             finally:
-                intact = self._group_is_intact and not self._threads
+                intact = self._group_is_intact and not self._restarts
                 with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
                     output = self._close()
                     processes.end_run(intact)
@@ -177,7 +177,7 @@ class Run:
 
     def _cannot_end(self, now: float) -> bool:
         if self._watch is not None:
-            self._verdict = self._watch.look(now, self._reports.returned, self._threads)
+            self._verdict = self._watch.look(now, self._reports.returned, self._reports.threads)
         return self._verdict is not None
 
     def _all_wait(self) -> bool:
@@ -215,12 +215,10 @@ class Run:
         # Ask all ranks first, because stopping one would end the waits of others.
         self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
         if self._has_begun:
-            alive = sorted(stuck - self._reports.died.keys())
-            found = locate([self._ranks[n] for n in alive], [self._snapshots[n] for n in alive])
-            self._reports.stopped = found
+            self._reports.locate(stuck, self._ranks, self._snapshots)
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
-        unusable = stuck.union(self._threads, self._reports.broken)
+        unusable = stuck.union(self._restarts, self._reports.broken)
         stop_ranks([self._ranks[number] for number in sorted(unusable)])
         self._view.close()
         return [rank.output.take() for rank in self._ranks]
@@ -248,6 +246,7 @@ class Run:
             assert result is not None, "no rank has failed"
             return result
         error.trace, error.cell_names = trace, ipython.cell_names()
+        error.handled = self._reports.handled
         raise error
 
     @property
@@ -257,16 +256,16 @@ class Run:
         return len(replies) == len(self._ranks) and all(r.status.group_intact for r in replies)
 
     @property
-    def _threads(self) -> dict[int, str]:
-        """The threads that workers have left running, by rank."""
-        replies = self._reports.returned | self._reports.raised
-        return {n: r.status.thread for n, r in sorted(replies.items()) if r.status.thread}
+    def _restarts(self) -> dict[int, str]:
+        """Why ranks that have replied are ended; those that serve one run may be left unclean."""
+        reports = self._reports
+        return reports.restarts if self._processes.launcher.reusable else reports.threads
 
     def _print_notices(self) -> None:
         """Print what would otherwise surprise a learner."""
         if self._processes.launcher.reusable:
-            for rank, thread in self._threads.items():
-                view.say(f"restarting rank {rank}: the worker left its thread {thread!r} running")
+            for rank, why in self._restarts.items():
+                view.say(f"restarting rank {rank}: {why}")
         if len(self._reports.returned) == len(self._ranks):
             events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
             for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):

@@ -6,6 +6,7 @@ when both processes are.
 
     head      which run, how many events, which one is waited for
     progress  how far a loop of the worker has come, and how many steps it has
+    handled   which exception the worker is handling while it waits
     counts    of each channel and each group: how many operations were posted, how many given up
     texts     what events have in common, one JSON line each: channels, calls, lines of code
     events    the newest `EVENTS`, in a ring
@@ -49,6 +50,7 @@ _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struc
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
 _PROGRESS_AT = 1024
+_HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
 _COUNTS_AT = 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
@@ -160,6 +162,7 @@ class Board:
         )
         self._forget_stacks()
         self.write_progress(None, None)
+        self.write_handled(b"")
         self._write_head()
         return kept
 
@@ -245,6 +248,15 @@ class Board:
         done, total = _PROGRESS.unpack_from(self._page, _PROGRESS_AT)
         return (done - 1, total - 1 if total else None) if done else None
 
+    def write_handled(self, text: bytes) -> None:
+        """Write which exception the worker is handling. b"": none, or one that has no room."""
+        text = text if _HANDLED_AT + len(text) < _COUNTS_AT else b""
+        self._page[_HANDLED_AT : _HANDLED_AT + len(text) + 1] = text + b"\0"
+
+    def handled(self) -> bytes:
+        """Return the text of the exception that the worker is handling while it waits."""
+        return self._page[_HANDLED_AT:_COUNTS_AT].partition(b"\0")[0]
+
     def write_end(self, index: int, now: int) -> None:
         """Write when an event was complete."""
         if self._is_kept(index):
@@ -310,6 +322,10 @@ class Board:
         if texts:
             self._found = run, row.what, texts.split(b"\n", row.what)[row.what - 1]
         return row, self._found[2]
+
+    def unshare(self) -> None:
+        """Write into memory of this process only from now on: it is a fork of the rank."""
+        self._page = mmap.mmap(-1, _SIZE)
 
     def read_stacks(self) -> str:
         """Return the stacks that the rank has written so far in this run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import json
 import linecache
 import os
 import re
@@ -20,7 +21,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import BinaryIO
 
-from ddp_kit.error_text import Frame
+from ddp_kit.error_text import Frame, RankFailure, text_of
 
 _KIT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _LESSONS = os.path.join(_KIT, "lessons", "")  # are there to be edited
@@ -30,6 +31,7 @@ _LIBRARIES = tuple(
     | {"<frozen ", _KIT}
 )
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
+_LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -56,6 +58,30 @@ def own_frame(frame: FrameType | None) -> FrameType | None:
 def describe_line(file: str, line: int, function: str) -> Frame:
     """Return one line of code as plain data, with its text if that can be read."""
     return Frame(file, line, function, linecache.getline(file, line).strip(), is_own(file))
+
+
+def write_handled(error: BaseException | None) -> bytes:
+    """Return an exception that is being handled as text; b"" if no line of it is the learner's."""
+    step, own = getattr(error, "__traceback__", None), None
+    while step is not None:
+        own = step if is_own(step.tb_frame.f_code.co_filename) else own
+        step = step.tb_next
+    if own is None:
+        return b""
+    code = own.tb_frame.f_code
+    line = describe_line(code.co_filename, own.tb_lineno, code.co_name)
+    message = text_of(error)[:_LONGEST_MESSAGE]
+    text = [type(error).__name__, message, line.file, line.line, line.function, line.source]
+    return json.dumps(text).encode()
+
+
+def read_handled(rank: int, text: bytes) -> RankFailure | None:
+    """Return the exception that `write_handled` has written; None if there was none."""
+    try:
+        kind, message, *line = json.loads(text)
+    except ValueError:  # it is empty, or the rank has gone on and is writing the next one
+        return None
+    return RankFailure(rank, kind, message, (Frame(*line, own=True),))
 
 
 def answer_on(file: BinaryIO) -> None:

@@ -270,3 +270,121 @@ def test_a_librarys_idle_thread_costs_no_fresh_rank():
     before = list(kit.run(pid, world_size=2))
     assert list(kit.run(leave_pool, world_size=2)) == [3, 3]
     assert list(kit.run(pid, world_size=2)) == before
+
+
+def stdout_closed():
+    sys.stdout.close()
+
+
+def streams_detached():
+    sys.stdout.detach()
+    sys.stderr.detach()
+
+
+def second_names_closed():
+    sys.__stdout__.close()
+    sys.stdout = sys.__stdout__ = sys.__stderr__ = None
+
+
+@pytest.mark.parametrize("close", [stdout_closed, streams_detached, second_names_closed])
+def test_a_closed_stream_loses_what_the_next_run_prints(close):
+    def print_much(rank, world_size):
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        print("by its second name", file=sys.__stdout__)
+
+    warm = list(kit.run(pid, world_size=2))
+    kit.run(lambda rank, world_size: close(), world_size=2)
+    for _ in range(2):
+        printed = kit.run(print_much, world_size=2).output
+        assert printed == ("to stdout\nto stderr\nby its second name\n",) * 2
+    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+def objects_gone():
+    os.environ = sys.path = sys.argv = logging.root = None
+
+
+def objects_replaced():
+    os.environ, sys.path, sys.argv = {"LEARNER": "was here"}, [], ["other"]
+    logging.root.handlers = None
+
+
+@pytest.mark.parametrize("replace", [objects_gone, objects_replaced])
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_an_object_that_a_worker_has_replaced_reaches_the_next_run(replace, fails):
+    def spoil(rank, world_size):
+        replace()
+        if fails:
+            raise ValueError("spoiled")
+
+    first, warm = kit.run(look, world_size=2), list(kit.run(pid, world_size=2))
+    with pytest.raises(kit.RankError, match="spoiled") if fails else contextlib.nullcontext():
+        kit.run(spoil, world_size=2)
+    again = kit.run(look, world_size=2)
+    for rank in range(2):
+        for what, value in first[rank].items():
+            assert again[rank][what] == value, what
+    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+def patch(path, value):
+    module, _, name = path.rpartition(".")
+    setattr(sys.modules[module], name, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fails"),
+    [
+        ("os.chdir", None, False),
+        ("torch.manual_seed", None, False),
+        ("torch.distributed.all_reduce", lambda tensor: None, False),
+        ("builtins.print", None, False),
+        ("builtins.isinstance", None, True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_replaced_function_reaches_the_next_run(path, value, fails, capsys):
+    def replace(rank, world_size):
+        if rank == 1:
+            patch(path, value)
+            if fails:
+                raise ValueError("spoiled")
+        return {"rank": rank}
+
+    before = list(kit.run(pid, world_size=2))
+    with pytest.raises(kit.RankError, match="spoiled") if fails else contextlib.nullcontext():
+        assert list(kit.run(replace, world_size=2)) == [{"rank": 0}, {"rank": 1}]
+    name = path.removeprefix("builtins.")
+    assert capsys.readouterr().out == f"restarting rank 1: the worker replaced {name}\n"
+    assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
+    assert kit.run(look, world_size=2).output == ("seen\n", "seen\n")
+    after = list(kit.run(pid, world_size=2))
+    assert (after[0], after[1] == before[1]) == (before[0], False)
+
+
+def test_a_function_that_a_library_wraps_costs_a_fresh_rank(capsys):
+    def compile_something(rank, world_size):
+        import torch._dynamo  # torch.compile loads it; it wraps torch.manual_seed
+
+        return torch.manual_seed is not torch.random.manual_seed
+
+    warm = list(kit.run(pid, world_size=2))
+    assert list(kit.run(compile_something, world_size=2)) == [True, True]
+    assert list(kit.run(compile_something, world_size=2)) == [True, True]
+    assert list(kit.run(pid, world_size=2)) == warm
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rank_that_cannot_be_restored_stays(capsys):
+    def spoil(rank, world_size):
+        if rank == 1:
+            logging.root.level, logging.root.setLevel = 10, None
+
+    before = list(kit.run(pid, world_size=2))
+    kit.run(spoil, world_size=2)
+    with pytest.raises(kit.RankError, match="rank 1 raised TypeError"):
+        kit.run(pid, world_size=2)
+    assert "restarting rank 1: what an earlier run has changed" in capsys.readouterr().out
+    after = list(kit.run(pid, world_size=2))
+    assert (after[0], after[1] == before[1]) == (before[0], False)

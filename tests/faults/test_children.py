@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 
 import psutil
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from processes import assert_gone, ended
 
 import ddp_kit as kit
+from ddp_kit.trace.rank import recorder
 
 
 class Squares(torch.utils.data.Dataset):
@@ -133,3 +135,60 @@ def test_the_processes_of_the_machine_are_listed_once_for_all_ranks_that_are_sto
         listed.clear()
     assert len(listed) == 2, "before the ranks leave, and before those that have not are killed"
     assert ended(left)
+
+
+def leave_copy(rank, world_size, leave):
+    """Fork: the parent returns the child's exit code."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return leave()
+
+
+def boom():
+    raise ValueError("boom in the copy")
+
+
+@pytest.mark.parametrize(
+    ("leave", "code", "printed"),
+    [
+        (lambda: "child", 0, ""),
+        (boom, 1, "ValueError: boom in the copy\n"),
+        (lambda: sys.exit(3), 3, ""),
+        (lambda: sys.exit("farewell"), 1, "farewell\n"),
+    ],
+    ids=["returns", "raises", "exits", "exits_with_a_text"],
+)
+def test_a_fork_of_a_rank_that_comes_back_serves_the_pool(pool, leave, code, printed):
+    warm = list(pool.run(lambda rank, world_size: os.getpid()))
+    forked = pool.run(leave_copy, leave, timeout=60)
+    assert list(forked) == [code, code]
+    for output in forked.output:
+        assert output.endswith(printed)
+        assert ("Traceback" in output, "server.py" in output) == (leave is boom, False)
+    for number in range(3):
+        result = pool.run(lambda rank, world_size, n: (n, rank, os.getpid()), number, timeout=60)
+        assert list(result) == [(number, rank, warm[rank]) for rank in range(2)]
+
+
+def sockets():
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return {os.readlink(link) for link in links if os.path.exists(link)}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are read from /proc")
+def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board(pool):
+    def look(rank, world_size):
+        board, mine = recorder.current.table.board, sockets()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            dist.barrier(async_op=True)  # nobody would send it: a fork has no thread of gloo's
+            os.write(writing, "\n".join(sockets()).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as pipe:
+            its = set(pipe.read().split())
+        os.waitpid(child, 0)
+        return len({name for name in mine - its if "socket" in name}), board.head().events
+
+    assert list(pool.run(look, timeout=60)) == [(1, 0)] * 2

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -104,16 +105,114 @@ def test_keyboard_interrupt_in_a_rank_is_a_failure():
         kit.run(interrupted, world_size=2)
 
 
-def test_an_exception_that_cannot_be_printed_is_still_reported():
+@pytest.mark.parametrize("reason", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_exception_that_cannot_be_printed_is_still_reported(reason):
     class Mute(Exception):
         def __str__(self):
-            raise RuntimeError("no words")
+            raise reason("no words")
 
     def fail(rank, world_size):
         raise Mute
 
     with pytest.raises(kit.RankError, match=r"Mute: .its message could not be read"):
         kit.run(fail, world_size=2)
+
+
+def test_what_python_shows_with_an_exception_is_lost():
+    def look_up(config):
+        return config["lr"]
+
+    def fail(rank, world_size):
+        try:
+            look_up({})
+        except KeyError as error:
+            if rank == 0:
+                raise ValueError("no rate") from error
+            if rank == 1:
+                raise ValueError("no rate")  # noqa: B904
+            raise ValueError("no rate") from None
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(fail, world_size=3)
+    direct, during, neither = caught.value.failures.values()
+    assert (direct.cause.type, direct.cause.where.source) == ("KeyError", 'return config["lr"]')
+    assert during.context == replace(direct.cause, rank=1)
+    assert (direct.context, during.cause, neither.cause, neither.context) == (None,) * 4
+    assert str(caught.value).splitlines() == [
+        "rank 0 raised ValueError: no rate",
+        f'    {line_of(fail, 5)}: raise ValueError("no rate") from error',
+        "directly caused by KeyError: 'lr'",
+        f'    {line_of(look_up, 1)}: return config["lr"]',
+        "rank 1 raised ValueError: no rate",
+        f'    {line_of(fail, 7)}: raise ValueError("no rate")  # noqa: B904',
+        "raised during handling of KeyError: 'lr'",
+        f'    {line_of(look_up, 1)}: return config["lr"]',
+        "rank 2 raised ValueError: no rate",
+        f'    {line_of(fail, 8)}: raise ValueError("no rate") from None',
+    ]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has neither notes nor groups")
+def test_notes_and_the_members_of_a_group_are_lost():
+    def fail(rank, world_size):
+        first = ValueError("one")
+        first.add_note("Try two.")
+        raise ExceptionGroup("both", [first, TypeError("two")])  # noqa: F821
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(fail, world_size=2)
+    assert [line for line in str(caught.value).splitlines() if "line " not in line] == [
+        "ranks 0 and 1 raised ExceptionGroup: both (2 sub-exceptions)",
+        "  1. ValueError: one",
+        "  Try two.",
+        "  2. TypeError: two",
+    ]
+
+
+def test_a_circle_of_causes_or_thousands_of_members_fill_the_error():
+    def fail(rank, world_size):
+        first, second = ValueError("first"), ValueError("second")
+        first.__cause__, second.__cause__ = second, first
+        raise first
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(fail, world_size=2)
+    assert 2 <= str(caught.value).count("directly caused by") < 50
+
+
+def test_an_exception_that_a_barrier_hides_is_lost():
+    def leave(rank, world_size):
+        try:
+            if rank == 1:
+                {}["lr"]
+            dist.all_reduce(torch.ones(1))
+        finally:
+            dist.barrier()
+
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(leave, world_size=3)
+    assert set(caught.value.handled) == {1}
+    lines = str(caught.value).splitlines()
+    at = lines.index("rank 1 was handling KeyError: 'lr'")
+    assert lines[at + 1] == f'    {line_of(leave, 3)}: {{}}["lr"]'
+
+
+def test_an_exception_that_was_handled_before_is_shown_with_a_later_wait():
+    def recover(rank, world_size):
+        if rank == 0:
+            with suppress(KeyError):
+                {}["lr"]
+            try:
+                {}["lr"]
+            except KeyError:
+                dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.ones(1), 0)
+        dist.recv(torch.ones(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(recover, world_size=2)
+    assert caught.value.handled == {}
 
 
 @pytest.mark.parametrize(

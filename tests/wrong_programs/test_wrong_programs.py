@@ -34,7 +34,6 @@ REASONS = {
         "keys_that_wait_for_each_other",
         "key_set_after_the_barrier",
     ],
-    ],
 }
 KNOWN = {name: reason for reason, names in REASONS.items() for name in names}
 

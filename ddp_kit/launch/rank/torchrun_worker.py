@@ -31,7 +31,7 @@ from ddp_kit.errors import PoolError
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
 from ddp_kit.pool.rank.bootstrap import serve_connected
-from ddp_kit.pool.rank.server import GROUP_TIMEOUT, describe
+from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire.messages import CALL, SOCKET
 from ddp_kit.pool.wire.output import OUTPUT_LIMIT
@@ -147,7 +147,7 @@ class Program:
     def _value(self, rank: int, world_size: int) -> Any:
         """Call the worker. Exit code 0 is success, as it is for torchrun."""
         try:
-            value = self.worker(rank, world_size, *self.args)
+            value = call_worker(self.worker, rank, world_size, self.args)
         except SystemExit as leaving:
             if leaving.code:
                 raise
@@ -197,6 +197,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     """Run the program on another host; put a report of it into the store."""
     world_size = environment.rank_info().world_size
     board, report, printed = Board(), RemoteReport(), io.StringIO()
+    os.register_at_fork(after_in_child=board.unshare)
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     clock = None
     try:

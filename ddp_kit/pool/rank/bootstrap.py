@@ -11,12 +11,13 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 from ddp_kit.pool.rank.server import RankServer
+from ddp_kit.pool.rank.state import open_stream
 from ddp_kit.pool.wire import messages, payload
 from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
 from ddp_kit.trace import Board
@@ -50,6 +51,7 @@ def serve_connected(line: socket.socket) -> None:
     os.environ[RANK_MARK] = mark.decode()
     control, printed = (Connection(descriptor) for descriptor in descriptors[:2])
     board = Board(SimpleNamespace(detach=lambda: descriptors[2]))
+    os.register_at_fork(after_in_child=line.close)  # it would hide that the rank has ended
     _serve(control, printed, board, os.getppid(), line.fileno())
 
 
@@ -69,10 +71,17 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         _end_with(parent, pool)
         _redirect_prints(output)
         board.answer_with_stacks()
+        os.register_at_fork(after_in_child=partial(_leave_rank, control, board))
         RankServer(control, board).serve()
     except Exception:
         with suppress(OSError):  # the pool has ended
             payload.send(control, KitFailed(traceback.format_exc()))
+
+
+def _leave_rank(control: Connection, board: Board) -> None:
+    """Keep this process, a fork of the rank, from speaking for the rank."""
+    control.close()
+    board.unshare()
 
 
 def _end_with(parent: int, pool: int) -> None:
@@ -136,8 +145,6 @@ def _redirect_prints(output: Connection) -> None:
         os.dup2(output.fileno(), descriptor)
     output.close()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open(  # noqa: SIM115 - it stays open as long as the process
-            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-        )
+        stream = open_stream(descriptor)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import itertools
 import linecache
 import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
-from ddp_kit.error_text import RankFailure
+from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -33,6 +36,7 @@ from ddp_kit.trace import Board, InternTable, describe_line, recording
 from ddp_kit.trace.rank.recorder import Recorder
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
+MOST_LINKED = 16  # causes of an exception and members of a group that are described
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
 
@@ -105,14 +109,18 @@ class RankServer:
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         groups, keeps_groups = torch_internals.count_groups(), False
+        restart: str | None = "what an earlier run has changed could not be restored"
         with recording(self._table, call.number) as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
                     self._restore()
                 self._is_restored = False
-                worker, args = call.payload.unpack()
-                keeps_groups = getattr(worker, "keeps_groups", False)
-                value = worker(rank, world_size, *args)
+                try:
+                    worker, args = call.payload.unpack()
+                    keeps_groups = getattr(worker, "keeps_groups", False)
+                    value = call_worker(worker, rank, world_size, args)
+                finally:
+                    restart = self._put_back(is_cell=keeps_groups)
                 packed = pack(value)
             except SystemExit as leaving:
                 _exit(leaving.code)
@@ -120,10 +128,25 @@ class RankServer:
                 broken, inside = recorder.broken or (None, None)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
-                status = self._status(recorder, whole, groups)
+                status = self._status(recorder, whole, groups, restart)
                 return Raised(failure, status, inside if broken == id(error) else None)
         groups = None if keeps_groups else groups
-        return Returned(packed, self._status(recorder, recorder.all_awaited, groups))
+        return Returned(packed, self._status(recorder, recorder.all_awaited, groups, restart))
+
+    def _put_back(self, is_cell: bool) -> str | None:
+        """Put back functions that the worker has replaced; return why the process cannot stay.
+
+        is_cell: it stays, because it has the names of cells.
+        """
+        names = self._state.put_back()
+        if not names:
+            return None
+        replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        if not is_cell:
+            return f"the worker replaced {replaced}"
+        with suppress(Exception):  # the cell may have closed sys.stdout
+            print(f"the next cell has the original {replaced} again: only names stay")
+        return None
 
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits."""
@@ -138,16 +161,50 @@ class RankServer:
         assert self._environment, "and the environment with the first CallWorker"
         self._state.restore(self._joined, self._environment)
 
-    def _status(self, recorder: Recorder, whole: bool, groups: object | None) -> RankStatus:
+    def _status(
+        self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
+    ) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
         thread = thread_left_running(everywhere=recorder.may_call_back)
-        return RankStatus(self._imports.take(), intact, thread)
+        if thread:
+            restart = f"the worker left its thread {thread!r} running"
+        return RankStatus(self._imports.take(), intact, thread, restart)
 
     def _group_is_intact(self, groups: object | None) -> bool:
         """Return whether the groups are the same as before; None: new ones may stay."""
         if self._group is None and torch_internals.any_group_made():
             return False  # one that failed has counted
         return dist.group.WORLD is self._group and groups in (None, torch_internals.count_groups())
+
+
+_getpid = os.getpid  # a worker may replace it
+
+
+def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tuple) -> Any:
+    """Return what a worker returns.
+
+    If the worker has forked this process, the copy comes back, too: it ends here.
+    """
+    pid = _getpid()
+    try:
+        value = worker(rank, world_size, *args)
+    except BaseException as error:
+        if _getpid() != pid:
+            _end_fork(error)
+        raise
+    if _getpid() != pid:
+        _exit(None)
+    return value
+
+
+def _end_fork(error: BaseException) -> NoReturn:
+    """End this process as Python ends one in which `error` is not caught."""
+    if isinstance(error, SystemExit):
+        _exit(error.code)
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without `call_worker`
+    with suppress(Exception):  # the worker may have closed sys.stderr
+        traceback.print_exception(error.with_traceback(frames))
+    _exit(1)
 
 
 def pack(value: object) -> payload.Payload:
@@ -170,23 +227,43 @@ def pack(value: object) -> payload.Payload:
     ) from None
 
 
-def describe(rank: int, error: BaseException) -> RankFailure:
-    """Return an exception as plain data, which the pool can hold without the rank's modules."""
+def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None) -> RankFailure:
+    """Return an exception as plain data, which the pool can hold without the rank's modules.
+
+    left: an item for each further exception that may be described, as its cause or its member.
+    """
+    left = left or itertools.repeat(True, MOST_LINKED)
+    cause, context = error.__cause__, None
+    if cause is None and not error.__suppress_context__:
+        context = error.__context__
+    group = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.10 has none
+    members = error.exceptions if isinstance(error, group) else ()
+    notes = vars(error).get("__notes__")
+    notes = notes[:MOST_LINKED] if isinstance(notes, list) else []
     frames = tuple(
         describe_line(line.filename, line.lineno or 0, line.name)
         for line in traceback.extract_tb(error.__traceback__)
     )
-    try:
-        message = str.__str__(str(error))[:LONGEST_MESSAGE]  # a plain str, also of a subclass
-    except Exception:  # the learner's own __str__ may fail
-        message = "(its message could not be read)"
-    return RankFailure(rank, type(error).__name__, message, frames)
+    return RankFailure(
+        rank,
+        type(error).__name__,
+        text_of(error)[:LONGEST_MESSAGE],
+        frames,
+        tuple(text_of(note)[:LONGEST_MESSAGE] for note in notes),
+        *(_linked(rank, e, left) for e in (cause, context)),
+        tuple(describe(rank, member, left) for member, _ in zip(members, left, strict=False)),
+    )
+
+
+def _linked(rank: int, error: BaseException | None, left: Iterator[bool]) -> RankFailure | None:
+    return describe(rank, error, left) if error is not None and next(left, False) else None
 
 
 def _exit(code: object) -> NoReturn:
     """End the process as `sys.exit(code)` does, but without waiting for threads."""
     if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
+        with suppress(Exception):  # the worker may have closed sys.stderr
+            print(text_of(code), file=sys.stderr)
     _flush()
     os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
 

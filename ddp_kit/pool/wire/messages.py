@@ -74,6 +74,7 @@ class RankStatus(NamedTuple):
     modules: dict[str, FileStamp]  # the learner's files that it has imported since the last one
     group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
     thread: str | None = None  # a thread that still runs the worker's code
+    restart: str | None = None  # why the process cannot serve another run
     notices: tuple[str, ...] = ()  # features that this PyTorch does not support
 
 

@@ -21,7 +21,7 @@ from ddp_kit.errors import TraceError
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.stacks import describe_line, is_own
+from ddp_kit.trace.stacks import describe_line, is_own, write_handled
 
 C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
 
@@ -78,6 +78,7 @@ class Recorder:
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
+        self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
 
     @property
@@ -199,6 +200,10 @@ class Recorder:
         limited = limited or posted.group.limited
         shown = threading.get_ident() == self._thread
         if (board := self._board) is not None:
+            error = sys.exc_info()[1]  # what hides it may be this very wait, in a `finally`
+            if shown and (error is not None or self._handles):
+                self._handles = error is not None
+                board.write_handled(write_handled(error))
             board.begin_wait(posted.index, monotonic_ns(), limited, shown)
         end = 0
         try:
