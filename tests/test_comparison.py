@@ -113,7 +113,23 @@ def test_a_difference_that_more_terms_would_explain_says_how_many():
 
 def test_a_difference_far_beyond_rounding_says_so():
     found = kit.compare({"x": random(20)}, {"x": random(20, seed=1)})
-    assert_differs(found, None, "Rounding does not explain it, and it is none of the", name="x")
+    assert_differs(found, None, "It is none of the usual mistakes.", name="x")
+
+
+def test_drift_within_what_more_terms_would_explain_says_both():
+    found = kit.compare([1.0, 1.0 + 1e-4], 1.0)
+    assert_differs(found, "drift", "rank 0 equals the reference", "pass terms=")
+
+
+def test_noise_where_zeros_should_be_says_so():
+    right = {"weight": random(20), "bias": torch.tensor([1e-8, -2e-8])}
+    wrong = {"weight": right["weight"], "bias": torch.tensor([-2e-8, 1e-8])}
+    found = kit.compare([wrong] * N, right)
+    assert_differs(found, None, "as small as rounding errors in 'weight' are", name="bias")
+    atol = float(str(found).split("atol=")[1].split(".\n")[0])
+    assert kit.compare([wrong] * N, right, atol=atol)
+    alone = kit.compare({"bias": right["bias"]}, {"bias": wrong["bias"]})
+    assert "as small as rounding errors" not in str(alone)
 
 
 def test_rtol_and_atol_replace_the_rule():
@@ -612,3 +628,21 @@ def test_each_mistake_of_gathered_shards_is_recognized(mistake):
     x, _ = batch()
     found = kit.compare(kit.run(gather, mistake), (x @ small()[0].weight.T).detach())
     assert found.cause == mistake, found
+
+
+def test_a_dtensor_is_refused_where_it_lies_and_gathered_is_right():
+    def compare(rank, world_size):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (world_size,))
+        whole = random(8, 4)
+        spread = distribute_tensor(whole, mesh, [Shard(0)])
+        try:
+            kit.compare({"weight": spread}, {"weight": whole})
+        except kit.CompareError as error:
+            return str(error), kit.compare(spread.full_tensor(), whole).equal
+
+    for text, equal in kit.run(compare, world_size=2):
+        assert text.startswith("'weight' is a DTensor, of which each rank has a shard")
+        assert equal

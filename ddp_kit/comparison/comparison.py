@@ -130,7 +130,8 @@ def compare(
     wrong = [finding for finding in findings if not finding.equal]
     if wrong:
         first, (cause, where) = wrong[0], _explain(wrong, found, wanted, before, rule)
-        text = _format_difference(wrong, cause, where, len(paths), world_size)
+        noise = _noise(first, findings, rule)
+        text = _format_difference(wrong, cause, where, noise, len(paths), world_size)
     else:
         first, cause = max(findings, key=lambda finding: finding.ratio), None
         text = _format_equal(first, findings, len(paths), world_size, rule)
@@ -208,6 +209,18 @@ def _cause(
     )
 
 
+def _noise(first: Finding, findings: Sequence[Finding], rule: Rule) -> str:
+    """Return a hint if a tensor is as small as the rounding errors of another one, else ""."""
+    other = max(findings, key=lambda finding: finding.largest if finding.tolerance else 0.0)
+    if rule.given or not 0 < first.largest <= other.tolerance:
+        return ""
+    return (
+        "All its numbers are as small as rounding errors in "
+        f"{format_path(other.path)!r} are. If they should be zero, as the gradient of a bias "
+        f"before BatchNorm, pass atol={other.tolerance:.0e}."
+    )
+
+
 def _subject(finding: Finding) -> str:
     name = format_path(finding.path)
     rank = "" if finding.rank is None else f"rank {finding.rank}: "
@@ -218,6 +231,7 @@ def _format_difference(
     wrong: Sequence[Finding],
     cause: Cause | None,
     where: Finding,
+    noise: str,
     total: int,
     world_size: int | None,
 ) -> str:
@@ -227,8 +241,10 @@ def _format_difference(
         sentences.append(f"The tolerance is {first.explanation}.")
     if cause and cause.text:
         sentences.append(cause.text if where is first else f"{_subject(where)}: {cause.text}")
-    elif first.hint:
-        sentences.append(first.hint)
+    elif first.cause is None and not (noise or first.hint):
+        sentences.append("It is none of the usual mistakes.")
+    if noise or first.hint:
+        sentences.append(noise or first.hint)
     names = len({finding.path for finding in wrong})
     ranks = {finding.rank for finding in wrong}
     on = ""
@@ -240,7 +256,7 @@ def _format_difference(
         sentences.append(f"In all, {names} of {count(total, 'value')} {verb}{on}.")
     elif on:
         sentences.append(f"It differs{on}.")
-    return " ".join(sentences)
+    return "\n".join(sentences)
 
 
 def _format_equal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -61,9 +61,7 @@ class Rule:
 
     def tolerance(self, reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return how much each element may differ from the reference; infinities may not."""
-        size = reference.abs().to(torch.float64)
-        finite = size.isfinite()
-        size = torch.where(finite, size, 0.0)
+        size, finite = _finite(reference), reference.isfinite()
         if self.given:
             return torch.where(finite, (self.atol or 0.0) + (self.rtol or 0.0) * size, 0.0)
         largest = size.max() if inexact(dtype) else 0.0
@@ -89,7 +87,8 @@ class Finding:
 
     error: the difference that is the largest in units of its tolerance; inf if it is no number.
     tolerance: what is allowed there, and explanation: why. fact: what differs; the name of the
-    value comes before it. hint: what to say if there is no cause. cause: if it shows at once.
+    value comes before it. hint: whether it may be rounding. cause: if it shows at once. nans: in
+    how many places both are NaN. largest: the largest number in either.
     """
 
     path: Path
@@ -100,7 +99,8 @@ class Finding:
     fact: str = ""
     hint: str = ""
     cause: str | None = None
-    nans: int = 0  # in equal places
+    nans: int = 0
+    largest: float = 0.0
 
     @property
     def equal(self) -> bool:
@@ -157,22 +157,28 @@ def _measure_numbers(
     if have.dtype != want.dtype and inexact(dtype):
         two = f"{name_dtype(have.dtype)} is compared with {name_dtype(want.dtype)}"
         explanation += f"; {two}, and the coarser counts"
-    found = Finding(path, rank, error, tolerance, explanation, nans=nans)
+    largest = max(_finite(numbers.values).max().item() for numbers in (have, want))
+    found = Finding(path, rank, error, tolerance, explanation, nans=nans, largest=largest)
     if found.equal:
         return found
     place = f" at {[int(index) for index in worst]}" if worst else ""
     mine, reference = have.values[worst].item(), want.values[worst].item()
     values = f"{_format(mine)} instead of {_format(reference)}{place}"
     if not error < math.inf:
-        fact, cause = f"is {values}", "not finite"
-        return Finding(path, rank, error, tolerance, explanation, fact, "", cause, nans)
+        return Finding(path, rank, fact=f"is {values}", cause="not finite")
     size = f"{error:.1e}" if inexact(dtype) else f"{error:,.0f}"
     times = f", {_format_times(found.ratio)} times " if tolerance else ""
     times += ("the tolerance" if rule.given else "what rounding explains") if tolerance else ""
     most = "at most " if differences.numel() > 1 else ""
     fact = f"differs by {most}{size}{times} ({values})"
     hint = _hint(found, want.values, dtype, rule)
-    return Finding(path, rank, error, tolerance, explanation, fact, hint, None, nans)
+    return replace(found, fact=fact, hint=hint)
+
+
+def _finite(numbers: torch.Tensor) -> torch.Tensor:
+    """Return magnitudes as float64, with 0 in place of infinities and NaN."""
+    size = numbers.abs().to(torch.float64)
+    return torch.where(size.isfinite(), size, 0.0)
 
 
 def _differences(mine: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -187,17 +193,16 @@ def _differences(mine: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Ten
 
 
 def _hint(found: Finding, reference: torch.Tensor, dtype: torch.dtype, rule: Rule) -> str:
-    """Return what to say of a difference without a cause: may it be rounding all the same?"""
+    """Return whether the difference may be rounding all the same; "" if that is clear."""
     if not inexact(dtype):
-        return "It is none of the usual mistakes."
-    unknown = "Rounding does not explain it, and it is none of the usual mistakes."
+        return ""
     if rule.given:
         explained = Rule().tolerance(reference, dtype).max().item()
         if found.error > explained:
-            return unknown
+            return "Rounding does not explain it."
         return f"Rounding explains it: it may come to {Rule().explain(explained, dtype)}."
     if found.ratio > PERHAPS:
-        return unknown
+        return ""
     terms = math.ceil(rule.count_terms(dtype) * found.ratio**2)
     return f"Rounding explains it if {terms:,} numbers were added: pass terms={terms} if they were."
 
