@@ -98,10 +98,9 @@ def _own_parts(mine: Tensors, want: torch.Tensor, slack: float) -> Cause | None:
         return None
     total = torch.stack(list(mine)).sum(0)
     bound = slack * max(map(_largest, (*mine, want)))
-    # A single rank that is hardly wrong would not show in the mean.
     wrong = [value for value in mine if not _close(value, want, bound)]
-    if len(wrong) < 2 or all(_close(value, wrong[0], bound) for value in wrong):
-        return None
+    if all(_close(value, wrong[0], bound) for value in wrong):
+        return None  # a single one that is hardly wrong would not show in the mean
     for name, reduced in (("mean", total / len(mine)), ("sum", total)):
         if _close(reduced, want, bound):
             text = f"The {name} of all ranks' values is the reference: each rank still holds"

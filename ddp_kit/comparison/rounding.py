@@ -60,12 +60,12 @@ class Rule:
         return MARGIN * math.sqrt(self.count_terms(dtype)) * torch.finfo(dtype).eps
 
     def tolerance(self, reference: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return how much each element may differ from the reference; infinities may not."""
-        size, finite = _finite(reference), reference.isfinite()
+        """Return how much each element may differ from the reference."""
+        size = _finite(reference)
         if self.given:
-            return torch.where(finite, (self.atol or 0.0) + (self.rtol or 0.0) * size, 0.0)
+            return (self.atol or 0.0) + (self.rtol or 0.0) * size
         largest = size.max() if inexact(dtype) else 0.0
-        return torch.where(finite, self.slack(dtype) * largest, 0.0)
+        return torch.full_like(size, self.slack(dtype) * largest)
 
     def explain(self, tolerance: float, dtype: torch.dtype) -> str:
         """Return how a tolerance came about: "6.0e-06 = 4 * sqrt(1,024 terms) * ..."."""
