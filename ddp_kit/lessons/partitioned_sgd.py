@@ -274,11 +274,6 @@ def train_beside_ddp(rank: int, world_size: int, steps: int = 20) -> list[torch.
     return replicas
 
 
-def distance_to_ddp(rank: int, world_size: int, steps: int = 20) -> float:
-    """Train one replica by `average_gradients`, one by DDP; return the largest difference."""
-    return distance(*train_beside_ddp(rank, world_size, steps))
-
-
 def _plain(model: nn.Module) -> nn.Module:
     return model
 
