@@ -12,11 +12,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ddp_kit.backends import device
+from ddp_kit.comparison import Comparison, compare
 from ddp_kit.data import mnist
 from ddp_kit.doctor import doctor
 from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import (
     BackendError,
+    CompareError,
     DataError,
     DeadlockError,
     ExerciseError,
@@ -44,6 +46,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
+    "CompareError",
+    "Comparison",
     "DataError",
     "DeadlockError",
     "ExerciseError",
@@ -62,6 +66,7 @@ __all__ = [
     "TraceError",
     "WorkerPool",
     "check",
+    "compare",
     "device",
     "doctor",
     "lessons",

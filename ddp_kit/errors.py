@@ -7,13 +7,14 @@
     ├── TraceError            a trace cannot be loaded, or lacks what was asked for
     ├── ModelError            a cost cannot be computed from the given numbers
     ├── PlotError             a picture cannot be drawn from the given arguments
+    ├── CompareError          two values cannot be compared
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
     ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint
     ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
-    ├── ProofError            a lesson's claim does not hold
+    ├── ProofError            a claim does not hold, of a lesson or a comparison
     └── ExerciseError         an answer is not right yet  .error, .trace
 
     try:
@@ -92,8 +93,12 @@ class PlotError(KitError, ValueError, TypeError):
     """A picture cannot be drawn: an argument has a wrong value or type."""
 
 
+class CompareError(KitError, ValueError, TypeError):
+    """Two values cannot be compared: an argument has a wrong value or type."""
+
+
 class ProofError(KitError, AssertionError):
-    """A lesson's claim does not hold on this machine."""
+    """A claim does not hold on this machine: of a lesson, or that two values are equal."""
 
 
 class ExerciseError(KitError, AssertionError):

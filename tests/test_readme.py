@@ -33,6 +33,17 @@ def test_the_example_prints_what_is_shown_below_it(tmp_path):
     assert (out.stdout, out.stderr) == (output, "")
 
 
+def test_the_comparison_says_what_is_shown_below_it(tmp_path):
+    section = README.split("## Is it still the same model?")[1]
+    code, output = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
+    *lines, last = code.splitlines()
+    imports = ["import torch", "import torch.distributed as dist", "import ddp_kit as kit"]
+    script = tmp_path / "example.py"
+    script.write_text("\n".join([*imports, *lines, f"print({last})"]))
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (out.stdout, out.stderr) == (output, "")
+
+
 @pytest.mark.skipif(
     matplotlib.__version__ != pinned("matplotlib"), reason="another matplotlib draws other pixels"
 )

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
+from ddp_kit.comparison import Comparison
 from ddp_kit.errors import KitError, PoolError, ProofError
 from ddp_kit.pool.ipython import shell
 
@@ -71,7 +72,8 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
 
 
-def prove(claim: str, holds: bool) -> None:
-    """Raise ProofError naming the claim, unless it holds."""
+def prove(claim: str, holds: bool | Comparison) -> None:
+    """Raise ProofError naming the claim, and what `kit.compare` found, unless it holds."""
     if not holds:
-        raise ProofError(f"this did not hold: {claim}")
+        found = f"\n{holds}" if isinstance(holds, Comparison) else ""
+        raise ProofError(f"this did not hold: {claim}{found}")

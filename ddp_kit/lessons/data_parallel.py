@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ddp_kit import device
+from ddp_kit import compare, device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook shows them one by one
     LOSS,
@@ -29,7 +29,7 @@ from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook 
     scatter,
     virtual,
 )
-from ddp_kit.lessons.partitioned_sgd import (
+from ddp_kit.lessons.partitioned_sgd import (  # noqa: F401 - the notebook uses `distance`
     SEED,
     Net,
     average_gradients,
@@ -262,13 +262,12 @@ def main(argv: list[str] | None = None) -> None:
         plain, parallel = train_plainly(), train(virtual(n))
         for what in plain:
             claim = f"the {what} of {n} devices and of one are the same"
-            prove(claim, distance(parallel[what], plain[what]) < 1e-6)
-        for gradient in ranks(rank_gradient, True):
-            error = distance(gradient, parallel["gradient"])
-            prove("the weighted mean over ranks is DataParallel's sum", error < 1e-6)
-        for gradient in ranks(rank_gradient):
-            same = distance(gradient, parallel["gradient"]) < 1e-6
-            prove("so is the plain mean, but only for equal shards", same == (BATCH % n == 0))
+            prove(claim, compare(parallel[what], plain[what]))
+        found = compare(ranks(rank_gradient, True), parallel["gradient"])
+        prove("the weighted mean over ranks is DataParallel's sum", found)
+        found = compare(ranks(rank_gradient), parallel["gradient"])
+        claim = "so is the plain mean, but only for equal shards"
+        prove(claim, found.equal == (BATCH % n == 0))
         ranks.say(f"data_parallel: {ranks}, eight steps and a weighted mean equal one process")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from ddp_kit import device
+from ddp_kit import compare, device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._ddp_buckets import (  # noqa: F401 - the notebook uses them
     OPTIONS,
@@ -35,7 +35,6 @@ from ddp_kit.lessons.partitioned_sgd import (
     SEED,
     Net,
     average_gradients,
-    distance,
     first_digits,
     flat,
     whole_batch_gradient,
@@ -245,13 +244,15 @@ def prove_start_and_mean(ranks) -> None:
     """Prove that DDP copies rank 0's parameters, and leaves the mean gradient."""
     result = ranks(construct)
     start = result[0]["before"]
-    prove("replicas start as rank 0's", all(torch.equal(r["after"], start) for r in result))
+    started = compare([r["after"] for r in result], start, rtol=0, atol=0)
+    prove("replicas start as rank 0's", started)
     prove("they were different", not any(torch.equal(r["before"], start) for r in result[1:]))
     result = ranks(one_step)
-    mean = torch.stack([r["own"] for r in result]).mean(0)
+    own = [r["own"] for r in result]
+    mean = torch.stack(own).mean(0)
     for name in ("DDP", "average_gradients"):
-        error = max(distance(r[name], mean) for r in result)
-        prove(f"{name} leaves the mean of the ranks' gradients", error < 1e-6)
+        found = compare([r[name] for r in result], mean, parts=own)
+        prove(f"{name} leaves the mean of the ranks' gradients", found)
 
 
 def prove_no_sync(ranks) -> None:
@@ -259,8 +260,8 @@ def prove_no_sync(ranks) -> None:
     reference = whole_batch_gradient(8 * 4 * ranks.world_size)
     for silent, exchanges in ((True, 1), (False, 4)):
         result = ranks(accumulate, 4, silent)
-        error = max(distance(gradient, reference) for gradient in result)
-        prove("accumulated gradients are those of one large batch", error < 1e-6)
+        found = compare(result, reference)
+        prove("accumulated gradients are those of one large batch", found)
         count = count_calls(result.trace)["DDP all_reduce"]
         prove(f"{exchanges} of 4 backwards exchanged gradients", count == exchanges)
 

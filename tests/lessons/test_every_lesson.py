@@ -133,6 +133,14 @@ def test_a_claim_that_fails_is_an_error():
         prove("pigs fly", False)
 
 
+def test_a_claim_that_fails_says_what_a_comparison_found():
+    found = kit.compare([4.0] * 4, 1.0)
+    message = r"(?s)this did not hold: it is the mean\n.*\nIt is 4 times the reference"
+    with pytest.raises(kit.ProofError, match=message):
+        prove("it is the mean", found)
+    prove("it is the sum", kit.compare([4.0] * 4, 4.0))
+
+
 def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
     monkeypatch.setattr(ring_allreduce, "expected_cost", lambda ring, n, nbytes: (1, 1))
     with pytest.raises(kit.ProofError, match="each rank sends what the formula says"):

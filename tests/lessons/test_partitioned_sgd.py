@@ -44,3 +44,15 @@ def test_without_averaging_the_gradients_differ():
 def test_replicas_drift_without_averaging():
     result = kit.run(partitioned_sgd.train, 1, partitioned_sgd.keep_gradients, world_size=2)
     assert not torch.equal(result[0]["parameters"], result[1]["parameters"])
+
+
+def test_main_says_which_mistake_it_is_where_gradients_are_summed(monkeypatch):
+    monkeypatch.setattr(partitioned_sgd, "mean_gradient", summed_gradient)
+    whole = partitioned_sgd.flat([torch.arange(9.0)])
+    monkeypatch.setattr(partitioned_sgd, "whole_batch_gradient", lambda count: whole)
+    with pytest.raises(kit.ProofError, match="It is 2 times the reference: it was summed"):
+        partitioned_sgd.main(["--world-size", "2"])
+
+
+def summed_gradient(rank, world_size):
+    return world_size * torch.arange(9.0)

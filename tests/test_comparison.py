@@ -1,0 +1,654 @@
+"""`kit.compare`: equal up to rounding, or which mistake it is, on plain tensors and real ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_kit as kit
+from ddp_kit.pool import Result
+from ddp_kit.trace import Trace
+
+N = 4
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ranks(*values):
+    return Result(values, ("",) * len(values), Trace((), len(values)))
+
+
+def assert_differs(comparison, cause, *words, rank=..., name=...):
+    assert not comparison
+    assert comparison.cause == cause, comparison
+    for word in words:
+        assert word in str(comparison), comparison
+    assert rank in (..., comparison.rank), comparison
+    assert name in (..., comparison.name), comparison
+
+
+# --- rounding ------------------------------------------------------------------------------
+
+
+def in_order(terms):
+    """Add one after another, each sum rounded."""
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+def by_ranks(terms, n=N):
+    """Add the terms of each rank, then the sums of the ranks."""
+    return in_order([in_order(part) for part in terms.tensor_split(n)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", [4, 7, 64, 500])
+@pytest.mark.parametrize("signs", ["mixed", "positive"])
+def test_a_sum_in_another_order_is_never_a_bug(dtype, terms, signs):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn((terms, 8), generator=generator, dtype=torch.float64)
+        numbers = (numbers if signs == "mixed" else numbers.abs()).to(dtype)
+        shuffled = numbers[torch.randperm(terms, generator=generator)]
+        found = kit.compare([by_ranks(shuffled)] * N, in_order(numbers), terms=terms)
+        assert found, (seed, found)
+        assert found.cause is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_mean_over_ranks_is_equal_without_saying_how_many_terms(seed):
+    numbers = random(128, 50, seed=seed)
+    mean = torch.stack([part.mean(0) for part in numbers.chunk(N)]).mean(0)
+    assert kit.compare([mean] * N, numbers.mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64])
+@pytest.mark.parametrize("seed", range(20))
+def test_an_error_of_a_thousandth_is_never_rounding(dtype, seed):
+    right = random(6, 5, seed=seed, dtype=dtype)
+    wrong = right.clone()
+    place = seed % 30
+    wrong.view(-1)[place] += 1e-3 * right.abs().max()
+    found = kit.compare([right, wrong, right, right], right)
+    assert_differs(found, "drift", f"at [{place // 5}, {place % 5}]", rank=1)
+    assert found.max_error == pytest.approx(1e-3 * right.abs().max().item(), rel=1e-3)
+    assert found.max_error > 50 * found.tolerance
+
+
+def test_the_tolerance_follows_from_dtype_terms_and_scale_and_says_so():
+    found = kit.compare(torch.tensor([0.5, 2.0 + 1e-6]), torch.tensor([0.5, 2.0]), terms=100)
+    assert found.equal
+    eps = torch.finfo(torch.float32).eps
+    assert found.tolerance == pytest.approx(4 * 10 * eps * 2)
+    assert found.max_error == pytest.approx(1e-6, rel=0.1)
+    assert str(found) == (
+        "equal up to rounding: 1 value; the largest difference is 9.5e-07, where the tolerance is "
+        "9.5e-06 = 4 * sqrt(100 terms) * eps(float32) * 2, the largest number in the reference."
+    )
+    assumed = kit.compare(torch.tensor([2.0 + 1e-6]), torch.tensor([2.0]))
+    assert "sqrt(1,024 terms, assumed)" in str(assumed)
+    half = kit.compare(torch.ones(2).half() * 1.001, torch.ones(2).half())
+    assert "sqrt(16 terms, assumed) * eps(float16) * 1" in str(half)
+
+
+def test_a_difference_that_more_terms_would_explain_says_how_many():
+    found = kit.compare(torch.tensor([1.0 + 1e-4]), torch.tensor([1.0]))
+    assert_differs(found, None, "6.6 times what rounding explains")
+    needed = int(str(found).split("terms=")[1].split()[0])
+    assert kit.compare(torch.tensor([1.0 + 1e-4]), torch.tensor([1.0]), terms=needed)
+    assert not kit.compare(torch.tensor([1.0 + 1e-4]), torch.tensor([1.0]), terms=needed // 2)
+
+
+def test_a_difference_far_beyond_rounding_says_so():
+    found = kit.compare({"x": random(20)}, {"x": random(20, seed=1)})
+    assert_differs(found, None, "It is none of the usual mistakes.", name="x")
+
+
+def test_drift_within_what_more_terms_would_explain_says_both():
+    found = kit.compare([1.0, 1.0 + 1e-4], 1.0)
+    assert_differs(found, "drift", "rank 0 equals the reference", "pass terms=")
+
+
+def test_noise_where_zeros_should_be_says_so():
+    right = {"weight": random(20), "bias": torch.tensor([1e-8, -2e-8])}
+    wrong = {"weight": right["weight"], "bias": torch.tensor([-2e-8, 1e-8])}
+    found = kit.compare([wrong] * N, right)
+    assert_differs(found, None, "as small as rounding errors in 'weight' are", name="bias")
+    atol = float(str(found).split("atol=")[1].split(".\n")[0])
+    assert kit.compare([wrong] * N, right, atol=atol)
+    alone = kit.compare({"bias": right["bias"]}, {"bias": wrong["bias"]})
+    assert "as small as rounding errors" not in str(alone)
+
+
+def test_rtol_and_atol_replace_the_rule():
+    one, other = torch.tensor([1.0, 100.0]), torch.tensor([1.1, 100.0])
+    assert kit.compare(one, other, atol=0.11)
+    assert not kit.compare(one, other, atol=0.09)
+    assert kit.compare(one, other, rtol=0.1)
+    found = kit.compare(one, other, rtol=0.05)
+    assert_differs(found, None, "1.8 times the tolerance", "(rtol=0.05, atol=0)", "at [0]")
+    assert found.tolerance == pytest.approx(0.055)
+    barely = kit.compare(torch.tensor([1.0 + 1e-6]), torch.tensor([1.0]), rtol=0, atol=0)
+    assert_differs(barely, None, "Rounding explains it: it may come to 1.5e-05")
+    assert "Rounding does not explain it" in str(found)
+    assert kit.compare(one, one, rtol=0, atol=0).max_error == 0
+
+
+def test_zeros_in_the_reference_allow_nothing():
+    found = kit.compare(torch.tensor([0.0, 1e-12]), torch.zeros(2))
+    assert_differs(found, None, "The tolerance is 0, as the reference is")
+    assert kit.compare(torch.zeros(2), -torch.zeros(2))
+
+
+# --- the usual mistakes --------------------------------------------------------------------
+
+RIGHT = {"weight": random(8, 4, seed=1), "bias": random(8, seed=2)}
+
+
+def changed(change):
+    return {name: change(tensor) for name, tensor in RIGHT.items()}
+
+
+def test_a_sum_instead_of_a_mean():
+    found = kit.compare([changed(lambda t: 4 * t)] * N, RIGHT)
+    assert_differs(
+        found,
+        "summed",
+        "It is 4 times the reference: it was summed and not averaged. Divide it by the world size.",
+        "In all, 2 of 2 values differ on all 4 ranks.",
+        rank=0,
+        name="weight",
+    )
+    alone = kit.compare(changed(lambda t: 3 * t), RIGHT)
+    assert_differs(alone, "summed", "if there are 3 ranks, it was summed", rank=None)
+
+
+def test_a_mean_of_a_mean():
+    found = kit.compare([changed(lambda t: t / 4)] * N, RIGHT)
+    assert_differs(found, "averaged twice", "It is 1/4 of the reference")
+    assert_differs(kit.compare(changed(lambda t: t / 3), RIGHT), "averaged twice", "1/3")
+
+
+def test_another_factor_is_named_but_not_of_a_few_numbers():
+    found = kit.compare([changed(lambda t: 2.5 * t)] * N, RIGHT)
+    assert_differs(found, "scaled", "It is 2.5 times the reference.")
+    found = kit.compare([changed(lambda t: 0.75 * t)] * N, RIGHT)
+    assert_differs(found, "part missing", "3/4 of the reference")
+    assert kit.compare([7.0] * N, 2.0).cause is None
+
+
+def test_a_replica_that_drifts():
+    drifted = {"weight": RIGHT["weight"], "bias": RIGHT["bias"] + 0.1}
+    found = kit.compare([RIGHT, RIGHT, drifted, RIGHT], RIGHT)
+    assert_differs(
+        found,
+        "drift",
+        "ranks 0, 1 and 3 equal the reference: replicas have drifted",
+        "In all, 1 of 2 values differs on rank 2.",
+        rank=2,
+        name="bias",
+    )
+    barely = RIGHT["bias"].clone()
+    barely[0] += 2 * found.tolerance
+    found = kit.compare([RIGHT["bias"]] * 3 + [barely], RIGHT["bias"])
+    assert_differs(found, "drift", "ranks 0, 1 and 2 equal the reference", rank=3)
+    all_of_them = kit.compare([changed(lambda t, r=r: t + 0.1 * r) for r in range(1, 5)], RIGHT)
+    assert_differs(all_of_them, "drift", "no rank equals the reference", rank=0)
+
+
+def test_gradients_that_were_never_reduced():
+    own = [random(5, seed=rank) for rank in range(N)]
+    found = kit.compare(own, torch.stack(own).mean(0))
+    assert_differs(found, "not reduced", "The mean of all ranks' values is the reference")
+    assert_differs(kit.compare(own, torch.stack(own).sum(0)), "not reduced", "The sum of all")
+    assert_differs(kit.compare([0.0, 1.0, 2.0, 3.0], 6.0), "not reduced")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_that_is_missing(dim):
+    whole = random(8, 8)
+    lost = whole.clone()
+    lost.narrow(dim, 4, 2).zero_()
+    text = f"4 shards along dimension {dim}, counted from 0, shard 2 is missing"
+    for found in (kit.compare([lost] * N, whole), kit.compare(lost, whole)):
+        assert_differs(found, "shard missing", text)
+    assert_differs(kit.compare([whole, torch.zeros(8, 8)], whole), "zeros", rank=1)
+    pieces = [*whole.chunk(N, dim)]
+    pieces[1] = torch.zeros_like(pieces[1])
+    assert_differs(kit.compare(pieces, whole), "shard missing", "shard 1 is missing", rank=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_in_the_wrong_order(dim):
+    whole = random(8, 8)
+    a, b, c, d = whole.chunk(N, dim)
+    swapped = torch.cat([a, c, b, d], dim)
+    text = f"shards along dimension {dim} are swapped: they come in the order 0, 2, 1, 3"
+    for found in (
+        kit.compare([swapped] * N, whole),
+        kit.compare(swapped, whole),
+        kit.compare([a, c, b, d], whole),
+    ):
+        assert_differs(found, "swapped shards", text)
+    found = kit.compare([a, c, b, d], ranks(a, b, c, d))
+    assert_differs(found, "swapped shards", "rank 1 holds rank 2's, rank 2 holds rank 1's", rank=1)
+    found = kit.compare([b, a, a], ranks(a, a, b))
+    assert_differs(found, "swapped shards", ": rank 0 holds rank 2's, rank 2 holds rank 0's.")
+
+
+def test_a_shard_on_each_rank():
+    whole = random(9, 3)
+    found = kit.compare([*whole.tensor_split(N, 0)], whole)
+    assert_differs(found, "sharded", "gather them before you compare", rank=0)
+    assert kit.compare([*whole.tensor_split(N)], ranks(*whole.tensor_split(N)))
+
+
+def mixture(*counts):
+    parts = [random(6, seed=rank) for rank in range(len(counts))]
+    mixed = sum(often * part for often, part in zip(counts, parts, strict=True)) / len(counts)
+    return mixed, sum(parts) / len(counts), parts
+
+
+@pytest.mark.parametrize(
+    ("counts", "cause", "words"),
+    [
+        ((1, 1, 0, 1), "part missing", "The part of rank 2 is missing"),
+        ((4 / 3, 4 / 3, 0, 4 / 3), "part missing", "The part of rank 2 is missing"),
+        ((1, 0, 0, 1), "part missing", "The parts of ranks 1 and 2 are missing"),
+        ((0, 4, 0, 0), "not reduced", "It is made of rank 1's part only"),
+        ((1, 2, 1, 1), "weights", "count 1, 2, 1, 1 times as much"),
+    ],
+)
+def test_parts_show_whose_part_is_wrong(counts, cause, words):
+    mixed, mean, parts = mixture(*counts)
+    assert_differs(kit.compare([mixed] * N, mean, parts=parts), cause, words)
+    assert_differs(kit.compare(mixed, mean, parts=ranks(*parts)), cause, words)
+    assert kit.compare([mixed] * N, mean).cause is None
+
+
+def test_parts_that_do_not_explain_it_explain_nothing():
+    mixed, mean, parts = mixture(1, 1, 0, 1)
+    assert kit.compare([mixed + random(6, seed=9)] * N, mean, parts=parts).cause is None
+    assert kit.compare([mixed] * N, mean, parts=[parts[0]] * N).cause is None
+    assert kit.compare([mixed] * N, mean, parts=[part.repeat(2) for part in parts]).cause is None
+
+
+def test_the_cause_may_show_in_a_later_tensor():
+    gradient = random(30)
+    reference = {"parameters": random(30, seed=1), "gradient": gradient}
+    mine = {"parameters": random(30, seed=2), "gradient": 4 * gradient}
+    found = kit.compare([mine] * N, reference)
+    assert_differs(found, "summed", "rank 0: 'gradient': It is 4 times", name="parameters")
+
+
+def test_nan_and_infinity():
+    inf, nan = math.inf, math.nan
+    right = torch.tensor([1.0, inf, -inf, nan])
+    found = kit.compare([right] * 2, right)
+    assert found
+    assert "NaN is in 2 places of both, and counts as equal." in str(found)
+    for wrong in ([nan, inf, -inf, nan], [1.0, -inf, -inf, nan], [1.0, inf, -inf, 0.0]):
+        found = kit.compare([torch.tensor(wrong)] * 2, right, rtol=1.0, atol=5.0)
+        assert_differs(found, "not finite")
+        assert found.max_error == inf
+    assert_differs(
+        kit.compare(torch.tensor([nan, 2.0]), torch.ones(2)), "not finite", "nan instead of 1"
+    )
+
+
+# --- what may be compared ------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def test_models_and_their_state_dicts_with_buffers():
+    model = net()
+    assert kit.compare(model, net())
+    assert kit.compare([model.state_dict()] * 2, model)
+    model.norm.num_batches_tracked += 3
+    found = kit.compare(model, net())
+    words = "differs by 3 (3 instead of 0)", "The tolerance is 0: integers must be equal."
+    assert_differs(found, None, *words, name="norm.num_batches_tracked")
+    assert found.tolerance == 0
+    tied, untied = net().first, net().first
+    assert kit.compare(nn.Sequential(tied, tied), nn.Sequential(tied, untied))
+
+
+def test_the_prefix_of_ddp_is_ignored():
+    state = net().state_dict()
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in wrapped.items()}
+    for one in (wrapped, compiled):
+        assert kit.compare([one] * 2, state)
+        assert kit.compare(state, one)
+        assert kit.compare({"model": one, "step": 1}, {"model": state, "step": 1})
+    wrapped["module.first.bias"] = wrapped["module.first.bias"] + 1
+    assert kit.compare(wrapped, state).name == "first.bias"
+
+
+def test_a_missing_and_an_unexpected_name():
+    without = {name: tensor for name, tensor in RIGHT.items() if name != "bias"}
+    found = kit.compare([RIGHT, without], RIGHT)
+    assert_differs(found, "missing", "rank 1: 'bias' is missing", rank=1, name="bias")
+    assert found.max_error == math.inf
+    found = kit.compare([without, RIGHT], without)
+    assert_differs(found, "unexpected", "rank 1: 'bias' is unexpected", rank=1)
+    assert_differs(kit.compare([1.0, 2.0], {"x": 1.0}), "missing")
+
+
+def test_shapes_and_types_that_differ():
+    found = kit.compare({"x": torch.ones(2, 3)}, {"x": torch.ones(3, 2)})
+    assert_differs(found, "shape", "'x' has the shape (2, 3) instead of (3, 2)", name="x")
+    found = kit.compare([None, torch.ones(2)], torch.ones(2))
+    assert_differs(found, "type", "is None instead of a float32 tensor of shape (2,)", rank=0)
+    found = kit.compare({"x": "gloo"}, {"x": "nccl"})
+    assert_differs(found, "value", "'x' is 'gloo' instead of 'nccl'")
+
+
+def test_dtypes_that_differ_count_as_the_coarser():
+    exact = random(100)
+    rounded = exact.bfloat16()
+    found = kit.compare(rounded, exact)
+    assert found
+    assert "bfloat16 is compared with float32, and the coarser counts" in str(found)
+    assert kit.compare(exact, rounded)
+    assert kit.compare(exact.double() + 1e-7, exact)
+    assert not kit.compare(exact.double() + 1e-7, exact.double())
+    assert kit.compare(torch.tensor([1, 2]), torch.tensor([1.0, 2.0]))
+
+
+def test_integers_and_booleans_are_exact():
+    large = 2**62
+    found = kit.compare(torch.tensor([large + 1]), torch.tensor([large]))
+    assert_differs(found, None, "integers must be equal")
+    assert kit.compare(torch.tensor([large]), torch.tensor([large], dtype=torch.int64))
+    assert kit.compare(torch.tensor([3], dtype=torch.int32), torch.tensor([3]))
+    assert_differs(kit.compare([torch.tensor([4, 8])] * N, torch.tensor([1, 2])), "summed")
+    assert not kit.compare(torch.tensor([True]), torch.tensor([False]))
+    assert kit.compare(10**400, 10**400)
+    assert not kit.compare(10**400, 10**401)
+
+
+def test_numbers_arrays_and_nested_values():
+    assert kit.compare([1.0 + 1e-7, 1.0], 1.0)
+    assert not kit.compare([1.0, 1.001], 1.0)
+    assert kit.compare([[1.0, 2.0], [1.0, 2.0]], [1.0, 2.0]).rank == 0
+    assert kit.compare([1.0, 2.0], [1.0, 2.0]).rank is None
+    assert_differs(kit.compare([1.0, 3.0], [1.0, 2.0]), None, "'[1]' differs", name="[1]")
+    assert kit.compare(np.ones(3), torch.ones(3, dtype=torch.float64))
+    assert kit.compare(np.float32(2), 2.0)
+    assert kit.compare(1 + 2j, torch.tensor(1 + 2j))
+    assert_differs(kit.compare(1 + 2j, 1 - 2j), None, "1+2j instead of 1-2j")
+    nested = {"a": [torch.ones(2), {"b": 1.0}], 3: "text"}
+    assert kit.compare(nested, nested)
+    other = {"a": [torch.ones(2), {"b": 9.5}], 3: "text"}
+    assert kit.compare(other, nested).name == "a[1].b"
+
+
+def test_empty_sparse_scalar_and_large_tensors():
+    assert kit.compare([torch.empty(0, 3)] * 2, torch.empty(0, 3))
+    assert_differs(kit.compare(torch.empty(0), torch.empty(0, 3)), "shape")
+    assert kit.compare(torch.eye(3).to_sparse(), torch.eye(3))
+    assert kit.compare(torch.tensor(1e300), torch.tensor(1e300))
+    assert kit.compare(torch.ones(3, requires_grad=True), torch.ones(3))
+    assert kit.compare(torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3))
+
+
+def test_results_of_ranks():
+    result = ranks(*[RIGHT] * 3)
+    found = kit.compare(result, RIGHT)
+    assert found
+    assert str(found) == "equal: 2 values on each of 3 ranks, without any difference."
+    assert kit.compare(result, result)
+    assert kit.compare(result, [RIGHT] * 3)
+    assert kit.compare([RIGHT] * 3, result)
+    assert kit.compare(ranks(1.0, 2.0), ranks(1.0, 3.0)).rank == 1
+
+
+def test_optimizers_are_compared_by_their_state():
+    def trained(rate):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        model(random(5, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    assert kit.compare(trained(0.1), trained(0.1))
+    found = kit.compare(trained(0.1), trained(0.2))
+    assert_differs(found, None, name="param_groups[0].lr")
+
+
+# --- arguments, and the object -------------------------------------------------------------
+
+
+class Sharded(torch.Tensor):
+    def full_tensor(self):
+        raise AssertionError("it communicates")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((1.0, 1.0), {"rtol": -1}, "rtol must be a number of at least 0, got -1"),
+        ((1.0, 1.0), {"atol": math.nan}, "atol must be a number of at least 0, got nan"),
+        ((1.0, 1.0), {"atol": True}, "atol must be a number of at least 0, got True"),
+        ((1.0, 1.0), {"rtol": "1"}, "rtol must be a number of at least 0, got '1'"),
+        ((1.0, 1.0), {"terms": 0}, "terms must be a whole number of at least 1, got 0"),
+        ((1.0, 1.0), {"terms": 2.5}, "terms must be a whole number of at least 1, got 2.5"),
+        ((1.0, 1.0), {"terms": 2, "atol": 1}, "terms has no effect with rtol or atol"),
+        ((1.0, 1.0), {"parts": 3}, "parts must be a Result or a list .* got int"),
+        (([1.0, 1.0], 1.0), {"parts": [1.0]}, "parts has 1 value, but mine has 2"),
+        (([], 1.0), {}, "mine is an empty list"),
+        (({}, {}), {}, "there is nothing to compare"),
+        (([None, None], None), {}, "there is nothing to compare"),
+        ((1.0, ranks(1.0, 2.0)), {}, r"reference has values of 2 ranks, .* reference\[0\]"),
+        ((ranks(1.0), ranks(1.0, 2.0)), {}, "mine has 1 value and reference has 2"),
+        (({"x": Trace((), 1)}, {"x": np.ones(2, dtype=object)}), {}, "'x' is of type"),
+        (({"w": torch.ones(2).as_subclass(Sharded)}, {"w": torch.ones(2)}), {}, "'w' is a DTensor"),
+        (({"w": torch.ones(2, device="meta")}, {"w": torch.ones(2)}), {}, "'w' cannot be read"),
+        ((nn.LazyLinear(3), nn.LazyLinear(3)), {}, "'weight' cannot be read"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, options, message):
+    with pytest.raises(kit.CompareError, match=message) as caught:
+        kit.compare(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_that_contains_itself():
+    endless = {}
+    endless["x"] = endless
+    with pytest.raises(kit.CompareError, match="contains itself"):
+        kit.compare(endless, endless)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(kit.CompareError, match="contains itself"):
+        kit.compare(endless, 1.0)
+
+
+def test_check_raises_what_str_says():
+    kit.compare(1.0, 1.0).check()
+    found = kit.compare([1.0, 2.0], 1.0)
+    with pytest.raises(kit.ProofError) as caught:
+        found.check()
+    assert str(caught.value) == str(found) == repr(found)
+
+
+def test_a_comparison_can_be_returned_by_a_rank():
+    found = kit.compare([1.0, 2.0], 1.0)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_importing_the_package_leaves_the_function():
+    package = importlib.import_module("ddp_kit.comparison")
+    assert kit.compare is package.compare
+    assert callable(kit.compare)
+
+
+def test_nothing_that_was_passed_is_changed():
+    mine, reference = [random(3), random(3)], random(3, seed=1)
+    before = pickle.dumps((mine, reference))
+    kit.compare(mine, reference, parts=mine)
+    assert pickle.dumps((mine, reference)) == before
+
+
+# --- real ranks ----------------------------------------------------------------------------
+
+BATCH = 32
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+}
+
+
+def small(seed=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def batch():
+    return random(BATCH, 10, seed=3), random(BATCH, 8, seed=4)
+
+
+def train(model, optimizer, x, y, steps=1, after_backward=lambda: None):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        after_backward()
+        optimizer.step()
+
+
+def state(model, optimizer):
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "gradients": gradients,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict()["state"],
+    }
+
+
+def alone(optimizer="SGD", steps=1):
+    model = small()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    train(model, optimizer, *batch(), steps)
+    return state(model, optimizer)
+
+
+def with_ddp(rank, world_size, optimizer, steps):
+    model = small(seed=rank)  # DDP copies rank 0's
+    model.load_state_dict(small().state_dict())
+    wrapped = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[optimizer](wrapped.parameters())
+    train(wrapped, optimizer, *(t.chunk(world_size)[rank] for t in batch()), steps)
+    return {**state(model, optimizer), "model": wrapped.state_dict()}
+
+
+def by_hand(rank, world_size, optimizer, mistake):
+    """Train one step on this rank's part of the batch, with a mistake."""
+    model = small()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+
+    def reduce():
+        for parameter in model.parameters():
+            if mistake == "part missing" and rank == 3:
+                parameter.grad.zero_()
+            if mistake != "not reduced":
+                dist.all_reduce(parameter.grad)
+            if mistake not in ("summed", "not reduced"):
+                parameter.grad /= world_size
+            if mistake == "averaged twice":
+                parameter.grad /= world_size
+
+    train(model, optimizer, *(t.chunk(world_size)[rank] for t in batch()), 1, reduce)
+    if mistake == "drift" and rank == 2:
+        optimizer.step()
+    return state(model, optimizer)
+
+
+def gather(rank, world_size, mistake):
+    """Multiply by a weight whose rows are spread over the ranks, and gather the columns."""
+    x, _ = batch()
+    mine = x @ small()[0].weight.chunk(world_size)[rank].T
+    columns = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(columns, mine.detach())
+    if mistake == "swapped shards":
+        columns[1], columns[3] = columns[3], columns[1]
+    if mistake == "shard missing":
+        columns[2].zero_()
+    return torch.cat(columns, 1)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 20])
+def test_ddp_on_four_ranks_trains_the_model_of_one_process(optimizer, steps):
+    found = kit.compare(kit.run(with_ddp, optimizer, steps), alone(optimizer, steps))
+    assert found, found
+    assert 0 < found.max_error < found.tolerance
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "mistake", [None, "summed", "averaged twice", "part missing", "not reduced", "drift"]
+)
+def test_each_usual_mistake_of_real_ranks_is_recognized(optimizer, mistake):
+    own = [one["gradients"] for one in kit.run(by_hand, optimizer, "not reduced")]
+    result = kit.run(by_hand, optimizer, mistake)
+    found = kit.compare(result, alone(optimizer), parts=[{"gradients": part} for part in own])
+    assert found.cause == mistake, found
+    assert found.equal == (mistake is None)
+    if mistake == "part missing":
+        assert "The part of rank 3 is missing in it." in str(found)
+    if mistake == "drift":
+        assert found.rank == 2
+        assert found.name.startswith("model.")
+
+
+@pytest.mark.parametrize("mistake", [None, "swapped shards", "shard missing"])
+def test_each_mistake_of_gathered_shards_is_recognized(mistake):
+    x, _ = batch()
+    found = kit.compare(kit.run(gather, mistake), (x @ small()[0].weight.T).detach())
+    assert found.cause == mistake, found
+
+
+def test_a_dtensor_is_refused_where_it_lies_and_gathered_is_right():
+    def compare(rank, world_size):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (world_size,))
+        whole = random(8, 4)
+        spread = distribute_tensor(whole, mesh, [Shard(0)])
+        try:
+            kit.compare({"weight": spread}, {"weight": whole})
+        except kit.CompareError as error:
+            return str(error), kit.compare(spread.full_tensor(), whole).equal
+
+    for text, equal in kit.run(compare, world_size=2):
+        assert text.startswith("'weight' is a DTensor, of which each rank has a shard")
+        assert equal
