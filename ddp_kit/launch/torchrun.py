@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
-from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import (
     BackendError,
     KitError,
@@ -22,13 +21,7 @@ from ddp_kit.errors import (
     RankDiedError,
     RankError,
 )
-from ddp_kit.launch.rank.torchrun_worker import (
-    COLLECT_TIMEOUT,
-    LocalReport,
-    Program,
-    RemoteReport,
-    Script,
-)
+from ddp_kit.launch.rank.torchrun_worker import Program, Script
 from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
 from ddp_kit.pool import check_world_size
 from ddp_kit.pool.arguments import check_signature, check_timeout
@@ -40,6 +33,7 @@ from ddp_kit.pool.launchers.torchrun import (
     TorchrunProgram,
     choose_rendezvous,
 )
+from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
@@ -77,9 +71,12 @@ def torchrun(
     join_timeout: seconds for the ranks of all hosts to connect. timeout: seconds from then on for
         the worker to return on every rank, in each attempt; None: no limit.
 
-    Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
-    five minutes, by PyTorch's own limit. Their prints arrive at the end of the run, and they must
-    return within five minutes of rank 0.
+    Raises what `run` raises, also for deadlocks between hosts and for what ranks on other hosts
+    raise; RankDiedError if one of them dies there; PoolError if a host is lost: its torchrun has
+    ended, or nothing has come from it for 30 s. A process beside each rank answers for it, so a
+    host whose ranks are busy, even in native code, is not lost. If this host is lost, the ranks of
+    the others end within 30 s. What they print arrives at the end of the run, and is lost if that
+    fails; it is also printed there.
     """
     chosen = _check(
         worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
@@ -130,17 +127,16 @@ class _Job:
             agent = TorchrunProgram(
                 self.here, self.folder, options, str(file), variables, rendezvous.hint
             )
-            self.launcher = Torchrun(agent, self.hosts, join_timeout)
+            self.launcher = Torchrun(agent, rendezvous, join_timeout)
             self.processes = RankProcesses(self.launcher, self.folder, init=False)
         rendezvous.print_commands(self.here, file, join_timeout)
 
     def _write_script(self, rendezvous: Rendezvous) -> Path:
         assert self.folder is not None, "start has created it"
         file = Path(self.folder.program)
-        if self.hosts > 1:
-            file = Path(
-                f"{_file_name(self.program.worker)}_for_port_{rendezvous.port}.py"
-            ).absolute()
+        if rendezvous.store is not None:
+            _, port = rendezvous.store
+            file = Path(f"{_file_name(self.program.worker)}_for_port_{port}.py").absolute()
         _write(self.program, file)
         self.file = file
         return file
@@ -169,40 +165,25 @@ class _Job:
                 print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
                 self.launcher.expect_restart()
             else:
+                if run.others is not None:
+                    result = self._add_remote(result, run.others)
                 if others_wait:
                     self.processes.dismiss(LEAVE_TIMEOUT)
-                result = self._add_remote(result)
                 if self.hosts > 1:
                     self.launcher.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
                 return result
         raise AssertionError("the last attempt returns or raises")
 
-    def _add_remote(self, result: Result) -> Result:
-        """Add what the ranks on other hosts have reported. Raise what they have raised."""
-        local: list[LocalReport] = list(result)
-        reports: dict[int, RemoteReport] = {}
-        for report in local:
-            reports |= report.remote
-        values = [report.value for report in local]
-        if self.hosts == 1:
-            return Result(tuple(values), result.output, result.trace)
-        remote = range(self.here, self.world_size)
-        found = [reports.get(rank, RemoteReport()) for rank in remote]
+    def _add_remote(self, result: Result, others: OtherHosts) -> Result:
+        """Add what the ranks on other hosts have reported, and let them leave."""
+        found = [others.report(rank) for rank in range(self.here, self.world_size)]
+        others.release()
         print_output([*[""] * self.here, *(report.output for report in found)])
-        failures = {report.failure.rank: report.failure for report in found if report.failure}
-        if failures:
-            raise RankError(failures)
-        if missing := [rank for rank in remote if rank not in reports]:
-            raise PoolError(
-                f"{name_ranks(missing)}, on another host, sent nothing within "
-                f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; end the worker with "
-                "dist.barrier(), so that all ranks return together"
-            )
         own = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
         traces = [*own, *(report.trace for report in found if report.trace)]
         trace = join_rank_traces([replace(one, world_size=self.world_size) for one in traces])
         output = (*result.output, *(report.output for report in found))
-        return Result((*values, *(report.value for report in found)), output, trace)
+        return Result((*result, *(report.value for report in found)), output, trace)
 
     def end(self) -> None:
         """End the agent and everything it has started; remove the files."""

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -18,11 +19,24 @@ QUIET = 0.5  # seconds in which nothing moves before a run is judged
 AGAIN = 5.0  # seconds until it is judged again, then twice as many, and so on
 
 
-class DeadlockWatch:
-    """Watches the boards of a run's ranks, and has them judged when nothing moves on them."""
+class Others(Protocol):
+    """The ranks of other hosts; see `pool.other_hosts`."""
 
-    def __init__(self, ranks: Sequence[RankHandle], run: int) -> None:
-        self._ranks = ranks
+    boards: Sequence[Any]  # one for each rank, with the methods of Board that only read
+
+    def confirm(self, waiting: Collection[int]) -> bool | None:
+        """Return whether these ranks can only wait; None if it is not known yet."""
+
+
+class DeadlockWatch:
+    """Watches the boards of a run's ranks, and has them judged when nothing moves on them.
+
+    ranks: those of this host. others: those of other hosts, whose numbers follow.
+    """
+
+    def __init__(self, ranks: Sequence[RankHandle], run: int, others: Others | None = None) -> None:
+        self._ranks, self._others = ranks, others
+        self._boards = [*(rank.board for rank in ranks), *(others.boards if others else ())]
         self._run = run
         self._seen: object = None
         self._since = math.inf
@@ -36,7 +50,7 @@ class DeadlockWatch:
         returned: the ranks that have returned; left_threads: those of them that have left a thread
         of the worker running, which may send.
         """
-        heads = [rank.board.head() for rank in self._ranks]
+        heads = [board.head() for board in self._boards]
         seen = [head.moves for head in heads], len(returned)
         if seen != self._seen:
             self._seen, self._since, self._again = seen, now, AGAIN
@@ -47,18 +61,29 @@ class DeadlockWatch:
         self._since, self._again = now + self._again - QUIET, 2 * self._again
         if all(head.waiting < 0 for head in heads):
             return None
-        snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
+        snapshots = [Snapshot(number, board.read()) for number, board in enumerate(self._boards)]
         if any(snapshot.log.head.run != self._run for snapshot in snapshots):
             return None  # a rank has not begun
         error = judge(snapshots, returned)
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
-        asked = [self._ranks[number] for number in sorted(waiting | set(left_threads))]
-        return None if any(map(_may_go_on, ask_for_stacks(asked))) else error
+        here = range(len(self._ranks))
+        asked = [self._ranks[number] for number in here if number in waiting.union(left_threads)]
+        if any(map(may_go_on, ask_for_stacks(asked))):
+            return None
+        if self._others is None:
+            return error
+        # Boards of other hosts arrive late. At the moment at which all hosts are asked, none of
+        # these ranks may have moved.
+        confirmed = self._others.confirm(waiting.difference(here))
+        if confirmed is None or heads != [board.head() for board in self._boards]:
+            self._seen = None  # look again soon
+            return None
+        return error if confirmed else None
 
 
-def _may_go_on(stacks: list[list[Frame]]) -> bool:
+def may_go_on(stacks: list[list[Frame]]) -> bool:
     """Return whether another thread of a rank with these stacks may communicate."""
     return not stacks or any(map(_may_communicate, stacks[1:]))
 

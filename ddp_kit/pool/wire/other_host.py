@@ -1,0 +1,134 @@
+"""What travels through torchrun's store between the notebook and the ranks of other hosts.
+
+    a rank, or the observer beside it       the notebook
+    "sign RANK": a Sign                 ▶   is it alive, and has anything moved?
+    "board RANK": a copy of its board   ▶   judged together with the boards of its own host
+    "asked": the number of a question   ◀   is that still so, everywhere at this moment?
+    "answer NUMBER RANK": an Answer     ▶
+    "ends": a line for each rank        ▶   who has returned, raised or died
+    "report RANK": a RemoteReport       ▶   value or failure, output and trace
+    "over"                              ◀   all reports have arrived: the rank may leave
+
+The store is that of torchrun's agent on the notebook's host, so nothing else needs to listen.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ddp_kit.error_text import RankFailure
+from ddp_kit.trace import BoardCopy, RankTrace
+from ddp_kit.trace.board import Head
+
+PERIOD = 0.25  # seconds between two signs of life
+LOST = 30.0  # seconds without one after which a host is given up
+
+ASKED, ENDS, OVER = "asked", "ends", "over"
+# How a rank ended. CUT: it raised in a wait, probably because another rank was gone. TERMINATED: by
+# SIGTERM, probably of torchrun because another rank had failed. STOPPED: after torchrun itself.
+RETURNED, RAISED, CUT, DIED = "returned", "raised", "cut", "died"
+TERMINATED, STOPPED = "terminated", "stopped"
+
+_SIGN = struct.Struct("=Q?QQqQQQQqq")
+_ANSWER = struct.Struct("=Qd?")
+
+
+class Sign(NamedTuple):
+    """A sign of life.
+
+    number: how many there were before. shown: the board is in the store as it is now. head: of the
+    board.
+    """
+
+    number: int
+    shown: bool
+    head: Head
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return _SIGN.pack(self.number, self.shown, *self.head)
+
+    @staticmethod
+    def decode(sent: bytes) -> Sign:
+        """Return what was encoded."""
+        number, shown, *head = _SIGN.unpack(sent)
+        return Sign(number, shown, Head(*head))
+
+
+class Answer(NamedTuple):
+    """What a rank was doing when it was asked.
+
+    moves: as in the head of its board. quiet: seconds since they changed. may_go_on: a thread
+    other than the one that waits may communicate.
+    """
+
+    moves: int
+    quiet: float
+    may_go_on: bool
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return _ANSWER.pack(*self)
+
+    @staticmethod
+    def decode(sent: bytes) -> Answer:
+        """Return what was encoded."""
+        return Answer(*_ANSWER.unpack(sent))
+
+
+def encode_board(copy: BoardCopy) -> bytes:
+    """Return the copy of a board as compressed bytes."""
+    head, *parts = copy
+    line = json.dumps([head, *map(len, parts)]).encode() + b"\n"
+    return zlib.compress(b"".join([line, *parts]), 1)
+
+
+def decode_board(sent: bytes) -> BoardCopy:
+    """Return what was encoded."""
+    line, _, rest = zlib.decompress(sent).partition(b"\n")
+    head, counts, texts, _ = json.loads(line)
+    at = counts + texts
+    return BoardCopy(Head(*head), rest[:counts], rest[counts:at], rest[at:])
+
+
+@dataclass
+class RemoteReport:
+    """What a rank on another host reports when its worker has returned or raised."""
+
+    value: Any = None
+    output: str = ""
+    trace: RankTrace | None = None
+    failure: RankFailure | None = None
+
+
+class Silence:
+    """How long another process has sent nothing, without the time in which this one was stopped.
+
+    seconds: the time, up to the last call of `look`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._looked = 0.0, time.monotonic()
+
+    def look(self, heard: bool) -> None:
+        """Note whether anything has come since the last call; call it several times a second."""
+        now = time.monotonic()
+        self.seconds = 0.0 if heard else self.seconds + min(now - self._looked, 1.0)
+        self._looked = now
+
+
+def connect(address: str, port: int, attempt: int, timeout: timedelta) -> dist.Store:
+    """Return a connection of one's own to the store, with keys of their own for each attempt.
+
+    A connection serves one request at a time, so a long wait on one does not delay another.
+    """
+    client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"ddp_kit ranks {attempt}", client)
