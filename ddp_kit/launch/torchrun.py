@@ -149,14 +149,13 @@ class _Job:
         for attempt in range(self.restarts + 1):
             packed = pack_worker(self.program, ())
             run = self.last = Run(self.processes, self.here, attempt + 1)
-            others_wait = self.hosts > 1 or attempt < self.restarts  # for our ranks' exit codes
             try:
                 result = run.execute(packed, self.program.backend or "gloo", timeout)
             except KitError as error:
                 if failed and not self.processes.ranks:
                     raise failed from None  # the agent has not restarted them
-                if others_wait:
-                    self.processes.dismiss(LEAVE_TIMEOUT)
+                if attempt < self.restarts:
+                    self.processes.dismiss(LEAVE_TIMEOUT)  # the agent waits for their exit codes
                 # torchrun restarts after a process has failed, and after nothing else.
                 if attempt == self.restarts or not isinstance(error, (RankError, RankDiedError)):
                     raise
@@ -167,7 +166,7 @@ class _Job:
             else:
                 if run.others is not None:
                     result = self._add_remote(result, run.others)
-                if others_wait:
+                if self.hosts > 1 or attempt < self.restarts:
                     self.processes.dismiss(LEAVE_TIMEOUT)
                 if self.hosts > 1:
                     self.launcher.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
