@@ -17,6 +17,7 @@ from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_r
 from ddp_kit.errors import (
     BackendError,
     KitError,
+    MismatchError,
     PoolError,
     RankDiedError,
     RankError,
@@ -39,7 +40,7 @@ from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
-from ddp_kit.trace import RankTrace, join_rank_traces
+from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces
 
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
 
@@ -75,8 +76,8 @@ def torchrun(
     raise; RankDiedError if one of them dies there; PoolError if a host is lost: its torchrun has
     ended, or nothing has come from it for 30 s. A process beside each rank answers for it, so a
     host whose ranks are busy, even in native code, is not lost. If this host is lost, the ranks of
-    the others end within 30 s. What they print arrives at the end of the run, and is lost if that
-    fails; it is also printed there.
+    the others end within 30 s. What a rank on another host prints is printed there at once, and
+    here at the end of the run, if the rank has returned or raised.
     """
     chosen = _check(
         worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
@@ -147,10 +148,9 @@ class _Job:
         assert self.processes is not None, "likewise"
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
-            packed = pack_worker(self.program, ())
             run = self.last = Run(self.processes, self.here, attempt + 1)
             try:
-                result = run.execute(packed, self.program.backend or "gloo", timeout)
+                result = self._execute(run, timeout)
             except KitError as error:
                 if failed and not self.processes.ranks:
                     raise failed from None  # the agent has not restarted them
@@ -164,8 +164,6 @@ class _Job:
                 print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
                 self.launcher.expect_restart()
             else:
-                if run.others is not None:
-                    result = self._add_remote(result, run.others)
                 if self.hosts > 1 or attempt < self.restarts:
                     self.processes.dismiss(LEAVE_TIMEOUT)
                 if self.hosts > 1:
@@ -173,16 +171,32 @@ class _Job:
                 return result
         raise AssertionError("the last attempt returns or raises")
 
+    def _execute(self, run: Run, timeout: float | None) -> Result:
+        """Call the worker on the ranks of all hosts; print what those of other hosts printed."""
+        packed = pack_worker(self.program, ())
+        try:
+            result = run.execute(packed, self.program.backend or "gloo", timeout)
+        except MismatchError as error:
+            if run.others is not None and error.result is not None:
+                error.result = self._add_remote(error.result, run.others)
+            raise
+        finally:
+            if run.others is not None:
+                print_output([*[""] * self.here, *run.others.output()])
+        return result if run.others is None else self._add_remote(result, run.others)
+
     def _add_remote(self, result: Result, others: OtherHosts) -> Result:
         """Add what the ranks on other hosts have reported, and let them leave."""
-        found = [others.report(rank) for rank in range(self.here, self.world_size)]
+        remote = range(self.here, self.world_size)
+        values = [others.value(rank) for rank in remote]
+        local = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
+        found = {snapshot.rank: snapshot for snapshot in others.snapshots()}
+        alone = join([found.get(rank, Snapshot(rank, EMPTY)) for rank in range(self.world_size)])
+        far = [RankTrace.of(alone, rank, "", others.clock(rank)) for rank in remote]
+        traces = [replace(one, world_size=self.world_size) for one in (*local, *far)]
         others.release()
-        print_output([*[""] * self.here, *(report.output for report in found)])
-        own = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
-        traces = [*own, *(report.trace for report in found if report.trace)]
-        trace = join_rank_traces([replace(one, world_size=self.world_size) for one in traces])
-        output = (*result.output, *(report.output for report in found))
-        return Result((*result, *(report.value for report in found)), output, trace)
+        output = (*result.output, *others.output())
+        return Result((*result, *values), output, join_rank_traces(traces))
 
     def end(self) -> None:
         """End the agent and everything it has started; remove the files."""

@@ -13,8 +13,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
-from ddp_kit.error_text import RankFailure, name_ranks
+from ddp_kit.error_text import RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
 from ddp_kit.pool.reports import Reports, rebuild
@@ -36,7 +37,7 @@ from ddp_kit.pool.wire.other_host import (
     Sign,
     Silence,
 )
-from ddp_kit.trace import BoardCopy
+from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot
 from ddp_kit.trace.board import Head
 
 STORE_TIMEOUT = timedelta(seconds=30)  # for torchrun's agent on this host to answer
@@ -51,7 +52,7 @@ class OtherHosts:
     address, port: of torchrun's store. here: the number of ranks on each host. hosts: how many,
     with this one. attempt: how often torchrun has restarted all ranks.
 
-    boards: of these ranks, by rank. ended: how ranks have ended, by rank.
+    boards: of these ranks, in their order. ended: how ranks have ended, by rank.
 
     Raises PoolError if the store is unavailable.
     """
@@ -59,7 +60,7 @@ class OtherHosts:
     def __init__(self, address: str, port: int, here: int, hosts: int, attempt: int) -> None:
         self._here, self._ranks = here, range(here, here * hosts)
         self.ended: dict[int, str] = {}
-        self._raised: dict[int, RankFailure] = {}
+        self._reports: dict[int, RemoteReport] = {}
         self._signs: dict[int, Sign] = {}
         self._silences: dict[int, Silence] = {}
         self._agent_is_gone = False
@@ -89,6 +90,11 @@ class OtherHosts:
         ended = len(self.ended) - len(self.returned)
         return ended + (self._lost is not None) + (self._agent_is_gone and bool(self.unfinished))
 
+    @property
+    def failures(self) -> dict[int, RankFailure]:
+        """What ranks raised, by rank."""
+        return self._failures(RAISED) | self._failures(CUT)
+
     def look(self) -> None:
         """Read what has come since the last call; call it several times a second."""
         try:
@@ -105,11 +111,13 @@ class OtherHosts:
         for line in text.splitlines():
             rank, how = line.split()
             if int(rank) not in self.ended:
+                if how in (RETURNED, RAISED, CUT):
+                    sent = self._store.get(f"report {rank}")
+                    self._reports[int(rank)] = pickle.loads(sent)
+                else:
+                    log = self.board(int(rank)) or EMPTY
+                    self._reports[int(rank)] = RemoteReport(log=log)
                 self.ended[int(rank)] = how
-                if how == RAISED:
-                    failure = self.report(int(rank)).failure
-                    assert failure is not None, "it has raised"
-                    self._raised[int(rank)] = failure
 
     def _read_signs(self) -> None:
         known = [rank for rank in self._ranks if rank in self._signs]
@@ -167,18 +175,30 @@ class OtherHosts:
                 return None
         return not any(answer.may_go_on for answer in answers)
 
-    def report(self, rank: int) -> RemoteReport:
-        """Return the report of a rank that has returned or raised.
+    def value(self, rank: int) -> Any:
+        """Return what a rank has returned. Raise PoolError if it cannot be rebuilt here."""
+        return rebuild(rank, functools.partial(pickle.loads, self._reports[rank].value))
 
-        Raises PoolError if it cannot be rebuilt here.
-        """
-        try:
-            sent = self._store.get(f"report {rank}")
-        except RuntimeError as error:
-            raise PoolError(
-                f"what rank {rank} returned was lost: torchrun has ended on this host; try again"
-            ) from error
-        return rebuild(rank, functools.partial(pickle.loads, sent))
+    def output(self) -> list[str]:
+        """Return what these ranks have printed; "" for one that has not reported."""
+        return [self._report(rank).output for rank in self._ranks]
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return what was on the boards of the ranks that have reported."""
+        logs = {rank: report.log for rank, report in self._reports.items()}
+        return [Snapshot(rank, _with_sources(log)) for rank, log in sorted(logs.items())]
+
+    def clock(self, rank: int) -> Clock | None:
+        """Return the clock of a rank's host, compared with rank 0's."""
+        return self._report(rank).clock
+
+    def waits(self) -> list[Wait]:
+        """Return where the ranks are that have not ended, as far as it is known."""
+        boards = ((rank, self.boards[rank - self._here].read()) for rank in self.unfinished)
+        return [Snapshot(rank, log).as_wait() for rank, log in boards]
+
+    def _report(self, rank: int) -> RemoteReport:
+        return self._reports.get(rank, RemoteReport())
 
     def release(self) -> None:
         """Let the ranks leave: everything they have reported has arrived."""
@@ -211,8 +231,8 @@ class OtherHosts:
         own = {rank: reply.failure for rank, reply in raised if not reply.inside}
         lost = [replace(reply.inside, rank=rank) for rank, reply in raised if reply.inside]
         waits, names = [*reports.stopped, *lost], ipython.cell_names()
-        if self._raised:
-            return RankError(own | self._raised, waits, names)
+        if failures := self._failures(RAISED):
+            return RankError(own | failures, waits, names)
         if own:
             return None
         died = [rank for cause in (DIED, TERMINATED) for rank in self._ended(cause)]
@@ -232,10 +252,14 @@ class OtherHosts:
                 f"torchrun has ended on this host before {name_ranks(self.unfinished)} on other "
                 "hosts had returned; try again"
             )
-        if (cut := self._ended(CUT)) and not reports.raised:
-            failures = {rank: self.report(rank).failure for rank in cut}
-            return RankError({r: f for r, f in failures.items() if f is not None}, waits, names)
+        if (failures := self._failures(CUT)) and not reports.raised:
+            return RankError(failures, waits, names)
         return None
+
+    def _failures(self, how: str) -> dict[int, RankFailure]:
+        """Return the exceptions of the ranks that ended in this way."""
+        found = {rank: self._report(rank).failure for rank in self._ended(how)}
+        return {rank: failure for rank, failure in found.items() if failure is not None}
 
     def _ended(self, how: str) -> list[int]:
         """Return the ranks that ended in this way, in the order in which they did."""
@@ -266,14 +290,18 @@ class RemoteBoard:
         if head.waiting >= 0 or head.ended:
             copy = self._hosts.board(self._rank)
             if copy is not None and copy.head == head:
-                return copy._replace(texts=_with_sources(copy.texts))
+                return _with_sources(copy)
         none = {"waiting": -1, "events": 0, "texts": 0, "counted": 0}
         return BoardCopy(head._replace(**none), b"", b"", b"")
 
 
-@functools.lru_cache(maxsize=64)
-def _with_sources(texts: bytes) -> bytes:
+def _with_sources(copy: BoardCopy) -> BoardCopy:
     """Add lines of code that the other host could not read, such as those of cells."""
+    return copy._replace(texts=_add_sources(copy.texts))
+
+
+@functools.lru_cache(maxsize=64)
+def _add_sources(texts: bytes) -> bytes:
     lines = []
     for line in texts.splitlines(keepends=True):
         what, *text = json.loads(line)

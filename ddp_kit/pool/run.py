@@ -223,6 +223,8 @@ class Run:
             alive = sorted(stuck - self._reports.died.keys())
             found = locate([self._ranks[n] for n in alive], [self._snapshots[n] for n in alive])
             self._reports.stopped = found
+            if self.others is not None and self._reports.timeout is not None:
+                self._reports.stopped += self.others.waits()
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
         unusable = stuck.union(self._threads, self._reports.broken)
@@ -238,18 +240,21 @@ class Run:
             raise error
         trace = join(self._snapshots)
         failure = error_of_ranks(self._reports, self._ranks)
+        snapshots = self._snapshots
         if self.others is not None:
             failure = self.others.error(self._reports) or failure
+            snapshots = snapshots + self.others.snapshots()
         error = self._verdict
         if error is None and not self._reports.broken:
-            error = judge(self._snapshots, self._reports.returned, over=True)
+            error = judge(snapshots, self._reports.returned, over=True)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
             values = (rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
             result = Result(tuple(values), tuple(output), trace)
         if isinstance(error, MismatchError):  # what ranks raised is a consequence of it
-            error.failures, error.result = self._reports.own_failures, result
+            elsewhere = {} if self.others is None else self.others.failures
+            error.failures, error.result = self._reports.own_failures | elsewhere, result
         error = error or failure
         if error is None:
             assert result is not None, "no rank has failed"

@@ -38,8 +38,8 @@ def note(name):
 {worker}
 
 if __name__ == "__main__":
-    {before}
     options = dict(nproc_per_node={per_host}, nnodes=2, master_addr={address!r}, join_timeout=90)
+    {before}
     told = {{"error": None}}
     try:
         result = kit.torchrun(worker, **options)

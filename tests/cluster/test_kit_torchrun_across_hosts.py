@@ -71,6 +71,13 @@ def worker(rank, world_size):
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 """
+UNEQUAL = """
+def worker(rank, world_size):
+    if rank == 0:
+        dist.send(torch.ones(2), 2)
+    if rank == 2:
+        dist.recv(torch.zeros(1), 0)  # gloo aborts
+"""
 RANKS = ("0", "1", "2", "3")
 
 
@@ -143,6 +150,32 @@ def test_the_end_of_an_agent_is_told_as_a_broken_connection(notebook):
     told = run.told()
     assert told["error"] == "PoolError", told
     assert told["text"] == "host 1 (ranks 2 and 3) has stopped: torchrun has ended there"
+
+
+def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
+    run = notebook(WAITING)
+    run.wait_for(*RANKS)
+    run.script.kill()
+    assert run.agent.wait(BOUND) != 0  # the fixture looks for what is left
+    for file in tmp_path.glob("*_for_port_*"):
+        file.unlink()
+
+
+def test_the_ranks_of_another_host_are_missing_when_time_is_up(notebook):
+    told = notebook(WAITING, before="options['timeout'] = 5").told()
+    assert told["error"] == "RunTimeoutError", told
+    assert [(rank, op) for rank, op, _ in told["waits"]] == [
+        (0, "barrier"),
+        (1, "barrier"),
+        (2, None),
+        (3, "barrier"),
+    ]
+
+
+def test_a_message_between_hosts_of_unequal_ends_is_not_compared(notebook):
+    told = notebook(UNEQUAL).told()
+    assert told["error"] == "MismatchError", told
+    assert told["text"].startswith("rank 0 sends 8 bytes, rank 2 receives into a tensor of 4 bytes")
 
 
 def test_what_a_rank_of_another_host_raises_is_told_only_at_the_end(notebook):

@@ -161,11 +161,14 @@ class _Observation:
         head = self._board.head()
         rests = head.waiting >= 0 or head.ended > 0
         if rests and head.moves != self._shown and self._quiet() >= QUIET:
-            copy = self._board.read().newest(SHOWN)
-            store.set(f"board {self._rank}", other_host.encode_board(copy))
-            self._shown = copy.head.moves
+            self._show_board(store)
         sign = Sign(number, head.moves == self._shown or not rests, head)
         store.set(f"sign {self._rank}", sign.encode())
+
+    def _show_board(self, store: dist.Store) -> None:
+        copy = self._board.read().newest(SHOWN)
+        store.set(f"board {self._rank}", other_host.encode_board(copy))
+        self._shown = copy.head.moves
 
     def _answer(self) -> Answer:
         quiet, moves = self._quiet(), self._moves
@@ -180,6 +183,7 @@ class _Observation:
         how = TERMINATED if select.select([self._terminated], [], [], 0)[0] else DIED
         if not self._agent_lives:
             how = STOPPED
+        self._show_board(store)
         store.append(ENDS, f"{self._rank} {how}\n")
 
     @property

@@ -37,17 +37,7 @@ from ddp_kit.pool.wire.messages import CALL, SOCKET
 from ddp_kit.pool.wire.other_host import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport
 from ddp_kit.pool.wire.output import OUTPUT_LIMIT
 from ddp_kit.pool.wire.payload import pickle_whole
-from ddp_kit.trace import (
-    EMPTY,
-    Board,
-    Clock,
-    InternTable,
-    RankTrace,
-    Snapshot,
-    join,
-    recording,
-    unrecorded,
-)
+from ddp_kit.trace import Board, Clock, InternTable, recording, unrecorded
 
 _environment: dict[str, str] = {}  # torchrun's; a pool replaces it with the notebook's
 _failed = False  # whether the worker has failed
@@ -175,7 +165,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     environment.end_with_agent()  # not the observer, which reports that this process has ended
     board.answer_with_stacks()
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
-    clock, how, recorder = None, RETURNED, None
+    how, recorder = RETURNED, None
     try:
         with (
             recording(InternTable(board), environment.attempt() + 1) as recorder,
@@ -183,17 +173,15 @@ def _run_elsewhere(packed: str, rank: int) -> None:
             redirect_stderr(err),
         ):
             program: Program = pickle.loads(base64.b64decode(packed))
-            report.value, clock = program.call(rank, world_size)
+            value, report.clock = program.call(rank, world_size)
+            report.value = pickle_whole(value)
     except BaseException as error:
         report.failure = describe(rank, error)
         broken, _ = (recorder and recorder.broken) or (None, None)
         how = CUT if broken == id(error) else RAISED
         raise
     finally:
-        report.output = printed.getvalue()
-        logs = [board.read() if other == rank else EMPTY for other in range(world_size)]
-        trace = join(list(map(Snapshot, range(world_size), logs)))
-        report.trace = RankTrace.of(trace, rank, "", clock)
+        report.output, report.log = printed.getvalue(), board.read()
         with suppress(dist.DistError):  # the notebook's host is gone
             _send(report, rank, how)
         if how == RETURNED:

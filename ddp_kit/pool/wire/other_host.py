@@ -20,12 +20,12 @@ import time
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ddp_kit.error_text import RankFailure
-from ddp_kit.trace import BoardCopy, RankTrace
+from ddp_kit.trace import EMPTY, BoardCopy, Clock
 from ddp_kit.trace.board import Head
 
 PERIOD = 0.25  # seconds between two signs of life
@@ -101,12 +101,16 @@ def decode_board(sent: bytes) -> BoardCopy:
 
 @dataclass
 class RemoteReport:
-    """What a rank on another host reports when its worker has returned or raised."""
+    """What a rank on another host reports when its worker has returned or raised.
 
-    value: Any = None
+    value: pickled. log: a copy of its board. clock: of its host.
+    """
+
+    value: bytes = b""
     output: str = ""
-    trace: RankTrace | None = None
     failure: RankFailure | None = None
+    log: BoardCopy = EMPTY
+    clock: Clock | None = None
 
 
 class Silence:
