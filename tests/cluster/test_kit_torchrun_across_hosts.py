@@ -46,6 +46,20 @@ def worker(rank, world_size):
     dist.all_reduce(total)
     return total.item()
 """
+THREAD = """
+import threading
+
+def worker(rank, world_size):
+    tensor = torch.zeros(1)
+    if rank == 1:
+        dist.recv(tensor, 3)
+        dist.send(tensor, 3)
+    if rank == 3:
+        threading.Timer(4, dist.send, (torch.ones(1), 1)).start()
+        dist.recv(tensor, 1)
+    dist.barrier()
+    return tensor.item()
+"""
 WAITING = """
 def worker(rank, world_size):
     dist.barrier()
@@ -129,6 +143,12 @@ def test_a_slow_rank_on_another_host_is_taken_for_a_deadlock_or_a_lost_host(note
     told = notebook(SLOW, before="other_hosts.LOST = 3").told()
     assert told["error"] is None, told
     assert (told["values"], told["messages"]) == ([6, 6, 6, 6], 3)
+
+
+def test_a_thread_on_another_host_that_will_send_is_forgotten(notebook):
+    told = notebook(THREAD).told()
+    assert told["error"] is None, told
+    assert told["values"] == [0, 1, 0, 1]
 
 
 def test_a_host_that_is_cut_off_is_waited_for_forever(notebook):
