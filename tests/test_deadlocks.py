@@ -448,9 +448,9 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
 def test_a_thread_that_watches_for_a_package_may_communicate():
     run = Frame(threading.__file__, 1, "run", "", False)
     monitor = Frame(psutil.__file__, 1, "run", "", False)
-    assert deadlock_watch.may_go_on([[], [run]])
-    assert not deadlock_watch.may_go_on([[], [run, monitor, run], []])
-    assert deadlock_watch.may_go_on(
+    assert deadlock_watch._may_go_on([[], [run]])
+    assert not deadlock_watch._may_go_on([[], [run, monitor, run], []])
+    assert deadlock_watch._may_go_on(
         [[], [run, Frame(distributed_c10d.__file__, 1, "send", "", False), run]]
     )
 

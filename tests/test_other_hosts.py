@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from ddp_kit.error_text import RankFailure
+from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.errors import PoolError, RankDiedError, RankError
 from ddp_kit.pool import other_hosts
 from ddp_kit.pool.other_hosts import OtherHosts
@@ -70,7 +72,7 @@ def waiting_board(line="", rows=1):
 def test_a_board_changes_on_its_way():
     board = waiting_board().read()
     assert other_host.decode_board(other_host.encode_board(board)) == board
-    sign, answer = Sign(3, True, board.head), Answer(4, 0.5, True)
+    sign, answer = Sign(3, True, board.head), Answer(4, 0.5, STACKS)
     assert Sign.decode(sign.encode()) == sign
     assert Answer.decode(answer.encode()) == answer
 
@@ -111,28 +113,38 @@ def test_a_line_that_only_the_notebook_can_read_is_missing(far):
     assert where.source.startswith('"""What the notebook concludes')
 
 
+LIBRARY = Frame(threading.__file__, 2, "run", "", own=False)
+STACKS = [[Frame(__file__, 1, "worker", "recv()", own=True), LIBRARY]]
+
+
+def test_a_library_of_another_host_is_taken_for_the_worker(monkeypatch):
+    monkeypatch.setitem(other_host._NAMES, "/elsewhere/python", "<stdlib>")
+    there = replace(LIBRARY, file="/elsewhere/python/threading.py")
+    sent = Answer(7, 1.0, [[STACKS[0][0], there]]).encode()
+    assert Answer.decode(sent).stacks == STACKS
+
+
 @pytest.mark.parametrize(
-    ("answer", "confirmed"),
+    ("answer", "found"),
     [
-        (Answer(7, 60.0, False), True),
-        (Answer(7, 60.0, True), False),
-        (Answer(8, 60.0, False), None),
-        (Answer(7, 0.0, False), None),
+        (Answer(7, 60.0, STACKS), [STACKS]),
+        (Answer(8, 60.0, STACKS), None),
+        (Answer(7, 0.0, STACKS), None),
     ],
-    ids=["waits", "has another thread", "has moved", "has just moved"],
+    ids=["waits", "has moved", "has just moved"],
 )
-def test_a_rank_that_may_go_on_is_called_stuck(answer, confirmed, far):
+def test_a_rank_that_has_moved_is_called_stuck(answer, found, far):
     far.sign(2, moves=7)
     far.hosts.look()
     far.store.set("answer 1 2", answer.encode())
-    assert far.hosts.confirm({2}) is confirmed
+    assert far.hosts.ask_for_stacks([2]) == found
 
 
 def test_a_host_that_does_not_answer_is_waited_for(far, monkeypatch):
     monkeypatch.setattr(other_hosts, "CONFIRM", 0.1)
     far.sign(2, moves=7)
     far.hosts.look()
-    assert far.hosts.confirm({2}) is None
+    assert far.hosts.ask_for_stacks([2]) is None
 
 
 def test_a_host_that_has_not_started_or_gives_signs_is_lost(far, monkeypatch):

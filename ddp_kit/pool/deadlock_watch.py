@@ -24,8 +24,8 @@ class Others(Protocol):
 
     boards: Sequence[Any]  # one for each rank, with the methods of Board that only read
 
-    def confirm(self, waiting: Collection[int]) -> bool | None:
-        """Return whether these ranks can only wait; None if it is not known yet."""
+    def ask_for_stacks(self, ranks: Sequence[int]) -> list[list[list[Frame]]] | None:
+        """Return which lines ranks run; None if one has moved or does not answer."""
 
 
 class DeadlockWatch:
@@ -70,20 +70,19 @@ class DeadlockWatch:
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
         here = range(len(self._ranks))
         asked = [self._ranks[number] for number in here if number in waiting.union(left_threads)]
-        if any(map(may_go_on, ask_for_stacks(asked))):
-            return None
-        if self._others is None:
-            return error
-        # Boards of other hosts arrive late. At the moment at which all hosts are asked, none of
-        # these ranks may have moved.
-        confirmed = self._others.confirm(waiting.difference(here))
-        if confirmed is None or heads != [board.head() for board in self._boards]:
-            self._seen = None  # look again soon
-            return None
-        return error if confirmed else None
+        found = ask_for_stacks(asked)
+        if self._others is not None:
+            # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
+            # of these ranks may have moved.
+            far = self._others.ask_for_stacks(sorted(waiting.difference(here)))
+            if far is None or heads != [board.head() for board in self._boards]:
+                self._seen = None  # look again soon
+                return None
+            found += far
+        return None if any(map(_may_go_on, found)) else error
 
 
-def may_go_on(stacks: list[list[Frame]]) -> bool:
+def _may_go_on(stacks: list[list[Frame]]) -> bool:
     """Return whether another thread of a rank with these stacks may communicate."""
     return not stacks or any(map(_may_communicate, stacks[1:]))
 

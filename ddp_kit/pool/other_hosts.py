@@ -10,12 +10,12 @@ import json
 import linecache
 import pickle
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from ddp_kit.error_text import RankFailure, Wait, name_ranks
+from ddp_kit.error_text import Frame, RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
 from ddp_kit.pool.reports import Reports, rebuild
@@ -148,19 +148,19 @@ class OtherHosts:
             self._agent_is_gone = True
         return None
 
-    def confirm(self, waiting: Collection[int]) -> bool | None:
-        """Return whether these ranks can only wait; None if one has moved, or does not answer.
+    def ask_for_stacks(self, ranks: Sequence[int]) -> list[list[list[Frame]]] | None:
+        """Return which lines ranks run; None if one has moved since it was judged, or is silent.
 
         No clocks are compared: a rank that has not moved for longer than it took to get the answer
         had not moved when the question was asked.
         """
-        if not waiting:
-            return True
+        if not ranks:
+            return []
         moves = {rank: sign.head.moves for rank, sign in self._signs.items()}
         try:
             asked = time.monotonic()
             question = self._store.add(ASKED, 1)
-            keys = [f"answer {question} {rank}" for rank in sorted(waiting)]
+            keys = [f"answer {question} {rank}" for rank in ranks]
             while not self._store.check(keys):
                 if time.monotonic() > asked + CONFIRM:
                     return None
@@ -170,10 +170,10 @@ class OtherHosts:
         except RuntimeError:
             self._agent_is_gone = True
             return None
-        for rank, answer in zip(sorted(waiting), answers, strict=True):
+        for rank, answer in zip(ranks, answers, strict=True):
             if answer.moves != moves[rank] or answer.quiet < passed:
                 return None
-        return not any(answer.may_go_on for answer in answers)
+        return [answer.stacks for answer in answers]
 
     def value(self, rank: int) -> Any:
         """Return what a rank has returned. Raise PoolError if it cannot be rebuilt here."""

@@ -68,6 +68,12 @@ def worker(rank, world_size):
         time.sleep(600)
     dist.barrier()
 """
+SLEEPING = """
+def worker(rank, world_size):
+    dist.barrier()
+    note(str(rank))
+    time.sleep(600)
+"""
 RAISING = """
 def worker(rank, world_size):
     if rank == 0:
@@ -173,7 +179,7 @@ def test_the_end_of_an_agent_is_told_as_a_broken_connection(notebook):
 
 
 def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
-    run = notebook(WAITING)
+    run = notebook(SLEEPING)
     run.wait_for(*RANKS)
     run.script.kill()
     assert run.agent.wait(BOUND) != 0  # the fixture looks for what is left

@@ -25,7 +25,6 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.launch.rank import environment
-from ddp_kit.pool.deadlock_watch import may_go_on
 from ddp_kit.pool.wire import other_host
 from ddp_kit.pool.wire.other_host import (
     ASKED,
@@ -173,7 +172,7 @@ class _Observation:
     def _answer(self) -> Answer:
         quiet, moves = self._quiet(), self._moves
         (found,) = stacks.ask({self._parent: self._board.read_stacks})
-        return Answer(moves, quiet, may_go_on(stacks.parse(found)))
+        return Answer(moves, quiet, stacks.parse(found))
 
     def _report_death(self, store: dist.Store) -> None:
         """Report that the rank's process has ended, unless the rank itself has reported its end."""

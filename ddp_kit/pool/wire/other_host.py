@@ -15,16 +15,19 @@ The store is that of torchrun's agent on the notebook's host, so nothing else ne
 from __future__ import annotations
 
 import json
-import struct
+import os
+import sysconfig
 import time
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ddp_kit.error_text import RankFailure
+from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.trace import EMPTY, BoardCopy, Clock
 from ddp_kit.trace.board import Head
 
@@ -37,8 +40,20 @@ ASKED, ENDS, OVER = "asked", "ends", "over"
 RETURNED, RAISED, CUT, DIED = "returned", "raised", "cut", "died"
 TERMINATED, STOPPED = "terminated", "stopped"
 
-_SIGN = struct.Struct("=Q?QQqQQQQqq")
-_ANSWER = struct.Struct("=Qd?")
+# What stands for folders that may have other names on another host.
+_FOLDERS = {
+    "<kit>": str(Path(__file__).absolute().parents[2]),
+    "<stdlib>": sysconfig.get_path("stdlib"),
+}
+_NAMES = {folder: name for name, folder in _FOLDERS.items()}
+
+
+def _replace(beginnings: Mapping[str, str], file: str) -> str:
+    """Replace the folder at the beginning of a file's name, if it is one of these."""
+    for old, new in beginnings.items():
+        if file.startswith(old + os.sep):
+            return new + file.removeprefix(old)
+    return file
 
 
 class Sign(NamedTuple):
@@ -54,34 +69,42 @@ class Sign(NamedTuple):
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        return _SIGN.pack(self.number, self.shown, *self.head)
+        return json.dumps([self.number, self.shown, *self.head]).encode()
 
     @staticmethod
     def decode(sent: bytes) -> Sign:
         """Return what was encoded."""
-        number, shown, *head = _SIGN.unpack(sent)
+        number, shown, *head = json.loads(sent)
         return Sign(number, shown, Head(*head))
 
 
 class Answer(NamedTuple):
     """What a rank was doing when it was asked.
 
-    moves: as in the head of its board. quiet: seconds since they changed. may_go_on: a thread
-    other than the one that waits may communicate.
+    moves: as in the head of its board. quiet: seconds since they changed. stacks: of its threads,
+    the main thread's first; the innermost line first.
     """
 
     moves: int
     quiet: float
-    may_go_on: bool
+    stacks: list[list[Frame]]
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        return _ANSWER.pack(*self)
+        stacks = [
+            [[_replace(_NAMES, frame.file), *astuple(frame)[1:]] for frame in stack]
+            for stack in self.stacks
+        ]
+        return json.dumps([self.moves, self.quiet, stacks]).encode()
 
     @staticmethod
     def decode(sent: bytes) -> Answer:
-        """Return what was encoded."""
-        return Answer(*_ANSWER.unpack(sent))
+        """Return what was encoded, with this host's folders for Python and the kit."""
+        moves, quiet, stacks = json.loads(sent)
+        frames = [
+            [Frame(_replace(_FOLDERS, file), *rest) for file, *rest in stack] for stack in stacks
+        ]
+        return Answer(moves, quiet, frames)
 
 
 def encode_board(copy: BoardCopy) -> bytes:
