@@ -235,8 +235,15 @@ def signal_name(exitcode: int | None) -> str | None:
         return f"signal {-exitcode}"
 
 
-def format_death(rank: int, exitcode: int | None, others: Sequence[int]) -> str:
-    """Return a line on how a rank's process ended, and what usually ends one in this way."""
+def format_death(
+    rank: int, exitcode: int | None, others: Sequence[int], host: int | None = None
+) -> str:
+    """Return a line on how a rank's process ended, and what usually ends one in this way.
+
+    host: on which it died; None: on this one.
+    """
+    if host is not None:
+        return f"rank {rank} died on host {host}; what torchrun printed there says how."
     name = signal_name(exitcode)
     how = f"ended by {name}" if name else f"exited with code {exitcode}"
     if name == "SIGKILL":

@@ -189,7 +189,7 @@ class RankDiedError(RunError):
     rank: the rank that died first, as far as is known, else the lowest. exitcode: as in
     `multiprocessing.Process.exitcode`: negative for a signal, None if other code has collected it.
     others: further ranks that died. failures: the ranks that raised, by rank. waits: where the
-    ranks were that had not returned.
+    ranks were that had not returned. host: on which it died, if not on this one; None: on this one.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class RankDiedError(RunError):
         waits: Iterable[Wait] = (),
         failures: dict[int, RankFailure] | None = None,
         cell_names: dict[str, str] | None = None,
+        host: int | None = None,
     ):
         self.rank, self.exitcode, self.others = rank, exitcode, tuple(sorted(others))
-        self.failures, waits = failures or {}, tuple(waits)
-        super().__init__(
-            waits, cell_names, rank, exitcode, self.others, waits, self.failures, cell_names
-        )
+        self.failures, self.host, waits = failures or {}, host, tuple(waits)
+        given = rank, exitcode, self.others, waits, self.failures, cell_names, host
+        super().__init__(waits, cell_names, *given)
 
     @property
     def signal(self) -> str | None:
@@ -213,7 +213,7 @@ class RankDiedError(RunError):
         return signal_name(self.exitcode)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        died = format_death(self.rank, self.exitcode, self.others)
+        died = format_death(self.rank, self.exitcode, self.others, self.host)
         return [died, *text.failures(self.failures.values()), *self._format_waits(text)]
 
 

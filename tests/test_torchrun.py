@@ -117,6 +117,16 @@ def test_a_deadlock_is_reported():
         torchrun(worker, max_restarts=1)
 
 
+def test_a_rank_that_has_returned_breaks_the_connections_of_the_others():
+    def worker(rank, world_size):
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)
+
+    with pytest.raises(kit.DeadlockError, match="which has returned without sending") as caught:
+        torchrun(worker)
+    assert caught.value.returned == (1,)
+
+
 def test_a_rank_that_raises_is_reported_with_its_line_and_the_waits_of_the_others():
     def worker(rank, world_size):
         if rank == 1:
@@ -267,6 +277,20 @@ def test_what_a_rank_on_another_host_raises_is_reported_here():
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
+def test_a_deadlock_with_a_rank_on_another_host_is_reported():
+    def worker(rank, world_size):
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with (
+        OtherHost(),
+        pytest.raises(kit.DeadlockError, match="rank 0 waits for rank 1, rank 1") as caught,
+    ):
+        on_two_hosts(worker)
+    assert [wait.where.source for wait in caught.value.waits] == [
+        "dist.recv(torch.zeros(1), 1 - rank)"
+    ] * 2
+
+
 @pytest.mark.usefixtures("beside_the_notebook")
 @pytest.mark.parametrize(
     ("ends", "failed"),

@@ -14,21 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
-from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import (
     BackendError,
     KitError,
+    MismatchError,
     PoolError,
     RankDiedError,
     RankError,
 )
-from ddp_kit.launch.rank.torchrun_worker import (
-    COLLECT_TIMEOUT,
-    LocalReport,
-    Program,
-    RemoteReport,
-    Script,
-)
+from ddp_kit.launch.rank.torchrun_worker import Program, Script
 from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
 from ddp_kit.pool import check_world_size
 from ddp_kit.pool.arguments import check_signature, check_timeout, whole_number
@@ -40,12 +34,13 @@ from ddp_kit.pool.launchers.torchrun import (
     TorchrunProgram,
     choose_rendezvous,
 )
+from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
-from ddp_kit.trace import RankTrace, join_rank_traces
+from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces
 
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
 
@@ -77,9 +72,12 @@ def torchrun(
     join_timeout: seconds for the ranks of all hosts to connect. timeout: seconds from then on for
         the worker to return on every rank, in each attempt; None: no limit.
 
-    Raises what `run` raises. Ranks on other hosts are not watched: a deadlock with them ends after
-    five minutes, by PyTorch's own limit. Their prints arrive at the end of the run, and they must
-    return within five minutes of rank 0.
+    Raises what `run` raises, also for deadlocks between hosts and for what ranks on other hosts
+    raise; RankDiedError if one of them dies there; PoolError if a host is lost: its torchrun has
+    ended, or nothing has come from it for 30 s. A process beside each rank answers for it, so a
+    host whose ranks are busy, even in native code, is not lost. If this host is lost, the ranks of
+    the others end within 30 s. What a rank on another host prints is printed there at once, and
+    here at the end of the run, if the rank has returned or raised.
     """
     nproc_per_node = _check_number("nproc_per_node", nproc_per_node, 1)
     nnodes = _check_number("nnodes", nnodes, 1)
@@ -133,17 +131,16 @@ class _Job:
             agent = TorchrunProgram(
                 self.here, self.folder, options, str(file), variables, rendezvous.hint
             )
-            self.launcher = Torchrun(agent, self.hosts, join_timeout)
+            self.launcher = Torchrun(agent, rendezvous, join_timeout)
             self.processes = RankProcesses(self.launcher, self.folder, init=False)
         rendezvous.print_commands(self.here, file, join_timeout)
 
     def _write_script(self, rendezvous: Rendezvous) -> Path:
         assert self.folder is not None, "start has created it"
         file = Path(self.folder.program)
-        if self.hosts > 1:
-            file = Path(
-                f"{_file_name(self.program.worker)}_for_port_{rendezvous.port}.py"
-            ).absolute()
+        if rendezvous.store is not None:
+            _, port = rendezvous.store
+            file = Path(f"{_file_name(self.program.worker)}_for_port_{port}.py").absolute()
         _write(self.program, file)
         self.file = file
         return file
@@ -154,16 +151,14 @@ class _Job:
         assert self.processes is not None, "likewise"
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
-            packed = pack_worker(self.program, ())
             run = self.last = Run(self.processes, self.here, attempt + 1)
-            others_wait = self.hosts > 1 or attempt < self.restarts  # for our ranks' exit codes
             try:
-                result = run.execute(packed, self.program.backend or "gloo", timeout)
+                result = self._execute(run, timeout)
             except KitError as error:
                 if failed and not self.processes.ranks:
                     raise failed from None  # the agent has not restarted them
-                if others_wait:
-                    self.processes.dismiss(LEAVE_TIMEOUT)
+                if attempt < self.restarts:
+                    self.processes.dismiss(LEAVE_TIMEOUT)  # the agent waits for their exit codes
                 # torchrun restarts after a process has failed, and after nothing else.
                 if attempt == self.restarts or not isinstance(error, (RankError, RankDiedError)):
                     raise
@@ -172,40 +167,39 @@ class _Job:
                 print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
                 self.launcher.expect_restart()
             else:
-                if others_wait:
+                if self.hosts > 1 or attempt < self.restarts:
                     self.processes.dismiss(LEAVE_TIMEOUT)
-                result = self._add_remote(result)
                 if self.hosts > 1:
                     self.launcher.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
                 return result
         raise AssertionError("the last attempt returns or raises")
 
-    def _add_remote(self, result: Result) -> Result:
-        """Add what the ranks on other hosts have reported. Raise what they have raised."""
-        local: list[LocalReport] = list(result)
-        reports: dict[int, RemoteReport] = {}
-        for report in local:
-            reports |= report.remote
-        values = [report.value for report in local]
-        if self.hosts == 1:
-            return Result(tuple(values), result.output, result.trace)
+    def _execute(self, run: Run, timeout: float | None) -> Result:
+        """Call the worker on the ranks of all hosts; print what those of other hosts printed."""
+        packed = pack_worker(self.program, ())
+        try:
+            result = run.execute(packed, self.program.backend or "gloo", timeout)
+        except MismatchError as error:
+            if run.others is not None and error.result is not None:
+                error.result = self._add_remote(error.result, run.others)
+            raise
+        finally:
+            if run.others is not None:
+                print_output([*[""] * self.here, *run.others.output()])
+        return result if run.others is None else self._add_remote(result, run.others)
+
+    def _add_remote(self, result: Result, others: OtherHosts) -> Result:
+        """Add what the ranks on other hosts have reported, and let them leave."""
         remote = range(self.here, self.world_size)
-        found = [reports.get(rank, RemoteReport()) for rank in remote]
-        print_output([*[""] * self.here, *(report.output for report in found)])
-        failures = {report.failure.rank: report.failure for report in found if report.failure}
-        if failures:
-            raise RankError(failures)
-        if missing := [rank for rank in remote if rank not in reports]:
-            raise PoolError(
-                f"{name_ranks(missing)}, on another host, sent nothing within "
-                f"{COLLECT_TIMEOUT:g} s after rank 0 had returned; end the worker with "
-                "dist.barrier(), so that all ranks return together"
-            )
-        own = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
-        traces = [*own, *(report.trace for report in found if report.trace)]
-        trace = join_rank_traces([replace(one, world_size=self.world_size) for one in traces])
-        output = (*result.output, *(report.output for report in found))
-        return Result((*values, *(report.value for report in found)), output, trace)
+        values = [others.value(rank) for rank in remote]
+        local = [RankTrace.of(result.trace, rank, "") for rank in range(self.here)]
+        found = {snapshot.rank: snapshot for snapshot in others.snapshots()}
+        alone = join([found.get(rank, Snapshot(rank, EMPTY)) for rank in range(self.world_size)])
+        far = [RankTrace.of(alone, rank, "", others.clock(rank)) for rank in remote]
+        traces = [replace(one, world_size=self.world_size) for one in (*local, *far)]
+        others.release()
+        output = (*result.output, *others.output())
+        return Result((*result, *values), output, join_rank_traces(traces))
 
     def end(self) -> None:
         """End the agent and everything it has started; remove the files."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -22,14 +23,27 @@ AGAIN = 5.0  # seconds until they are judged again, then twice as many, and so o
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
 
 
-class DeadlockWatch:
-    """Watches the boards of a run's ranks, and judges the ranks on whose boards nothing moves."""
+class Others(Protocol):
+    """The ranks of other hosts; see `pool.other_hosts`."""
 
-    def __init__(self, ranks: Sequence[RankHandle], run: int) -> None:
-        self._ranks = ranks
+    boards: Sequence[Any]  # one for each rank, with the methods of Board that only read
+
+    def ask_for_stacks(self, ranks: Sequence[int]) -> list[list[list[Frame]]] | None:
+        """Return which lines ranks run; None if one has moved or does not answer."""
+
+
+class DeadlockWatch:
+    """Watches the boards of a run's ranks, and judges the ranks on whose boards nothing moves.
+
+    ranks: those of this host. others: those of other hosts, whose numbers follow.
+    """
+
+    def __init__(self, ranks: Sequence[RankHandle], run: int, others: Others | None = None) -> None:
+        self._ranks, self._others = ranks, others
+        self._boards = [*(rank.board for rank in ranks), *(others.boards if others else ())]
         self._run = run
-        self._seen: list[object] = [None] * len(ranks)  # on the board of each rank
-        self._since = [math.inf] * len(ranks)  # when that was seen first
+        self._seen: list[object] = [None] * len(self._boards)  # on the board of each rank
+        self._since = [math.inf] * len(self._boards)  # when that was seen first
         self._judged: set[tuple[int, object]] = set()  # the ranks that were judged last
         self._next = self._earliest = -math.inf  # when they, and when others, may be judged
         self._again = AGAIN
@@ -42,7 +56,7 @@ class DeadlockWatch:
         returned: the ranks that have returned; left_threads: those of them that have left a thread
         of the worker running, which may send.
         """
-        heads = [rank.board.head() for rank in self._ranks]
+        heads = [board.head() for board in self._boards]
         for number, head in enumerate(heads):
             seen = head.moves, number in returned
             if seen != self._seen[number]:
@@ -73,7 +87,7 @@ class DeadlockWatch:
 
     def _is_due(self, now: float, quiet: list[int]) -> bool:
         """Return whether these ranks are to be judged now: not all of them were, or it is time."""
-        if now < self._earliest and len(quiet) < len(self._ranks):
+        if now < self._earliest and len(quiet) < len(self._boards):
             return False
         judged = {(number, self._seen[number]) for number in quiet}
         if not judged <= self._judged:
@@ -94,7 +108,7 @@ class DeadlockWatch:
         left_threads: Collection[int],
     ) -> DeadlockError | MismatchError | None:
         # Of a rank that moves only the counts matter: it may do anything, so it is running.
-        boards = [rank.board for rank in self._ranks]
+        boards = self._boards
         copies = [b.read() if n in quiet else b.read_counts() for n, b in enumerate(boards)]
         if any(boards[number].head() != heads[number] for number in quiet):
             return None  # the copies are of different moments
@@ -104,8 +118,18 @@ class DeadlockWatch:
         if error is None:
             return None
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
-        asked = [self._ranks[number] for number in sorted(waiting | set(left_threads))]
-        return None if any(map(_may_go_on, ask_for_stacks(asked))) else error
+        here = range(len(self._ranks))
+        asked = [self._ranks[number] for number in here if number in waiting.union(left_threads)]
+        found = ask_for_stacks(asked)
+        if self._others is not None:
+            # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
+            # of these ranks may have moved.
+            far = self._others.ask_for_stacks(sorted(waiting.difference(here)))
+            if far is None or any(boards[number].head() != heads[number] for number in quiet):
+                self._seen = [None] * len(boards)  # look again soon
+                return None
+            found += far
+        return None if any(map(_may_go_on, found)) else error
 
 
 def _may_go_on(stacks: list[list[Frame]]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
@@ -14,7 +15,13 @@ from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
-from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
+from ddp_kit.pool.wire.messages import (
+    CallWorker,
+    Environment,
+    JoinGroup,
+    file_stamp,
+    undecoded_variables,
+)
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder
@@ -186,3 +193,24 @@ def end_all(leaving: bool) -> None:
         rank.join(1)
     for processes in pools:
         processes.launcher.end()
+
+
+_last: tuple[Any, Environment] | None = None  # os.environ's own data, and what came of it
+
+
+def current_environment() -> Environment:
+    """Return what a rank takes over from this process. Raise PoolError if its folder is gone."""
+    global _last
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise PoolError(
+            "the notebook's working directory no longer exists; os.chdir to one that does"
+        ) from None
+    path = tuple(map(str, sys.path))
+    data = undecoded_variables()
+    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
+        return _last[1]
+    environment = Environment(path, folder, dict(os.environ))
+    _last = None if data is None else (dict(data), environment)
+    return environment

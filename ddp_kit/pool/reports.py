@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.errors import (
@@ -131,3 +132,15 @@ def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[
         stack = tuple(frame for frame in inner if frame.own)[::-1]
         waits[number] = replace(waits[number], stack=stack)
     return waits
+
+
+def rebuild(rank: int, unpack: Callable[[], Any]) -> Any:
+    """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
+    try:
+        return unpack()
+    except (Exception, SystemExit) as error:
+        raise PoolError(
+            f"what rank {rank} returned cannot be rebuilt in the notebook: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
+            "dicts, and of a model its state_dict()"
+        ) from None

@@ -7,30 +7,22 @@ on the sentinels of their processes, updates the live view, and has a quiet run 
 from __future__ import annotations
 
 import math
-import os
 import select
-import sys
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
-from typing import Any
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
-from ddp_kit.errors import DeadlockError, MismatchError, PoolError
+from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
+from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
-from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining
+from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.wire.messages import (
-    Environment,
-    KitFailed,
-    Raised,
-    Returned,
-    undecoded_variables,
-)
+from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
@@ -57,6 +49,7 @@ class Run:
         self._snapshots: list[Snapshot] = []
         self._waiting: set[int] = set()
         self._watch: DeadlockWatch | None = None
+        self.others: OtherHosts | None = None  # once the worker was sent, if there are any
         self._verdict: DeadlockError | MismatchError | None = None
 
     def execute(self, packed: Payload, backend: str, timeout: float | None) -> Result:
@@ -95,28 +88,33 @@ class Run:
         self._ranks = list(ranks)  # the pool may replace some before the run is over
         self._has_begun = run is not None
         self._reports = Reports()
-        if run is not None and self._processes.launcher.hosts == 1:  # else not all are visible
-            self._watch = DeadlockWatch(self._ranks, run)
+        if run is not None:
+            launcher = self._processes.launcher
+            if launcher.store is not None:
+                self.others = OtherHosts(*launcher.store, len(ranks), launcher.hosts, run - 1)
+            self._watch = DeadlockWatch(self._ranks, run, self.others)
 
     def _collect(self, timeout: float) -> bool:
-        """Wait for every reply that is owed; return False if a rank failed or time is up."""
+        """Wait until all ranks have replied; return False if one failed or time is up."""
         now = time.monotonic()
         deadline, tick = now + timeout, now + REFRESH
         self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
         first_failure = newest_failure = math.inf
         failed = 0
         sources = _Sources(self._ranks, self._waiting)
-        while self._waiting:
+        while self._waiting or (self.others is not None and self.others.unfinished):
             self._handle(sources, REFRESH)
             now = time.monotonic()
             if now >= tick:
                 tick = now + REFRESH
                 self._view.update([self._line(number) for number in range(len(self._ranks))])
                 self._find_deaths(sources)
+                if self.others is not None:
+                    self.others.look()
                 if not failed and self._cannot_end(now):
                     return False
-            if self._reports.failed > failed:  # each report may bring others
-                failed = self._reports.failed
+            if self._failed > failed:  # each report may bring others
+                failed = self._failed
                 first_failure, newest_failure = min(first_failure, now), now
             elif not failed and now >= deadline:
                 self._reports.timeout = timeout
@@ -124,7 +122,13 @@ class Run:
             patience = now >= newest_failure + GRACE and self._all_wait()
             if patience or now >= first_failure + LONGEST_GRACE:
                 break
+        if failed and self.others is not None:
+            self.others.find_reason(self._reports)
         return not failed
+
+    @property
+    def _failed(self) -> int:
+        return self._reports.failed + (0 if self.others is None else self.others.failed)
 
     def _handle(self, sources: _Sources, seconds: float) -> None:
         """Handle what comes from the ranks; return after `seconds` if nothing does."""
@@ -177,7 +181,8 @@ class Run:
 
     def _cannot_end(self, now: float) -> bool:
         if self._watch is not None:
-            self._verdict = self._watch.look(now, self._reports.returned, self._reports.threads)
+            returned = self._reports.returned.keys() | (self.others.returned if self.others else ())
+            self._verdict = self._watch.look(now, returned, self._reports.threads)
         return self._verdict is not None
 
     def _all_wait(self) -> bool:
@@ -216,6 +221,8 @@ class Run:
         self._snapshots = [self._snapshot(number) for number in range(len(self._ranks))]
         if self._has_begun:
             self._reports.locate(stuck, self._ranks, self._snapshots)
+            if self.others is not None and self._reports.timeout is not None:
+                self._reports.stopped += self.others.waits()
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
         unusable = stuck.union(self._restarts, self._reports.broken)
@@ -231,16 +238,21 @@ class Run:
             raise error
         trace = join(self._snapshots)
         failure = error_of_ranks(self._reports, self._ranks)
+        snapshots = self._snapshots
+        if self.others is not None:
+            failure = self.others.error(self._reports) or failure
+            snapshots = snapshots + self.others.snapshots()
         error = self._verdict
         if error is None and not self._reports.broken:
-            error = judge(self._snapshots, self._reports.returned, over=True)
+            error = judge(snapshots, self._reports.returned, over=True)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
-            values = (_unpack(rank, reply.payload) for rank, reply in enumerate(replies))
+            values = (rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
             result = Result(tuple(values), tuple(output), trace)
         if isinstance(error, MismatchError):  # what ranks raised is a consequence of it
-            error.failures, error.result = self._reports.own_failures, result
+            elsewhere = {} if self.others is None else self.others.failures
+            error.failures, error.result = self._reports.own_failures | elsewhere, result
         error = error or failure
         if error is None:
             assert result is not None, "no rank has failed"
@@ -313,36 +325,3 @@ class _Sources:
             descriptor = self._descriptors[number].pop(what, None)
             if descriptor is not None:
                 self._poll.unregister(descriptor)
-
-
-def _unpack(rank: int, packed: Payload) -> Any:
-    """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
-    try:
-        return packed.unpack()
-    except (Exception, SystemExit) as error:
-        raise PoolError(
-            f"what rank {rank} returned cannot be rebuilt in the notebook: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
-            "dicts, and of a model its state_dict()"
-        ) from None
-
-
-_last: tuple[Any, Environment] | None = None  # os.environ's own data, and what came of it
-
-
-def current_environment() -> Environment:
-    """Return what a rank takes over from this process. Raise PoolError if its folder is gone."""
-    global _last
-    try:
-        folder = os.getcwd()
-    except FileNotFoundError:
-        raise PoolError(
-            "the notebook's working directory no longer exists; os.chdir to one that does"
-        ) from None
-    path = tuple(map(str, sys.path))
-    data = undecoded_variables()
-    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
-        return _last[1]
-    environment = Environment(path, folder, dict(os.environ))
-    _last = None if data is None else (dict(data), environment)
-    return environment

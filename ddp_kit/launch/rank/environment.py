@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.ipython import shell
 from ddp_kit.pool.rank.bootstrap import end_with_parent
+from ddp_kit.pool.wire.other_host import connect
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to join, and for each of their collectives
@@ -90,6 +91,15 @@ def store() -> dist.Store:
             "every host must have been started"
         ) from error
     return found
+
+
+def own_store() -> dist.Store:
+    """Return another connection to torchrun's store, for keys that the notebook reads.
+
+    Raises what PyTorch raises if there is no store.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return connect(address, port, attempt(), JOIN_TIMEOUT)
 
 
 def join_group(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:

@@ -34,6 +34,7 @@ class Launcher:
     """Starts the processes of a pool's ranks."""
 
     hosts = 1  # on which it starts ranks; this process sees those of its own host
+    store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
     reusable = True  # its ranks serve one run after another
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:

@@ -30,13 +30,14 @@ _FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)
 class Torchrun(Launcher):
     """Starts ranks by torchrun's agent, for one run, and again for each restart of that run.
 
-    program: the agent. hosts: how many hosts start ranks. timeout: seconds for them to come.
+    program: the agent. rendezvous: where it meets those of other hosts. timeout: seconds for the
+    ranks of all hosts to come.
     """
 
     reusable = False
 
-    def __init__(self, program: TorchrunProgram, hosts: int, timeout: float) -> None:
-        self.hosts = hosts
+    def __init__(self, program: TorchrunProgram, rendezvous: Rendezvous, timeout: float) -> None:
+        self.hosts, self.store = rendezvous.hosts, rendezvous.store
         self._program, self._timeout = program, timeout
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
@@ -123,13 +124,13 @@ class TorchrunProgram(Program):
 class Rendezvous(NamedTuple):
     """Where ranks meet.
 
-    hosts: how many. options: torchrun's, on each of them. port: None if torchrun chooses one.
-    hint: what to do if ranks do not come.
+    hosts: how many. options: torchrun's, on each of them. store: the address and port of the store
+    that they share; None if torchrun chooses them. hint: what to do if ranks do not come.
     """
 
     hosts: int
     options: tuple[str, ...]
-    port: int | None = None
+    store: tuple[str, int] | None = None
     hint: str = ""
 
     def print_commands(self, nproc_per_node: int, file: Path, seconds: float) -> None:
@@ -151,7 +152,7 @@ def choose_rendezvous(hosts: int, address: str | None, port: int | None) -> Rend
         f"and check that they can reach the address in it{doubt}"
     )
     options = ("--nnodes", str(hosts), "--master-addr", address, "--master-port", str(port))
-    return Rendezvous(hosts, options, port, hint)
+    return Rendezvous(hosts, options, (address, port), hint)
 
 
 def _choose_address(address: str | None, port: int | None) -> tuple[str, int, str]:

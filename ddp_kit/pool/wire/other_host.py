@@ -1,0 +1,161 @@
+"""What travels through torchrun's store between the notebook and the ranks of other hosts.
+
+    a rank, or the observer beside it       the notebook
+    "sign RANK": a Sign                 ▶   is it alive, and has anything moved?
+    "board RANK": a copy of its board   ▶   judged together with the boards of its own host
+    "asked": the number of a question   ◀   is that still so, everywhere at this moment?
+    "answer NUMBER RANK": an Answer     ▶
+    "ends": a line for each rank        ▶   who has returned, raised or died
+    "report RANK": a RemoteReport       ▶   value or failure, output and trace
+    "over"                              ◀   all reports have arrived: the rank may leave
+
+The store is that of torchrun's agent on the notebook's host, so nothing else needs to listen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ddp_kit.error_text import Frame, RankFailure
+from ddp_kit.trace import EMPTY, BoardCopy, Clock
+from ddp_kit.trace.board import Head
+
+PERIOD = 0.25  # seconds between two signs of life
+LOST = 30.0  # seconds without one after which a host is given up
+
+ASKED, ENDS, OVER = "asked", "ends", "over"
+# How a rank ended. CUT: it raised in a wait, probably because another rank was gone. TERMINATED: by
+# SIGTERM, probably of torchrun because another rank had failed. STOPPED: after torchrun itself.
+RETURNED, RAISED, CUT, DIED = "returned", "raised", "cut", "died"
+TERMINATED, STOPPED = "terminated", "stopped"
+
+# What stands for folders that may have other names on another host.
+_FOLDERS = {
+    "<kit>": str(Path(__file__).absolute().parents[2]),
+    "<stdlib>": sysconfig.get_path("stdlib"),
+}
+_NAMES = {folder: name for name, folder in _FOLDERS.items()}
+
+
+def _replace(beginnings: Mapping[str, str], file: str) -> str:
+    """Replace the folder at the beginning of a file's name, if it is one of these."""
+    for old, new in beginnings.items():
+        if file.startswith(old + os.sep):
+            return new + file.removeprefix(old)
+    return file
+
+
+class Sign(NamedTuple):
+    """A sign of life.
+
+    number: how many there were before. shown: the board is in the store as it is now. head: of the
+    board.
+    """
+
+    number: int
+    shown: bool
+    head: Head
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return json.dumps([self.number, self.shown, *self.head]).encode()
+
+    @staticmethod
+    def decode(sent: bytes) -> Sign:
+        """Return what was encoded."""
+        number, shown, *head = json.loads(sent)
+        return Sign(number, shown, Head(*head))
+
+
+class Answer(NamedTuple):
+    """What a rank was doing when it was asked.
+
+    moves: as in the head of its board. quiet: seconds since they changed. stacks: of its threads,
+    the main thread's first; the innermost line first.
+    """
+
+    moves: int
+    quiet: float
+    stacks: list[list[Frame]]
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        stacks = [
+            [[_replace(_NAMES, frame.file), *astuple(frame)[1:]] for frame in stack]
+            for stack in self.stacks
+        ]
+        return json.dumps([self.moves, self.quiet, stacks]).encode()
+
+    @staticmethod
+    def decode(sent: bytes) -> Answer:
+        """Return what was encoded, with this host's folders for Python and the kit."""
+        moves, quiet, stacks = json.loads(sent)
+        frames = [
+            [Frame(_replace(_FOLDERS, file), *rest) for file, *rest in stack] for stack in stacks
+        ]
+        return Answer(moves, quiet, frames)
+
+
+def encode_board(copy: BoardCopy) -> bytes:
+    """Return the copy of a board as compressed bytes."""
+    head, *parts = copy
+    line = json.dumps([head, *map(len, parts)]).encode() + b"\n"
+    return zlib.compress(b"".join([line, *parts]), 1)
+
+
+def decode_board(sent: bytes) -> BoardCopy:
+    """Return what was encoded."""
+    line, _, rest = zlib.decompress(sent).partition(b"\n")
+    head, counts, texts, _ = json.loads(line)
+    at = counts + texts
+    return BoardCopy(Head(*head), rest[:counts], rest[counts:at], rest[at:])
+
+
+@dataclass
+class RemoteReport:
+    """What a rank on another host reports when its worker has returned or raised.
+
+    value: pickled. log: a copy of its board. clock: of its host.
+    """
+
+    value: bytes = b""
+    output: str = ""
+    failure: RankFailure | None = None
+    log: BoardCopy = EMPTY
+    clock: Clock | None = None
+
+
+class Silence:
+    """How long another process has sent nothing, without the time in which this one was stopped.
+
+    seconds: the time, up to the last call of `look`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._looked = 0.0, time.monotonic()
+
+    def look(self, heard: bool) -> None:
+        """Note whether anything has come since the last call; call it several times a second."""
+        now = time.monotonic()
+        self.seconds = 0.0 if heard else self.seconds + min(now - self._looked, 1.0)
+        self._looked = now
+
+
+def connect(address: str, port: int, attempt: int, timeout: timedelta) -> dist.Store:
+    """Return a connection of one's own to the store, with keys of their own for each attempt.
+
+    A connection serves one request at a time, so a long wait on one does not delay another.
+    """
+    client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"ddp_kit ranks {attempt}", client)

@@ -1,0 +1,111 @@
+"""A script on host 0 that calls `kit.torchrun`, and what its printed command starts on host 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from hosts import LINK, Host
+from processes import wait_until
+
+START = 120  # seconds; every process imports PyTorch, and the machine may have other work
+END = 60
+PER_HOST = 2  # ranks
+
+# `told` is what the script prints in the end; `note` writes a file with the time in it, which is
+# the same on both hosts.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import ddp_kit as kit
+from ddp_kit.pool import other_hosts
+
+FOLDER = {folder!r}
+
+def note(name):
+    part = Path(FOLDER, "." + name)
+    part.write_text(str(time.monotonic()))
+    part.rename(Path(FOLDER, name))
+
+{worker}
+
+if __name__ == "__main__":
+    options = dict(nproc_per_node={per_host}, nnodes=2, master_addr={address!r}, join_timeout=90)
+    {before}
+    told = {{"error": None}}
+    try:
+        result = kit.torchrun(worker, **options)
+        told |= {{"values": list(result), "messages": len(result.trace.messages())}}
+    except kit.KitError as error:
+        told |= {{"error": type(error).__name__, "text": str(error)}}
+        told["returned"] = list(getattr(error, "returned", ()))
+        waits = [(w.rank, w.op, w.where and w.where.source) for w in getattr(error, "waits", ())]
+        told["waits"] = waits
+    told["moment"] = time.monotonic()
+    print("TOLD", json.dumps(told))
+"""
+
+
+class Notebook:
+    """One run of `worker`, source code that defines it, on two ranks of each host.
+
+    folder: an empty one, where the worker's `note` writes. before: a statement of the script.
+    """
+
+    def __init__(self, hosts: Sequence[Host], folder: Path, worker: str, before: str = "") -> None:
+        self.hosts, self.notes = hosts, folder / "notes"
+        self.notes.mkdir()
+        script, self._out, self._err = folder / "script.py", folder / "out", folder / "err"
+        text = SCRIPT.format(
+            folder=str(self.notes),
+            worker=textwrap.dedent(worker),
+            before=before or "pass",
+            per_host=PER_HOST,
+            address=hosts[0].address,
+        )
+        script.write_text(text)
+        self._folder = folder
+        self.script = self._start(hosts[0], [sys.executable, str(script)], self._out, self._err)
+        wait_until(lambda: "  torchrun " in self.printed(), START, "the command is printed")
+        (command,) = (line for line in self.printed().splitlines() if line.startswith("  torchrun"))
+        words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]]
+        self.agent = self._start(hosts[1], words, folder / "out-1", folder / "err-1")
+
+    def _start(self, host: Host, command: list[str], out: Path, err: Path) -> psutil.Popen:
+        around = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+        with out.open("w") as to_out, err.open("w") as to_err:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": to_out, "stderr": to_err}
+            return psutil.Popen(host.command(*command), env=around, cwd=self._folder, **streams)
+
+    def printed(self) -> str:
+        """Return what the script has printed."""
+        return self._out.read_text()
+
+    def wait_for(self, *notes: str) -> None:
+        """Wait until the worker has written these notes."""
+        found = self.notes
+        wait_until(lambda: all((found / note).exists() for note in notes), START, str(notes))
+
+    def told(self, seconds: float = START) -> dict:
+        """Wait for the script's end; return what it has told."""
+        self.script.wait(seconds)
+        lines = [line for line in self.printed().splitlines() if line.startswith("TOLD ")]
+        assert lines, self._err.read_text()
+        return json.loads(lines[-1].removeprefix("TOLD "))
+
+    def since(self, told: dict, *notes: str) -> float:
+        """Return how many seconds passed from the last of these notes until the script was told."""
+        return told["moment"] - max(float((self.notes / note).read_text()) for note in notes)
+
+    def assert_nothing_is_left(self) -> None:
+        """Wait until nothing runs on either host, and look for files that are left."""
+        wait_until(lambda: not [*self.hosts[0].processes(), *self.hosts[1].processes()], END, "end")
+        assert not list(self._folder.glob("*_for_port_*"))
