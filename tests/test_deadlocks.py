@@ -122,6 +122,71 @@ def threads_without_work(rank, world_size):
         dist.recv(torch.zeros(1), 1 - rank)
 
 
+def waits_for_the_result_of_a_callback(rank, world_size):
+    if rank == 0:
+        future = dist.irecv(torch.zeros(1), 1).get_future()
+        future.then(lambda done: done.value()).wait()
+
+
+def waits_for_several_futures(rank, world_size):
+    futures = []
+    for _ in range(2 - rank):
+        futures.append(dist.all_reduce(torch.ones(1), async_op=True).get_future())
+    torch.futures.wait_all(futures)
+
+
+def waits_for_collected_futures(rank, world_size):
+    if rank == 0:
+        one = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        torch.futures.collect_all([one]).wait()
+
+
+def waits_for_a_work_whose_future_was_taken(rank, world_size):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        _ = work.get_future()
+        work.wait()
+
+
+def waits_for_a_key(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.get("nobody sets it")
+    elif rank == 2:
+        dist.recv(torch.zeros(1), 1)
+
+
+def waits_for_two_keys(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    store.set("one", "1")
+    if rank == 1:
+        store.wait(["one", "two"])
+
+
+def waits_for_each_others_keys(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    store.wait([f"ready {1 - rank}"])
+    store.set(f"ready {rank}", "yes")
+
+
+def polls(rank, world_size):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+
+
+def polls_two_works(rank, world_size):
+    works = []
+    for _ in range(2 - rank):
+        works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    while not all(work.is_completed() for work in works):
+        pass
+
+
 DEADLOCKS = [
     (threads_without_work, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
     (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
@@ -143,6 +208,24 @@ DEADLOCKS = [
     (recv_from_any_source, 3, "rank 0 waits for a message from any rank"),
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
     (ddp_on_one_rank, 2, "rank 1 waits in DistributedDataParallel for rank 0"),
+    (
+        waits_for_the_result_of_a_callback,
+        2,
+        "rank 0 waits for a message from rank 1, which has returned",
+    ),
+    (waits_for_several_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
+    (waits_for_collected_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
+    (waits_for_a_work_whose_future_was_taken, 2, "rank 0 waits in all_reduce for rank 1"),
+    (
+        waits_for_a_key,
+        3,
+        "rank 1 waits for the key 'nobody sets it', which no rank has set, "
+        "but rank 0 has returned and rank 2 waits too",
+    ),
+    (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
+    (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
+    (polls, 2, "rank 0 waits in all_reduce for rank 1, which has returned without calling it"),
+    (polls_two_works, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
 ]
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
+import threading
+import time
 from collections.abc import Collection, Sequence
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
-from ddp_kit.trace import Snapshot
+from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
+from ddp_kit.trace import Snapshot, own_frame
+from ddp_kit.trace.polling import calls_of_polling_loop
 from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
 AGAIN = 5.0  # seconds until it is judged again, then twice as many, and so on
+PATIENCE = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
 class DeadlockWatch:
@@ -53,9 +58,28 @@ class DeadlockWatch:
         error = judge(snapshots, returned)
         if error is None:
             return None
+        return error if self._is_certain(snapshots, left_threads) else None
+
+    def _is_certain(self, snapshots: Sequence[Snapshot], left_threads: Collection[int]) -> bool:
+        """Return whether nothing but the ranks' waits decides how they go on."""
         waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
-        asked = [self._ranks[number] for number in sorted(waiting | set(left_threads))]
-        return None if any(map(_may_go_on, ask_for_stacks(asked))) else error
+        keys = any(snapshots[number].waiting.kind == "key" for number in waiting)
+        numbers = range(len(snapshots)) if keys else sorted(waiting | set(left_threads))
+        answers = ask_for_stacks([self._ranks[number] for number in numbers])
+        for number, stacks in zip(numbers, answers, strict=True):
+            if _may_go_on(stacks) or (snapshots[number].polls and not _polls(stacks[0])):
+                return False
+        return not keys or self._keys_stay_unset(snapshots)
+
+    def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Return whether nobody sets the keys that ranks wait for, or has just set them."""
+        mine = threading.get_ident()
+        frames = [frame for thread, frame in sys._current_frames().items() if thread != mine]
+        if any(map(own_frame, frames)) or have_processes(self._ranks):
+            return False  # code in no rank may have the store, too
+        # All ranks have answered. Whoever waits for a key that was set would move by now.
+        time.sleep(PATIENCE)
+        return all(self._ranks[each.rank].board.head() == each.log.head for each in snapshots)
 
 
 def _may_go_on(stacks: list[list[Frame]]) -> bool:
@@ -78,6 +102,12 @@ def _may_communicate(stack: list[Frame]) -> bool:
         return False
     waits = itertools.dropwhile(("threading.py", "wait").__eq__, places)
     return next(waits, None) not in _IDLE
+
+
+def _polls(stack: list[Frame]) -> bool:
+    """Return whether a thread is in a loop that ends only when an operation is complete."""
+    own = next((frame for frame in stack if frame.own), None)
+    return own is not None and calls_of_polling_loop(own.file, own.line) is not None
 
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")

@@ -34,8 +34,9 @@ COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
-# Bits of a head: the wait ends by itself after a time; not everything could be counted.
-LIMITED, CROWDED = 1, 2
+# Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
+# a loop that polls.
+LIMITED, CROWDED, POLLED = 1, 2, 4
 # Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
 # message whose Work was deleted before anybody had waited for it.
 LOOKED_AFTER, VOID, GIVEN_UP = 1, 2, 4
@@ -213,17 +214,20 @@ class Board:
         )
         return index
 
-    def begin_wait(self, index: int, now: int, limited: bool, shown: bool) -> None:
+    def begin_wait(
+        self, index: int, now: int, limited: bool, shown: bool, polled: bool = False
+    ) -> None:
         """Write that a thread waits for an event.
 
         limited: the wait ends by itself after a time. shown: the thread is the worker's own.
+        polled: it is a loop that does nothing but ask whether the event is complete.
         """
         if self._is_kept(index):
             _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
         if shown:
             self._forget_stacks()
             self._waiting = index
-            self._bits = self._bits & ~LIMITED | (LIMITED if limited else 0)
+            self._bits = self._bits & CROWDED | limited * LIMITED | polled * POLLED
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 

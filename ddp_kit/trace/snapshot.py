@@ -13,6 +13,7 @@ from ddp_kit.trace.board import (
     GIVEN_UP,
     LIMITED,
     LOOKED_AFTER,
+    POLLED,
     VOID,
     Board,
     BoardCopy,
@@ -79,6 +80,11 @@ class Snapshot:
     def waits_forever(self) -> bool:
         """Whether its wait has no timeout that would end it."""
         return self.waiting is not None and not self.log.head.bits & LIMITED
+
+    @property
+    def polls(self) -> bool:
+        """Whether its wait is a loop that asks whether an operation is complete."""
+        return self.waiting is not None and bool(self.log.head.bits & POLLED)
 
     @property
     def is_crowded(self) -> bool:

@@ -1,8 +1,9 @@
 """The wait-for graph: what each rank waits for, and which ranks can therefore never continue.
 
 It has two kinds of nodes, as in MUST: most waits need all the ranks that they name (AND), a
-receive from any source needs one of them (OR). A rank is live if it runs, if what it waits for has
-already happened, or if live ranks could still make it happen. All other ranks are stuck.
+receive from any source and a wait for a key of a store need one of them (OR). A rank is live if it
+runs, if what it waits for has already happened, or if live ranks could still make it happen. All
+other ranks are stuck.
 """
 
 from __future__ import annotations
@@ -82,13 +83,18 @@ def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
     if event.root not in (None, state.rank, *peers):
         return True  # the root has joined: a rank may leave before the others join
     # Which ranks the root needs depends on the backend's tree: one that can still join is enough.
-    enough = any if from_any_source(event) or event.root is not None else all
+    enough = any if one_is_enough(event) or event.root is not None else all
     return enough(peer not in dead for peer in peers)
 
 
 def from_any_source(event: Event) -> bool:
     """Return whether this is a receive that accepts a message from any rank."""
     return event.kind == "recv" and event.peer is None
+
+
+def one_is_enough(event: Event) -> bool:
+    """Return whether any one of the ranks that this waits for can complete it."""
+    return event.kind == "key" or from_any_source(event)
 
 
 def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | None:
@@ -100,6 +106,8 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
         return tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event)) or None
     if event.kind == "send":
         return None if _has_receive(at.get(event.peer), event) else (event.peer,)
+    if event.kind == "key":  # while it waits, nobody has set the key
+        return tuple(rank for rank in sorted(at) if rank != state.rank)
     if event.kind != "recv":
         return None
     sources = _others(state, event) if event.peer is None else (event.peer,)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
-from ddp_kit.trace.rank import data_parallel, recorder
+from ddp_kit.trace.rank import data_parallel, recorder, waits
 from ddp_kit.trace.rank.recorder import Posted, Recorder
 
 
@@ -52,10 +53,16 @@ def unrecorded() -> Iterator[None]:
 
 @functools.cache
 def _replace_all() -> None:
-    """Replace what this PyTorch has: the documented methods of Work, and those of each feature."""
+    """Replace documented functions, and what this PyTorch has of each feature."""
     _replace(Work, "wait", Recorder.wait)
-    _replace(Work, "is_completed", _is_completed)
+    _replace(Work, "is_completed", waits.poll)
     _replace(Work, "get_future", _get_future)
+    for name in ("wait", "get"):
+        _replace(dist.Store, name, functools.partial(waits.wait_for_keys, name))
+    for name, recorded in (("wait", waits.wait_for_future), ("then", waits.follow_then)):
+        _replace(torch.futures.Future.__base__, name, recorded)  # that of every operation
+    _replace(torch.futures, "collect_all", waits.follow_all)
+    _replace(torch.futures, "wait_all", waits.wait_for_all)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
@@ -189,13 +196,6 @@ def _new_process_group(
     if not members:  # PyTorch passes none for the default group
         recorder.begin_world(made[0].size())
     return made
-
-
-def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:
-    done = original(work)
-    if done:
-        recorder.look_after(work)
-    return done
 
 
 def _get_future(recorder: Recorder, original: Callable, work: Work) -> Any:
