@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
+from ddp_kit.trace.rank import recorder
 
 
 def name_of(parameter):
@@ -187,6 +188,25 @@ def polls_two_works(rank, world_size):
         pass
 
 
+def joins_a_thread(rank, world_size):
+    thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
+    thread.start()
+    thread.join()
+
+
+def waits_for_a_task(rank, world_size):
+    if rank == 0:
+        with ThreadPoolExecutor(2) as threads:
+            threads.submit(dist.recv, torch.zeros(1), 1, tag=2)
+            threads.submit(dist.recv, torch.zeros(1), 1).result()
+
+
+def waits_beside_a_thread(rank, world_size):
+    if rank == 0:
+        threading.Thread(target=dist.recv, args=(torch.zeros(1), 1)).start()
+        dist.recv(torch.zeros(1), 1, tag=2)
+
+
 DEADLOCKS = [
     (threads_without_work, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
     (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
@@ -224,6 +244,9 @@ DEADLOCKS = [
     ),
     (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
     (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
+    (joins_a_thread, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
+    (waits_for_a_task, 2, "from rank 1, which has returned without sending it"),
+    (waits_beside_a_thread, 2, "a message with tag 2 from rank 1, which has returned"),
     (polls, 2, "rank 0 waits in all_reduce for rank 1, which has returned without calling it"),
     (polls_two_works, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
 ]
@@ -538,6 +561,19 @@ def test_a_thread_that_watches_for_a_package_may_communicate():
     )
 
 
+def test_a_thread_counts_as_waiting_although_the_board_knows_of_no_such_wait():
+    run = Frame(threading.__file__, 1, "run", "", False)
+    wait = Frame(recorder.__file__, 1, "block", "", False)
+    other = Frame(psutil.__file__, 1, "run", "", False)
+    waiting = [wait, Frame(distributed_c10d.__file__, 1, "recv", "", False), run]
+    assert deadlock_watch._may_go_on([[], waiting])
+    assert not deadlock_watch._may_go_on([[], waiting], waits=1)
+    assert deadlock_watch._may_go_on([[], waiting, waiting], waits=1)
+    assert not deadlock_watch._may_go_on([[], waiting, [other]], waits=1)
+    assert deadlock_watch._may_go_on([[], waiting, [other]], waits=1, joins=True)
+    assert deadlock_watch._may_go_on([[], [wait, run]])
+
+
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
     monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[] for _ in ranks])
     with pytest.raises(kit.RunTimeoutError):
@@ -615,13 +651,8 @@ def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
 
 
 def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
-    def waits_in_a_thread(rank, world_size):
-        thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
-        thread.start()
-        thread.join()
-
-    with pytest.raises(kit.RunTimeoutError):
-        kit.run(waits_in_a_thread, world_size=2, timeout=1)
+    with pytest.raises(kit.DeadlockError):
+        kit.run(joins_a_thread, world_size=2)
     assert "Traceback" not in "".join(capfd.readouterr())
 
 

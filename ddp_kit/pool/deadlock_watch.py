@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.trace import Snapshot, own_frame
+from ddp_kit.trace.board import JOINS
 from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import judge
 
@@ -50,7 +53,7 @@ class DeadlockWatch:
             return None
         # A thread that keeps the run from being judged may end; asking costs room on the board.
         self._since, self._again = now + self._again - QUIET, 2 * self._again
-        if all(head.waiting < 0 for head in heads):
+        if all(head.waiting < 0 and not head.bits & JOINS for head in heads):
             return None
         snapshots = [Snapshot(n, rank.board.read()) for n, rank in enumerate(self._ranks)]
         if any(snapshot.log.head.run != self._run for snapshot in snapshots):
@@ -58,18 +61,31 @@ class DeadlockWatch:
         error = judge(snapshots, returned)
         if error is None:
             return None
-        return error if self._is_certain(snapshots, left_threads) else None
+        return self._confirm(error, snapshots, left_threads)
 
-    def _is_certain(self, snapshots: Sequence[Snapshot], left_threads: Collection[int]) -> bool:
-        """Return whether nothing but the ranks' waits decides how they go on."""
-        waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
-        keys = any(snapshots[number].waiting.kind == "key" for number in waiting)
-        numbers = range(len(snapshots)) if keys else sorted(waiting | set(left_threads))
+    def _confirm(
+        self,
+        error: DeadlockError | MismatchError,
+        snapshots: Sequence[Snapshot],
+        left_threads: Collection[int],
+    ) -> DeadlockError | MismatchError | None:
+        """Return the error if nothing but the ranks' waits decides how they go on."""
+        waits = {snapshot.rank: snapshot.waits for snapshot in snapshots if snapshot.waits}
+        keys = any(event.kind == "key" for events in waits.values() for event in events)
+        numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
         answers = ask_for_stacks([self._ranks[number] for number in numbers])
         for number, stacks in zip(numbers, answers, strict=True):
-            if _may_go_on(stacks) or (snapshots[number].polls and not _polls(stacks[0])):
-                return False
-        return not keys or self._keys_stay_unset(snapshots)
+            snapshot = snapshots[number]
+            known = len(snapshot.thread_waits) if number in waits else 0
+            if _may_go_on(stacks, known, snapshot.joins):
+                return None
+            if snapshot.polls and not _polls(stacks[0]):
+                return None
+        if keys and not self._keys_stay_unset(snapshots):
+            return None
+        if isinstance(error, DeadlockError):
+            return _located(error, dict(zip(numbers, answers, strict=True)))
+        return error
 
     def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether nobody sets the keys that ranks wait for, or has just set them."""
@@ -82,9 +98,18 @@ class DeadlockWatch:
         return all(self._ranks[each.rank].board.head() == each.log.head for each in snapshots)
 
 
-def _may_go_on(stacks: list[list[Frame]]) -> bool:
-    """Return whether another thread of a rank with these stacks may communicate."""
-    return not stacks or any(map(_may_communicate, stacks[1:]))
+def _may_go_on(stacks: list[list[Frame]], waits: int = 0, joins: bool = False) -> bool:
+    """Return whether another thread of a rank with these stacks may communicate.
+
+    waits: how many of them wait for operations that were judged. joins: the worker's own thread
+    waits until threads go on, so it counts whatever another one does.
+    """
+    if not stacks:
+        return True
+    others = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
+    if len(stacks) - 1 - len(others) != waits:
+        others = stacks[1:]
+    return any(_may_communicate(stack) or (joins and not _is_idle(stack)) for stack in others)
 
 
 def _may_communicate(stack: list[Frame]) -> bool:
@@ -95,22 +120,48 @@ def _may_communicate(stack: list[Frame]) -> bool:
     """
     if any(frame.own or frame.file.endswith(_COLLECTIVES) for frame in stack):
         return True
+    stack = [frame for frame in stack if not frame.file.startswith(_RECORDER)]
     if not stack or not all(in_standard_library(frame.file) for frame in stack):
         return False
+    return not _is_idle(stack)
+
+
+def _is_idle(stack: list[Frame]) -> bool:
+    """Return whether a thread only helps others, or waits for work; or it belongs to the kit."""
     places = [(os.path.basename(frame.file), frame.function) for frame in stack]
-    if any(place in _HELPERS for place in places):
-        return False
+    helps = any(place in _HELPERS for place in places)
+    if helps or any(frame.file == _WATCHES_PARENT for frame in stack):
+        return True
     waits = itertools.dropwhile(("threading.py", "wait").__eq__, places)
-    return next(waits, None) not in _IDLE
+    return next(waits, None) in _IDLE
+
+
+def _is_wait(frame: Frame) -> bool:
+    return frame.function == "block" and frame.file.startswith(_RECORDER)
+
+
+def _located(error: DeadlockError, stacks: dict[int, list[list[Frame]]]) -> DeadlockError:
+    """Return the error with the line of the worker where a thread has no line of its own."""
+    waits = [
+        wait if wait.where else replace(wait, where=_own_line(stacks[wait.rank][0]))
+        for wait in error.waits
+    ]
+    return DeadlockError(error.fact, waits, error.hint, error.returned)
+
+
+def _own_line(stack: list[Frame]) -> Frame | None:
+    return next((frame for frame in stack if frame.own), None)
 
 
 def _polls(stack: list[Frame]) -> bool:
     """Return whether a thread is in a loop that ends only when an operation is complete."""
-    own = next((frame for frame in stack if frame.own), None)
+    own = _own_line(stack)
     return own is not None and calls_of_polling_loop(own.file, own.line) is not None
 
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
+_WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 # File and function of threads of the standard library that only move data for others, and of those
 # that wait for work, which the rank's stuck main thread cannot give them.
 _HELPERS = {

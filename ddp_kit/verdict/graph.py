@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event, Group
@@ -34,14 +34,15 @@ class RankState:
     any_source: dict[tuple[int, Group], int] = field(default_factory=dict)  # (tag, group): open
     collectives: dict[Group, int] = field(default_factory=dict)
     given_up: dict[Channel, int] = field(default_factory=dict)  # sends; only explanations use it
+    others: tuple[Event, ...] = ()  # of its other threads: it can go on after any of these, too
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, returned: bool) -> RankState:
         """Return the state of the rank whose board was copied. returned: its worker has."""
         rank = snapshot.rank
-        waits_for = snapshot.waiting if snapshot.waits_forever else None
-        status = "returned" if returned else "waiting" if waits_for else "running"
-        state = cls(rank, status, waits_for)
+        waits = snapshot.waits if snapshot.waits_forever else ()
+        status = "returned" if returned else "waiting" if waits else "running"
+        state = cls(rank, status, waits[0] if waits else None, others=waits[1:])
         for (kind, peer, tag, group), (started, given_up) in snapshot.counts().items():
             posted = started - given_up
             if kind == "send":
@@ -62,18 +63,39 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
     A slow rank is not stuck: whatever could still happen counts as if it did.
     """
     at = {state.rank: state for state in states}
-    needs = {rank: _needs(at[rank], at) for rank in sorted(at)}
-    waiting = {rank: peers for rank, peers in needs.items() if peers is not None}
+    waiting = {
+        rank: ways
+        for rank in sorted(at)
+        if (ways := [(way, _needs(way, at)) for way in _ways(at[rank])])
+        and all(peers is not None for _, peers in ways)
+    }
     # A rank without a state may do anything, so it is never dead.
     dead = {rank for rank in at if rank in waiting or at[rank].status == "returned"}
     freed = True
     while freed:
-        freed = {r for r, peers in waiting.items() if r in dead and _can_go(at[r], peers, dead)}
+        freed = {
+            rank
+            for rank, ways in waiting.items()
+            if rank in dead and any(_can_go(way, peers, dead) for way, peers in ways)
+        }
         dead -= freed
     # The loop frees a rank in a rooted collective whose root has joined, because that rank may
     # leave before the others join. If none of the others can ever join, it does not leave.
-    dead |= {r for r, peers in waiting.items() if peers and dead.issuperset(peers)}
-    return {rank: peers for rank, peers in waiting.items() if rank in dead}
+    dead |= {
+        rank
+        for rank, ways in waiting.items()
+        if all(peers and dead.issuperset(peers) for _, peers in ways)
+    }
+    return {rank: ways[0][1] for rank, ways in waiting.items() if rank in dead}
+
+
+def _ways(state: RankState) -> list[RankState]:
+    """Return a state for each way in which a waiting rank may go on: one for each wait."""
+    if state.status != "waiting" or state.waits_for is None:
+        return []
+    return [
+        replace(state, waits_for=event, others=()) for event in (state.waits_for, *state.others)
+    ]
 
 
 def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:

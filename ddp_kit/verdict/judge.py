@@ -64,7 +64,7 @@ def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | Non
 
 def _wait(event: Event, peers: tuple[int, ...], world: list[int]) -> Wait:
     # For new_group, the "tensors" are the ranks of the new group; a barrier has none.
-    has_tensors = event.kind != "collective" or event.nbytes or event.inputs or event.outputs
+    has_tensors = event.kind in ("send", "recv") or event.nbytes or event.inputs or event.outputs
     nbytes = event.nbytes if has_tensors and event.method != "new_group" else None
     operation = format_operation(event, world)
     return Wait(event.rank, operation, event.where, peers, event.tag, nbytes)

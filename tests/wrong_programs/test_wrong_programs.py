@@ -16,7 +16,6 @@ LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
 REASONS = {
-    "a wait in a thread looks like computing": ["wait_in_a_thread", "wait_in_a_thread_pool"],
     "a wait with a limit of its own is left to PyTorch": [
         "wait_with_a_time_limit",
         "key_awaited_with_a_time_limit",

@@ -228,6 +228,18 @@ class Recorder:
         finally:
             self._hidden -= own
 
+    def stand_still(self, blocking: Callable, *args: Any) -> Any:
+        """Call a function that blocks until other threads go on, with that on the board."""
+        board = self._board
+        if board is None or threading.get_ident() != self._thread:
+            return blocking(*args)
+        board.write_joins(True)
+        try:
+            return blocking(*args)
+        finally:
+            if self._board is not None:
+                board.write_joins(False)
+
     def begin_poll(self, posted: Posted) -> None:
         """Write that a loop of the worker does nothing but ask whether an operation is complete."""
         if (board := self._board) is not None:

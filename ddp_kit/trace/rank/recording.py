@@ -6,7 +6,9 @@ longer than a short run. Outside of a run the replacements only call the origina
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +65,8 @@ def _replace_all() -> None:
         _replace(torch.futures.Future.__base__, name, recorded)  # that of every operation
     _replace(torch.futures, "collect_all", waits.follow_all)
     _replace(torch.futures, "wait_all", waits.wait_for_all)
+    _replace(threading.Thread, "join", waits.join)
+    _replace(concurrent.futures.Future, "result", waits.result)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),

@@ -1,8 +1,9 @@
-"""Waits other than `Work.wait`: futures, keys of a store, loops that poll. Runs in a rank."""
+"""Waits other than `Work.wait`: futures, keys of a store, polls, threads. Runs in a rank."""
 
 from __future__ import annotations
 
 import builtins
+import concurrent.futures
 import os
 import reprlib
 import signal
@@ -168,3 +169,27 @@ def may_be_interrupted() -> bool:
     """Return whether the learner handles a signal: its handler may raise in the main thread."""
     handlers = map(signal.getsignal, signal.valid_signals())
     return any(callable(each) and each is not signal.default_int_handler for each in handlers)
+
+
+# --- threads -------------------------------------------------------------------------------
+
+
+def join(
+    recorder: Recorder, original: Callable, thread: threading.Thread, timeout: float | None = None
+) -> None:
+    """Wait until a thread has ended; the board shows that nothing else ends the wait."""
+    if timeout is None and thread.is_alive() and not may_be_interrupted():
+        return recorder.stand_still(original, thread)
+    return original(thread, timeout)
+
+
+def result(
+    recorder: Recorder,
+    original: Callable,
+    future: concurrent.futures.Future,
+    timeout: float | None = None,
+) -> Any:
+    """Wait for the result of a task; the board shows that nothing else ends the wait."""
+    if timeout is None and not future.done() and not may_be_interrupted():
+        return recorder.stand_still(original, future)
+    return original(future, timeout)
