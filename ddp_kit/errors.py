@@ -10,7 +10,7 @@
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
-    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint
+    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint, .failures
     ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a lesson's claim does not hold
@@ -268,7 +268,8 @@ class DeadlockError(_HintedError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
     fact: which rank waits for which, in a sentence. waits: one for each stuck rank. hint: what
-    usually helps, in a sentence; settable. returned: the ranks that had returned.
+    usually helps, in a sentence; settable. returned: the ranks that had returned. failures: what
+    ranks raised when a time limit had ended such a wait, by rank.
     """
 
     def __init__(
@@ -277,15 +278,17 @@ class DeadlockError(_HintedError):
         waits: Iterable[Wait],
         hint: str,
         returned: Iterable[int] = (),
+        failures: dict[int, RankFailure] | None = None,
     ):
         self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
+        self.failures = dict(sorted((failures or {}).items()))
         self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
-        super().__init__(waits, None, fact, waits, hint, self.returned)
+        super().__init__(waits, None, fact, waits, hint, self.returned, failures)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        waits = text.waits(self.waits)
-        return [f"{self.fact}.", *waits, *format_returned(self.returned), self.hint]
+        shown = text.waits(self.waits) + text.failures(self.failures.values())
+        return [f"{self.fact}.", *shown, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
         if not self._drawn:  # IPython may render an error twice

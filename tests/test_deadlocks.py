@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import signal
 import threading
 import time
@@ -654,6 +655,80 @@ def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
     with pytest.raises(kit.DeadlockError):
         kit.run(joins_a_thread, world_size=2)
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+# --- waits with a time limit ----------------------------------------------------------------
+
+
+def waits_for_a_while(rank, world_size):
+    if rank == 0:
+        dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=1.5))
+
+
+def asks_again_and_again(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    for _ in range(2 if rank == 0 else 0):
+        with pytest.raises(RuntimeError):
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+
+
+def raises_another_error(rank, world_size):
+    try:
+        waits_for_a_while(rank, world_size)
+    except RuntimeError:
+        raise ValueError("no message") from None
+
+
+def waits_for_a_slow_rank(rank, world_size):
+    waits_for_a_while(rank, world_size)
+    time.sleep(2.5)
+
+
+def asks_twice(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    for step in range(2 if rank == 0 else 0):
+        try:
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+        except RuntimeError:
+            if step:
+                raise
+            dist.send(torch.zeros(1), 1)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        time.sleep(2.5)
+
+
+LIMITED = (
+    "rank 0 waits for a message from rank 1, which has returned without sending it; "
+    "the wait of rank 0 ends by its own time limit"
+)
+
+
+def test_a_wait_that_its_time_limit_has_ended_is_explained(capsys):
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(waits_for_a_while, world_size=2)
+    assert capsys.readouterr().out == f"{LIMITED}\n"
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.fact == LIMITED
+    assert list(caught.value.failures) == [0]
+    assert "rank 0 raised RuntimeError: " in str(caught.value)
+    assert [wait.op for wait in error.waits] == ["irecv(src=1)"]
+
+
+def test_a_wait_whose_limit_is_handled_is_reported_more_than_once_or_as_an_error(capsys):
+    kit.run(asks_again_and_again, world_size=2)
+    notice = (
+        "rank 0 waits for the key 'nobody sets it', which no rank has set, but rank 1 has "
+        "returned; the wait of rank 0 ends by its own time limit\n"
+    )
+    assert capsys.readouterr().out == notice
+
+
+@pytest.mark.parametrize("worker", [raises_another_error, waits_for_a_slow_rank, asks_twice])
+def test_an_error_that_a_time_limit_alone_does_not_explain_is_called_a_deadlock(worker):
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(worker, world_size=2)
+    assert list(caught.value.failures) == [0]
 
 
 # --- what is left to the timeout -----------------------------------------------------------

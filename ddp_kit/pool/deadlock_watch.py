@@ -8,10 +8,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ddp_kit.error_text import Frame
+from ddp_kit.error_text import Frame, Wait
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.trace import Snapshot, own_frame
@@ -19,7 +19,7 @@ from ddp_kit.trace.board import JOINS
 from ddp_kit.trace.polling import calls_of_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
-from ddp_kit.verdict import judge
+from ddp_kit.verdict import ends_by_its_limit, judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
 AGAIN = 5.0  # seconds until it is judged again, then twice as many, and so on
@@ -35,6 +35,10 @@ class DeadlockWatch:
         self._seen: object = None
         self._since = math.inf
         self._again = AGAIN
+        self.notices: list[str] = []  # to be shown at once
+        # Why waits can end only by their own time limit, by rank and event.
+        self._limited: dict[tuple[int, int], DeadlockError] = {}
+        self._said: set[str] = set()
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
@@ -59,9 +63,45 @@ class DeadlockWatch:
         if any(snapshot.log.head.run != self._run for snapshot in snapshots):
             return None  # a rank has not begun
         error = judge(snapshots, returned)
-        if error is None:
-            return None
-        return self._confirm(error, snapshots, left_threads)
+        if error is not None:
+            return self._confirm(error, snapshots, left_threads)
+        self._note_limited(snapshots, returned, left_threads)
+        return None
+
+    def _note_limited(
+        self,
+        snapshots: Sequence[Snapshot],
+        returned: Collection[int],
+        left_threads: Collection[int],
+    ) -> None:
+        """Note waits that only their own time limit can end; a rank may go on after that."""
+        why = ends_by_its_limit(snapshots, returned)
+        if why is None:
+            return
+        stuck = [snapshots[wait.rank] for wait in why.waits]
+        waits = {(each.rank, each.waits[0].index) for each in stuck if not each.waits_forever}
+        if waits <= self._limited.keys():
+            return
+        confirmed = self._confirm(why, snapshots, left_threads)
+        if isinstance(confirmed, DeadlockError):
+            self._limited |= dict.fromkeys(waits, confirmed)
+            if confirmed.fact not in self._said:  # it may try again and again
+                self._said.add(confirmed.fact)
+                self.notices.append(confirmed.fact)
+
+    def why_raised(
+        self, snapshots: Sequence[Snapshot], inside: Mapping[int, Wait]
+    ) -> DeadlockError | None:
+        """Return why ranks raised, if a wait did whose end was certain to be its time limit.
+
+        inside: the waits that raised, by rank.
+        """
+        for rank, wait in sorted(inside.items()) if self._limited else ():
+            last = snapshots[rank].last_wait
+            error = self._limited.get((rank, last.index)) if last else None
+            if last and error and (wait.op, wait.where) == (last.call, last.where):
+                return error
+        return None
 
     def _confirm(
         self,

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
-from ddp_kit.errors import DeadlockError, MismatchError, PoolError
+from ddp_kit.errors import DeadlockError, MismatchError, PoolError, RankError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
@@ -178,6 +178,10 @@ class Run:
     def _cannot_end(self, now: float) -> bool:
         if self._watch is not None:
             self._verdict = self._watch.look(now, self._reports.returned, self._threads)
+            for line in self._watch.notices:
+                self._view.close()  # it is shown again below the line
+                view.say(line)
+            self._watch.notices.clear()
         return self._verdict is not None
 
     def _all_wait(self) -> bool:
@@ -236,13 +240,19 @@ class Run:
         error = self._verdict
         if error is None and not self._reports.broken:
             error = judge(self._snapshots, self._reports.returned, over=True)
+        if error is None and isinstance(failure, RankError) and self._watch is not None:
+            raised = self._reports.raised.items()
+            inside = {number: reply.inside for number, reply in raised if reply.inside}
+            error = self._watch.why_raised(self._snapshots, inside)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
             values = (_unpack(rank, reply.payload) for rank, reply in enumerate(replies))
             result = Result(tuple(values), tuple(output), trace)
-        if isinstance(error, MismatchError):  # what ranks raised is a consequence of it
-            error.failures, error.result = self._reports.own_failures, result
+        if error is not None:  # what ranks raised is a consequence of it
+            error.failures = self._reports.own_failures
+        if isinstance(error, MismatchError):
+            error.result = result
         error = error or failure
         if error is None:
             assert result is not None, "no rank has failed"

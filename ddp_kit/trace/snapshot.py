@@ -105,6 +105,12 @@ class Snapshot:
         return bool(self.waits) and not limited
 
     @property
+    def last_wait(self) -> Event | None:
+        """What it began to wait for last; None if it has never waited."""
+        waits = self._events_where(lambda row: row.waited)
+        return max(waits, key=lambda event: event.waited or 0, default=None)
+
+    @property
     def polls(self) -> bool:
         """Whether its wait is a loop that asks whether an operation is complete."""
         return self.waiting is not None and bool(self.log.head.bits & POLLED)

@@ -37,10 +37,13 @@ class RankState:
     others: tuple[Event, ...] = ()  # of its other threads: it can go on after any of these, too
 
     @classmethod
-    def from_snapshot(cls, snapshot: Snapshot, returned: bool) -> RankState:
-        """Return the state of the rank whose board was copied. returned: its worker has."""
+    def from_snapshot(cls, snapshot: Snapshot, returned: bool, limits: bool = True) -> RankState:
+        """Return the state of the rank whose board was copied. returned: its worker has.
+
+        limits: time limits of waits count, so a rank whose wait has one may do anything.
+        """
         rank = snapshot.rank
-        waits = snapshot.waits if snapshot.waits_forever else ()
+        waits = snapshot.waits if snapshot.waits_forever or not limits else ()
         status = "returned" if returned else "waiting" if waits else "running"
         state = cls(rank, status, waits[0] if waits else None, others=waits[1:])
         for (kind, peer, tag, group), (started, given_up) in snapshot.counts().items():

@@ -16,11 +16,6 @@ LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
 REASONS = {
-    "a wait with a limit of its own is left to PyTorch": [
-        "wait_with_a_time_limit",
-        "key_awaited_with_a_time_limit",
-        "monitored_barrier_skipped",
-    ],
     "functional collectives, and so those of DTensor, are not recorded": [
         "full_tensor_on_rank_0_only",
         "redistribute_on_one_rank",
