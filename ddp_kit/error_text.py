@@ -80,11 +80,16 @@ class Wait:
     stack: tuple[Frame, ...] = ()  # what it was running, if in no call that the kit knows
 
     @property
+    def for_key(self) -> bool:
+        """Whether it waited for a key of a store."""
+        return (self.op or "").startswith("store.")
+
+    @property
     def doing(self) -> str:
         """The wait in words: "waiting for rank 1 in recv(src=1), 400 bytes"."""
         whom = f" for {name_ranks(self.peers)}" if self.peers else ""
-        if len(self.peers) > 1 and "recv" in (self.op or ""):
-            whom = f" for any of {name_ranks(self.peers)}"  # a receive needs only one of them
+        if len(self.peers) > 1 and ("recv" in (self.op or "") or self.for_key):
+            whom = f" for any of {name_ranks(self.peers)}"  # one of them is enough
         size = "" if not self.peers or self.nbytes is None else f", {count(self.nbytes, 'byte')}"
         return f"waiting{whom} in {self.op}{size}"
 

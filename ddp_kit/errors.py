@@ -11,7 +11,8 @@
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
-    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint
+    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint,
+    │                                                     .failures
     ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a claim does not hold, of a lesson or a comparison
@@ -282,6 +283,7 @@ class DeadlockError(_HintedError):
     fact: which rank waits for which, in a sentence. waits: one for each stuck rank. hint: what
     usually helps, in a sentence; settable. returned: the ranks that had returned. dropped: the
     calls whose Work was deleted before anybody had waited for it, so that messages were lost.
+    failures: what ranks raised when a time limit had ended such a wait, by rank; settable.
     """
 
     def __init__(
@@ -291,17 +293,19 @@ class DeadlockError(_HintedError):
         hint: str,
         returned: Iterable[int] = (),
         dropped: Iterable[Wait] = (),
+        failures: dict[int, RankFailure] | None = None,
     ):
         self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
         self.dropped = tuple(sorted(dropped, key=lambda one: (one.rank, str(one.where), one.op)))
+        self.failures = dict(sorted((failures or {}).items()))
         self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
-        super().__init__(waits, None, fact, waits, hint, self.returned, self.dropped)
+        super().__init__(waits, None, fact, waits, hint, self.returned, self.dropped, failures)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        waits = self._format_waits(text)
-        dropped = text.merge((one, "", f"never waited for {one.op}") for one in self.dropped)
-        return [f"{self.fact}.", *waits, *dropped, *format_returned(self.returned), self.hint]
+        shown = self._format_waits(text) + text.failures(self.failures.values())
+        shown += text.merge((one, "", f"never waited for {one.op}") for one in self.dropped)
+        return [f"{self.fact}.", *shown, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
         if not self._drawn:  # IPython may render an error twice

@@ -6,6 +6,7 @@ import datetime
 import itertools
 import math
 import os
+import pickle
 import signal
 import threading
 import time
@@ -28,6 +29,7 @@ from ddp_kit.pool import deadlock_watch
 from ddp_kit.trace import Board, InternTable
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
+from ddp_kit.trace.rank import recorder
 from ddp_kit.verdict import graph
 
 
@@ -138,6 +140,90 @@ def threads_without_work(rank, world_size):
         dist.recv(torch.zeros(1), 1 - rank)
 
 
+def waits_for_the_result_of_a_callback(rank, world_size):
+    if rank == 0:
+        future = dist.irecv(torch.zeros(1), 1).get_future()
+        future.then(lambda done: done.value()).wait()
+
+
+def waits_for_several_futures(rank, world_size):
+    futures = []
+    for _ in range(2 - rank):
+        futures.append(dist.all_reduce(torch.ones(1), async_op=True).get_future())
+    torch.futures.wait_all(futures)
+
+
+def waits_for_collected_futures(rank, world_size):
+    if rank == 0:
+        one = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        torch.futures.collect_all([one]).wait()
+
+
+def waits_for_a_work_whose_future_was_taken(rank, world_size):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        _ = work.get_future()
+        work.wait()
+
+
+def waits_for_a_key(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.get("nobody sets it")
+    elif rank == 2:
+        dist.recv(torch.zeros(1), 1)
+
+
+def waits_for_two_keys(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    store.set("one", "1")
+    if rank == 1:
+        store.wait(["one", "two"])
+
+
+def waits_for_each_others_keys(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    store.wait([f"ready {1 - rank}"])
+    store.set(f"ready {rank}", "yes")
+
+
+def polls(rank, world_size):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+
+
+def polls_two_works(rank, world_size):
+    works = []
+    for _ in range(2 - rank):
+        works.append(dist.all_reduce(torch.ones(1), async_op=True))
+    while not all(work.is_completed() for work in works):
+        pass
+
+
+def joins_a_thread(rank, world_size):
+    thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
+    thread.start()
+    thread.join()
+
+
+def waits_for_a_task(rank, world_size):
+    if rank == 0:
+        with ThreadPoolExecutor(2) as threads:
+            threads.submit(dist.recv, torch.zeros(1), 1, tag=2)
+            threads.submit(dist.recv, torch.zeros(1), 1).result()
+
+
+def waits_beside_a_thread(rank, world_size):
+    if rank == 0:
+        threading.Thread(target=dist.recv, args=(torch.zeros(1), 1)).start()
+        dist.recv(torch.zeros(1), 1, tag=2)
+
+
 DEADLOCKS = [
     (threads_without_work, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
     (mutual_recv, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
@@ -160,6 +246,27 @@ DEADLOCKS = [
     (one_more_backward, 2, "rank 1 waits in DDP forward for rank 0, which has returned"),
     (ddp_on_one_rank, 2, "rank 1 waits in DistributedDataParallel for rank 0"),
     (two_ranks_beside_two_that_work, 4, "rank 0 waits for rank 1, rank 1 waits for rank 0"),
+    (
+        waits_for_the_result_of_a_callback,
+        2,
+        "rank 0 waits for a message from rank 1, which has returned",
+    ),
+    (waits_for_several_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
+    (waits_for_collected_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
+    (waits_for_a_work_whose_future_was_taken, 2, "rank 0 waits in all_reduce for rank 1"),
+    (
+        waits_for_a_key,
+        3,
+        "rank 1 waits for the key 'nobody sets it', which no rank has set, "
+        "but rank 0 has returned and rank 2 waits too",
+    ),
+    (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
+    (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
+    (joins_a_thread, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),
+    (waits_for_a_task, 2, "from rank 1, which has returned without sending it"),
+    (waits_beside_a_thread, 2, "a message with tag 2 from rank 1, which has returned"),
+    (polls, 2, "rank 0 waits in all_reduce for rank 1, which has returned without calling it"),
+    (polls_two_works, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
 ]
 
 
@@ -489,6 +596,19 @@ def test_a_thread_that_watches_for_a_package_may_communicate():
     )
 
 
+def test_a_thread_counts_as_waiting_although_the_board_knows_of_no_such_wait():
+    run = Frame(threading.__file__, 1, "run", "", False)
+    wait = Frame(recorder.__file__, 1, "block", "", False)
+    other = Frame(psutil.__file__, 1, "run", "", False)
+    waiting = [wait, Frame(distributed_c10d.__file__, 1, "recv", "", False), run]
+    assert deadlock_watch._may_go_on([[], waiting])
+    assert not deadlock_watch._may_go_on([[], waiting], waits=1)
+    assert deadlock_watch._may_go_on([[], waiting, waiting], waits=1)
+    assert not deadlock_watch._may_go_on([[], waiting, [other]], waits=1)
+    assert deadlock_watch._may_go_on([[], waiting, [other]], waits=1, joins=True)
+    assert deadlock_watch._may_go_on([[], [wait, run]])
+
+
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
     monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[] for _ in ranks])
     with pytest.raises(kit.RunTimeoutError):
@@ -566,14 +686,83 @@ def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
 
 
 def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
-    def waits_in_a_thread(rank, world_size):
-        thread = threading.Thread(target=dist.recv, args=(torch.zeros(1), 1 - rank))
-        thread.start()
-        thread.join()
-
-    with pytest.raises(kit.RunTimeoutError):
-        kit.run(waits_in_a_thread, world_size=2, timeout=1)
+    with pytest.raises(kit.DeadlockError):
+        kit.run(joins_a_thread, world_size=2)
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+# --- waits with a time limit ----------------------------------------------------------------
+
+
+def waits_for_a_while(rank, world_size):
+    if rank == 0:
+        dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=1.5))
+
+
+def asks_again_and_again(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    for _ in range(2 if rank == 0 else 0):
+        with pytest.raises(RuntimeError):
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+
+
+def raises_another_error(rank, world_size):
+    try:
+        waits_for_a_while(rank, world_size)
+    except RuntimeError:
+        raise ValueError("no message") from None
+
+
+def waits_for_a_slow_rank(rank, world_size):
+    waits_for_a_while(rank, world_size)
+    time.sleep(2.5)
+
+
+def asks_twice(rank, world_size):
+    store = distributed_c10d._get_default_store()
+    for step in range(2 if rank == 0 else 0):
+        try:
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+        except RuntimeError:
+            if step:
+                raise
+            dist.send(torch.zeros(1), 1)
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        time.sleep(2.5)
+
+
+LIMITED = (
+    "rank 0 waits for a message from rank 1, which has returned without sending it; "
+    "the wait of rank 0 ends by its own time limit"
+)
+
+
+def test_a_wait_that_its_time_limit_has_ended_is_explained(capsys):
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(waits_for_a_while, world_size=2)
+    assert capsys.readouterr().out == f"{LIMITED}\n"
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.fact == LIMITED
+    assert list(caught.value.failures) == [0]
+    assert "rank 0 raised RuntimeError: " in str(caught.value)
+    assert [wait.op for wait in error.waits] == ["irecv(src=1)"]
+
+
+def test_a_wait_whose_limit_is_handled_is_reported_more_than_once_or_as_an_error(capsys):
+    kit.run(asks_again_and_again, world_size=2)
+    notice = (
+        "rank 0 waits for the key 'nobody sets it', which no rank has set, but rank 1 has "
+        "returned; the wait of rank 0 ends by its own time limit\n"
+    )
+    assert capsys.readouterr().out == notice
+
+
+@pytest.mark.parametrize("worker", [raises_another_error, waits_for_a_slow_rank, asks_twice])
+def test_an_error_that_a_time_limit_alone_does_not_explain_is_called_a_deadlock(worker):
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(worker, world_size=2)
+    assert list(caught.value.failures) == [0]
 
 
 # --- what is left to the timeout -----------------------------------------------------------

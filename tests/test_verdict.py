@@ -404,6 +404,34 @@ def test_a_kind_of_wait_that_the_kit_does_not_know_is_called_dead():
     assert stuck([RankState(0, "waiting", unknown), RankState(1, "returned")]) == {}
 
 
+KEY = Event(0, 0, "store.get('address')", "key", "key", Group("store", ()), 0)
+
+
+def test_a_rank_that_waits_for_a_key_is_called_dead_while_one_rank_could_set_it():
+    waiting, gone = RankState(0, "waiting", KEY), RankState(1, "returned")
+    assert stuck([waiting, gone, RankState(2, "running")]) == {}
+    assert stuck([waiting, gone, RankState(2, "returned")]) == {0: (1, 2)}
+    assert deadlock([waiting, gone]).fact == (
+        "rank 0 waits for the key 'address', which no rank has set, but rank 1 has returned"
+    )
+    assert deadlock([waiting]).fact == (
+        "rank 0 waits for the key 'address', which no rank has set, but it is the only rank"
+    )
+    (wait,) = deadlock([waiting, gone, RankState(2, "returned")]).waits
+    assert wait.doing == "waiting for any of ranks 1 and 2 in store.get('address')"
+
+
+def test_a_rank_is_called_dead_although_a_thread_of_it_can_go_on():
+    receives = Event(0, 0, "recv", "recv", "recv", THREE, 0, peer=1)
+    other = replace(receives, index=1, peer=2)
+    state, gone = RankState(0, "waiting", receives, others=(other,)), RankState(1, "returned")
+    assert stuck([state, gone, RankState(2, "running")]) == {}
+    assert stuck([state, gone, RankState(2, "returned", sends={other.channel: 1})]) == {}
+    assert stuck([state, gone, RankState(2, "returned")]) == {0: (1,)}
+    waits_for_it = Event(2, 0, "recv", "recv", "recv", THREE, 0, peer=0)
+    assert stuck([state, gone, RankState(2, "waiting", waits_for_it)]) == {0: (1,), 2: (0,)}
+
+
 def test_a_slow_collective_is_called_dead():
     event = Event(0, 0, "all_reduce", "collective", "allreduce", TWO, 0)
     both = [RankState(r, "waiting", replace(event, rank=r), collectives={TWO: 1}) for r in (0, 1)]

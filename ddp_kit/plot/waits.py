@@ -128,8 +128,10 @@ def _caption(cycle, stuck, peers, returned) -> str:
 
 
 def _any(wait: Wait) -> bool:
-    """Return whether the wait is for any rank: a receive without a src takes the first message."""
-    return (wait.op or "").startswith(("recv", "irecv")) and len(getattr(wait, "peers", ())) > 1
+    """Return whether one rank is enough: for a receive without a src, or for a key of a store."""
+    return (wait.op or "").startswith(("recv", "irecv", "store.")) and len(
+        getattr(wait, "peers", ())
+    ) > 1
 
 
 def _places(ranks: Sequence[int], middle, radius: float) -> dict[int, tuple[float, float]]:

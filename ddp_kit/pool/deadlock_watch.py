@@ -5,22 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from ddp_kit.error_text import Frame
+from ddp_kit.error_text import Frame, Wait
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
-from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board import Head
+from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
+from ddp_kit.trace import Snapshot, own_frame
+from ddp_kit.trace.board import JOINS, Head
+from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
-from ddp_kit.verdict import judge
+from ddp_kit.verdict import ends_by_its_limit, judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
 QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged while others move
 AGAIN = 5.0  # seconds until they are judged again, then twice as many, and so on
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
+PATIENCE = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
 class Others(Protocol):
@@ -47,6 +53,10 @@ class DeadlockWatch:
         self._judged: set[tuple[int, object]] = set()  # the ranks that were judged last
         self._next = self._earliest = -math.inf  # when they, and when others, may be judged
         self._again = AGAIN
+        self.notices: list[str] = []  # to be shown at once
+        # Why waits can end only by their own time limit, by rank and event.
+        self._limited: dict[tuple[int, int], DeadlockError] = {}
+        self._said: set[str] = set()
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
@@ -64,7 +74,7 @@ class DeadlockWatch:
         if any(head.run != self._run for head in heads):
             return None  # a rank has not begun
         quiet = self._quiet(now, heads, returned)
-        if all(heads[number].waiting < 0 for number in quiet) or not self._is_due(now, quiet):
+        if not any(_waits(heads[number]) for number in quiet) or not self._is_due(now, quiet):
             return None
         began = time.monotonic()
         error = self._judge(now, heads, quiet, returned, left_threads)
@@ -82,7 +92,7 @@ class DeadlockWatch:
         return [
             number
             for number, since in enumerate(self._since)
-            if now - since >= QUIET_RANK and (heads[number].waiting >= 0 or number in returned)
+            if now - since >= QUIET_RANK and (_waits(heads[number]) or number in returned)
         ]
 
     def _is_due(self, now: float, quiet: list[int]) -> bool:
@@ -115,26 +125,107 @@ class DeadlockWatch:
         snapshots = [Snapshot(number, copy) for number, copy in enumerate(copies)]
         gone = [number for number in returned if number in quiet]
         error = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
-        if error is None:
-            return None
-        waiting = {snapshot.rank for snapshot in snapshots if snapshot.waiting}
+        if error is not None:
+            return self._confirm(error, heads, quiet, snapshots, left_threads)
+        why = ends_by_its_limit(snapshots, gone)
+        if why is not None and (waits := self._limited_waits(why, snapshots)):
+            why = self._confirm(why, heads, quiet, snapshots, left_threads)
+            if isinstance(why, DeadlockError):
+                self._note_limited(why, waits)
+        return None
+
+    def _limited_waits(
+        self, why: DeadlockError, snapshots: Sequence[Snapshot]
+    ) -> set[tuple[int, int]]:
+        """Return the waits with a time limit, by rank and event, if any of them is not known."""
+        stuck = [snapshots[wait.rank] for wait in why.waits]
+        waits = {(each.rank, each.waits[0].index) for each in stuck if not each.waits_forever}
+        return set() if waits <= self._limited.keys() else waits
+
+    def _note_limited(self, why: DeadlockError, waits: set[tuple[int, int]]) -> None:
+        """Note waits that only their own time limit can end; a rank may go on after that."""
+        self._limited |= dict.fromkeys(waits, why)
+        if why.fact not in self._said:  # it may try again and again
+            self._said.add(why.fact)
+            self.notices.append(why.fact)
+
+    def why_raised(
+        self, snapshots: Sequence[Snapshot], inside: Mapping[int, Wait]
+    ) -> DeadlockError | None:
+        """Return why ranks raised, if a wait did whose end was certain to be its time limit.
+
+        inside: the waits that raised, by rank.
+        """
+        for rank, wait in sorted(inside.items()) if self._limited else ():
+            last = snapshots[rank].last_wait
+            error = self._limited.get((rank, last.index)) if last else None
+            if last and error and (wait.op, wait.where) == (last.call, last.where):
+                return error
+        return None
+
+    def _confirm(
+        self,
+        error: DeadlockError | MismatchError,
+        heads: list[Head],
+        quiet: Collection[int],
+        snapshots: Sequence[Snapshot],
+        left_threads: Collection[int],
+    ) -> DeadlockError | MismatchError | None:
+        """Return the error if nothing but the ranks' waits decides how they go on."""
+        waits = {snapshot.rank: snapshot.waits for snapshot in snapshots if snapshot.waits}
+        keys = any(event.kind == "key" for events in waits.values() for event in events)
+        numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
         here = range(len(self._ranks))
-        asked = [self._ranks[number] for number in here if number in waiting.union(left_threads)]
-        found = ask_for_stacks(asked)
+        answers = ask_for_stacks([self._ranks[number] for number in numbers if number in here])
         if self._others is not None:
             # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
             # of these ranks may have moved.
-            far = self._others.ask_for_stacks(sorted(waiting.difference(here)))
-            if far is None or any(boards[number].head() != heads[number] for number in quiet):
-                self._seen = [None] * len(boards)  # look again soon
+            far = self._others.ask_for_stacks([number for number in numbers if number not in here])
+            if far is None or any(self._boards[number].head() != heads[number] for number in quiet):
+                self._seen = [None] * len(self._boards)  # look again soon
                 return None
-            found += far
-        return None if any(map(_may_go_on, found)) else error
+            answers += far
+        for number, stacks in zip(numbers, answers, strict=True):
+            snapshot = snapshots[number]
+            known = len(snapshot.thread_waits) if number in waits else 0
+            if _may_go_on(stacks, known, snapshot.joins):
+                return None
+            if snapshot.polls and not _polls(stacks[0]):
+                return None
+        if keys and not self._keys_stay_unset(snapshots):
+            return None
+        if isinstance(error, DeadlockError):
+            return _located(error, dict(zip(numbers, answers, strict=True)))
+        return error
+
+    def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Return whether nobody sets the keys that ranks wait for, or has just set them."""
+        mine = threading.get_ident()
+        frames = [frame for thread, frame in sys._current_frames().items() if thread != mine]
+        if self._others is not None or any(map(own_frame, frames)) or have_processes(self._ranks):
+            return False  # code in no rank may have the store, too
+        # All ranks have answered. Whoever waits for a key that was set would move by now.
+        time.sleep(PATIENCE)
+        return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
 
 
-def _may_go_on(stacks: list[list[Frame]]) -> bool:
-    """Return whether another thread of a rank with these stacks may communicate."""
-    return not stacks or any(map(_may_communicate, stacks[1:]))
+def _waits(head: Head) -> bool:
+    """Return whether the worker waits for an operation, or for threads of its own."""
+    return head.waiting >= 0 or bool(head.bits & JOINS)
+
+
+def _may_go_on(stacks: list[list[Frame]], waits: int = 0, joins: bool = False) -> bool:
+    """Return whether another thread of a rank with these stacks may communicate.
+
+    waits: how many of them wait for operations that were judged. joins: the worker's own thread
+    waits until threads go on, so it counts whatever another one does.
+    """
+    if not stacks:
+        return True
+    others = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
+    if len(stacks) - 1 - len(others) != waits:
+        others = stacks[1:]
+    return any(_may_communicate(stack) or (joins and not _is_idle(stack)) for stack in others)
 
 
 def _may_communicate(stack: list[Frame]) -> bool:
@@ -145,16 +236,48 @@ def _may_communicate(stack: list[Frame]) -> bool:
     """
     if any(frame.own or frame.file.endswith(_COLLECTIVES) for frame in stack):
         return True
+    stack = [frame for frame in stack if not frame.file.startswith(_RECORDER)]
     if not stack or not all(in_standard_library(frame.file) for frame in stack):
         return False
+    return not _is_idle(stack)
+
+
+def _is_idle(stack: list[Frame]) -> bool:
+    """Return whether a thread only helps others, or waits for work; or it belongs to the kit."""
     places = [(os.path.basename(frame.file), frame.function) for frame in stack]
-    if any(place in _HELPERS for place in places):
-        return False
+    helps = any(place in _HELPERS for place in places)
+    if helps or any(frame.file == _WATCHES_PARENT for frame in stack):
+        return True
     waits = itertools.dropwhile(("threading.py", "wait").__eq__, places)
-    return next(waits, None) not in _IDLE
+    return next(waits, None) in _IDLE
+
+
+def _is_wait(frame: Frame) -> bool:
+    return frame.function == "block" and frame.file.startswith(_RECORDER)
+
+
+def _located(error: DeadlockError, stacks: dict[int, list[list[Frame]]]) -> DeadlockError:
+    """Return the error with the line of the worker where a thread has no line of its own."""
+    waits = [
+        wait if wait.where else replace(wait, where=_own_line(stacks[wait.rank][0]))
+        for wait in error.waits
+    ]
+    return DeadlockError(error.fact, waits, error.hint, error.returned, error.dropped)
+
+
+def _own_line(stack: list[Frame]) -> Frame | None:
+    return next((frame for frame in stack if frame.own), None)
+
+
+def _polls(stack: list[Frame]) -> bool:
+    """Return whether a thread is in a loop that ends only when an operation is complete."""
+    own = _own_line(stack)
+    return own is not None and calls_of_polling_loop(own.file, own.line) is not None
 
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
+_WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 # File and function of threads of the standard library that only move data for others, and of those
 # that wait for work, which the rank's stuck main thread cannot give them.
 _HELPERS = {

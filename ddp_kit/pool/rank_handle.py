@@ -216,6 +216,12 @@ def _started_by(ranks: Iterable[RankHandle]) -> list:
     return _find([process.pid for process in running], {rank.mark for rank in ranks})
 
 
+def have_processes(ranks: Sequence[RankHandle]) -> bool:
+    """Return whether ranks have started processes that still run."""
+    own = {rank.process.pid for rank in ranks}
+    return any(process.pid not in own for process in _started_by(ranks))
+
+
 def kill_marked(mark: str) -> None:
     """End every process with this mark in its environment."""
     import psutil

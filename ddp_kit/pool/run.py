@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
-from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.errors import DeadlockError, MismatchError, RankError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
@@ -183,6 +183,10 @@ class Run:
         if self._watch is not None:
             returned = self._reports.returned.keys() | (self.others.returned if self.others else ())
             self._verdict = self._watch.look(now, returned, self._reports.threads)
+            for line in self._watch.notices:
+                self._view.close()  # it is shown again below the line
+                view.say(line)
+            self._watch.notices.clear()
         return self._verdict is not None
 
     def _all_wait(self) -> bool:
@@ -245,14 +249,20 @@ class Run:
         error = self._verdict
         if error is None and not self._reports.broken:
             error = judge(snapshots, self._reports.returned, over=True)
+        if error is None and isinstance(failure, RankError) and self._watch is not None:
+            raised = self._reports.raised.items()
+            inside = {number: reply.inside for number, reply in raised if reply.inside}
+            error = self._watch.why_raised(self._snapshots, inside)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
             values = (rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
             result = Result(tuple(values), tuple(output), trace)
-        if isinstance(error, MismatchError):  # what ranks raised is a consequence of it
+        if error is not None:  # what ranks raised is a consequence of it
             elsewhere = {} if self.others is None else self.others.failures
-            error.failures, error.result = self._reports.own_failures | elsewhere, result
+            error.failures = self._reports.own_failures | elsewhere
+        if isinstance(error, MismatchError):
+            error.result = result
         error = error or failure
         if error is None:
             assert result is not None, "no rank has failed"

@@ -11,7 +11,7 @@ A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has th
 from ddp_kit.trace.board import EMPTY, Board, BoardCopy, anonymous_file
 from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
-from ddp_kit.trace.rank.recorder import progress
+from ddp_kit.trace.rank.progress import progress
 from ddp_kit.trace.rank.recording import recording, unrecorded
 from ddp_kit.trace.snapshot import Snapshot, join, read_wait
 from ddp_kit.trace.stacks import describe_line, is_own, own_frame

@@ -35,11 +35,13 @@ COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
-# Bits of a head: the wait ends by itself after a time; not everything could be counted.
-LIMITED, CROWDED = 1, 2
+# Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
+# a loop that polls; the worker's own thread waits for other threads.
+LIMITED, CROWDED, POLLED, JOINS = 1, 2, 4, 8
 # Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
-# message whose Work was deleted before anybody had waited for it.
-LOOKED_AFTER, VOID, GIVEN_UP = 1, 2, 4
+# message whose Work was deleted before anybody had waited for it; another thread than the worker's
+# own waits for it, and this wait ends by itself after a time.
+LOOKED_AFTER, VOID, GIVEN_UP, IN_THREAD, LIMITED_THERE = 1, 2, 4, 8, 16
 
 _HEAD = struct.Struct("=QQqQQQQqq")
 _HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its first fields
@@ -227,17 +229,22 @@ class Board:
         )
         return index
 
-    def begin_wait(self, index: int, now: int, limited: bool, shown: bool) -> None:
+    def begin_wait(
+        self, index: int, now: int, limited: bool, shown: bool, polled: bool = False
+    ) -> None:
         """Write that a thread waits for an event.
 
         limited: the wait ends by itself after a time. shown: the thread is the worker's own.
+        polled: it is a loop that does nothing but ask whether the event is complete.
         """
         if self._is_kept(index):
             _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
+        if not shown:
+            self._change_bits(index, IN_THREAD | limited * LIMITED_THERE)
         if shown:
             self._forget_stacks()
             self._waiting = index
-            self._bits = self._bits & ~LIMITED | (LIMITED if limited else 0)
+            self._bits = self._bits & CROWDED | limited * LIMITED | polled * POLLED
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
@@ -246,6 +253,14 @@ class Board:
         self.write_end(index, now)
         if shown:
             self._waiting = -1
+        else:
+            self._change_bits(index, 0)
+        self._moves += 1
+        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def write_joins(self, joins: bool) -> None:
+        """Write whether the worker's own thread waits for other threads, without a limit."""
+        self._bits = self._bits & ~JOINS | joins * JOINS
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
@@ -277,6 +292,12 @@ class Board:
         """Write the bits of an event."""
         if self._is_kept(index):
             _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits)
+
+    def _change_bits(self, index: int, bits: int) -> None:
+        """Write the bits of an event that say how a thread waits for it."""
+        if self._is_kept(index):
+            (old,) = _BITS.unpack_from(self._page, _row_at(index) + _BITS_AT)
+            self.write_bits(index, old & ~(IN_THREAD | LIMITED_THERE) | bits)
 
     def write_source(self, index: int, source: int, sequence: int) -> None:
         """Write who sent a message that was received from any source."""

@@ -27,7 +27,7 @@ from ddp_kit.trace.events import Group, format_call
 from ddp_kit.trace.stacks import describe_line
 
 _IN_PLACE = ("broadcast", "reduce", "allreduce", "allreduce_coalesced")  # their input is the output
-_KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any"}
+_KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any", "key": "key"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _REDUCING = ("reduce", "_reduce", "allreduce")  # how their names begin
 _SPLITTING = {"alltoall_base", "all_to_all_single"}
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 def kind_of(method: str) -> str:
-    """Return "send", "recv", "any" for a receive from any source, or "collective"."""
+    """Return "send", "recv", "any" for a receive from any source, "key" or "collective"."""
     return _KINDS.get(method, "collective")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,12 @@ from ddp_kit.trace.board import (
     CROWDED,
     EVENTS,
     GIVEN_UP,
+    IN_THREAD,
+    JOINS,
     LIMITED,
+    LIMITED_THERE,
     LOOKED_AFTER,
+    POLLED,
     VOID,
     Board,
     BoardCopy,
@@ -75,10 +79,41 @@ class Snapshot:
         event = self.waiting
         return Wait(self.rank, event and event.call, event and event.where)
 
+    @cached_property
+    def thread_waits(self) -> list[Event]:
+        """What other threads than the worker's own wait for."""
+        return self._events_where(lambda row: row.bits & IN_THREAD)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the worker's own thread waits for other threads, and for nothing else."""
+        return self.waiting is None and bool(self.log.head.bits & JOINS)
+
+    @property
+    def waits(self) -> tuple[Event, ...]:
+        """What the rank waits for; it can go on after any of these. (): it may do anything."""
+        main = self.waiting
+        if main is None and not self.joins:
+            return ()
+        return (*([main] if main else []), *self.thread_waits)
+
     @property
     def waits_forever(self) -> bool:
-        """Whether its wait has no timeout that would end it."""
-        return self.waiting is not None and not self.log.head.bits & LIMITED
+        """Whether it waits, and no wait has a timeout that would end it."""
+        limited = self.waiting is not None and bool(self.log.head.bits & LIMITED)
+        limited |= any(self.log.row(each.index).bits & LIMITED_THERE for each in self.thread_waits)
+        return bool(self.waits) and not limited
+
+    @property
+    def last_wait(self) -> Event | None:
+        """What it began to wait for last; None if it has never waited."""
+        waits = self._events_where(lambda row: row.waited)
+        return max(waits, key=lambda event: event.waited or 0, default=None)
+
+    @property
+    def polls(self) -> bool:
+        """Whether its wait is a loop that asks whether an operation is complete."""
+        return self.waiting is not None and bool(self.log.head.bits & POLLED)
 
     @property
     def is_crowded(self) -> bool:
@@ -88,12 +123,21 @@ class Snapshot:
     @property
     def unawaited(self) -> list[Event]:
         """The operations that nobody has waited for."""
+        return self._events_where(
+            # In a blocking call a thread was about to wait when the worker returned.
+            lambda row: (
+                not row.waited
+                and not row.bits & (LOOKED_AFTER | VOID)
+                and self.call(row.what)["op"] not in _BLOCKING
+            )
+        )
+
+    def _events_where(self, condition: Callable[[Row], object]) -> list[Event]:
+        """Return the events whose rows meet a condition, in the order of the calls."""
         found = []
         for place, values in enumerate(self.log.kept()):
             row = Row(*values)
-            if row.what and not row.waited and not row.bits & (LOOKED_AFTER | VOID):
-                if self.call(row.what)["op"] in _BLOCKING:
-                    continue  # a thread was about to wait in it when the worker returned
+            if row.what and condition(row):
                 rounds = (self.log.head.events - 1 - place) // EVENTS
                 found.append(self._event(place + rounds * EVENTS, row))
         return sorted(found, key=lambda event: event.index)

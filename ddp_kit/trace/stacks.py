@@ -42,6 +42,11 @@ def is_own(filename: str) -> bool:
     return filename.startswith(_LESSONS) or not filename.startswith(_LIBRARIES)
 
 
+def is_kit(filename: str) -> bool:
+    """Return whether a file belongs to the kit itself, lessons not included."""
+    return filename.startswith(_KIT) and not filename.startswith(_LESSONS)
+
+
 def in_standard_library(filename: str) -> bool:
     """Return whether a file belongs to Python itself, and not to a package or to the learner."""
     # Packages may be in a folder below that of the standard library.

@@ -5,7 +5,16 @@ explanation.py says why; mismatches.py compares what the ranks called.
 """
 
 from ddp_kit.verdict.graph import Channel, RankState, shortest_cycle, stuck
-from ddp_kit.verdict.judge import deadlock, judge
+from ddp_kit.verdict.judge import deadlock, ends_by_its_limit, judge
 from ddp_kit.verdict.mismatches import mismatch
 
-__all__ = ["Channel", "RankState", "deadlock", "judge", "mismatch", "shortest_cycle", "stuck"]
+__all__ = [
+    "Channel",
+    "RankState",
+    "deadlock",
+    "ends_by_its_limit",
+    "judge",
+    "mismatch",
+    "shortest_cycle",
+    "stuck",
+]

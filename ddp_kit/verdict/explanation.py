@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ddp_kit.error_text import name_ranks
 from ddp_kit.trace.events import Event, format_arguments
-from ddp_kit.verdict.graph import Channel, RankState, from_any_source, shortest_cycle
+from ddp_kit.verdict.graph import (
+    Channel,
+    RankState,
+    from_any_source,
+    one_is_enough,
+    shortest_cycle,
+)
 
 _COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
 _RECV_FIRST = (
@@ -23,6 +29,7 @@ _COLLECTIVE = (
     "Every rank of a group must call the same collectives in the same order: look for an if, a "
     "loop or a return that skips one."
 )
+_KEY = "Check how the key is spelled, and let a rank set it before it waits for other ranks."
 
 _Ranks = Mapping[int, RankState]
 _Waits = Mapping[int, tuple[int, ...]]
@@ -34,7 +41,7 @@ def explain(states: Sequence[RankState], waits: _Waits) -> _Explanation:
     at = {state.rank: state for state in states}
     returned = {state.rank for state in states if state.status == "returned"}
     # A receive from any of several ranks waits for none of them in particular.
-    free = {rank for rank in waits if len(waits[rank]) != 1 and from_any_source(_event(at[rank]))}
+    free = {rank for rank in waits if len(waits[rank]) != 1 and one_is_enough(_event(at[rank]))}
     edges = {rank: waits[rank] for rank in sorted(waits) if rank not in free}
     for rank, peers in edges.items():
         if gone := [peer for peer in peers if peer in returned]:
@@ -43,7 +50,7 @@ def explain(states: Sequence[RankState], waits: _Waits) -> _Explanation:
         if len(peers) == 1 and (dropped := _dropped_work(at, rank, peers[0])):
             return dropped
     cycle = shortest_cycle(edges)
-    return _cycle(at, waits, cycle) if cycle else _no_sender(at, waits, min(free), returned)
+    return _cycle(at, waits, cycle) if cycle else _nobody_left(at, waits, min(free), returned)
 
 
 def _event(state: RankState) -> Event:
@@ -67,6 +74,8 @@ def _returned_without_it(at: _Ranks, waits: _Waits, rank: int, gone: list[int]) 
         wait = ranks_do(_together(at, waits, rank), "wait")
         who = f"{name_ranks(gone)}, which {has} returned without calling it"
         return f"{wait} in {format_operation(event, at)} for {who}", _COLLECTIVE
+    if event.kind == "key":
+        return _nobody_left(at, waits, rank, set(gone))
     peer = at[gone[0]]
     if channel := _misdirected(at[rank], peer):
         return _wrong_address(peer.rank, at[rank], channel)
@@ -173,6 +182,8 @@ def _cycle(at: _Ranks, waits: _Waits, cycle: list[int]) -> _Explanation:
             clauses.append(f"{wait} in {operation}{other} for rank {peer}")
         elif event.kind == "send":
             clauses.append(f"{wait} until rank {peer} receives")
+        elif event.kind == "key":
+            clauses.append(f"{wait} for {_keys(event)[0]}")
         else:
             message = "" if kinds == {"recv"} else "a message from "
             clauses.append(f"{wait} for {message}rank {peer}")
@@ -184,12 +195,12 @@ def _cycle(at: _Ranks, waits: _Waits, cycle: list[int]) -> _Explanation:
         frozenset({"recv"}): ("send", _RECV_FIRST),
         frozenset({"send"}): ("receive", _SEND_FIRST),
         frozenset({"send", "recv"}): ("continue", _SEND_FIRST),
-    }.get(frozenset(kinds), ("continue", _COLLECTIVE))
+    }.get(frozenset(kinds), ("continue", _KEY if "key" in kinds else _COLLECTIVE))
     return f"{', '.join(clauses)}: {nobody} ever {verb}", hint
 
 
-def _no_sender(at: _Ranks, waits: _Waits, rank: int, returned: set[int]) -> _Explanation:
-    """Explain a receive from any source when no rank is left that could send."""
+def _nobody_left(at: _Ranks, waits: _Waits, rank: int, returned: set[int]) -> _Explanation:
+    """Explain a wait for any rank, when no rank is left that could send, or set the key."""
     for peer in waits[rank]:
         if channel := _misdirected(at[rank], at[peer]):
             return _wrong_address(peer, at[rank], channel)
@@ -197,8 +208,20 @@ def _no_sender(at: _Ranks, waits: _Waits, rank: int, returned: set[int]) -> _Exp
     left = [peer for peer in waits[rank] if peer not in returned]
     why = [f"{name_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"] if gone else []
     why += [f"{ranks_do(left, 'wait')} too"] if left else []
+    if _event(at[rank]).kind == "key":
+        because = " and ".join(why) or "it is the only rank"
+        keys, which = _keys(_event(at[rank]))
+        return f"rank {rank} waits for {keys}, {which}, but {because}", _KEY
     because = " and ".join(why) or "it is the only rank in the group"
     return f"rank {rank} waits for a message from any rank, but {because}", _COUNT
+
+
+def _keys(event: Event) -> tuple[str, str]:
+    """Return the keys that a rank waits for: ("the key 'address'", "which no rank has set")."""
+    keys = event.op.partition("(")[2][:-1].strip("[]")
+    if "', '" in keys:
+        return f"the keys {keys}", "which are not all set"
+    return f"the key {keys}", "which no rank has set"
 
 
 def format_operation(event: Event, world: Iterable[int]) -> str:
@@ -214,7 +237,7 @@ def format_operation(event: Event, world: Iterable[int]) -> str:
     if event.splits:
         names = ("input_split_sizes", "output_split_sizes")
         given += [f"{name}={list(sizes)}" for name, sizes in zip(names, event.splits, strict=False)]
-    if set(event.group.ranks) != set(world):
+    if event.kind != "key" and set(event.group.ranks) != set(world):
         given.append(f"group={list(event.group.ranks)}")
     return f"{event.op}({', '.join(given)})" if given else event.op
 

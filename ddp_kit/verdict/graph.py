@@ -1,15 +1,16 @@
 """The wait-for graph: what each rank waits for, and which ranks can therefore never continue.
 
 It has two kinds of nodes, as in MUST: most waits need all the ranks that they name (AND), a
-receive from any source needs one of them (OR). A rank is live if it runs, if what it waits for has
-already happened, or if live ranks could still make it happen. All other ranks are stuck.
+receive from any source and a wait for a key of a store need one of them (OR). A rank is live if it
+runs, if what it waits for has already happened, or if live ranks could still make it happen. All
+other ranks are stuck.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ddp_kit.trace import Snapshot
@@ -34,14 +35,18 @@ class RankState:
     any_source: dict[tuple[int, Group], int] = field(default_factory=dict)  # (tag, group): open
     collectives: dict[Group, int] = field(default_factory=dict)
     given_up: dict[Channel, dict[int, Event]] = field(default_factory=dict)  # by their sequence
+    others: tuple[Event, ...] = ()  # of its other threads: it can go on after any of these, too
 
     @classmethod
-    def from_snapshot(cls, snapshot: Snapshot, returned: bool) -> RankState:
-        """Return the state of the rank whose board was copied. returned: its worker has."""
+    def from_snapshot(cls, snapshot: Snapshot, returned: bool, limits: bool = True) -> RankState:
+        """Return the state of the rank whose board was copied. returned: its worker has.
+
+        limits: time limits of waits count, so a rank whose wait has one may do anything.
+        """
         rank = snapshot.rank
-        waits_for = snapshot.waiting if snapshot.waits_forever else None
-        status = "returned" if returned else "waiting" if waits_for else "running"
-        state = cls(rank, status, waits_for)
+        waits = snapshot.waits if snapshot.waits_forever or not limits else ()
+        status = "returned" if returned else "waiting" if waits else "running"
+        state = cls(rank, status, waits[0] if waits else None, others=waits[1:])
         for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
             if kind == "send":
                 state.sends[rank, peer, tag, group] = posted
@@ -62,18 +67,39 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
     A slow rank is not stuck: whatever could still happen counts as if it did.
     """
     at = {state.rank: state for state in states}
-    needs = {rank: _needs(at[rank], at) for rank in sorted(at)}
-    waiting = {rank: peers for rank, peers in needs.items() if peers is not None}
+    waiting = {
+        rank: ways
+        for rank in sorted(at)
+        if (ways := [(way, _needs(way, at)) for way in _ways(at[rank])])
+        and all(peers is not None for _, peers in ways)
+    }
     # A rank without a state may do anything, so it is never dead.
     dead = {rank for rank in at if rank in waiting or at[rank].status == "returned"}
     freed = True
     while freed:
-        freed = {r for r, peers in waiting.items() if r in dead and _can_go(at[r], peers, dead)}
+        freed = {
+            rank
+            for rank, ways in waiting.items()
+            if rank in dead and any(_can_go(way, peers, dead) for way, peers in ways)
+        }
         dead -= freed
     # The loop frees a rank in a rooted collective whose root has joined, because that rank may
     # leave before the others join. If none of the others can ever join, it does not leave.
-    dead |= {r for r, peers in waiting.items() if peers and dead.issuperset(peers)}
-    return {rank: peers for rank, peers in waiting.items() if rank in dead}
+    dead |= {
+        rank
+        for rank, ways in waiting.items()
+        if all(peers and dead.issuperset(peers) for _, peers in ways)
+    }
+    return {rank: ways[0][1] for rank, ways in waiting.items() if rank in dead}
+
+
+def _ways(state: RankState) -> list[RankState]:
+    """Return a state for each way in which a waiting rank may go on: one for each wait."""
+    if state.status != "waiting" or state.waits_for is None:
+        return []
+    return [
+        replace(state, waits_for=event, others=()) for event in (state.waits_for, *state.others)
+    ]
 
 
 def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
@@ -83,13 +109,18 @@ def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
     unknown = event.root is not None and not _is_on_gloo(event)  # which ranks it needs
     if unknown and event.root not in (state.rank, *peers):
         return True  # the root has joined: a rank may leave before the others join
-    enough = any if from_any_source(event) or unknown else all
+    enough = any if one_is_enough(event) or unknown else all
     return enough(peer not in dead for peer in peers)
 
 
 def from_any_source(event: Event) -> bool:
     """Return whether this is a receive that accepts a message from any rank."""
     return event.kind == "recv" and event.peer is None
+
+
+def one_is_enough(event: Event) -> bool:
+    """Return whether any one of the ranks that this waits for can complete it."""
+    return event.kind == "key" or from_any_source(event)
 
 
 def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | None:
@@ -102,6 +133,8 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
         return tuple(r for r in needed if not _has_joined(at.get(r), event)) or None
     if event.kind == "send":
         return None if _has_receive(at.get(event.peer), event) else (event.peer,)
+    if event.kind == "key":  # while it waits, nobody has set the key
+        return tuple(rank for rank in sorted(at) if rank != state.rank)
     if event.kind != "recv":
         return None
     sources = _others(state, event) if event.peer is None else (event.peer,)

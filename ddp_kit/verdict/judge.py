@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from ddp_kit.error_text import Wait
+from ddp_kit.error_text import Wait, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
@@ -41,6 +41,28 @@ def judge(
         waited_for = {event.match_key for each in snapshots if (event := each.waiting)}
         events = [event for event in events if event.match_key in waited_for]
     return mismatch(events) or error
+
+
+def ends_by_its_limit(
+    snapshots: Sequence[Snapshot], returned: Collection[int]
+) -> DeadlockError | None:
+    """Return why waits with a time limit can end in no other way; None if they can.
+
+    It is no deadlock: a rank may handle the exception and go on. `judge` has found none.
+    """
+    if any(snapshot.is_crowded for snapshot in snapshots):
+        return None
+    if all(each.waits_forever or not each.waits for each in snapshots):
+        return None
+    states = [RankState.from_snapshot(s, s.rank in returned, limits=False) for s in snapshots]
+    error = deadlock(states)
+    if not isinstance(error, DeadlockError):
+        return None
+    limited = [w.rank for w in error.waits if not snapshots[w.rank].waits_forever]
+    ends = "the wait of {} ends by its" if len(limited) == 1 else "the waits of {} end by their"
+    fact = error.fact.replace(" can ever ", " can ")
+    fact = f"{fact}; {ends.format(name_ranks(limited))} own time limit"
+    return DeadlockError(fact, error.waits, error.hint, error.returned)
 
 
 def _events(snapshots: Sequence[Snapshot]) -> list[Event]:
@@ -92,7 +114,7 @@ def _never_waited_for(events: Iterable[Event]) -> set[Wait]:
 
 def _wait(event: Event, peers: tuple[int, ...], world: list[int]) -> Wait:
     # For new_group, the "tensors" are the ranks of the new group; a barrier has none.
-    has_tensors = event.kind != "collective" or event.nbytes or event.inputs or event.outputs
+    has_tensors = event.kind in ("send", "recv") or event.nbytes or event.inputs or event.outputs
     nbytes = event.nbytes if has_tensors and event.method != "new_group" else None
     operation = format_operation(event, world)
     return Wait(event.rank, operation, event.where, peers, event.tag, nbytes)

@@ -16,6 +16,7 @@ import right_meshes
 import right_messages
 import right_others
 import right_slow
+import right_waits
 import stores_and_barriers
 import waits
 import waits_and_batches
@@ -39,6 +40,7 @@ MODULES = (
     right_meshes,
     right_slow,
     right_others,
+    right_waits,
 )
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]
 

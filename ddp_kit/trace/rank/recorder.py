@@ -6,18 +6,16 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Work, all_reduce
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
-from ddp_kit.errors import TraceError
 from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
 from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
 from ddp_kit.trace.events import format_call
@@ -26,8 +24,6 @@ from ddp_kit.trace.stacks import describe_line, is_own, write_handled
 C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
 
 _OPEN = -1  # the sender of a message that may not have come yet
-
-T = TypeVar("T")
 
 current: Recorder | None = None  # of the run that is on; None: there is none
 
@@ -74,6 +70,11 @@ class Recorder:
         # Receives from any source in the order of their calls, by tag and group: the index of each
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
+        self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
+        self.polled: Posted | None = None  # the operation that a loop of the worker waits for
+        self.loops: dict[tuple[str, int], frozenset[str] | None] = {}  # that may poll, by line
+        self.key_waits = 0  # for keys of a store
+        self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
@@ -85,7 +86,7 @@ class Recorder:
     def all_awaited(self) -> bool:
         """Whether nothing that was started can still be in flight, and no connection was cut."""
         # After a timeout gloo closes the connection, even if the exception is caught.
-        if self.broken:
+        if self._is_cut:
             return False
         left = [reference() for reference, _ in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
@@ -181,14 +182,15 @@ class Recorder:
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        _, posted = self._started.get(id(work), (None, None))
+        key = id(work)
+        _, posted = self._started.get(key) or self._followed.get(key) or (None, None)
         if posted is None:
             return original(work, *args, **kwargs)
         limited = is_short(*args, *kwargs.values())
         done = self.block(posted, limited, original, work, *args, **kwargs)
-        if posted.call.method == "recv_anysource":
+        if posted.call.method == "recv_anysource" and key in self._started:
             self._note_source(posted, work)
-        self._started.pop(id(work), None)  # not before: a thread may be left in the wait
+        self._started.pop(key, None)  # not before: a thread may be left in the wait
         return done
 
     def block(
@@ -214,6 +216,7 @@ class Recorder:
             # Only its id: the exception's frames hold this recorder and the process group, which
             # would then live until a garbage collection, and end in the middle of another run.
             self.broken = id(error), posted.as_wait()
+            self._is_cut |= posted.call.method != "key"
             raise
         finally:
             if (board := self._board) is not None:
@@ -243,8 +246,31 @@ class Recorder:
         finally:
             self._hidden -= own
 
+    def stand_still(self, blocking: Callable, *args: Any) -> Any:
+        """Call a function that blocks until other threads go on, with that on the board."""
+        board = self._board
+        if board is None or threading.get_ident() != self._thread:
+            return blocking(*args)
+        board.write_joins(True)
+        try:
+            return blocking(*args)
+        finally:
+            if self._board is not None:
+                board.write_joins(False)
+
+    def begin_poll(self, posted: Posted) -> None:
+        """Write that a loop of the worker does nothing but ask whether an operation is complete."""
+        if (board := self._board) is not None:
+            self.polled = posted
+            limited = posted.group.limited
+            board.begin_wait(posted.index, monotonic_ns(), limited, shown=True, polled=True)
+
     def look_after(self, work: Work) -> None:
         """Write that somebody has seen that `work` is complete."""
+        if self.polled is not None and self.polled is self.operation_of(work):
+            if (board := self._board) is not None:
+                board.end_wait(self.polled.index, monotonic_ns(), shown=True)
+            self.polled = None
         entry = self._started.pop(id(work), None)
         if entry and self._board is not None:
             self._board.write_end(entry[1].index, monotonic_ns())
@@ -257,15 +283,19 @@ class Recorder:
         if posted is not None and self._board is not None:
             self._board.write_bits(posted.index, LOOKED_AFTER)
 
-    def follow(self, work: Work, future: torch.futures.Future, wanted: bool) -> Posted | None:
-        """Write that somebody can wait for `future` instead of `work`; return the operation.
+    def follow(self, work: Work, future: torch.futures.Future, wanted: bool) -> None:
+        """Write that somebody can wait for `future` instead of `work`.
 
         wanted: whoever has it wants to know when the operation is complete.
         """
         self.may_call_back = True
         entry = self._started.pop(id(work), None)
+        posted = entry[1] if entry else self.operation_of(work)
+        if posted is not None:
+            self.remember(work, posted)
+            self.remember(future, posted)
         if entry is None or self._board is None:
-            return None
+            return
         if wanted:
             self._board.write_bits(entry[1].index, LOOKED_AFTER)
         if entry[1].call.method == "recv_anysource":
@@ -279,8 +309,18 @@ class Recorder:
                 if self._board is not None:
                     self._board.write_end(entry[1].index, monotonic_ns())
 
-        future.then(complete)
-        return entry[1]
+        inspect.unwrap(type(future).then)(future, complete)  # nobody has used it yet
+
+    def remember(self, waitable: Any, posted: Posted) -> None:
+        """Remember that who waits for this Work or future waits for an operation."""
+        key = id(waitable)
+        reference = weakref.ref(waitable, lambda _: self._followed.pop(key, None))
+        self._followed[key] = reference, posted
+
+    def operation_of(self, waitable: Any) -> Posted | None:
+        """Return the operation that a Work, or a future of it, waits for; None if it is unknown."""
+        key = id(waitable)
+        return (self._started.get(key) or self._followed.get(key) or (None, None))[1]
 
     def _note_source(self, posted: Posted, work: Work) -> None:
         """Write who sent a message that was received from any source."""
@@ -317,39 +357,3 @@ def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
             name = frame.f_code.co_name
         frame = frame.f_back
     return frame, "" if name.startswith("_") else name
-
-
-def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
-    """Yield the items of `iterable`; meanwhile the live view shows a progress bar for this rank.
-
-    total: the number of items, by default `len(iterable)`, or None if that is not known.
-
-    In a process that is no rank it only yields. The bar disappears when the loop ends.
-
-        for images, labels in kit.progress(batches):
-            ...
-    """
-    try:
-        iter(iterable)  # a dataset can be looped over, but is not an Iterable
-    except TypeError:
-        raise TypeError(
-            f"progress needs something to loop over, such as range(5), got {iterable!r}"
-        ) from None
-    if total is None:
-        with suppress(TypeError):
-            total = len(iterable)  # type: ignore[arg-type]
-    elif isinstance(total, bool) or not isinstance(total, int) or total < 0:
-        raise TraceError(f"total must be a whole number such as 100, or None, got {total!r}")
-    return _with_progress(iterable, total)
-
-
-def _with_progress(iterable: Iterable[T], total: int | None) -> Iterator[T]:
-    now = current
-    try:
-        for done, item in enumerate(iterable):
-            if now is not None:
-                now.show_progress(done, total)
-            yield item
-    finally:
-        if now is not None:
-            now.show_progress(None, None)

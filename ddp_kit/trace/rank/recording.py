@@ -6,9 +6,10 @@ longer than a short run. Outside of a run the replacements only call the origina
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import sys
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +21,10 @@ from torch.distributed import ProcessGroup, Work
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
-from ddp_kit.trace.rank import data_parallel, functional, recorder
+from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.recorder import C10D, Posted, Recorder
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
-_returned: weakref.WeakKeyDictionary[Any, tuple[Recorder, Posted]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -58,13 +58,20 @@ def unrecorded() -> Iterator[None]:
 
 @functools.cache
 def _replace_all() -> None:
-    """Replace what this PyTorch has: the documented methods of Work, and those of each feature."""
+    """Replace documented functions, and what this PyTorch has of each feature."""
     _replace(Work, "wait", Recorder.wait)
-    _replace(Work, "is_completed", _is_completed)
+    _replace(Work, "is_completed", waits.poll)
     _replace(Work, "get_future", _get_future)
-    for name in ("wait", "then", "value", "done", "add_done_callback"):
-        _replace(_FUTURE, name, _use_future)
-    _replace(torch.futures, "collect_all", _collect)
+    for name in ("wait", "get"):
+        _replace(dist.Store, name, functools.partial(waits.wait_for_keys, name))
+    for name in ("value", "done", "add_done_callback"):
+        _replace(_FUTURE, name, waits.use_future)
+    _replace(_FUTURE, "wait", waits.wait_for_future)
+    _replace(_FUTURE, "then", waits.follow_then)
+    _replace(torch.futures, "collect_all", waits.follow_all)
+    _replace(torch.futures, "wait_all", waits.wait_for_all)
+    _replace(threading.Thread, "join", waits.join)
+    _replace(concurrent.futures.Future, "result", waits.result)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
@@ -201,33 +208,8 @@ def _new_process_group(
     return made
 
 
-def _is_completed(recorder: Recorder, original: Callable, work: Work) -> bool:
-    done = original(work)
-    if done:
-        recorder.look_after(work)
-    return done
-
-
 def _get_future(recorder: Recorder, original: Callable, work: Work) -> Any:
     future = original(work)
     # A coalesced call returns the future instead of the Work, and perhaps nobody uses it.
-    returned = sys._getframe(2).f_code.co_filename == C10D
-    posted = recorder.follow(work, future, wanted=not returned)
-    if returned and posted is not None:
-        _returned[future] = recorder, posted
+    recorder.follow(work, future, wanted=sys._getframe(2).f_code.co_filename != C10D)
     return future
-
-
-def _use_future(
-    recorder: Recorder, original: Callable, future: Any, *args: Any, **kwargs: Any
-) -> Any:
-    of, posted = _returned.pop(future, (None, None))
-    if of is recorder:
-        recorder.expect_no_wait(posted)
-    return original(future, *args, **kwargs)
-
-
-def _collect(recorder: Recorder, original: Callable, futures: list) -> Any:
-    for future in futures:
-        _use_future(recorder, id, future)
-    return original(futures)

@@ -1,0 +1,201 @@
+"""Waits other than `Work.wait`: futures, keys of a store, polls, threads. Runs in a rank."""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import os
+import reprlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Work
+from torch.futures import Future
+
+from ddp_kit.trace.calls import Call, is_short
+from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.rank.recorder import Posted, Recorder
+from ddp_kit.trace.stacks import is_kit, is_own
+
+_DISTRIBUTED = os.path.join(os.path.dirname(dist.__file__), "")
+_STORE_TIMEOUT = timedelta(seconds=300)  # PyTorch's default, which nobody chose
+_MOST_KEYS = 1_000  # waits for keys that are recorded in a run: the board has room for some texts
+_HARMLESS = {"print": print, "sleep": time.sleep, "all": all, "any": any}
+_shorten = reprlib.Repr()
+_shorten.maxstring = 100
+
+
+# --- futures -------------------------------------------------------------------------------
+
+
+def wait_for_future(recorder: Recorder, original: Callable, future: Future) -> Any:
+    """Wait for a future; the board shows the operation that completes it."""
+    posted = recorder.operation_of(future)
+    recorder.expect_no_wait(posted)
+    return recorder.block(posted, False, original, future)
+
+
+def use_future(recorder: Recorder, original: Callable, future: Future, *args: Any) -> Any:
+    """Call a method of a future, and note that somebody looks after its operation."""
+    recorder.expect_no_wait(recorder.operation_of(future))
+    return original(future, *args)
+
+
+def follow_then(
+    recorder: Recorder, original: Callable, future: Future, callback: Callable
+) -> Future:
+    """Note that the future of a callback completes after the operation of its own future."""
+    later = original(future, callback)
+    if (posted := recorder.operation_of(future)) is not None:
+        recorder.expect_no_wait(posted)
+        recorder.remember(later, posted)
+    return later
+
+
+def follow_all(recorder: Recorder, original: Callable, futures: Sequence[Future]) -> Future:
+    """Note that a future of several others completes after the operation of each."""
+    collected = original(futures)
+    if (posted := _first_open(recorder, futures)) is not None:
+        recorder.remember(collected, posted)
+    return collected
+
+
+def wait_for_all(recorder: Recorder, original: Callable, futures: Sequence[Future]) -> list:
+    """Wait for several futures; the board shows the operation of one that is not complete."""
+    posted = _first_open(recorder, futures)
+    return original(futures) if posted is None else recorder.block(posted, False, original, futures)
+
+
+def _first_open(recorder: Recorder, futures: Sequence[Future]) -> Posted | None:
+    """Return an operation without which a wait for all futures cannot end; None if unknown."""
+    found = [recorder.operation_of(future) for future in futures if not future.done()]
+    known = [posted for posted in found if posted is not None]
+    if len(known) != len(found):
+        return None  # an error in an unknown one ends the wait, too
+    limited = [posted for posted in known if posted.group.limited]
+    return next(reversed(known + limited), None)  # operations mostly end in order
+
+
+# --- keys of a store -----------------------------------------------------------------------
+
+
+def wait_for_keys(
+    name: str,
+    recorder: Recorder,
+    original: Callable,
+    store: dist.Store,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a method of a store that waits for keys. name: of the method."""
+    recorder.key_waits += 1
+    if not args or recorder.key_waits > _MOST_KEYS or not _calls_itself(sys._getframe(2)):
+        return original(store, *args, **kwargs)
+    # It is no event of the trace: nothing is sent to anybody. But the row shows it as a wait.
+    called = f"store.{name}({_shorten.repr(args[0])})"
+    posted = recorder.post(("store", ()), Call("key"), op=called)
+    recorder.take_back(posted)
+    limits = (*args[1:], *kwargs.values())
+    limited = is_short(*limits)
+    if not any(isinstance(limit, timedelta) for limit in limits):
+        timeout = getattr(store, "timeout", _STORE_TIMEOUT)
+        limited = timeout != _STORE_TIMEOUT and is_short(timeout)
+    return recorder.block(posted, limited, original, store, *args, **kwargs)
+
+
+def _calls_itself(frame: FrameType | None) -> bool:
+    """Return whether the learner's own code makes this call, and PyTorch has not called it."""
+    while frame is not None and is_kit(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or not is_own(frame.f_code.co_filename):
+        return False
+    while frame is not None and not frame.f_code.co_filename.startswith(_DISTRIBUTED):
+        frame = frame.f_back
+    return frame is None
+
+
+# --- loops that poll -----------------------------------------------------------------------
+
+
+def poll(recorder: Recorder, original: Callable, work: Work) -> bool:
+    """Return whether an operation is complete.
+
+    The board shows a wait for it while the learner's code does nothing but ask.
+    """
+    if original(work):
+        recorder.look_after(work)
+        return True
+    posted = recorder.operation_of(work)
+    if (
+        posted is not None
+        and posted is not recorder.polled
+        and _only_polls(sys._getframe(2), recorder.loops)
+        and threading.current_thread() is threading.main_thread()
+    ):
+        recorder.begin_poll(posted)
+    return False
+
+
+def _only_polls(frame: FrameType, loops: dict) -> bool:
+    """Return whether a call is made in a loop that ends only when an operation is complete.
+
+    loops: what is known of loops, by file and line; it is added to.
+    """
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        calls = loops[file, line]
+    except KeyError:
+        calls = loops[file, line] = calls_of_polling_loop(file, line) if is_own(file) else None
+    if calls is None:
+        return False
+    while frame.f_code.co_name == "<genexpr>" and frame.f_back is not None:
+        frame = frame.f_back
+    harmless = all(_find(name, frame) is _HARMLESS[name.split(".")[-1]] for name in calls)
+    return harmless and not may_be_interrupted()
+
+
+def _find(name: str, frame: FrameType) -> Any:
+    """Return what a name such as "time.sleep" stands for in a frame."""
+    first, *others = name.split(".")
+    scopes = frame.f_locals, frame.f_globals, vars(builtins)
+    value = next((scope[first] for scope in scopes if first in scope), None)
+    for other in others:
+        value = getattr(value, other, None)
+    return value
+
+
+def may_be_interrupted() -> bool:
+    """Return whether the learner handles a signal: its handler may raise in the main thread."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    return any(callable(each) and each is not signal.default_int_handler for each in handlers)
+
+
+# --- threads -------------------------------------------------------------------------------
+
+
+def join(
+    recorder: Recorder, original: Callable, thread: threading.Thread, timeout: float | None = None
+) -> None:
+    """Wait until a thread has ended; the board shows that nothing else ends the wait."""
+    if timeout is None and thread.is_alive() and not may_be_interrupted():
+        return recorder.stand_still(original, thread)
+    return original(thread, timeout)
+
+
+def result(
+    recorder: Recorder,
+    original: Callable,
+    future: concurrent.futures.Future,
+    timeout: float | None = None,
+) -> Any:
+    """Wait for the result of a task; the board shows that nothing else ends the wait."""
+    if timeout is None and not future.done() and not may_be_interrupted():
+        return recorder.stand_still(original, future)
+    return original(future, timeout)
