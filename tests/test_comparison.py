@@ -187,6 +187,9 @@ def test_another_factor_is_named_but_not_of_a_few_numbers():
     found = kit.compare([changed(lambda t: 0.75 * t)] * N, RIGHT)
     assert_differs(found, "part missing", "3/4 of the reference")
     assert kit.compare([7.0] * N, 2.0).cause is None
+    assert_differs(kit.compare([8.0] * N, 2.0), "summed")
+    coarse = torch.tensor(8.0).bfloat16(), torch.tensor(2.0).bfloat16()
+    assert kit.compare([coarse[0]] * N, coarse[1]).cause is None
 
 
 def test_a_replica_that_drifts():
@@ -607,7 +610,9 @@ def gather(rank, world_size, mistake):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [1, 20])
 def test_ddp_on_four_ranks_trains_the_model_of_one_process(optimizer, steps):
-    found = kit.compare(kit.run(with_ddp, optimizer, steps), alone(optimizer, steps))
+    found = kit.compare(
+        kit.run(with_ddp, optimizer, steps, backend="gloo"), alone(optimizer, steps)
+    )
     assert found, found
     assert 0 < found.max_error < found.tolerance
 
@@ -617,8 +622,8 @@ def test_ddp_on_four_ranks_trains_the_model_of_one_process(optimizer, steps):
     "mistake", [None, "summed", "averaged twice", "part missing", "not reduced", "drift"]
 )
 def test_each_usual_mistake_of_real_ranks_is_recognized(optimizer, mistake):
-    own = [one["gradients"] for one in kit.run(by_hand, optimizer, "not reduced")]
-    result = kit.run(by_hand, optimizer, mistake)
+    own = [one["gradients"] for one in kit.run(by_hand, optimizer, "not reduced", backend="gloo")]
+    result = kit.run(by_hand, optimizer, mistake, backend="gloo")
     found = kit.compare(result, alone(optimizer), parts=[{"gradients": part} for part in own])
     assert found.cause == mistake, found
     assert found.equal == (mistake is None)
@@ -632,7 +637,9 @@ def test_each_usual_mistake_of_real_ranks_is_recognized(optimizer, mistake):
 @pytest.mark.parametrize("mistake", [None, "swapped shards", "shard missing"])
 def test_each_mistake_of_gathered_shards_is_recognized(mistake):
     x, _ = batch()
-    found = kit.compare(kit.run(gather, mistake), (x @ small()[0].weight.T).detach())
+    found = kit.compare(
+        kit.run(gather, mistake, backend="gloo"), (x @ small()[0].weight.T).detach()
+    )
     assert found.cause == mistake, found
 
 
@@ -649,6 +656,6 @@ def test_a_dtensor_is_refused_where_it_lies_and_gathered_is_right():
         except kit.CompareError as error:
             return str(error), kit.compare(spread.full_tensor(), whole).equal
 
-    for text, equal in kit.run(compare, world_size=2):
+    for text, equal in kit.run(compare, world_size=2, backend="gloo"):
         assert text.startswith("'weight' is a DTensor, of which each rank has a shard")
         assert equal

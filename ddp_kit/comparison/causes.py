@@ -13,7 +13,8 @@ import torch
 from ddp_kit.error_text import name_ranks
 
 MOST_GUESSED = 8  # the largest world size to try if it is unknown
-FEW = 8  # so many numbers are hardly a multiple of others by chance
+FEW = 8  # fewer numbers may be a multiple of others by chance
+COARSE = 1e-3  # slack from which a few numbers show nothing
 
 Tensors = Sequence[torch.Tensor]
 
@@ -112,6 +113,8 @@ def _multiple(
     have: torch.Tensor, want: torch.Tensor, slack: float, world_size: int | None
 ) -> Cause | None:
     """Recognize a multiple of the reference."""
+    if have.numel() < FEW and slack > COARSE:
+        return None
     factor = ((want.conj() * have).sum() / (want.conj() * want).sum()).real.item()
 
     def is_times(multiple: float) -> bool:
