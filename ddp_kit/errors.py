@@ -11,7 +11,7 @@
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
     ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint
-    ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
+    ├── MismatchError         ranks disagree              .fact, .calls, .absent, .hint, .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a lesson's claim does not hold
     └── ExerciseError         an answer is not right yet  .error, .trace
