@@ -232,3 +232,20 @@ def test_outside_of_a_run_nothing_is_recorded():
     result = kit.run(worker, world_size=2)
     assert list(result) == [2.0, 2.0]
     assert len(result.trace) == 0
+
+
+def test_what_is_awaited_is_not_in_flight():
+    def worker(rank, world_size):
+        from ddp_kit.trace.rank import recorder
+
+        found, world = [], dist.group.WORLD
+        for result in functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", world):
+            found.append(recorder.current.all_awaited)
+            result.sum()
+        total = functional.all_reduce(torch.ones(1), "sum", world)
+        found.append(recorder.current.all_awaited)
+        total.sum()
+        return [*found, recorder.current.all_awaited]
+
+    # The results of a coalesced call complete together.
+    assert list(kit.run(worker, world_size=2)) == [[False, True, False, True]] * 2
