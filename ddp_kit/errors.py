@@ -11,14 +11,10 @@
     ├── RankError             ranks raised                .failures: {rank: RankFailure}
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
-<<<<<<< HEAD
     ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint,
     │                                                     .failures
-    ├── MismatchError         ranks disagree              .fact, .calls, .hint, .failures, .result
-=======
-    ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .hint
-    ├── MismatchError         ranks disagree              .fact, .calls, .absent, .hint, .result
->>>>>>> funcol
+    ├── MismatchError         ranks disagree              .fact, .calls, .absent, .hint, .failures,
+    │                                                     .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a claim does not hold, of a lesson or a comparison
     └── ExerciseError         an answer is not right yet  .error, .trace

@@ -122,7 +122,9 @@ def explain_blocked(at: _Ranks, rank: int, dropped: Event) -> _Explanation:
     """Explain a wait for what all have called, after the Work of a message was dropped."""
     event, call = _event(at[rank]), "isend" if dropped.kind == "send" else "irecv"
     called = (
-        "which all its ranks have called" if event.kind == "collective" else "both ends are called"
+        "which all its ranks have called"
+        if event.kind == "collective"
+        else "whose other end has been called"
     )
     fact = f"rank {rank} waits in {format_operation(event, at)}, {called}, but rank {dropped.rank}"
     return f"{fact} never waited for its {call}, which blocks the connection", _KEEP_WORK.format(
