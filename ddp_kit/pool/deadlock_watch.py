@@ -73,8 +73,8 @@ class DeadlockWatch:
         found = ask_for_stacks(asked)
         if self._others is not None:
             # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
-            # of these ranks may have moved.
-            far = self._others.ask_for_stacks(sorted(waiting.difference(here)))
+            # of these ranks may have moved. One that has returned may have left a thread.
+            far = self._others.ask_for_stacks(sorted(waiting.union(returned).difference(here)))
             if far is None or heads != [board.head() for board in self._boards]:
                 self._seen = None  # look again soon
                 return None
