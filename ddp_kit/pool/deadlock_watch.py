@@ -124,6 +124,8 @@ class DeadlockWatch:
             return None  # the copies are of different moments
         snapshots = [Snapshot(number, copy) for number, copy in enumerate(copies)]
         gone = [number for number in returned if number in quiet]
+        # Of another host it is not known whether a rank that has returned has left a thread.
+        left_threads = {*left_threads, *(number for number in gone if number >= len(self._ranks))}
         error = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
         if error is not None:
             return self._confirm(error, heads, quiet, snapshots, left_threads)
