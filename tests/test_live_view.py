@@ -21,7 +21,7 @@ import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool.view import RankLine, TerminalView, heading, in_short, newest_line
 from ddp_kit.trace import Board, Snapshot, read_wait
-from ddp_kit.trace.board import EVENTS
+from ddp_kit.trace.board_copy import EVENTS
 
 # --- in a notebook -------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ddp_kit.error_text import Frame, Wait
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.trace import Snapshot, own_frame
-from ddp_kit.trace.board import JOINS, Head
+from ddp_kit.trace.board_copy import JOINS, Head
 from ddp_kit.trace.polling import calls_of_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library

@@ -23,104 +23,43 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import reduction
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from ddp_kit.trace import stacks
+from ddp_kit.trace.board_copy import (
+    COUNT,
+    CROWDED,
+    EVENTS,
+    IN_THREAD,
+    JOINS,
+    LIMITED,
+    LIMITED_THERE,
+    POLLED,
+    ROW,
+    BoardCopy,
+    Head,
+    Row,
+)
 
-EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
-# Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
-# a loop that polls; the worker's own thread waits for other threads.
-LIMITED, CROWDED, POLLED, JOINS = 1, 2, 4, 8
-# Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
-# message whose Work was deleted before anybody had waited for it; another thread than the worker's
-# own waits for it, and this wait ends by itself after a time.
-LOOKED_AFTER, VOID, GIVEN_UP, IN_THREAD, LIMITED_THERE = 1, 2, 4, 8, 16
-
 _HEAD = struct.Struct("=QQqQQQQqq")
 _HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its first fields
 _PROGRESS = struct.Struct("=QQ")  # each number plus one; 0: none
-_COUNT = struct.Struct("=II")
-_ROW = struct.Struct("=IIiIqqQQQ")
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
 _PROGRESS_AT = 1024
 _HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
 _COUNTS_AT = 4096
-_TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
+_TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
-_STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
+_STACKS_AT = _ROWS_AT + EVENTS * ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
-
-
-class Head(NamedTuple):
-    """How much of a board is in use, and what its worker is doing."""
-
-    moves: int = 0  # how often anything was written
-    bits: int = 0
-    waiting: int = -1  # the event that the worker waits for; -1: none
-    run: int = 0  # the pool's number of the run
-    events: int = 0  # how many there were
-    texts: int = 0  # bytes
-    counted: int = 0  # channels and groups
-    began: int = 0  # nanoseconds of the monotonic clock, when the worker was called
-    ended: int = 0  # when it ended; 0: it is still running
-
-
-class Row(NamedTuple):
-    """One event, in numbers. Texts have numbers from 1; 0: there was no room for the text."""
-
-    what: int  # the text of its call
-    where: int  # the text of its line of code
-    peer: int  # rank in the world; -1: none, or any
-    bits: int
-    tag: int
-    sequence: int
-    start: int
-    waited: int
-    end: int
-
-
-class BoardCopy(NamedTuple):
-    """A copy of what was on a board. `trace.snapshot` makes events of it."""
-
-    head: Head
-    counts: bytes
-    texts: bytes
-    rows: bytes
-
-    def row(self, index: int) -> Row:
-        """Return the row of an event that is still kept."""
-        return Row(*_ROW.unpack_from(self.rows, index % EVENTS * _ROW.size))
-
-    def kept(self) -> Iterator[tuple]:
-        """Yield the values of all rows that are kept, in no particular order."""
-        return _ROW.iter_unpack(self.rows)
-
-    def count(self, slot: int) -> tuple[int, int]:
-        """Return how many operations were posted, and how many of them were given up."""
-        return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
-
-    def newest(self, many: int) -> BoardCopy:
-        """Return a copy in which all but the newest events, and the one waited for, are blank."""
-        first = self.head.events - many
-        if first <= 0:
-            return self
-        rows = bytearray(len(self.rows))
-        for index in {*range(first, self.head.events), max(0, self.head.waiting)}:
-            at = slice(index % EVENTS * _ROW.size, (index % EVENTS + 1) * _ROW.size)
-            rows[at] = self.rows[at]
-        return self._replace(rows=bytes(rows))
-
-
-EMPTY = BoardCopy(Head(), b"", b"", b"")
 
 
 def anonymous_file(purpose: str) -> BinaryIO:
@@ -170,8 +109,8 @@ class Board:
             self._texts = self._counted = self._lines = 0
         self._run, self._events, self._bits = run, 0, 0
         self._waiting, self._began, self._ended = -1, now, 0
-        self._page[_COUNTS_AT : _COUNTS_AT + self._counted * _COUNT.size] = bytes(
-            self._counted * _COUNT.size
+        self._page[_COUNTS_AT : _COUNTS_AT + self._counted * COUNT.size] = bytes(
+            self._counted * COUNT.size
         )
         self._forget_stacks()
         self.write_progress(None, None)
@@ -216,12 +155,12 @@ class Board:
     def write_count(self, slot: int, posted: int, given_up: int) -> None:
         """Write how many operations of a channel or group were posted and given up."""
         if slot >= 0:
-            _COUNT.pack_into(self._page, _COUNTS_AT + slot * _COUNT.size, posted, given_up)
+            COUNT.pack_into(self._page, _COUNTS_AT + slot * COUNT.size, posted, given_up)
 
     def add_row(self, *row: int) -> int:
         """Write an event and return its index. row: the values of a Row."""
         index = self._events
-        _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
+        ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * ROW.size, *row)
         self._events = index + 1
         self._moves += 1
         _HEAD_OF_ROW.pack_into(
@@ -323,9 +262,9 @@ class Board:
         """Copy the board. If it changes all the time, the rank does not wait in the copy."""
         for _ in range(100):
             head = self.head()
-            counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
+            counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * COUNT.size]
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
-            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * _ROW.size]
+            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * ROW.size]
             if self.head() == head:
                 return BoardCopy(head, counts, texts, rows)
         return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
@@ -333,7 +272,7 @@ class Board:
     def read_counts(self) -> BoardCopy:
         """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
         head = self.head()._replace(waiting=-1, events=0)
-        counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
+        counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * COUNT.size]
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         return BoardCopy(head, counts, texts, b"")
 
@@ -345,7 +284,7 @@ class Board:
         head = self.head()
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
             return None
-        row = Row(*_ROW.unpack_from(self._page, _row_at(head.waiting)))
+        row = Row(*ROW.unpack_from(self._page, _row_at(head.waiting)))
         texts = b""
         if row.waited <= since and self._found[:2] != (run, row.what):
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
@@ -379,4 +318,4 @@ class Board:
 
 
 def _row_at(index: int) -> int:
-    return _ROWS_AT + index % EVENTS * _ROW.size
+    return _ROWS_AT + index % EVENTS * ROW.size

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from ddp_kit.error_text import Wait
-from ddp_kit.trace.board import (
+from ddp_kit.trace.board import Board
+from ddp_kit.trace.board_copy import (
     CROWDED,
     EVENTS,
     GIVEN_UP,
@@ -18,7 +19,6 @@ from ddp_kit.trace.board import (
     LOOKED_AFTER,
     POLLED,
     VOID,
-    Board,
     BoardCopy,
     Row,
 )

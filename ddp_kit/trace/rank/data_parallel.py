@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit import torch_internals
 from ddp_kit.trace.calls import Call, describe
 from ddp_kit.trace.rank import recorder
-from ddp_kit.trace.rank.recorder import Posted, Recorder
+from ddp_kit.trace.rank.posted import Posted
+from ddp_kit.trace.rank.recorder import Recorder
 
 
 class _Hook:

@@ -8,46 +8,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from time import monotonic_ns
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed import Work, all_reduce
+from torch.distributed import Work
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
-from ddp_kit.trace.board import GIVEN_UP, LOOKED_AFTER, VOID, Board
-from ddp_kit.trace.calls import Call, Count, GroupInfo, InternTable, is_short, kind_of
-from ddp_kit.trace.events import format_call
-from ddp_kit.trace.stacks import describe_line, is_own, write_handled
-
-C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
+from ddp_kit.trace.board import Board
+from ddp_kit.trace.board_copy import GIVEN_UP, LOOKED_AFTER, VOID
+from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
+from ddp_kit.trace.rank.posted import Posted, find_caller
+from ddp_kit.trace.stacks import write_handled
 
 _OPEN = -1  # the sender of a message that may not have come yet
 
 current: Recorder | None = None  # of the run that is on; None: there is none
-
-
-class Posted(NamedTuple):
-    """An operation that was called and may not be complete yet."""
-
-    index: int  # of its event
-    op: str
-    call: Call
-    peer: int | None
-    tag: int
-    line: tuple[CodeType, int] | None  # the learner's own
-    group: GroupInfo
-    count: Count
-
-    def as_wait(self) -> Wait:
-        """Return the operation as what a rank waits in; the rank is not known here."""
-        root = None if self.call.root is None else self.group.ranks[self.call.root]
-        called = format_call(self.op, self.call.method, self.peer, self.tag, root)
-        if self.line is None:
-            return Wait(0, called)
-        code, number = self.line
-        return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
 
 
 class Recorder:
@@ -119,7 +95,7 @@ class Recorder:
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
             return None
-        caller, name = _caller(sys._getframe(2))
+        caller, name = find_caller(sys._getframe(2))
         op = op or self.prefix + (name or call.method)
         with self._lock:
             board = self._board
@@ -347,13 +323,3 @@ class Recorder:
             if source is not None:
                 count = self.table.count("recv", source, posted.tag, posted.group)
                 self._board.write_source(index, source, self.table.change(count, posted=1))
-
-
-def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """Return the learner's own frame and the function of `torch.distributed` that it called."""
-    name = ""
-    while frame is not None and not is_own(frame.f_code.co_filename):
-        if frame.f_code.co_filename == C10D:
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return frame, "" if name.startswith("_") else name

@@ -22,7 +22,8 @@ from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
-from ddp_kit.trace.rank.recorder import C10D, Posted, Recorder
+from ddp_kit.trace.rank.posted import C10D, Posted
+from ddp_kit.trace.rank.recorder import Recorder
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
 

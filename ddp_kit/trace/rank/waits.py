@@ -21,7 +21,8 @@ from torch.futures import Future
 
 from ddp_kit.trace.calls import Call, is_short
 from ddp_kit.trace.polling import calls_of_polling_loop
-from ddp_kit.trace.rank.recorder import Posted, Recorder
+from ddp_kit.trace.rank.posted import Posted
+from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.trace.stacks import is_kit, is_own
 
 _DISTRIBUTED = os.path.join(os.path.dirname(dist.__file__), "")
