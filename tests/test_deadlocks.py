@@ -142,7 +142,7 @@ def threads_without_work(rank, world_size):
 
 def waits_for_the_result_of_a_callback(rank, world_size):
     if rank == 0:
-        future = dist.irecv(torch.zeros(1), 1).get_future()
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         future.then(lambda done: done.value()).wait()
 
 
@@ -249,7 +249,7 @@ DEADLOCKS = [
     (
         waits_for_the_result_of_a_callback,
         2,
-        "rank 0 waits for a message from rank 1, which has returned",
+        "rank 0 waits in all_reduce for rank 1, which has returned",
     ),
     (waits_for_several_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
     (waits_for_collected_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),

@@ -49,6 +49,7 @@ class Recorder:
         self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
         self.polled: Posted | None = None  # the operation that a loop of the worker waits for
         self.loops: dict[tuple[str, int], frozenset[str] | None] = {}  # that may poll, by line
+        self.no_wait_at: tuple[CodeType, int] | None = None  # a code and a place in it that polls
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete

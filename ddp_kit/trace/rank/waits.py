@@ -133,14 +133,18 @@ def poll(recorder: Recorder, original: Callable, work: Work) -> bool:
     if original(work):
         recorder.look_after(work)
         return True
+    frame = sys._getframe(2)
+    place = frame.f_code, frame.f_lasti
+    if place == recorder.no_wait_at:  # a tight loop comes here all the time
+        return False
     posted = recorder.operation_of(work)
-    if (
-        posted is not None
-        and posted is not recorder.polled
-        and _only_polls(sys._getframe(2), recorder.loops)
-        and threading.current_thread() is threading.main_thread()
-    ):
+    if posted is None or posted is recorder.polled:
+        return False
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and _only_polls(frame, recorder.loops):
         recorder.begin_poll(posted)
+    elif in_main:
+        recorder.no_wait_at = place
     return False
 
 
