@@ -104,17 +104,6 @@ class BoardCopy(NamedTuple):
         """Return how many operations were posted, and how many of them were given up."""
         return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
 
-    def newest(self, many: int) -> BoardCopy:
-        """Return a copy in which all but the newest events, and the one waited for, are blank."""
-        first = self.head.events - many
-        if first <= 0:
-            return self
-        rows = bytearray(len(self.rows))
-        for index in {*range(first, self.head.events), max(0, self.head.waiting)}:
-            at = slice(index % EVENTS * _ROW.size, (index % EVENTS + 1) * _ROW.size)
-            rows[at] = self.rows[at]
-        return self._replace(rows=bytes(rows))
-
 
 EMPTY = BoardCopy(Head(), b"", b"", b"")
 

@@ -165,7 +165,7 @@ class _Observation:
         store.set(f"sign {self._rank}", sign.encode())
 
     def _show_board(self, store: dist.Store) -> None:
-        copy = self._board.read().newest(SHOWN)
+        copy = other_host.newest(self._board.read(), SHOWN)
         store.set(f"board {self._rank}", other_host.encode_board(copy))
         self._shown = copy.head.moves
 
