@@ -16,7 +16,7 @@ from ddp_kit.error_text import Frame, Wait
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.trace import Snapshot, own_frame
-from ddp_kit.trace.board_copy import JOINS, Head
+from ddp_kit.trace.board_copy import Head
 from ddp_kit.trace.polling import calls_of_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
@@ -74,7 +74,7 @@ class DeadlockWatch:
         if any(head.run != self._run for head in heads):
             return None  # a rank has not begun
         quiet = self._quiet(now, heads, returned)
-        if not any(_waits(heads[number]) for number in quiet) or not self._is_due(now, quiet):
+        if not any(heads[number].waits for number in quiet) or not self._is_due(now, quiet):
             return None
         began = time.monotonic()
         error = self._judge(now, heads, quiet, returned, left_threads)
@@ -92,7 +92,7 @@ class DeadlockWatch:
         return [
             number
             for number, since in enumerate(self._since)
-            if now - since >= QUIET_RANK and (_waits(heads[number]) or number in returned)
+            if now - since >= QUIET_RANK and (heads[number].waits or number in returned)
         ]
 
     def _is_due(self, now: float, quiet: list[int]) -> bool:
@@ -209,11 +209,6 @@ class DeadlockWatch:
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(PATIENCE)
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
-
-
-def _waits(head: Head) -> bool:
-    """Return whether the worker waits for an operation, or for threads of its own."""
-    return head.waiting >= 0 or bool(head.bits & JOINS)
 
 
 def _may_go_on(stacks: list[list[Frame]], waits: int = 0, joins: bool = False) -> bool:

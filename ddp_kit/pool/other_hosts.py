@@ -287,7 +287,7 @@ class RemoteBoard:
     def read(self) -> BoardCopy:
         """Return the board. A rank that moves has no events there, as if it did not wait."""
         head = self.head()
-        if head.waiting >= 0 or head.ended:
+        if head.waits or head.ended:
             copy = self._hosts.board(self._rank)
             if copy is not None and copy.head == head:
                 return _with_sources(copy)

@@ -33,6 +33,11 @@ class Head(NamedTuple):
     began: int = 0  # nanoseconds of the monotonic clock, when the worker was called
     ended: int = 0  # when it ended; 0: it is still running
 
+    @property
+    def waits(self) -> bool:
+        """Whether the worker waits for an operation, or for threads of its own."""
+        return self.waiting >= 0 or bool(self.bits & JOINS)
+
 
 class Row(NamedTuple):
     """One event, in numbers. Texts have numbers from 1; 0: there was no room for the text."""
@@ -67,17 +72,6 @@ class BoardCopy(NamedTuple):
     def count(self, slot: int) -> tuple[int, int]:
         """Return how many operations were posted, and how many of them were given up."""
         return COUNT.unpack_from(self.counts, slot * COUNT.size)
-
-    def newest(self, many: int) -> BoardCopy:
-        """Return a copy in which all but the newest events, and the one waited for, are blank."""
-        first = self.head.events - many
-        if first <= 0:
-            return self
-        rows = bytearray(len(self.rows))
-        for index in {*range(first, self.head.events), max(0, self.head.waiting)}:
-            at = slice(index % EVENTS * ROW.size, (index % EVENTS + 1) * ROW.size)
-            rows[at] = self.rows[at]
-        return self._replace(rows=bytes(rows))
 
 
 EMPTY = BoardCopy(Head(), b"", b"", b"")

@@ -158,14 +158,14 @@ class _Observation:
         The notebook needs the board of a rank that waits, or whose worker has ended.
         """
         head = self._board.head()
-        rests = head.waiting >= 0 or head.ended > 0
+        rests = head.waits or head.ended > 0
         if rests and head.moves != self._shown and self._quiet() >= QUIET:
             self._show_board(store)
         sign = Sign(number, head.moves == self._shown or not rests, head)
         store.set(f"sign {self._rank}", sign.encode())
 
     def _show_board(self, store: dist.Store) -> None:
-        copy = self._board.read().newest(SHOWN)
+        copy = other_host.newest(self._board.read(), SHOWN)
         store.set(f"board {self._rank}", other_host.encode_board(copy))
         self._shown = copy.head.moves
 

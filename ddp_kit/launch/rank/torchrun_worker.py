@@ -161,8 +161,8 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     """Run the program on another host; put a report of it into the store."""
     world_size = environment.rank_info().world_size
     board, report, printed = Board(), RemoteReport(), io.StringIO()
+    observer = Observer(board, rank)  # a fork, which shares the board
     os.register_at_fork(after_in_child=board.unshare)
-    observer = Observer(board, rank)
     environment.end_with_agent()  # not the observer, which reports that this process has ended
     board.answer_with_stacks()
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)

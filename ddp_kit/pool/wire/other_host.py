@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.trace import EMPTY, BoardCopy, Clock
-from ddp_kit.trace.board_copy import Head
+from ddp_kit.trace.board_copy import EVENTS, Head
 
 PERIOD = 0.25  # seconds between two signs of life
 LOST = 30.0  # seconds without one after which a host is given up
@@ -105,6 +105,18 @@ class Answer(NamedTuple):
             [Frame(_replace(_FOLDERS, file), *rest) for file, *rest in stack] for stack in stacks
         ]
         return Answer(moves, quiet, frames)
+
+
+def newest(copy: BoardCopy, many: int) -> BoardCopy:
+    """Return the copy of a board without events but the newest ones, and the one waited for."""
+    first = copy.head.events - many
+    if first <= 0:
+        return copy
+    rows, size = bytearray(len(copy.rows)), len(copy.rows) // min(copy.head.events, EVENTS)
+    for index in {*range(first, copy.head.events), max(0, copy.head.waiting)}:
+        at = slice(index % EVENTS * size, (index % EVENTS + 1) * size)
+        rows[at] = copy.rows[at]
+    return copy._replace(rows=bytes(rows))
 
 
 def encode_board(copy: BoardCopy) -> bytes:
