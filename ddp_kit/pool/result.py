@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_kit.errors import PoolError
+from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import Trace
 
 
@@ -39,3 +41,15 @@ class Result:
             head = f"rank {rank}: "
             lines.append(head + textwrap.indent(repr(value), " " * len(head)).lstrip())
         return "\n".join(lines)
+
+
+def unpack(rank: int, packed: Payload) -> Any:
+    """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
+    try:
+        return packed.unpack()
+    except (Exception, SystemExit) as error:
+        raise PoolError(
+            f"what rank {rank} returned cannot be rebuilt in the notebook: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
+            "dicts, and of a model its state_dict()"
+        ) from None

@@ -23,7 +23,7 @@ from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_i
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses
 from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, locate
-from ddp_kit.pool.result import Result
+from ddp_kit.pool.result import Result, unpack
 from ddp_kit.pool.wire.messages import (
     Environment,
     KitFailed,
@@ -241,13 +241,11 @@ class Run:
         if error is None and not self._reports.broken:
             error = judge(self._snapshots, self._reports.returned, over=True)
         if error is None and isinstance(failure, RankError) and self._watch is not None:
-            raised = self._reports.raised.items()
-            inside = {number: reply.inside for number, reply in raised if reply.inside}
-            error = self._watch.why_raised(self._snapshots, inside)
+            error = self._watch.why_raised(self._snapshots, self._reports.raised)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
-            values = (_unpack(rank, reply.payload) for rank, reply in enumerate(replies))
+            values = (unpack(rank, reply.payload) for rank, reply in enumerate(replies))
             result = Result(tuple(values), tuple(output), trace)
         if error is not None:  # what ranks raised is a consequence of it
             error.failures = self._reports.own_failures
@@ -324,18 +322,6 @@ class _Sources:
             descriptor = self._descriptors[number].pop(what, None)
             if descriptor is not None:
                 self._poll.unregister(descriptor)
-
-
-def _unpack(rank: int, packed: Payload) -> Any:
-    """Unpickle what a rank returned. Raise PoolError if the notebook cannot hold it."""
-    try:
-        return packed.unpack()
-    except (Exception, SystemExit) as error:
-        raise PoolError(
-            f"what rank {rank} returned cannot be rebuilt in the notebook: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}; return tensors, numbers, lists or "
-            "dicts, and of a model its state_dict()"
-        ) from None
 
 
 _last: tuple[Any, Environment] | None = None  # os.environ's own data, and what came of it
