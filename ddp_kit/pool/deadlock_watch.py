@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ddp_kit.error_text import Frame, Wait
+from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
+from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot, own_frame
 from ddp_kit.trace.board_copy import Head
 from ddp_kit.trace.polling import calls_of_polling_loop
@@ -152,16 +153,16 @@ class DeadlockWatch:
             self.notices.append(why.fact)
 
     def why_raised(
-        self, snapshots: Sequence[Snapshot], inside: Mapping[int, Wait]
+        self, snapshots: Sequence[Snapshot], raised: Mapping[int, Raised]
     ) -> DeadlockError | None:
         """Return why ranks raised, if a wait did whose end was certain to be its time limit.
 
-        inside: the waits that raised, by rank.
+        raised: what they have reported, by rank.
         """
-        for rank, wait in sorted(inside.items()) if self._limited else ():
-            last = snapshots[rank].last_wait
+        for rank, reply in sorted(raised.items()) if self._limited else ():
+            wait, last = reply.inside, snapshots[rank].last_wait
             error = self._limited.get((rank, last.index)) if last else None
-            if last and error and (wait.op, wait.where) == (last.call, last.where):
+            if last and error and wait and (wait.op, wait.where) == (last.call, last.where):
                 return error
         return None
 

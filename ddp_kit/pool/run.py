@@ -250,9 +250,7 @@ class Run:
         if error is None and not self._reports.broken:
             error = judge(snapshots, self._reports.returned, over=True)
         if error is None and isinstance(failure, RankError) and self._watch is not None:
-            raised = self._reports.raised.items()
-            inside = {number: reply.inside for number, reply in raised if reply.inside}
-            error = self._watch.why_raised(self._snapshots, inside)
+            error = self._watch.why_raised(self._snapshots, self._reports.raised)
         result = None
         if failure is None and self._verdict is None:
             replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))

@@ -16,6 +16,7 @@ import right_meshes
 import right_messages
 import right_others
 import right_slow
+import right_threads
 import right_waits
 import stores_and_barriers
 import waits
@@ -41,6 +42,7 @@ MODULES = (
     right_slow,
     right_others,
     right_waits,
+    right_threads,
 )
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from time import monotonic_ns
+from types import CodeType
 from typing import Any
 
 import torch
