@@ -33,7 +33,7 @@ from ddp_kit.errors import (
     TraceError,
 )
 from ddp_kit.launch import torchrun
-from ddp_kit.pool import Result, WorkerPool, run
+from ddp_kit.pool import Result, WorkerPool, run, shutdown
 from ddp_kit.pool.ipython import shell
 from ddp_kit.trace import load_trace, progress
 
@@ -71,6 +71,7 @@ __all__ = [
     "plot",
     "progress",
     "run",
+    "shutdown",
     "torchrun",
 ]
 
