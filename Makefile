@@ -55,6 +55,7 @@ test: $(STAMP)  ## check style, imports, tests and every notebook; TORCH=2.x.y: 
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
+	@echo "Running all tests and notebooks: about 16 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium

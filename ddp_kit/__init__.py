@@ -35,7 +35,7 @@ from ddp_kit.errors import (
     TraceError,
 )
 from ddp_kit.launch import torchrun
-from ddp_kit.pool import Result, WorkerPool, run
+from ddp_kit.pool import Result, WorkerPool, run, shutdown
 from ddp_kit.pool.ipython import shell
 from ddp_kit.trace import load_trace, progress
 
@@ -76,6 +76,7 @@ __all__ = [
     "plot",
     "progress",
     "run",
+    "shutdown",
     "torchrun",
 ]
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -270,6 +271,22 @@ def test_a_helper_thread_cannot_run_ranks():
     thread.join()
     assert errors
     assert "not from the thread 'helper'" in errors[0]
+
+
+def test_a_long_value_fills_the_cell():
+    text = repr(kit.run(lambda r, w: list(range(5_000)), world_size=2))
+    assert len(text) < 3_300
+    assert text.count(" more characters") == 2
+    assert "... and 27,390 more characters\nrank 1: [0, 1, 2," in text
+
+
+def test_ranks_stay_after_shutdown_or_the_next_run_fails():
+    kit.run(total, world_size=2)
+    pids = kit.run(pid, world_size=2)
+    kit.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    kit.shutdown()  # there is nothing to end
+    assert list(kit.run(total, world_size=2)) == [1, 1]
 
 
 def test_a_closed_pool_says_so(pool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,13 @@ def test_an_environment_is_committed_or_outlives_make_clean():
     for environment in (".venv", ".venv-peers", ".venv-torch-*"):
         assert f"{environment}/" in ignored
         assert environment in removed.split()
+
+
+def test_a_clone_beside_a_script_hides_the_installed_package(tmp_path):
+    (tmp_path / "ddp_kit").symlink_to(ROOT)
+    script = tmp_path / "script.py"
+    script.write_text("import ddp_kit\nprint(callable(ddp_kit.run))\n")
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(script)]
+    ran = subprocess.run(command, env=outside, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "True\n", ran.stderr

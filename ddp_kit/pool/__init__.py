@@ -10,7 +10,7 @@ wire/            what travels between the two
 
 from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
-from ddp_kit.pool.pool import WorkerPool, launcher_of, run
+from ddp_kit.pool.pool import WorkerPool, launcher_of, run, shutdown
 from ddp_kit.pool.rank_processes import end_all
 from ddp_kit.pool.result import Result
 
@@ -22,4 +22,5 @@ __all__ = [
     "interruptible",
     "launcher_of",
     "run",
+    "shutdown",
 ]

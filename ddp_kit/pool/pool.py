@@ -215,6 +215,20 @@ def run(
     return pool._run(packed, world_size, chosen, timeout)
 
 
+def shutdown() -> None:
+    """End the ranks of the shared pools, which otherwise stay until this process ends.
+
+    That frees their memory, about 150 MB for each rank. The next `run` starts new ones. Do nothing
+    if there are none.
+
+    Raises PoolError in a run, which must end first.
+    """
+    if any(pool._running for pool in _shared.values()):
+        raise PoolError("a run is still going on; wait for it, or interrupt it")
+    while _shared:
+        _shared.popitem()[1].close()
+
+
 def _is_outdated(pool: WorkerPool) -> bool:
     """Return whether ranks that were started early are unused, and their variables have changed."""
     processes = pool._processes

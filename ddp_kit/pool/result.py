@@ -9,13 +9,16 @@ from typing import Any
 
 from ddp_kit.trace import Trace
 
+LONGEST_REPR = 1_500  # characters of a returned value that are shown; result[rank] is all of it
+
 
 @dataclass(frozen=True)
 class Result:
     """What every rank of one run returned, printed and sent.
 
     result[2] is what rank 2 returned; `len(result)` is the world size; iterating goes in
-    rank order. output[2] is all that rank 2 printed, as one str.
+    rank order. output[2] is all that rank 2 printed, as one str. Of a long value, such as a
+    state_dict, the repr of a Result shows the beginning.
     """
 
     values: tuple[Any, ...]
@@ -36,6 +39,9 @@ class Result:
             return f"{len(self)} ranks returned None"
         lines = []
         for rank, value in enumerate(self.values):
-            head = f"rank {rank}: "
-            lines.append(head + textwrap.indent(repr(value), " " * len(head)).lstrip())
+            head, text = f"rank {rank}: ", repr(value)
+            if len(text) > LONGEST_REPR:
+                left_out = len(text) - LONGEST_REPR
+                text = f"{text[:LONGEST_REPR]} ... and {left_out:,} more characters"
+            lines.append(head + textwrap.indent(text, " " * len(head)).lstrip())
         return "\n".join(lines)

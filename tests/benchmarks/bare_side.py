@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import Pipe
 
 import torch
@@ -17,12 +19,12 @@ from side import seconds, serve
 WORLD_SIZE = 4
 
 
-def join_group(rank, folder):
+def join_group(rank, folder, world_size):
     """Join a group through a file, over loopback, with one thread per rank, as the kit does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
     where = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
 
 
 def all_reduce():
@@ -32,7 +34,7 @@ def all_reduce():
 
 
 def first_result(rank, folder, pipes):
-    join_group(rank, folder)
+    join_group(rank, folder, len(pipes))
     pipes[rank].send(all_reduce())
     dist.destroy_process_group()
 
@@ -42,18 +44,18 @@ def only_import(rank, folder, pipes):
 
 
 def serve_calls(rank, folder, pipes):
-    join_group(rank, folder)
+    join_group(rank, folder, len(pipes))
     while pipes[rank].recv():
         pipes[rank].send(all_reduce())
     dist.destroy_process_group()
 
 
 @contextmanager
-def spawned(worker):
-    """Start `worker` on four processes and return the parent's ends of their pipes."""
-    ours, theirs = zip(*(Pipe() for _ in range(WORLD_SIZE)), strict=True)
+def spawned(worker, world_size=WORLD_SIZE):
+    """Start `worker` on some processes and return the parent's ends of their pipes."""
+    ours, theirs = zip(*(Pipe() for _ in range(world_size)), strict=True)
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (folder, theirs), nprocs=WORLD_SIZE, join=False)
+        context = mp.spawn(worker, (folder, theirs), nprocs=world_size, join=False)
         yield ours
         while not context.join():
             pass
@@ -73,7 +75,7 @@ def once(worker):
 def call(pipes):
     for pipe in pipes:
         pipe.send(True)
-    assert [pipe.recv() for pipe in pipes] == [4.0] * WORLD_SIZE
+    assert [pipe.recv() for pipe in pipes] == [len(pipes)] * len(pipes)
 
 
 def warm():
@@ -89,5 +91,23 @@ def warm():
                 pipe.send(False)
 
 
+def growth(world_size):
+    """The median of 50 such calls on some number of processes, in seconds."""
+    yield "ready"
+    with spawned(serve_calls, world_size) as pipes:
+        call(pipes)
+        found = statistics.median(seconds(call, pipes) for _ in range(50))
+        for pipe in pipes:
+            pipe.send(False)
+    yield {"floor": found}
+
+
 if __name__ == "__main__":
-    serve({"cold": lambda: once(first_result), "imports": lambda: once(only_import), "warm": warm})
+    serve(
+        {
+            "cold": lambda: once(first_result),
+            "imports": lambda: once(only_import),
+            "warm": warm,
+            **{f"growth {n}": partial(growth, n) for n in (2, 4, 8, 16, 32, 64)},
+        }
+    )

@@ -158,7 +158,7 @@ class Running:
         self._home = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._errors = Path(self._home.name, "errors").open("wb+")  # noqa: SIM115
         environment = {
-            **os.environ,
+            **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
             MARK: self._mark,
             "HOME": self._home.name,  # peers keep profiles, connections and logs there
             "TMPDIR": self._home.name,

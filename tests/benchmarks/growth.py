@@ -13,6 +13,7 @@ TITLE = "growth with the number of ranks"
 COLUMNS = {
     "start": "start and first result",
     "warm": "warm call",
+    "floor": "a word, all_reduce, a word back",
     "memory": "memory of a rank",
     "deadlock": "a deadlock is found",
     "events": "100,000 traced events",
@@ -29,9 +30,12 @@ def measure() -> dict[int, dict[str, Any] | str]:
         try:
             for number in range(ROUNDS):
                 bench.say(f"{TITLE}: round {number + 1}, {ranks} ranks")
-                side = bench.Side("ddp_kit", "kit_side.py", f"growth {ranks}")
-                with bench.running(side, sys.executable) as process:
-                    rounds.append(process.round())
+                values: dict[str, float] = {}
+                for script in ("kit_side.py", "bare_side.py"):
+                    side = bench.Side(script, script, f"growth {ranks}")
+                    with bench.running(side, sys.executable) as process:
+                        values |= process.round()
+                rounds.append(values)
             found[ranks] = {key: statistics.median(one[key] for one in rounds) for key in COLUMNS}
         except bench.SideFailed as failed:
             found[ranks] = str(failed)

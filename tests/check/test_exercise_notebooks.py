@@ -15,7 +15,7 @@ import pytest
 import ddp_kit as kit
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = sorted(path.name for path in FOLDER.glob("exercises/*.ipynb"))
+NAMES = sorted(path.name for path in FOLDER.glob("exercises/[0-9]*.ipynb"))
 MOST_MISSING = 5
 MOST_EXERCISES = 5
 
@@ -40,7 +40,7 @@ def checks(cells: dict[str, dict]) -> dict[str, dict]:
 
 def test_every_exercise_has_a_solution_and_belongs_to_a_lesson():
     assert NAMES
-    assert sorted(path.name for path in FOLDER.glob("solutions/*.ipynb")) == NAMES
+    assert sorted(path.name for path in FOLDER.glob("solutions/[0-9]*.ipynb")) == NAMES
     for name in NAMES:
         assert (FOLDER / name).exists(), name
         lesson = "".join("".join(cell["source"]) for cell in cells(".", name).values())

@@ -36,8 +36,9 @@ class ThisPython(AsyncKernelManager):
 
 
 def all_notebooks() -> list[Path]:
-    """List the notebooks of the repository in order, without Jupyter's checkpoints."""
-    return [p for p in sorted(FOLDER.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
+    """List the notebooks of the course in order, without a learner's own and checkpoints."""
+    found = sorted(FOLDER.rglob("[0-9][0-9]_*.ipynb"))
+    return [path for path in found if ".ipynb_checkpoints" not in path.parts]
 
 
 def execute(path: Path) -> bytes:

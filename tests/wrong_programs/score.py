@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import select
-import signal
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,6 +43,7 @@ TOOLS = {
     "monitored_barrier": "`monitored_barrier` before every collective, {timeout:g} s",
     "flight_recorder": "flight recorder, dumped after {timeout:g} s",
 }
+MARK = "DDP_KIT_VERDICTS"  # every process of a tool has it in its environment
 PATIENCE = 90.0  # seconds beyond the program's own after which a tool has no answer
 Results = dict[str, Report]  # by the program's name
 
@@ -60,16 +61,18 @@ class Tool:
         elif name == "flight_recorder":
             self._environment["TORCH_FR_BUFFER_SIZE"] = "20000"
         self._process: subprocess.Popen | None = None
+        self.left: list[str] = []  # processes and files that were there when it had ended
 
     def ask(self, program: Program, file: Path) -> Report:
         """Return what the tool says of a program."""
         if self._process is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="verdicts-"))
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=self._environment,
+                env={**self._environment, MARK: self._folder.name, "TMPDIR": str(self._folder)},
                 start_new_session=True,
             )
         job = {"file": str(file), "world_size": program.world_size, "seconds": program.seconds}
@@ -96,24 +99,29 @@ class Tool:
         return line
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process; note what it has left, and remove that."""
         if self._process is None:
             return
-        children = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for child in children:  # psutil compares the start times, so it ends no stranger
+        owned = [process for process in psutil.process_iter() if self._owns(process)]
+        self.left += [f"process {process.name()}" for process in owned]
+        self.left += [f"file {path.name}" for path in self._folder.iterdir()]
+        for process in owned:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(children, 5)
+                process.kill()
+        psutil.wait_procs(owned, 5)
         self._process.wait()
         self._process.stdout.close()
         self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self._folder.name
+        except (psutil.Error, OSError):
+            return False
 
 
 def score(
@@ -122,13 +130,14 @@ def score(
     timeout: float,
     jobs: int,
     show: Callable[[Program, Report], None] | None = None,
-) -> Results:
-    """Return what a tool says of each program.
+) -> tuple[Results, list[str]]:
+    """Return what a tool says of each program, and the processes and files that it has left.
 
     jobs: how many run at once; the kit runs one. show: is called with each report as it comes.
     """
     results: Results = {}
     todo = list(programs)[::-1]
+    left: list[str] = []
     lock = threading.Lock()
 
     def work(folder: Path) -> None:
@@ -147,6 +156,7 @@ def score(
                         show(program, report)
         finally:
             process.close()
+            left.extend(process.left)
 
     with tempfile.TemporaryDirectory(prefix="wrong-") as folder:
         count = 1 if tool == "ddp_kit" else min(jobs, len(programs))
@@ -163,7 +173,7 @@ def score(
                 worker.join()
             raise
     say("")
-    return results
+    return results, left
 
 
 def say(text: str) -> None:
@@ -286,9 +296,10 @@ def main() -> None:
     if not programs:
         parser.error(f"no program has {options.only!r} in its name or category")
     results: dict[str, Results] = {}
+    left: dict[str, list[str]] = {}
     for tool in options.tools:
         show = partial(print_report, tool) if options.text else None
-        results[tool] = score(tool, programs, options.timeout, options.jobs, show)
+        results[tool], left[tool] = score(tool, programs, options.timeout, options.jobs, show)
         if options.failures and tool == "ddp_kit":
             print(failures(programs, results[tool]))
     rows = [
@@ -297,6 +308,8 @@ def main() -> None:
     ]
     wrong = sum(not program.is_right for program in programs)
     counted = f"{wrong} wrong programs and {len(programs) - wrong} right ones, {machine()}"
+    if "ddp_kit" in left:
+        counted += f"\nddp_kit has left {', '.join(left['ddp_kit']) or 'no process and no file'}."
     text = "\n".join([counted, "", HEAD, *rows, "", by_category(programs, results), ""])
     print(text)
     if options.record:
