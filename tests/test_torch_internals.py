@@ -64,7 +64,14 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
 }
 DOCUMENTED = {  # modules that have a page in PyTorch's documentation
     *("torch", "torch.autograd", "torch.cuda", "torch.func", "torch.futures", "torch.library"),
-    *("torch.ops", "torch.optim", "torch.random", "torch.utils.data", "torch.version"),
+    *(
+        "torch.linalg",
+        "torch.ops",
+        "torch.optim",
+        "torch.random",
+        "torch.utils.data",
+        "torch.version",
+    ),
     *("torch.nn", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
     *("torch.distributed", "torch.multiprocessing"),
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",

@@ -668,8 +668,8 @@ def test_a_wait_is_read_as_it_was_written(page):
 
 
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
-    monkeypatch.setattr(board, "EVENTS", 8)
-    monkeypatch.setattr("ddp_kit.trace.snapshot.EVENTS", 8)
+    for module in ("board", "board_copy", "snapshot"):
+        monkeypatch.setattr(f"ddp_kit.trace.{module}.EVENTS", 8)
     for index in range(11):
         add(page, index)
     page.begin_wait(9, 2000, limited=False, shown=True)
