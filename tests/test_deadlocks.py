@@ -927,3 +927,10 @@ def test_a_rank_leaves_a_collective_on_gloo_without_one_that_it_needs(method, tm
         start(method, groups[absent], root, numel).wait()
         for work in works.values():
             work.wait()
+
+
+def test_a_key_that_no_rank_but_the_notebook_sets_is_taken_for_a_deadlock(tmp_path):
+    path = str(tmp_path / "store")
+    threading.Timer(3, dist.FileStore(path, -1).set, ("key", "value")).start()
+    values = kit.run(lambda rank, world_size: dist.FileStore(path, -1).get("key"), world_size=2)
+    assert list(values) == [b"value", b"value"]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import sys
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +13,7 @@ from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
-from ddp_kit.trace import Snapshot, own_frame
+from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board_copy import Head
 from ddp_kit.trace.polling import calls_of_polling_loop
 from ddp_kit.trace.rank import recorder
@@ -86,7 +83,7 @@ class DeadlockWatch:
         """Return all ranks if none of them moves, else those that wait or have returned.
 
         While others move, ranks must be quiet for longer: those that come to wait with them at
-        nearly the same time belong into the same verdict.
+        nearly the same time belong in the same verdict.
         """
         if now - max(self._since) >= QUIET:
             return list(range(len(heads)))
@@ -176,6 +173,8 @@ class DeadlockWatch:
     ) -> DeadlockError | MismatchError | None:
         """Return the error if nothing but the ranks' waits decides how they go on."""
         waits = {snapshot.rank: snapshot.waits for snapshot in snapshots if snapshot.waits}
+        if isinstance(error, DeadlockError):  # what other ranks do cannot help these
+            waits = {wait.rank: waits[wait.rank] for wait in error.waits}
         keys = any(event.kind == "key" for events in waits.values() for event in events)
         numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
         here = range(len(self._ranks))
@@ -203,10 +202,8 @@ class DeadlockWatch:
 
     def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether nobody sets the keys that ranks wait for, or has just set them."""
-        mine = threading.get_ident()
-        frames = [frame for thread, frame in sys._current_frames().items() if thread != mine]
-        if self._others is not None or any(map(own_frame, frames)) or have_processes(self._ranks):
-            return False  # code in no rank may have the store, too
+        if have_processes(self._ranks):
+            return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(PATIENCE)
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
@@ -242,12 +239,19 @@ def _may_communicate(stack: list[Frame]) -> bool:
 
 def _is_idle(stack: list[Frame]) -> bool:
     """Return whether a thread only helps others, or waits for work; or it belongs to the kit."""
-    places = [(os.path.basename(frame.file), frame.function) for frame in stack]
+    places = list(map(_place, stack))
+    if _RESULTS in places and any(file == "connection.py" for file, _ in places):
+        return False  # processes may be at work, and it calls what is to be called after that
     helps = any(place in _HELPERS for place in places)
     if helps or any(frame.file == _WATCHES_PARENT for frame in stack):
         return True
-    waits = itertools.dropwhile(("threading.py", "wait").__eq__, places)
-    return next(waits, None) in _IDLE
+    inner = [frame for at, frame in zip(places, stack, strict=True) if at != _WAITS][:1]
+    # A function of C, which a pool's thread calls, has no frame of its own.
+    return any(_place(frame) in _IDLE and "func(" not in frame.source for frame in inner)
+
+
+def _place(frame: Frame) -> tuple[str, str]:
+    return os.path.basename(frame.file), frame.function
 
 
 def _is_wait(frame: Frame) -> bool:
@@ -282,4 +286,5 @@ _HELPERS = {
     ("queues.py", "_feed"),
     *(("pool.py", name) for name in ("_handle_workers", "_handle_tasks", "_handle_results")),
 }
+_WAITS, _RESULTS = ("threading.py", "wait"), ("pool.py", "_handle_results")
 _IDLE = {("thread.py", "_worker"), ("pool.py", "worker"), ("queue.py", "get")}

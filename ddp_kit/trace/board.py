@@ -37,6 +37,7 @@ from ddp_kit.trace.board_copy import (
     LIMITED,
     LIMITED_THERE,
     POLLED,
+    RENUMBERED,
     ROW,
     BoardCopy,
     Head,
@@ -183,7 +184,7 @@ class Board:
         if shown:
             self._forget_stacks()
             self._waiting = index
-            self._bits = self._bits & CROWDED | limited * LIMITED | polled * POLLED
+            self._bits = self._bits & (CROWDED | RENUMBERED) | limited * LIMITED | polled * POLLED
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
@@ -202,6 +203,11 @@ class Board:
         self._bits = self._bits & ~JOINS | joins * JOINS
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def write_renumbered(self) -> None:
+        """Write that the rank has another number in its world than in the pool."""
+        self._bits |= RENUMBERED
+        self._write_head()
 
     def write_progress(self, done: int | None, total: int | None) -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
@@ -271,7 +277,8 @@ class Board:
 
     def read_counts(self) -> BoardCopy:
         """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
-        head = self.head()._replace(waiting=-1, events=0)
+        head = self.head()
+        head = head._replace(waiting=-1, events=0, bits=head.bits & ~JOINS)
         counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * COUNT.size]
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         return BoardCopy(head, counts, texts, b"")

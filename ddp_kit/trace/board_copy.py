@@ -9,8 +9,9 @@ from typing import NamedTuple
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 
 # Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
-# a loop that polls; the worker's own thread waits for other threads.
-LIMITED, CROWDED, POLLED, JOINS = 1, 2, 4, 8
+# a loop that polls; the worker's own thread waits for other threads; the worker has formed a world
+# in which this rank has another number than in the pool.
+LIMITED, CROWDED, POLLED, JOINS, RENUMBERED = 1, 2, 4, 8, 16
 # Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
 # message whose Work was deleted before anybody had waited for it; another thread than the worker's
 # own waits for it, and this wait ends by itself after a time.

@@ -18,6 +18,7 @@ from ddp_kit.trace.board_copy import (
     LIMITED_THERE,
     LOOKED_AFTER,
     POLLED,
+    RENUMBERED,
     VOID,
     BoardCopy,
     Row,
@@ -114,6 +115,11 @@ class Snapshot:
     def polls(self) -> bool:
         """Whether its wait is a loop that asks whether an operation is complete."""
         return self.waiting is not None and bool(self.log.head.bits & POLLED)
+
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether it has another number in its world than in the pool, so no peer is known."""
+        return bool(self.log.head.bits & RENUMBERED)
 
     @property
     def is_crowded(self) -> bool:

@@ -162,7 +162,9 @@ def needed_on_gloo(event: Event) -> tuple[int, ...]:
     me, everyone = event.group.ranks.index(event.rank), set(range(size))
     root = me if event.root is None else event.group.ranks.index(event.root)
     needed = everyone
-    if event.method == "broadcast":
+    if event.method == "new_group":  # the others only count it
+        needed = {event.group.ranks.index(member) for member in event.inputs[0]}
+    elif event.method == "broadcast":
         at = (me - root) % size
         parents = {at & ((1 << bit) - 1) for bit in range(at.bit_length())}
         children = {n for n in range(1, size) if n ^ (1 << n.bit_length() - 1) == at}
@@ -248,6 +250,8 @@ def _was_met(one: Event, at: Mapping[int, RankState]) -> bool:
             channel[1:] == one.channel[1:] for state in at.values() for channel in state.sends
         )
     peer = at.get(one.peer)
+    if peer is not None and one.kind == "send" and peer.any_source.get((one.tag, one.group), 0) > 0:
+        return True
     posted = {} if peer is None else peer.recvs if one.kind == "send" else peer.sends
     return posted.get(one.channel, 0) > one.sequence
 

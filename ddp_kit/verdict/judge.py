@@ -25,6 +25,8 @@ def judge(
     has returned, raised or ended; if not, nothing has moved for a while, and a disagreement counts
     only if a rank waits because of it.
     """
+    if any(snapshot.is_renumbered for snapshot in snapshots):
+        return None
     if over:
         error = None if plainly_agree(snapshots) else mismatch(_events(snapshots))
         return error or (half_created(snapshots) if len(returned) == len(snapshots) else None)
@@ -50,7 +52,7 @@ def ends_by_its_limit(
 
     It is no deadlock: a rank may handle the exception and go on. `judge` has found none.
     """
-    if any(snapshot.is_crowded for snapshot in snapshots):
+    if any(snapshot.is_crowded or snapshot.is_renumbered for snapshot in snapshots):
         return None
     if all(each.waits_forever or not each.waits for each in snapshots):
         return None
@@ -59,9 +61,10 @@ def ends_by_its_limit(
     if not isinstance(error, DeadlockError):
         return None
     limited = [w.rank for w in error.waits if not snapshots[w.rank].waits_forever]
-    ends = "the wait of {} ends by its" if len(limited) == 1 else "the waits of {} end by their"
-    fact = error.fact.replace(" can ever ", " can ")
-    fact = f"{fact}; {ends.format(name_ranks(limited))} own time limit"
+    ends = f"the wait of {name_ranks(limited)} ends by its own time limit"
+    if len(limited) > 1:  # the other waits may then end in another way
+        ends = f"one of the waits of {name_ranks(limited)} must reach its time limit first"
+    fact = f"{error.fact.replace(' can ever ', ' can ')}; {ends}"
     return DeadlockError(fact, error.waits, error.hint, error.returned)
 
 

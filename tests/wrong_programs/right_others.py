@@ -2,12 +2,87 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from data_parallel import ddp
 from fsdp_and_pipelines import fsdp, pipeline
 from meshes import on_mesh
-from program import NONE, program
+from program import NONE, Program, program
+
+LEAVE_WORLD = """\
+import time
+store = dist.distributed_c10d._get_default_store()
+dist.destroy_process_group()
+"""
+
+
+def in_other_worlds(name: str, what: str, size: int, body: str) -> Program:
+    """Return a right program whose ranks leave their world, and form others."""
+    body = LEAVE_WORLD + textwrap.dedent(body).strip("\n")
+    return program(name, "group", what, NONE, size, body)
+
 
 PROGRAMS = [
+    in_other_worlds(
+        "world_with_its_ranks_in_reverse",
+        "The ranks form a world in which the last one is rank 0, which sends late.",
+        3,
+        """
+        store = dist.PrefixStore("reversed", store)
+        dist.init_process_group(
+            "gloo", store=store, rank=world_size - 1 - rank, world_size=world_size
+        )
+        tensor = torch.ones(4)
+        dist.broadcast(tensor, 0)
+        if dist.get_rank() == 0:
+            time.sleep(2)
+            dist.send(tensor, 1)
+        elif dist.get_rank() == 1:
+            dist.recv(tensor, 0)
+        """,
+    ),
+    in_other_worlds(
+        "world_without_rank_0",
+        "Ranks 1 and 2 form a world of two, and rank 0 returns late.",
+        3,
+        """
+        if rank == 0:
+            time.sleep(3)
+            return
+        store = dist.PrefixStore("without 0", store)
+        dist.init_process_group("gloo", store=store, rank=rank - 1, world_size=2)
+        time.sleep(2 * (rank == 1))
+        dist.all_reduce(torch.ones(4))
+        """,
+    ),
+    in_other_worlds(
+        "two_worlds_side_by_side",
+        "Two pairs of ranks form a world each, and reduce other tensors.",
+        4,
+        """
+        store = dist.PrefixStore(f"pair {rank // 2}", store)
+        dist.init_process_group("gloo", store=store, rank=rank % 2, world_size=2)
+        dist.all_reduce(torch.ones(4 if rank < 2 else 7))
+        if rank >= 2:
+            dist.barrier()
+        """,
+    ),
+    program(
+        "new_group_that_a_non_member_creates_later",
+        "group",
+        "Rank 2 creates the group of the others after a message that comes once they have it.",
+        NONE,
+        3,
+        """
+        import time
+        if rank == 2:
+            dist.recv(torch.ones(4), 0)
+        time.sleep(2 * (rank == 1))
+        dist.new_group([0, 1])
+        if rank == 0:
+            dist.send(torch.ones(4), 2)
+        """,
+    ),
     program(
         "the_later_receive_is_waited_for_first",
         "message matching",

@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
+from program import NONE, program
 from right_waits import waits
 
 PROGRAMS = [
+    program(
+        "callback_of_a_thread_pool_sends",
+        "slow ranks",
+        "A thread of a pool runs a function of C, and its callback sends what rank 1 waits for.",
+        NONE,
+        2,
+        """
+        import time
+        from multiprocessing.pool import ThreadPool
+        if rank == 0:
+            with ThreadPool(1) as threads:
+                send = lambda _: dist.send(torch.ones(4), 1)
+                task = threads.apply_async(time.sleep, (2,), callback=send)
+                dist.recv(torch.ones(4), 1)
+                task.wait()
+        else:
+            dist.recv(torch.ones(4), 0)
+            dist.send(torch.ones(4), 0)
+        """,
+    ),
+    program(
+        "callback_of_a_process_pool_sends",
+        "slow ranks",
+        "A process of a pool sleeps, and a callback then sends what rank 1 waits for.",
+        NONE,
+        2,
+        """
+        import multiprocessing, time
+        if rank == 0:
+            with multiprocessing.get_context("fork").Pool(1) as processes:
+                send = lambda _: dist.send(torch.ones(4), 1)
+                task = processes.apply_async(time.sleep, (2,), callback=send)
+                dist.recv(torch.ones(4), 1)
+                task.wait()
+        else:
+            dist.recv(torch.ones(4), 0)
+            dist.send(torch.ones(4), 0)
+        """,
+    ),
     waits(
         "a_joined_thread_that_receives_late",
         "Rank 0 joins a thread that receives what rank 1 sends after 2 s.",

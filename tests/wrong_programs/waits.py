@@ -151,6 +151,20 @@ MISSING_WAIT = [
         """,
     ),
     program(
+        "isend_thrown_away_before_a_receive_from_any_source",
+        "missing wait",
+        "Rank 0 waits for the message that rank 1 has dropped, and the one after it is stuck.",
+        DEADLOCK,
+        2,
+        """
+        if rank == 0:
+            dist.recv(torch.zeros(4))  # fault: 0
+        else:
+            dist.isend(torch.ones(4), 0)
+            dist.send(torch.ones(4), 0)  # held up: 1
+        """,
+    ),
+    program(
         "any_source_irecv_thrown_away_before_a_barrier",
         "missing wait",
         "Nothing keeps the irecv of rank 0, whose message then blocks the connection.",

@@ -169,7 +169,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     how, recorder = RETURNED, None
     try:
         with (
-            recording(InternTable(board), environment.attempt() + 1) as recorder,
+            recording(InternTable(board), environment.attempt() + 1, rank) as recorder,
             redirect_stdout(out),
             redirect_stderr(err),
         ):

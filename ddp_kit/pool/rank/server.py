@@ -110,7 +110,9 @@ class RankServer:
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         groups, keeps_groups = torch_internals.count_groups(), False
         restart: str | None = "what an earlier run has changed could not be restored"
-        with recording(self._table, call.number) as recorder, warnings.catch_warnings():
+        store = self._joined.store
+        recorded = recording(self._table, call.number, rank, store)
+        with recorded as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
                     self._restore()

@@ -33,7 +33,10 @@ class Recorder:
     broken: the id of the exception that was raised in a wait, and that wait.
     """
 
-    def __init__(self, table: InternTable, run: int = 0) -> None:
+    def __init__(
+        self, table: InternTable, run: int = 0, rank: int | None = None, store: str | None = None
+    ) -> None:
+        self.rank, self.store = rank, store
         self.broken: tuple[int, Wait] | None = None
         self.newest: Posted | None = None
         self.prefix = ""  # of the names of operations: who calls them, such as "DDP "
@@ -79,11 +82,13 @@ class Recorder:
             self._board = None
             self.table.end()
 
-    def begin_world(self, size: int) -> None:
-        """Note that the worker has formed a default process group. size: its number of ranks."""
+    def begin_world(self, size: int, rank: int) -> None:
+        """Note that the worker has formed a default process group of `size` ranks, as `rank`."""
         with self._lock:
             if self._board is not None:
                 self.table.begin_world(size)
+                if self.rank not in (None, rank):
+                    self._board.write_renumbered()
 
     def post(
         self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""

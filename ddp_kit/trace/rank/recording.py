@@ -29,17 +29,23 @@ _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an in
 
 
 @contextmanager
-def recording(table: InternTable | None = None, run: int = 0) -> Iterator[Recorder]:
+def recording(
+    table: InternTable | None = None,
+    run: int = 0,
+    rank: int | None = None,
+    store: str | None = None,
+) -> Iterator[Recorder]:
     """Record what this process communicates until the end of this block.
 
     table: of the board to write it on. None: on the board of the recording around this one, which
     begins anew, or on a new board. run: the pool's number of the run, which the board shows.
+    rank: this process's in the pool. store: the path of the FileStore that only its ranks have.
     """
     _replace_all()
     before = recorder.current
     if table is None and before is not None:
-        table, run = before.table, before.run
-    own = recorder.current = Recorder(table or InternTable(Board()), run)
+        table, run, rank, store = before.table, before.run, before.rank, before.store
+    own = recorder.current = Recorder(table or InternTable(Board()), run, rank, store)
     try:
         yield own
     finally:
@@ -205,7 +211,7 @@ def _new_process_group(
 ) -> Any:
     made = original(size, rank, members, *args, **kwargs)
     if not members:  # PyTorch passes none for the default group
-        recorder.begin_world(made[0].size())
+        recorder.begin_world(made[0].size(), made[0].rank())
     return made
 
 

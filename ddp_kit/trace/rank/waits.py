@@ -99,6 +99,8 @@ def wait_for_keys(
     recorder.key_waits += 1
     if not args or recorder.key_waits > _MOST_KEYS or not _calls_itself(sys._getframe(2)):
         return original(store, *args, **kwargs)
+    if not _is_file(store, recorder.store):  # who else has it is unknown
+        return original(store, *args, **kwargs)
     # It is no event of the trace: nothing is sent to anybody. But the row shows it as a wait.
     called = f"store.{name}({_shorten.repr(args[0])})"
     posted = recorder.post(("store", ()), Call("key"), op=called)
@@ -109,6 +111,13 @@ def wait_for_keys(
         timeout = getattr(store, "timeout", _STORE_TIMEOUT)
         limited = timeout != _STORE_TIMEOUT and is_short(timeout)
     return recorder.block(posted, limited, original, store, *args, **kwargs)
+
+
+def _is_file(store: dist.Store, path: str | None) -> bool:
+    """Return whether this is the FileStore at a path, perhaps behind prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return path is not None and isinstance(store, dist.FileStore) and store.path == path
 
 
 def _calls_itself(frame: FrameType | None) -> bool:
