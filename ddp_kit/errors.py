@@ -16,7 +16,7 @@
     ├── MismatchError         ranks disagree              .fact, .calls, .absent, .hint, .failures,
     │                                                     .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
-    ├── ProofError            a claim does not hold, of a lesson or a comparison
+    ├── ProofError            a claim of a lesson or a comparison does not hold
     └── ExerciseError         an answer is not right yet  .error, .trace
 
     try:
@@ -100,7 +100,7 @@ class CompareError(KitError, ValueError, TypeError):
 
 
 class ProofError(KitError, AssertionError):
-    """A claim does not hold on this machine: of a lesson, or that two values are equal."""
+    """A lesson's claim, or the equality of two values, does not hold on this machine."""
 
 
 class ExerciseError(KitError, AssertionError):

@@ -227,7 +227,7 @@ def blocked(states: Sequence[RankState]) -> dict[int, list[Event]]:
 
     Each comes with the messages for which that is so: both ends were called, and one was given up.
     If it was in flight, gloo stops in the middle of it, and nothing passes after it. Whether it was
-    nobody knows, so this is an explanation only of what lasts too long.
+    is unknown, so this explains only waits that last too long.
     """
     at = {state.rank: state for state in states}
     given_up = [one for state in states for by in state.given_up.values() for one in by.values()]
