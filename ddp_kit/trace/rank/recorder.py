@@ -19,6 +19,7 @@ from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import GIVEN_UP, LOOKED_AFTER, VOID
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
+from ddp_kit.trace.polling import Loop
 from ddp_kit.trace.rank.posted import Posted, find_caller
 from ddp_kit.trace.stacks import write_handled
 
@@ -49,7 +50,7 @@ class Recorder:
         self._from_any: dict[Count, dict[int, int | None]] = {}
         self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
         self.polled: Posted | None = None  # the operation that a loop of the worker waits for
-        self.loops: dict[tuple[str, int], frozenset[str] | None] = {}  # that may poll, by line
+        self.loops: dict[tuple[str, int], Loop | None] = {}  # that may poll, by line
         self.no_wait_at: tuple[CodeType, int] | None = None  # a code and a place in it that polls
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
