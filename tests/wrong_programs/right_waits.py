@@ -57,6 +57,67 @@ FUTURES = [
         dist.barrier()
         """,
     ),
+    program(
+        "callback_to_come_sends",
+        "waits without wait()",
+        "Ranks 0 and 1 receive from each other, but a callback is to send when rank 2 has joined.",
+        NONE,
+        3,
+        """
+        import time
+        time.sleep(2 * (rank == 2))
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        if rank == 0:
+            sent = work.get_future().then(lambda done: dist.send(torch.ones(4), 1))
+            dist.recv(torch.ones(4), 1)
+            sent.wait()
+        elif rank == 1:
+            dist.recv(torch.ones(4), 0)
+            dist.send(torch.ones(4), 0)
+        work.wait()
+        """,
+        seconds=2,
+    ),
+    program(
+        "callback_to_come_sends_for_a_joined_thread",
+        "waits without wait()",
+        "Rank 0 joins a thread that receives, and its callback is to send what rank 1 needs.",
+        NONE,
+        3,
+        """
+        import threading, time
+        time.sleep(2 * (rank == 2))
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        if rank == 0:
+            work.get_future().add_done_callback(lambda done: dist.send(torch.ones(4), 1))
+            thread = threading.Thread(target=dist.recv, args=(torch.ones(4), 1))
+            thread.start()
+            thread.join()
+        elif rank == 1:
+            dist.recv(torch.ones(4), 0)
+            dist.send(torch.ones(4), 0)
+        work.wait()
+        """,
+        seconds=2,
+    ),
+    waits(
+        "callback_of_a_rank_that_has_returned_sends",
+        "Rank 1 has returned when its callback begins, and sends what rank 0 needs 2 s later.",
+        """
+        def later(done):
+            time.sleep(2)
+            dist.send(torch.ones(4), 0)
+
+        time.sleep(1 - rank)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        if rank == 1:
+            work.get_future().then(later)
+        else:
+            work.wait()
+            dist.recv(torch.ones(4), 1)
+        """,
+        3,
+    ),
 ]
 
 KEYS = [

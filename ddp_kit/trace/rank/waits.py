@@ -57,11 +57,40 @@ def follow_then(
     recorder: Recorder, original: Callable, future: Future, callback: Callable
 ) -> Future:
     """Note that the future of a callback completes after the operation of its own future."""
-    later = original(future, callback)
-    if (posted := recorder.operation_of(future)) is not None:
-        recorder.expect_no_wait(posted)
-        recorder.remember(later, posted)
+    posted = recorder.operation_of(future)
+    if posted is None:
+        return original(future, callback)
+    recorder.expect_no_wait(posted)
+    later = original(future, _announced(recorder, posted, callback))
+    recorder.remember(later, posted)
     return later
+
+
+def add_done_callback(
+    recorder: Recorder, original: Callable, future: Future, callback: Callable
+) -> None:
+    """Note that a callback runs once the operation of a future is complete."""
+    posted = recorder.operation_of(future)
+    recorder.expect_no_wait(posted)
+    original(future, callback if posted is None else _announced(recorder, posted, callback))
+
+
+def _announced(recorder: Recorder, posted: Posted, callback: Callable) -> Callable:
+    """Return a callback as one that the board shows from now until its end.
+
+    It may communicate, and no stack shows it before it begins, or after the worker has returned.
+    """
+    if not callable(callback):
+        return callback  # PyTorch refuses it
+
+    def call_back(done: Future) -> Any:
+        try:
+            return callback(done)
+        finally:
+            recorder.count_callbacks(posted, -1)
+
+    recorder.count_callbacks(posted, +1)
+    return call_back
 
 
 def follow_all(recorder: Recorder, original: Callable, futures: Sequence[Future]) -> Future:
