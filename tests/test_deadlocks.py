@@ -146,6 +146,14 @@ def waits_for_the_result_of_a_callback(rank, world_size):
         future.then(lambda done: done.value()).wait()
 
 
+def waits_for_a_callback_that_never_runs(rank, world_size):
+    if rank == 0:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        future.then(lambda done: dist.send(torch.ones(1), 1))
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
 def waits_for_several_futures(rank, world_size):
     futures = []
     for _ in range(2 - rank):
@@ -192,9 +200,12 @@ def waits_for_each_others_keys(rank, world_size):
 
 def polls(rank, world_size):
     if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        while not work.is_completed():
+        jobs, tries = SimpleNamespace(), 0
+        jobs.works = [dist.all_reduce(torch.ones(1), async_op=True)]
+        while not jobs.works[0].is_completed():
+            tries += 1
             time.sleep(0.01)
+            print(f"\r{tries}", end="")
 
 
 def polls_two_works(rank, world_size):
@@ -250,6 +261,11 @@ DEADLOCKS = [
         waits_for_the_result_of_a_callback,
         2,
         "rank 0 waits in all_reduce for rank 1, which has returned",
+    ),
+    (
+        waits_for_a_callback_that_never_runs,
+        2,
+        "rank 1 waits for a message from rank 0, which has returned without sending it",
     ),
     (waits_for_several_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),
     (waits_for_collected_futures, 2, "rank 0 waits in all_reduce for rank 1, which has returned"),

@@ -7,15 +7,16 @@ import textwrap
 
 import pytest
 
-from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.polling import find_polling_loop
 
 
 def found(source, line=1):
-    """Return what is found around a line of this source."""
+    """Return which functions the loop around a line of this source calls; None: it does more."""
     source = textwrap.dedent(source)
     linecache.cache["<loop>"] = len(source), None, source.splitlines(True), "<loop>"
     try:
-        return calls_of_polling_loop("<loop>", line)
+        loop = find_polling_loop("<loop>", line)
+        return None if loop is None else loop.calls
     finally:
         del linecache.cache["<loop>"]
 
@@ -54,6 +55,11 @@ def test_a_loop_that_only_polls_is_not_found(source, calls):
         "while not work.is_completed(): print(step())",
         "while not work.is_completed(): time.sleep(step())",
         "while not work.is_completed(): pause -= 1; time.sleep(pause)",
+        "while not work.is_completed(): time.sleep(-1)",
+        "while not work.is_completed(): print('', end=1)",
+        "while not work.is_completed(): tries += 'one'",
+        "while not work.is_completed(): tries += tries",
+        "while not all(w.work.is_completed() for w in works): pass",
         "while not work.is_completed(): tries = tries[1:]",
         "while not work.is_completed(): work = other",
         "while not works[i].is_completed(): i += 1",

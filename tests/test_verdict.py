@@ -432,6 +432,17 @@ def test_a_rank_is_called_dead_although_a_thread_of_it_can_go_on():
     assert stuck([state, gone, RankState(2, "waiting", waits_for_it)]) == {0: (1,), 2: (0,)}
 
 
+def test_a_rank_that_has_returned_is_called_dead_although_a_callback_of_it_may_send():
+    waiting = RankState(0, "waiting", Event(0, 0, "recv", "recv", "recv", THREE, 0, peer=1))
+    reduces = Event(1, 0, "all_reduce", "collective", "allreduce", THREE, 0)
+    returned = RankState(1, "returned", others=(reduces,), collectives={THREE: 1})
+    assert stuck([waiting, returned, RankState(2, "running")]) == {0: (1,)}  # rank 0 has to join
+    joined = replace(waiting, collectives={THREE: 1})
+    assert stuck([joined, returned, RankState(2, "running")]) == {}
+    assert stuck([joined, returned, RankState(2, "returned")]) == {0: (1,)}
+    assert stuck([joined, returned, RankState(2, "returned", collectives={THREE: 1})]) == {}
+
+
 def test_a_slow_collective_is_called_dead():
     event = Event(0, 0, "all_reduce", "collective", "allreduce", TWO, 0)
     both = [RankState(r, "waiting", replace(event, rank=r), collectives={TWO: 1}) for r in (0, 1)]

@@ -15,7 +15,7 @@ from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board_copy import Head
-from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
 from ddp_kit.verdict import ends_by_its_limit, judge
@@ -274,7 +274,7 @@ def _own_line(stack: list[Frame]) -> Frame | None:
 def _polls(stack: list[Frame]) -> bool:
     """Return whether a thread is in a loop that ends only when an operation is complete."""
     own = _own_line(stack)
-    return own is not None and calls_of_polling_loop(own.file, own.line) is not None
+    return own is not None and find_polling_loop(own.file, own.line) is not None
 
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")

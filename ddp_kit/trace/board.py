@@ -29,6 +29,8 @@ from typing import Any, BinaryIO
 
 from ddp_kit.trace import stacks
 from ddp_kit.trace.board_copy import (
+    CALLS_BACK,
+    CALLS_BACK_SOON,
     COUNT,
     CROWDED,
     EVENTS,
@@ -180,7 +182,7 @@ class Board:
         if self._is_kept(index):
             _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
         if not shown:
-            self._change_bits(index, IN_THREAD | limited * LIMITED_THERE)
+            self._change_bits(index, LIMITED_THERE, IN_THREAD | limited * LIMITED_THERE)
         if shown:
             self._forget_stacks()
             self._waiting = index
@@ -194,7 +196,7 @@ class Board:
         if shown:
             self._waiting = -1
         else:
-            self._change_bits(index, 0)
+            self._change_bits(index, IN_THREAD | LIMITED_THERE)
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
@@ -208,6 +210,13 @@ class Board:
         """Write that the rank has another number in its world than in the pool."""
         self._bits |= RENUMBERED
         self._write_head()
+
+    def write_callbacks(self, index: int, left: int, limited: bool) -> None:
+        """Write whether callbacks of an event are left. limited: they run after a time anyway."""
+        bits = CALLS_BACK | limited * CALLS_BACK_SOON
+        self._change_bits(index, CALLS_BACK | CALLS_BACK_SOON, bits if left else 0)
+        self._moves += 1
+        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
     def write_progress(self, done: int | None, total: int | None) -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
@@ -234,15 +243,14 @@ class Board:
             _END.pack_into(self._page, _row_at(index) + _END_AT, now)
 
     def write_bits(self, index: int, bits: int) -> None:
-        """Write the bits of an event."""
-        if self._is_kept(index):
-            _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits)
+        """Add bits to those of an event."""
+        self._change_bits(index, 0, bits)
 
-    def _change_bits(self, index: int, bits: int) -> None:
-        """Write the bits of an event that say how a thread waits for it."""
+    def _change_bits(self, index: int, old: int, new: int = 0) -> None:
+        """Remove some bits of an event, and add new ones."""
         if self._is_kept(index):
-            (old,) = _BITS.unpack_from(self._page, _row_at(index) + _BITS_AT)
-            self.write_bits(index, old & ~(IN_THREAD | LIMITED_THERE) | bits)
+            (bits,) = _BITS.unpack_from(self._page, _row_at(index) + _BITS_AT)
+            _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits & ~old | new)
 
     def write_source(self, index: int, source: int, sequence: int) -> None:
         """Write who sent a message that was received from any source."""

@@ -12,16 +12,24 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-_Names = set[str]
+_LARGEST = 1e9  # print and sleep take all numbers up to this one
+_PRINT = {"end": str, "sep": str, "flush": bool}  # keywords that cannot fail
 
 
-def calls_of_polling_loop(file: str, line: int) -> frozenset[str] | None:
-    """Return the functions that the loop around a line calls, such as {"all", "time.sleep"}.
+@dataclass
+class Loop:
+    """What a loop that only polls uses. It is a wait if all of that is what it seems to be."""
 
-    They are harmless if they are what their names say. None: no loop is around the line, or the
-    innermost one does more than poll.
-    """
+    calls: set[str] = field(default_factory=set)  # functions, such as "all" or "time.sleep"
+    works: list[ast.expr] = field(default_factory=list)  # such as `work` or `self.works[0]`
+    collections: list[ast.expr] = field(default_factory=list)  # of works
+    numbers: set[str] = field(default_factory=set)  # names that its body reads
+
+
+def find_polling_loop(file: str, line: int) -> Loop | None:
+    """Return the innermost loop around a line; None if there is none, or it does more than poll."""
     linecache.checkcache(file)
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -35,45 +43,55 @@ def calls_of_polling_loop(file: str, line: int) -> frozenset[str] | None:
     loop = max(around, key=lambda node: node.lineno, default=None)
     if loop is None or loop.orelse:
         return None
-    calls: _Names = set()
-    if not _is_open(loop.test, calls):
+    found = Loop()
+    if not _is_open(loop.test, found):
         return None
     changed = {name for statement in loop.body for name in _assigned(statement)}
-    if not all(_is_harmless(statement, calls, changed) for statement in loop.body):
+    if not all(_is_harmless(statement, found, changed) for statement in loop.body):
         return None
     used = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
-    used |= {call.partition(".")[0] for call in calls}
-    return None if used & changed else frozenset(calls)
+    used |= {call.partition(".")[0] for call in found.calls}
+    return None if used & changed else found
 
 
 # Only waits for all of several operations count: one that is open is enough to stay in the loop.
 
 
-def _is_open(test: ast.expr, calls: _Names) -> bool:
-    """Return whether a test is true as long as any of the operations in it is not complete."""
+def _is_open(test: ast.expr, found: Loop, element: str = "") -> bool:
+    """Return whether a test is true as long as any of the operations in it is not complete.
+
+    element: the name of an element of a collection, if that is all it may ask.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _is_complete(test.operand, calls)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
-        return all(_is_open(value, calls) for value in test.values)
-    element = _element(test, "any", calls)
-    return element is not None and _is_open(element, calls)
+        return _is_complete(test.operand, found, element)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and not element:
+        return all(_is_open(value, found) for value in test.values)
+    made = None if element else _generated(test, "any", found)
+    return made is not None and _is_open(made.elt, found, ast.unparse(made.generators[0].target))
 
 
-def _is_complete(test: ast.expr, calls: _Names) -> bool:
+def _is_complete(test: ast.expr, found: Loop, element: str = "") -> bool:
     """Return whether a test is true only when all the operations in it are complete."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _is_open(test.operand, calls)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return all(_is_complete(value, calls) for value in test.values)
+        return _is_open(test.operand, found, element)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not element:
+        return all(_is_complete(value, found) for value in test.values)
     if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
-        plain = _is_plain(test.func.value) and not test.args and not test.keywords
-        return plain and test.func.attr == "is_completed"
-    element = _element(test, "all", calls)
-    return element is not None and _is_complete(element, calls)
+        work = test.func.value
+        if test.func.attr != "is_completed" or test.args or test.keywords:
+            return False
+        if element:
+            return isinstance(work, ast.Name) and work.id == element
+        found.works.append(work)
+        return _is_plain(work)
+    made = None if element else _generated(test, "all", found)
+    return made is not None and _is_complete(
+        made.elt, found, ast.unparse(made.generators[0].target)
+    )
 
 
-def _element(test: ast.expr, function: str, calls: _Names) -> ast.expr | None:
-    """Return `element` of a test such as `all(element for name in works)`."""
+def _generated(test: ast.expr, function: str, found: Loop) -> ast.GeneratorExp | None:
+    """Return the generator of a test such as `all(element for name in works)`."""
     if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and len(test.args) == 1):
         return None
     made = test.args[0]  # a list would ask all operations, not only as long as it must
@@ -82,8 +100,9 @@ def _element(test: ast.expr, function: str, calls: _Names) -> ast.expr | None:
     first, *others = made.generators
     if others or first.ifs or first.is_async or not isinstance(first.target, ast.Name):
         return None
-    calls.add(function)
-    return made.elt if _is_plain(first.iter) else None
+    found.calls.add(function)
+    found.collections.append(first.iter)
+    return made if _is_plain(first.iter) else None
 
 
 def _is_plain(value: ast.expr) -> bool:
@@ -103,41 +122,59 @@ def _assigned(statement: ast.stmt) -> Iterable[str]:
     )
 
 
-def _is_harmless(statement: ast.stmt, calls: _Names, changed: _Names) -> bool:
+def _is_harmless(statement: ast.stmt, found: Loop, changed: set[str]) -> bool:
     """Return whether a statement goes on to the next one, each time that it is run."""
     if isinstance(statement, (ast.Pass, ast.Continue)):
         return True
     if isinstance(statement, ast.Assign):
         named = all(isinstance(target, ast.Name) for target in statement.targets)
-        return named and _is_simple(statement.value)
-    if isinstance(statement, ast.AugAssign):
-        adds = isinstance(statement.op, (ast.Add, ast.Sub))
-        return adds and isinstance(statement.target, ast.Name) and _is_simple(statement.value)
+        return named and _is_number(statement.value, found)
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        name = ast.Name(statement.target.id)
+        return _is_number(ast.BinOp(name, statement.op, statement.value), found)
     if not isinstance(statement, ast.Expr):
         return False
     called = statement.value
     if not isinstance(called, ast.Call):
         return isinstance(called, ast.Constant)
     name = ast.unparse(called.func)
-    calls.add(name)
-    values = [*called.args, *(keyword.value for keyword in called.keywords)]
+    found.calls.add(name)
     if name == "print":
-        return all(map(_is_simple, values))
+        given = ((each.arg or "", each.value) for each in called.keywords)
+        return all(_is_printable(value, found) for value in called.args) and all(
+            isinstance(value, ast.Constant) and type(value.value) is _PRINT.get(key)
+            for key, value in given
+        )
     # A time that changes may become negative, which ends the loop with an error.
-    steady = all(
-        isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id not in changed)
-        for value in values
+    if name not in ("sleep", "time.sleep") or called.keywords or len(called.args) != 1:
+        return False
+    (pause,) = called.args
+    steady = isinstance(pause, ast.Constant) or (
+        isinstance(pause, ast.Name) and pause.id not in changed
     )
-    return name in ("sleep", "time.sleep") and steady
+    return steady and _is_number(pause, found)
 
 
-def _is_simple(value: ast.expr) -> bool:
-    """Return whether an expression calls nothing and does not begin to fail at some time."""
-    if isinstance(value, ast.BinOp):
-        simple = isinstance(value.op, (ast.Add, ast.Sub))
-        return simple and _is_simple(value.left) and _is_simple(value.right)
+def _is_printable(value: ast.expr, found: Loop) -> bool:
+    """Return whether an expression is text that no code of the learner's makes, or a number."""
     if isinstance(value, ast.JoinedStr):
-        return all(map(_is_simple, value.values))
+        return all(_is_printable(part, found) for part in value.values)
     if isinstance(value, ast.FormattedValue):
-        return value.format_spec is None and _is_simple(value.value)
-    return isinstance(value, (ast.Constant, ast.Name))
+        return value.format_spec is None and _is_printable(value.value, found)
+    return isinstance(value, ast.Constant) or _is_number(value, found)
+
+
+def _is_number(value: ast.expr, found: Loop) -> bool:
+    """Return whether an expression is a number if the names in it are, and does not grow fast."""
+    if isinstance(value, ast.BinOp):
+        steps = isinstance(value.op, (ast.Add, ast.Sub)) and isinstance(value.right, ast.Constant)
+        return steps and _is_number(value.left, found) and _is_number(value.right, found)
+    if isinstance(value, ast.Name):
+        found.numbers.add(value.id)
+        return True
+    return isinstance(value, ast.Constant) and is_plain_number(value.value)
+
+
+def is_plain_number(value: object) -> bool:
+    """Return whether a value is a number that can be counted up, printed and slept for."""
+    return type(value) in (bool, int, float) and 0 <= value < _LARGEST  # type: ignore[operator]

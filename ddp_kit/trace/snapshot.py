@@ -9,6 +9,8 @@ from typing import Any
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import (
+    CALLS_BACK,
+    CALLS_BACK_SOON,
     CROWDED,
     EVENTS,
     GIVEN_UP,
@@ -85,6 +87,11 @@ class Snapshot:
         """What other threads than the worker's own wait for."""
         return self._events_where(lambda row: row.bits & IN_THREAD)
 
+    @cached_property
+    def callbacks(self) -> list[Event]:
+        """The operations with callbacks that are still to run, or running."""
+        return self._events_where(lambda row: row.bits & CALLS_BACK)
+
     @property
     def joins(self) -> bool:
         """Whether the worker's own thread waits for other threads, and for nothing else."""
@@ -94,16 +101,23 @@ class Snapshot:
     def waits(self) -> tuple[Event, ...]:
         """What the rank waits for; it can go on after any of these. (): it may do anything."""
         main = self.waiting
-        if main is None and not self.joins:
+        if main is None and not (self.joins and self.thread_waits):
             return ()
-        return (*([main] if main else []), *self.thread_waits)
+        return (*([main] if main else []), *self.thread_waits, *self.callbacks)
 
     @property
     def waits_forever(self) -> bool:
         """Whether it waits, and no wait has a timeout that would end it."""
         limited = self.waiting is not None and bool(self.log.head.bits & LIMITED)
-        limited |= any(self.log.row(each.index).bits & LIMITED_THERE for each in self.thread_waits)
-        return bool(self.waits) and not limited
+        return bool(self.waits) and not (limited or self.is_limited_elsewhere)
+
+    @property
+    def is_limited_elsewhere(self) -> bool:
+        """Whether a timeout ends a wait of another thread, or lets a callback run."""
+        limited = any(self.log.row(e.index).bits & LIMITED_THERE for e in self.thread_waits)
+        return limited or any(
+            self.log.row(each.index).bits & CALLS_BACK_SOON for each in self.callbacks
+        )
 
     @property
     def last_wait(self) -> Event | None:

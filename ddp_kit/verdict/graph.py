@@ -35,7 +35,8 @@ class RankState:
     any_source: dict[tuple[int, Group], int] = field(default_factory=dict)  # (tag, group): open
     collectives: dict[Group, int] = field(default_factory=dict)
     given_up: dict[Channel, dict[int, Event]] = field(default_factory=dict)  # by their sequence
-    others: tuple[Event, ...] = ()  # of its other threads: it can go on after any of these, too
+    # Of its other threads and callbacks: it can go on after any of these, even if it has returned.
+    others: tuple[Event, ...] = ()
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, returned: bool, limits: bool = True) -> RankState:
@@ -45,8 +46,12 @@ class RankState:
         """
         rank = snapshot.rank
         waits = snapshot.waits if snapshot.waits_forever or not limits else ()
-        status = "returned" if returned else "waiting" if waits else "running"
+        status = "waiting" if waits else "running"
         state = cls(rank, status, waits[0] if waits else None, others=waits[1:])
+        if returned:  # its callbacks are still to come
+            others = tuple(snapshot.callbacks)
+            soon = limits and bool(others) and snapshot.is_limited_elsewhere
+            state = cls(rank, "running" if soon else "returned", others=others)
         for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
             if kind == "send":
                 state.sends[rank, peer, tag, group] = posted
@@ -74,7 +79,8 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
         and all(peers is not None for _, peers in ways)
     }
     # A rank without a state may do anything, so it is never dead.
-    dead = {rank for rank in at if rank in waiting or at[rank].status == "returned"}
+    gone = {rank for rank in at if at[rank].status == "returned"}
+    dead = {rank for rank in gone if not at[rank].others} | waiting.keys()
     freed = True
     while freed:
         freed = {
@@ -90,16 +96,15 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
         for rank, ways in waiting.items()
         if all(peers and dead.issuperset(peers) for _, peers in ways)
     }
-    return {rank: ways[0][1] for rank, ways in waiting.items() if rank in dead}
+    return {rank: ways[0][1] for rank, ways in waiting.items() if rank in dead - gone}
 
 
 def _ways(state: RankState) -> list[RankState]:
-    """Return a state for each way in which a waiting rank may go on: one for each wait."""
-    if state.status != "waiting" or state.waits_for is None:
-        return []
-    return [
-        replace(state, waits_for=event, others=()) for event in (state.waits_for, *state.others)
-    ]
+    """Return a state for each way in which a rank may go on: one for each wait or callback."""
+    events = state.others
+    if state.status == "waiting":
+        events = (state.waits_for, *events) if state.waits_for is not None else ()
+    return [replace(state, status="waiting", waits_for=event, others=()) for event in events]
 
 
 def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:

@@ -15,6 +15,7 @@ import right_collectives
 import right_meshes
 import right_messages
 import right_others
+import right_polls
 import right_slow
 import right_threads
 import right_waits
@@ -42,6 +43,7 @@ MODULES = (
     right_slow,
     right_others,
     right_waits,
+    right_polls,
     right_threads,
 )
 PROGRAMS: list[Program] = [program for module in MODULES for program in module.PROGRAMS]

@@ -80,8 +80,11 @@ def _start(
             now.expect_no_wait(posted)
         for result in [results] if isinstance(results, torch.Tensor) else results:
             in_place = function != name  # several may be in flight
-            earlier = now.results.get(_memory(result), []) if in_place else []
-            now.results[_memory(result)] = [*earlier, posted]
+            if memory := _memory(result):  # a result without elements has none
+                earlier = now.results.get(memory, []) if in_place else []
+                now.results[memory] = [*earlier, posted]
+            else:
+                now.expect_no_wait(posted)
     return results
 
 

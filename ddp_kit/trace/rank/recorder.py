@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from time import monotonic_ns
 from types import CodeType
@@ -19,6 +20,7 @@ from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import GIVEN_UP, LOOKED_AFTER, VOID
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
+from ddp_kit.trace.polling import Loop
 from ddp_kit.trace.rank.posted import Posted, find_caller
 from ddp_kit.trace.stacks import write_handled
 
@@ -52,11 +54,12 @@ class Recorder:
         self._from_any: dict[Count, dict[int, int | None]] = {}
         self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
         self.polled: Posted | None = None  # the operation that a loop of the worker waits for
-        self.loops: dict[tuple[str, int], frozenset[str] | None] = {}  # that may poll, by line
+        self.loops: dict[tuple[str, int], Loop | None] = {}  # that may poll, by line
         self.no_wait_at: tuple[CodeType, int] | None = None  # a code and a place in it that polls
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete
+        self._callbacks: Counter[int] = Counter()  # to come or running, by the index of the event
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = 0
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
@@ -284,7 +287,8 @@ class Recorder:
         if entry[1].call.method == "recv_anysource":
             with self._lock:
                 self._place(entry[1], None)
-        self._futures += 1
+        with self._lock:
+            self._futures += 1
 
         def complete(_: torch.futures.Future) -> None:
             with self._lock:
@@ -293,6 +297,14 @@ class Recorder:
                     self._board.write_end(entry[1].index, monotonic_ns())
 
         inspect.unwrap(type(future).then)(future, complete)  # nobody has used it yet
+
+    def count_callbacks(self, posted: Posted, change: int) -> None:
+        """Write whether callbacks are left that run once an operation is complete."""
+        with self._lock:
+            self._callbacks[posted.index] += change
+            if self._board is not None:
+                left = self._callbacks[posted.index]
+                self._board.write_callbacks(posted.index, left, posted.group.limited)
 
     def remember(self, waitable: Any, posted: Posted) -> None:
         """Remember that who waits for this Work or future waits for an operation."""

@@ -71,10 +71,11 @@ def _replace_all() -> None:
     _replace(Work, "get_future", _get_future)
     for name in ("wait", "get"):
         _replace(dist.Store, name, functools.partial(waits.wait_for_keys, name))
-    for name in ("value", "done", "add_done_callback"):
+    for name in ("value", "done"):
         _replace(_FUTURE, name, waits.use_future)
     _replace(_FUTURE, "wait", waits.wait_for_future)
     _replace(_FUTURE, "then", waits.follow_then)
+    _replace(_FUTURE, "add_done_callback", waits.add_done_callback)
     _replace(torch.futures, "collect_all", waits.follow_all)
     _replace(torch.futures, "wait_all", waits.wait_for_all)
     _replace(threading.Thread, "join", waits.join)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import concurrent.futures
+import inspect
+import io
 import os
 import reprlib
 import signal
@@ -11,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, WrapperDescriptorType
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +24,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from ddp_kit.trace.calls import Call, is_short
-from ddp_kit.trace.polling import calls_of_polling_loop
+from ddp_kit.trace.polling import find_polling_loop, is_plain_number
 from ddp_kit.trace.rank.posted import Posted
 from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.trace.stacks import is_kit, is_own
@@ -53,11 +57,40 @@ def follow_then(
     recorder: Recorder, original: Callable, future: Future, callback: Callable
 ) -> Future:
     """Note that the future of a callback completes after the operation of its own future."""
-    later = original(future, callback)
-    if (posted := recorder.operation_of(future)) is not None:
-        recorder.expect_no_wait(posted)
-        recorder.remember(later, posted)
+    posted = recorder.operation_of(future)
+    if posted is None:
+        return original(future, callback)
+    recorder.expect_no_wait(posted)
+    later = original(future, _announced(recorder, posted, callback))
+    recorder.remember(later, posted)
     return later
+
+
+def add_done_callback(
+    recorder: Recorder, original: Callable, future: Future, callback: Callable
+) -> None:
+    """Note that a callback runs once the operation of a future is complete."""
+    posted = recorder.operation_of(future)
+    recorder.expect_no_wait(posted)
+    original(future, callback if posted is None else _announced(recorder, posted, callback))
+
+
+def _announced(recorder: Recorder, posted: Posted, callback: Callable) -> Callable:
+    """Return a callback as one that the board shows from now until its end.
+
+    It may communicate, and no stack shows it before it begins, or after the worker has returned.
+    """
+    if not callable(callback):
+        return callback  # PyTorch refuses it
+
+    def call_back(done: Future) -> Any:
+        try:
+            return callback(done)
+        finally:
+            recorder.count_callbacks(posted, -1)
+
+    recorder.count_callbacks(posted, +1)
+    return call_back
 
 
 def follow_all(recorder: Recorder, original: Callable, futures: Sequence[Future]) -> Future:
@@ -164,29 +197,59 @@ def _only_polls(frame: FrameType, loops: dict) -> bool:
     """
     file, line = frame.f_code.co_filename, frame.f_lineno
     try:
-        calls = loops[file, line]
+        loop = loops[file, line]
     except KeyError:
-        calls = loops[file, line] = calls_of_polling_loop(file, line) if is_own(file) else None
-    if calls is None:
+        loop = loops[file, line] = find_polling_loop(file, line) if is_own(file) else None
+    if loop is None:
         return False
     while frame.f_code.co_name == "<genexpr>" and frame.f_back is not None:
         frame = frame.f_back
-    harmless = all(_find(name, frame) is _HARMLESS[name.split(".")[-1]] for name in calls)
-    return harmless and not may_be_interrupted()
+    works = [_find(work, frame) for work in loop.works]
+    for collection in (_find(name, frame) for name in loop.collections):
+        if type(collection) not in (list, tuple):  # an iterator may be at its end
+            return False
+        works += collection
+    named = ((name, _find(ast.parse(name, mode="eval").body, frame)) for name in loop.calls)
+    return (
+        all(found is _HARMLESS[name.split(".")[-1]] for name, found in named)
+        and all(map(_is_recorded, works))
+        and all(is_plain_number(_find(ast.Name(name), frame)) for name in loop.numbers)
+        and ("print" not in loop.calls or type(sys.stdout) is io.TextIOWrapper)
+        and not may_be_interrupted()
+    )
 
 
-def _find(name: str, frame: FrameType) -> Any:
-    """Return what a name such as "time.sleep" stands for in a frame."""
-    first, *others = name.split(".")
-    scopes = frame.f_locals, frame.f_globals, vars(builtins)
-    value = next((scope[first] for scope in scopes if first in scope), None)
-    for other in others:
-        value = getattr(value, other, None)
-    return value
+def _is_recorded(work: Any) -> bool:
+    """Return whether this is a Work, and its `is_completed` no method of the learner's."""
+    method = work.is_completed if isinstance(work, Work) else None
+    return getattr(method, "__code__", None) is Work.is_completed.__code__
+
+
+def _find(named: ast.expr, frame: FrameType) -> Any:
+    """Return what `work`, `self.work` or `works[0]` stands for; None if that may run any code."""
+    if isinstance(named, ast.Name):
+        scopes = frame.f_locals, frame.f_globals, vars(builtins)
+        return next((scope[named.id] for scope in scopes if named.id in scope), None)
+    if isinstance(named, ast.Attribute):
+        owner = _find(named.value, frame)
+        if not isinstance(type(owner).__getattribute__, WrapperDescriptorType):
+            return None  # a method of the learner's
+        held = vars(owner).get(named.attr) if hasattr(owner, "__dict__") else None
+        return held if inspect.getattr_static(owner, named.attr, None) is held else None
+    if isinstance(named, ast.Subscript):
+        owner = _find(named.value, frame)
+        at = named.slice.value if isinstance(named.slice, ast.Constant) else None
+        at = _find(named.slice, frame) if isinstance(named.slice, ast.Name) else at
+        if type(owner) in (list, tuple, dict) and type(at) in (int, str):
+            with suppress(LookupError, TypeError):
+                return owner[at]
+    return None
 
 
 def may_be_interrupted() -> bool:
-    """Return whether the learner handles a signal: its handler may raise in the main thread."""
+    """Return whether the learner traces or handles signals: that may raise in the main thread."""
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        return True
     handlers = map(signal.getsignal, signal.valid_signals())
     return any(callable(each) and each is not signal.default_int_handler for each in handlers)
 
