@@ -183,6 +183,13 @@ def waits_for_a_key(rank, world_size):
         dist.recv(torch.zeros(1), 1)
 
 
+def waits_for_a_key_after_a_fork(rank, world_size):
+    dist.barrier()
+    if os.fork() == 0:
+        os._exit(0)  # nobody reaps it
+    distributed_c10d._get_default_store().get("nobody sets it")
+
+
 def waits_for_two_keys(rank, world_size):
     store = distributed_c10d._get_default_store()
     dist.barrier()
@@ -276,6 +283,7 @@ DEADLOCKS = [
         "rank 1 waits for the key 'nobody sets it', which no rank has set, "
         "but rank 0 has returned and rank 2 waits too",
     ),
+    (waits_for_a_key_after_a_fork, 2, "rank 0 waits for the key 'nobody sets it'"),
     (waits_for_two_keys, 2, "rank 1 waits for the keys 'one', 'two', which are not all set, but"),
     (waits_for_each_others_keys, 2, "rank 1 waits for the key 'ready 0': neither can ever"),
     (joins_a_thread, 2, "rank 0 waits for rank 1, rank 1 waits for rank 0: neither can ever send"),

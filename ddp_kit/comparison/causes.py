@@ -128,7 +128,9 @@ def _multiple(
         text = f"It is {n} times the reference: {was} summed and not averaged."
         return Cause("summed", f"{text} Divide it by the world size.")
     if n > 1 and is_times(1 / n):
-        text = f"It is 1/{n} of the reference: {was} averaged twice, or where a sum is right."
+        text = (
+            f"It is 1/{n} of the reference: {was} averaged twice, or averaged where a sum is right."
+        )
         return Cause("averaged twice", text)
     if n > 2 and world_size and is_times((n - 1) / n):
         text = f"It is {n - 1}/{n} of the reference, as if the part of one rank were missing."

@@ -42,7 +42,7 @@ def pair(mine: Any, reference: Any) -> tuple[list, list, bool]:
     if isinstance(reference, Result):
         raise CompareError(
             f"reference has values of {count(len(reference), 'rank')}, but mine is a single value; "
-            "choose one of them, such as reference[0]"
+            "swap the two, or choose one of these values, such as reference[0]"
         )
     if isinstance(mine, Result) or _depth(mine) == _depth(reference) + 1:
         if not len(mine):

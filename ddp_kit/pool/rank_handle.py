@@ -218,8 +218,14 @@ def _started_by(ranks: Iterable[RankHandle]) -> list:
 
 def have_processes(ranks: Sequence[RankHandle]) -> bool:
     """Return whether ranks have started processes that still run."""
+    import psutil
+
     own = {rank.process.pid for rank in ranks}
-    return any(process.pid not in own for process in _started_by(ranks))
+    for process in _started_by(ranks):
+        with suppress(psutil.Error):  # one that has ended may wait to be reaped
+            if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def kill_marked(mark: str) -> None:

@@ -267,6 +267,9 @@ class Run:
             return result
         error.trace, error.cell_names = trace, ipython.cell_names()
         error.handled = self._reports.handled
+        if error.handled and isinstance(error, DeadlockError | MismatchError):
+            rank, failure = min(error.handled.items())
+            error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
         raise error
 
     @property

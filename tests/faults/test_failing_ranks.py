@@ -192,6 +192,7 @@ def test_an_exception_that_a_barrier_hides_is_lost():
     with pytest.raises(kit.MismatchError) as caught:
         kit.run(leave, world_size=3)
     assert set(caught.value.handled) == {1}
+    assert caught.value.hint.startswith("The KeyError of rank 1 may be the reason. All ranks")
     lines = str(caught.value).splitlines()
     at = lines.index("rank 1 was handling KeyError: 'lr'")
     assert lines[at + 1] == f'    {line_of(leave, 3)}: {{}}["lr"]'
