@@ -114,6 +114,8 @@ def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
     unknown = event.root is not None and not _is_on_gloo(event)  # which ranks it needs
     if unknown and event.root not in (state.rank, *peers):
         return True  # the root has joined: a rank may leave before the others join
+    if event.method == "new_group" and _is_on_gloo(event):
+        peers = tuple(peer for peer in peers if peer in needed_on_gloo(event))
     enough = any if one_is_enough(event) or unknown else all
     return enough(peer not in dead for peer in peers)
 
@@ -135,7 +137,10 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
         return None
     if event.kind == "collective":
         needed = needed_on_gloo(event) if _is_on_gloo(event) else _others(state, event)
-        return tuple(r for r in needed if not _has_joined(at.get(r), event)) or None
+        missing = tuple(r for r in needed if not _has_joined(at.get(r), event))
+        if missing and event.method == "new_group":  # ranks that are no members must call it, too
+            missing = tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event))
+        return missing or None
     if event.kind == "send":
         return None if _has_receive(at.get(event.peer), event) else (event.peer,)
     if event.kind == "key":  # while it waits, nobody has set the key
@@ -167,7 +172,7 @@ def needed_on_gloo(event: Event) -> tuple[int, ...]:
     me, everyone = event.group.ranks.index(event.rank), set(range(size))
     root = me if event.root is None else event.group.ranks.index(event.root)
     needed = everyone
-    if event.method == "new_group":  # the others only count it
+    if event.method == "new_group":  # it connects its members
         needed = {event.group.ranks.index(member) for member in event.inputs[0]}
     elif event.method == "broadcast":
         at = (me - root) % size
