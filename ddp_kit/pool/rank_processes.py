@@ -15,6 +15,7 @@ from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.log_settings import current_log_settings
 from ddp_kit.pool.wire.messages import (
     CallWorker,
     Environment,
@@ -209,8 +210,12 @@ def current_environment() -> Environment:
         ) from None
     path = tuple(map(str, sys.path))
     data = undecoded_variables()
-    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
-        return _last[1]
-    environment = Environment(path, folder, dict(os.environ))
+    logs = current_log_settings()
+    if _last is not None and data == _last[0]:
+        last = _last[1]
+        if (path, folder) == last[:2] and logs is last.logs:
+            return last
+    in_notebook = view.show_displayed is not None
+    environment = Environment(path, folder, dict(os.environ), logs, in_notebook)
     _last = None if data is None else (dict(data), environment)
     return environment

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,9 +20,11 @@ import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
+from ddp_kit.pool.rank import displayed
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
+    Bundle,
     CallWorker,
     Environment,
     Joined,
@@ -121,6 +123,8 @@ class RankServer:
                     worker, args = call.payload.unpack()
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
+                    if self._in_notebook:
+                        displayed.show_figures()
                 finally:
                     restart = self._put_back(is_cell=keeps_groups)
                 packed = pack(value)
@@ -131,9 +135,18 @@ class RankServer:
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
-                return Raised(failure, status, inside if broken == id(error) else None)
+                inside = inside if broken == id(error) else None
+                return Raised(failure, status, inside, self._take_displayed())
         groups = None if keeps_groups else groups
-        return Returned(packed, self._status(recorder, recorder.all_awaited, groups, restart))
+        status = self._status(recorder, recorder.all_awaited, groups, restart)
+        return Returned(packed, status, self._take_displayed())
+
+    @property
+    def _in_notebook(self) -> bool:
+        return self._environment is not None and self._environment.in_notebook
+
+    def _take_displayed(self) -> Sequence[Bundle]:
+        return displayed.take() if self._in_notebook else ()
 
     def _put_back(self, is_cell: bool) -> str | None:
         """Put back functions that the worker has replaced; return why the process cannot stay.
