@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
+from ddp_kit.pool.rank.import_hooks import instead_of, on_import
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -35,6 +36,7 @@ from ddp_kit.pool.wire.messages import (
     Returned,
 )
 from ddp_kit.trace import Board, InternTable, describe_line, recording
+from ddp_kit.trace.rank import progress
 from ddp_kit.trace.rank.recorder import Recorder
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
@@ -54,6 +56,8 @@ class RankServer:
         self._environment: Environment | None = None  # comes with the first run
         self._is_restored = False  # nothing of the previous run is left
         self._imports = Imports()
+        on_import("tqdm.std", progress.take_over_tqdm)
+        instead_of("tqdm.notebook", progress.fill_tqdm_notebook)
 
     def serve(self) -> None:
         """Handle messages until the pool closes its end of the control pipe."""
