@@ -85,6 +85,7 @@ def test_what_ranks_display_is_not_shown_below_their_names(notebook):
 def test_what_was_displayed_before_an_error_is_lost(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
+        "    from IPython.display import HTML, display\n"
         "    display(HTML('<b>first</b>'))\n"
         "    plt.plot([0, rank])\n"
         "    if rank == 1:\n"
@@ -234,7 +235,8 @@ def worker(rank, world_size, go):
                 kind.write("written")
                 seen(go)
     else:
-        for epoch in tqdm(range(5), mininterval=0):
+        for epoch in (bar := tqdm(range(5), desc="epochs", mininterval=0)):
+            bar.set_postfix(loss=0.5)
             for step in tqdm(range(2), mininterval=0):
                 pass
             if epoch == 2:
@@ -247,7 +249,7 @@ def worker(rank, world_size, go):
 def test_a_bar_of_tqdm_is_text_between_the_prints(notebook, tmp_path):
     notebook.run(BARS)
     cell = notebook.send(f"kit.run(worker, {str(tmp_path)!r}, world_size=4)")
-    three, two = f"{'█' * 15}{'░' * 5} 3 of 4", f"{'█' * 8}{'░' * 12} 2 of 5"
+    three, two = f"{'█' * 15}{'░' * 5} 3 of 4", f"{'█' * 8}{'░' * 12} 2 of 5  epochs, loss=0.5"
 
     def all_seen(cell: Cell) -> bool:
         updates = cell.contents("update_display_data")

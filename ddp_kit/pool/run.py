@@ -210,7 +210,7 @@ class Run:
             now = time.monotonic_ns()
             if wait := read_wait(rank.board, self._number, now - SHORTEST_WAIT):
                 doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
-        newest = view.newest_line(rank.output.newest)
+        newest = view.newest_line(rank.board.label() or rank.output.newest)
         return view.RankLine(doing, seconds, rank.board.progress(), newest)
 
     def _snapshot(self, number: int) -> Snapshot:

@@ -26,7 +26,7 @@ class RankLine(NamedTuple):
     doing: str  # "starting", "computing", "waiting in recv(src=1)", "done", "raised" or "ended"
     seconds: float | None = None  # how long it has waited, to a tenth; None: it does not wait
     progress: tuple[int, int | None] | None = None  # of a loop: steps done, and total if known
-    newest: str = ""  # the last line that it printed
+    newest: str = ""  # the label of its bar, or the last line that it printed
 
     def __str__(self) -> str:
         return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,.1f} s"

@@ -60,6 +60,7 @@ _displayed = Displayed()
 def enable() -> None:
     """Have pyplot and IPython send to the notebook what this process displays from now on."""
     on_import("IPython.core.display_functions", _replace_display)
+    on_import("IPython.core.display", _replace_display)  # where IPython 7 has the functions
     on_import("matplotlib", _draw_for_notebook)
 
 
@@ -76,7 +77,7 @@ def _draw_for_notebook(matplotlib: ModuleType) -> None:
 
 
 def _replace_display(module: ModuleType) -> None:
-    # `IPython.display` takes its names from this module later. Its own functions would only print,
+    # `IPython.display` takes its names from here later. IPython's own functions would only print,
     # because a rank has no shell.
     for function in (display, publish_display_data, clear_output):
         setattr(module, function.__name__, function)
@@ -100,7 +101,7 @@ def display(
     """
     handle = None
     if name := (transient or {}).get("display_id") or display_id:
-        from IPython.core.display_functions import DisplayHandle
+        from IPython.display import DisplayHandle
 
         handle = DisplayHandle(None if name is True else name)
     if clear:

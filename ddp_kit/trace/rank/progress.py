@@ -101,10 +101,14 @@ def _is_shown(bar: Any) -> bool:
 
 
 def _show_bar(bar: Any) -> None:
-    if (now := recorder.current) is not None:
-        done, total = (bar.n, bar.total) if bar is not None else (None, None)
-        # They may be fractions, as of bytes.
-        now.show_progress(None if done is None else max(0, int(done)), total and int(total))
+    if (now := recorder.current) is None:
+        return
+    if bar is None:
+        now.show_progress(None, None)
+        return
+    label = ", ".join(filter(None, [bar.desc.rstrip(": "), str(bar.postfix or "")]))
+    # The numbers may be fractions, as of bytes.
+    now.show_progress(max(0, int(bar.n)), None if bar.total is None else int(bar.total), label)
 
 
 def fill_tqdm_notebook(_own: Callable[[ModuleType], None], module: ModuleType) -> None:
