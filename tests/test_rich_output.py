@@ -105,11 +105,13 @@ def test_a_display_that_is_updated_or_cleared_keeps_its_first_content(notebook):
         "    display('gone')\n"
         "    clear_output(wait=True)\n"
         "    handle = display(HTML('old'), display_id=True)\n"
-        "    display({'text/html': 'raw', 'text/plain': ''}, raw=True)\n"
+        "    widget = 'application/vnd.jupyter.widget-view+json'\n"
+        "    display({'text/html': 'raw', 'text/plain': '', widget: {}}, raw=True)\n"
         "    handle.update(HTML('new'))\n"
     )
     cell = notebook.run("kit.run(worker, world_size=1)")
     assert shown(cell) == ["rank 0:", "new", "rank 0:", "raw"]
+    assert "widget" not in str(cell.contents("display_data")), "its model is not in the notebook"
 
 
 def test_a_flood_of_displays_reaches_the_notebook(notebook):

@@ -18,6 +18,7 @@ from ddp_kit.pool.rank.import_hooks import on_import
 from ddp_kit.pool.wire.messages import Bundle
 
 FIGURES = "module://ddp_kit.pool.rank.figures"  # pyplot's backend
+WIDGET = "application/vnd.jupyter.widget-view+json"  # names a model that only the rank has
 LIMIT = 10_000_000  # bytes that one rank may display in one run; the rest is left out
 
 
@@ -130,7 +131,8 @@ def clear_output(wait: bool = False) -> None:
 
 
 def _publish(data: dict, metadata: dict, name: str | None, update: bool) -> None:
-    bundle = {kind: _plain(value) for kind, value in data.items()}, _plain(metadata)
+    plain = {kind: _plain(value) for kind, value in data.items() if kind != WIDGET}
+    bundle = plain, _plain(metadata)
     (_displayed.update if update else _displayed.add)(bundle, name)
 
 
