@@ -570,6 +570,9 @@ def test_step_of_median_duration_is_drawn_in_milliseconds():
     steps, shown = blocks(picture)
     lengths = [end - begin for begin, end in steps]
     assert shown[1] - shown[0] == pytest.approx(sorted(lengths[1:])[9])
+    said = "Below: the dark block in large, of median duration."
+    assert said in " ".join(texts(picture))
+    assert said not in " ".join(texts(timeline(trace, timed=True, step=4)))
     large = picture.axes[2]
     assert large.get_xlabel() == "time since this training step began (ms)"
     assert large.get_xlim() == pytest.approx((0, 1.003 * (shown[1] - shown[0])), abs=0.01)

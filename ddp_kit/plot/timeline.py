@@ -79,7 +79,10 @@ def timeline(
     else:
         text_table = _step_table(title, trace, whole, whole.limits)
 
-    parts = [_whole_caption(timed)] if training else []
+    parts = []
+    if training:
+        is_median = timed and step is None and training.shown is not None
+        parts.append(_whole_caption(timed, is_median))
     parts += [_caption_of_many(large.lanes) if large.many else _caption(large, timed), cut]
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
@@ -116,13 +119,16 @@ def _say_cut(lanes: Lanes, window: tuple[float, float]) -> str:
     return f"Not shown: {text}." if text else ""
 
 
-def _whole_caption(timed: bool) -> str:
-    """Return what the whole run in small means."""
-    times = ", and the computing before them; a colour below is its share of time" if timed else ""
-    return (
+def _whole_caption(timed: bool, is_median: bool) -> str:
+    """Return what the whole run in small means. is_median: the step was chosen by its duration."""
+    parts = [
         "Above: the whole run. Each block is a training step: calls that every rank repeats"
-        f"{times}. Below: the dark block in large."
-    )
+        + (", and the computing before them." if timed else ".")
+    ]
+    if timed:
+        parts.append("Under the blocks, the height of a colour is its share of a rank's time.")
+    parts.append(f"Below: the dark block in large{', of median duration' if is_median else ''}.")
+    return " ".join(parts)
 
 
 def _caption(panel: Panel, timed: bool) -> str:
