@@ -12,7 +12,7 @@ import torch
 from ddp_kit.trace.events import Event, Trace
 
 LONGEST = 4096  # calls in a step; to look for longer ones takes seconds
-_BUCKET = "DDP all_reduce"
+BUCKET = "DDP all_reduce"
 _REBUILD = "DDP forward"  # called once, before the second forward: it is in no step's pattern
 
 
@@ -145,7 +145,7 @@ def _backwards(events: Sequence[Event]) -> list[list[int]]:
     """
     found: list[list[int]] = [[]]
     for place, event in enumerate(events):
-        if event.op == _BUCKET:
+        if event.op == BUCKET:
             found[-1].append(place)
             if event.end is not None and event.waited is not None:
                 found.append([])
