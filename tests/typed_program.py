@@ -41,7 +41,12 @@ def draw(result: kit.Result, folder: Path) -> list[Figure]:
     sizes: list[int] = [message.nbytes for message in trace.messages(src=0)]
     assert sizes == sorted(sizes)
     loaded: kit.Trace = kit.load_trace(folder)
-    return [kit.plot.timeline(loaded, timed=True), kit.plot.messages(trace)]
+    print(trace.summary())
+    return [
+        kit.plot.timeline(loaded, timed=True),
+        kit.plot.messages(trace),
+        kit.plot.losses(result),
+    ]
 
 
 def explain() -> str:
