@@ -43,6 +43,8 @@ def demo(rank, world_size, go):
         seen(go, "end")
 """
 WAITING = re.compile(r"waiting in recv\(src=1\) +(\d+\.\d) s")
+TITLE = re.compile(r"3 ranks at work, \d+ s$", re.MULTILINE)
+COMPUTES = re.compile(r"computing \d+ s")
 
 
 def texts(cell: Cell) -> list[str]:
@@ -69,7 +71,8 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
 
     def waits_for_a_while(cell: Cell) -> bool:
         found = WAITING.search(on_screen(cell))
-        return found is not None and float(found[1]) >= 0.6
+        computes = re.search(r"\[rank 1\] computing \d+ s ", on_screen(cell))
+        return found is not None and float(found[1]) >= 0.6 and computes is not None
 
     try:
         cell.read_until(waits_for_a_while, seconds=20)
@@ -87,22 +90,25 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
 
     assert stuck.keys() == {"text/html", "text/plain"}
     waited = WAITING.search(stuck["text/plain"])[0]
+    at_work, computes = TITLE.match(stuck["text/plain"])[0], COMPUTES.search(stuck["text/plain"])[0]
     bar = f"{'█' * 15}{'░' * 5} 3 of 4"
     assert stuck["text/plain"].splitlines() == [
-        "3 ranks at work",
+        at_work,
         f"[rank 0] {waited}  {' ' * len(bar)}  red 0 <b>bold</b> & more",
-        f"[rank 1] {'computing':{len(waited)}}  {bar}  75%",
+        f"[rank 1] {computes:{len(waited)}}  {bar}  75%",
         f"[rank 2] {'done':{len(waited)}}  {' ' * len(bar)}  red 2 <b>bold</b> & more",
     ]
     assert words(stuck["text/html"]) == [
         ["rank 0", waited, "", "", "red 0 <b>bold</b> & more"],
-        ["rank 1", "computing", "", "3 of 4", "75%"],
+        ["rank 1", computes, "", "3 of 4", "75%"],
         ["rank 2", "done", "", "", "red 2 <b>bold</b> & more"],
     ]
-    assert stuck["text/html"].startswith("<div>3 ranks at work</div>")
+    assert stuck["text/html"].startswith(f"<div>{at_work}</div>")
     assert stuck["text/html"].count('<progress value="3" max="4"></progress>') == 1
     assert "<b>" not in stuck["text/html"], "what a rank prints is not HTML"
-    assert re.search(r"\[rank 1\] computing +75%", late), "the bar disappeared with its loop"
+    assert re.search(r"\[rank 1\] computing( \d+ s)? +75%", late), (
+        "the bar disappeared with its loop"
+    )
 
     seconds = [float(found[1]) for text in texts(cell) if (found := WAITING.search(text))]
     assert seconds == sorted(set(seconds)), "a wait grows, and each content is a new one"
@@ -170,14 +176,16 @@ def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     expected = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
-    printed, shown = run_on_terminal(script, columns=50)
+    printed, shown = run_on_terminal(script, columns=80)
     assert printed == expected
     lines = shown.split("\r\x1b[K")
     assert lines[0] == lines[-1] == "", "it is empty at the start and at the end"
-    assert "2 ranks are starting" in lines
-    assert "[rank 0] printed by 0" in lines
-    assert any(re.fullmatch(r"2 ranks: 1 waiting in recv 0\.\d s, 1 computing", x) for x in lines)
-    assert f"[rank 1] {'█' * 10}{'░' * 10} 1 of 2" in lines
+    began = "2 ranks: 2 importing torch"
+    assert began in lines
+    assert any(line.endswith("[rank 0] printed by 0") for line in lines)
+    waiting = r"\d+ s  2 ranks: 1 waiting in recv 0\.\d s, 1 computing( 1 s)?"
+    assert any(re.fullmatch(waiting, line) for line in lines)
+    assert any(line.endswith(f" s  [rank 1] {'█' * 10}{'░' * 10} 1 of 2") for line in lines)
     assert "\n" not in shown
 
     done = subprocess.run(
@@ -210,7 +218,7 @@ class Terminal:
 @pytest.mark.parametrize(
     ("columns", "lines", "line"),
     [
-        (80, [RankLine("starting")] * 2, "2 ranks are starting"),
+        (80, [RankLine("forming the group", 3)] * 2, "2 ranks: 2 forming the group 3 s"),
         (80, [RankLine("computing")] * 2, "2 ranks at work"),
         (80, [RankLine("computing"), RankLine("computing", newest="loss 1")], "[rank 1] loss 1"),
         (
@@ -246,6 +254,20 @@ def test_the_line_of_a_terminal_shows_one_thing_and_fits(monkeypatch, columns, l
     os.close(terminal.theirs)
 
 
+def test_a_terminal_shows_since_when_a_run_lasts(monkeypatch):
+    terminal, now = Terminal(80), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    view = TerminalView(2)
+    for now[0], line in ((0.9, RankLine("importing torch")), (61.5, RankLine("computing", 60))):
+        view.update([line] * 2)
+    view.close()
+    shown = ["2 ranks: 2 importing torch", "61 s  2 ranks at work", ""]
+    assert terminal.written.split("\r\x1b[K")[1:] == shown
+    os.close(terminal.ours)
+    os.close(terminal.theirs)
+
+
 # --- as plain data -------------------------------------------------------------------------
 
 
@@ -254,8 +276,18 @@ def test_ranks_that_do_the_same_are_counted():
     lines = [*waits, RankLine("computing"), RankLine("raised"), RankLine("computing")]
     assert in_short(lines) == "5 ranks: 2 waiting in recv 3.1 s, 2 computing, 1 raised"
     assert in_short([RankLine("done")]) == "1 rank: 1 done"
+
+
+def test_the_heading_says_how_many_ranks_start_or_work_where_and_for_how_long():
+    starting = [RankLine("starting"), RankLine("importing torch", 3), RankLine("ready")]
     assert heading(1, [RankLine("starting")]) == "1 rank is starting"
-    assert heading(2, [RankLine("starting"), RankLine("computing")]) == "2 ranks at work"
+    assert heading(3, starting, 5) == "3 ranks are starting, 5 s"
+    assert heading(4, [RankLine("starting under torchrun")] * 2, 0) == (
+        "4 ranks are starting, 2 on other hosts"
+    )
+    assert heading(2, [RankLine("starting"), RankLine("computing")], 1200) == (
+        "2 ranks at work, 1,200 s"
+    )
 
 
 def test_a_loop_of_unknown_length_has_a_number_in_place_of_a_bar():

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.arguments import check_world_size, prepare
+from ddp_kit.pool.arguments import check_world_size, explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.mpiexec import MPIExec
 from ddp_kit.pool.launchers.spawn import Spawn
@@ -51,6 +51,7 @@ class WorkerPool:
 
     _started_early = False  # before anybody asked for it
 
+    @explaining_arguments("WorkerPool", "world_size=")
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
         world_size = check_world_size(world_size)
         self._backend = choose_backend(backend, world_size)
@@ -83,6 +84,7 @@ class WorkerPool:
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
 
+    @explaining_arguments("pool.run", "world_size=")
     def run(
         self,
         worker: Callable[..., Any],
@@ -185,6 +187,7 @@ def launcher_of(backend: str) -> str:
     return "mpiexec" if backend == "mpi" else "spawn"
 
 
+@explaining_arguments("kit.run", "world_size=")
 def run(
     worker: Callable[..., Any],
     *args: Any,

@@ -12,7 +12,7 @@ from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
-from ddp_kit.pool.launchers.base import Launcher
+from ddp_kit.pool.launchers.base import Launcher, Show
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -56,8 +56,10 @@ class RankProcesses:
         """The backend of the group that the ranks were asked to form; None if there is none."""
         return self._formed[1] if self._formed else None
 
-    def get_ready(self, world_size: int, backend: str) -> None:
+    def get_ready(self, world_size: int, backend: str, show: Show) -> None:
         """Start what is missing of `world_size` ranks, and ask them to form a group.
+
+        show: is called with what each rank is doing while a launcher takes its time.
 
         Raises BackendError or PoolError if they cannot be started.
         """
@@ -66,7 +68,7 @@ class RankProcesses:
         with holding_interrupt():
             self.form(world_size, backend)
         if len(self.ranks) < world_size:  # a launcher that takes its time may be interrupted
-            self.launcher.wait()
+            self.launcher.wait(show)
             with holding_interrupt():
                 self.form(world_size, backend)
         if len(self.ranks) < world_size:

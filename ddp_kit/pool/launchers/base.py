@@ -30,6 +30,9 @@ _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
 
 
+Show = Callable[[list[str]], None]  # is called with what each process is doing, again and again
+
+
 class Launcher:
     """Starts the processes of a pool's ranks."""
 
@@ -46,7 +49,7 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def wait(self) -> None:
+    def wait(self, show: Show) -> None:
         """Wait until the processes exist. An interrupt or an error ends them."""
 
     def end(self) -> None:
@@ -121,7 +124,7 @@ class Program:
         """Every process has connected and waits to become a rank."""
         return len(self._calls) == self.count
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, show: Show) -> None:
         """Wait until all processes have connected; any exception ends them.
 
         Raises `start_error`, with the program's own words, if they have not after `seconds`.
@@ -131,8 +134,11 @@ class Program:
             while not self.all_connected:
                 if self.ended or time.monotonic() > deadline:
                     raise self.start_error(self.explain_start(seconds))
-                if connection.wait([self._listener], 0.05):
+                if connection.wait([self._listener], 0.1):
                     self._accept()
+                ready = {rank for rank, *_ in self._calls}
+                starting = f"starting under {self.name}"
+                show(["ready" if n in ready else starting for n in range(self.count)])
         except BaseException:
             self.end()
             raise
