@@ -19,7 +19,15 @@ from kernels import ENVIRONMENT, Cell
 
 import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
-from ddp_kit.pool.view import RankLine, TerminalView, heading, in_short, newest_line
+from ddp_kit.pool import view as pool_view
+from ddp_kit.pool.view import (
+    RankLine,
+    TerminalView,
+    heading,
+    in_short,
+    newest_line,
+    print_output,
+)
 from ddp_kit.trace import Board, Snapshot, read_wait
 from ddp_kit.trace.board_copy import EVENTS
 
@@ -124,6 +132,28 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
         f"[rank 2] {red} 2 <b>bold</b> & more\n[rank 2]\n"
     )
     assert cell.stderr == ""
+
+
+FLOOD = """
+def lines(rank, world_size):
+    for number in range(1000 * rank):
+        print(number)
+"""
+
+
+def test_a_flood_fills_the_cell(shared):
+    shared.run(FLOOD)
+    cell = shared.run("result = kit.run(lines, world_size=2)")
+    printed = cell.stdout.splitlines()
+    assert len(printed) == 201
+    assert (printed[0], printed[99], printed[101], printed[-1]) == tuple(
+        f"[rank 1] {number}" for number in (0, 99, 900, 999)
+    )
+    assert printed[100] == (
+        "[rank 1] ... 3,201 characters are not shown here; .output[1] of the result or the error "
+        "has all ..."
+    )
+    assert shared.value("len(result.output[1].splitlines())") == "1000"
 
 
 # --- on a terminal -------------------------------------------------------------------------
@@ -340,6 +370,26 @@ def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
     kit.run(flood, world_size=1, timeout=60)
     assert shown[-1] == "newest", "what is printed beyond the limit of the output is shown"
     assert set(shown) <= {"", "x" * 100, "newest"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("abc\n" * 4, ["abc"] * 4),
+        ("abc\n" * 5, ["abc", "abc", "... 5 characters are not shown here ...", "abc", "abc"]),
+        ("x" * 40, ["x" * 40]),
+        ("x" * 100, ["x" * 20, "... 60 characters are not shown here ...", "x" * 20]),
+        ("12%\r" * 50 + "99%\n", ["99%"]),
+        ("", []),
+    ],
+)
+def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, text, shown):
+    said: list[str] = []
+    monkeypatch.setattr(pool_view, "most_lines", 4)
+    monkeypatch.setattr(pool_view, "most_characters", 40)
+    monkeypatch.setattr(pool_view, "say", said.append)
+    print_output(["", text], kept=False)
+    assert said == [f"[rank 1] {line}" for line in shown]
 
 
 # --- what is read from the board -----------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -107,6 +108,7 @@ class RankProcesses:
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         encoded: dict[tuple, bytes] = {}
+        now = time.monotonic()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
@@ -117,7 +119,7 @@ class RankProcesses:
                 encoded[key] = payload.encode(message)
             rank.send(message, encoded[key])
             rank.cells_seen |= new.keys()
-            rank.environment = environment
+            rank.environment, rank.used = environment, now
         packed.close()
 
     def end_run(self, intact: bool) -> None:
@@ -160,6 +162,22 @@ class RankProcesses:
                 stop_ranks([self.ranks[number] for number in old])
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
+
+    def end_unused(self, keep: int, seconds: float) -> float | None:
+        """End ranks beyond the first `keep` that have called no worker for so many seconds.
+
+        Those that hold names of `%%ranks` cells stay. Return in how many seconds to look again;
+        None: no rank is left that may end.
+        """
+        if not self.launcher.separate:
+            return None
+        keep = max(keep, self._formed[0] if self._formed else 0)
+        keep = max([keep, *(n for n, rank in enumerate(self.ranks, start=1) if rank.has_names)])
+        now, unused = time.monotonic(), []
+        while len(self.ranks) > keep and now - self.ranks[-1].used >= seconds:
+            unused.append(self.ranks.pop())
+        stop_ranks(unused, patience=1.0)
+        return seconds - (now - self.ranks[-1].used) if len(self.ranks) > keep else None
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""

@@ -175,13 +175,12 @@ def print_output(output: Sequence[str], kept: bool = True) -> None:
 
 def _without_middle(lines: list[str], where: str) -> list[str]:
     """Return lines, of too many only the first and the last, with one between that says so."""
-    whole = sum(map(len, lines)) + len(lines)
-    if len(lines) <= most_lines and whole <= most_characters:
-        return lines
     text = "\n".join(lines)
+    if len(lines) <= most_lines and len(text) <= most_characters:
+        return lines
     first = text[: most_characters // 2].split("\n")[: most_lines // 2]
     last = text[-(most_characters // 2) :].split("\n")[-(most_lines // 2) :]
-    left_out = whole - sum(map(len, first + last)) - len(first + last)
+    left_out = len(text) - len("\n".join(first)) - len("\n".join(last))
     return [*first, f"... {left_out:,} characters are not shown here{where} ...", *last]
 
 

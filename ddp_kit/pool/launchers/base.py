@@ -39,6 +39,7 @@ class Launcher:
     hosts = 1  # on which it starts ranks; this process sees those of its own host
     store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
     reusable = True  # its ranks serve one run after another
+    separate = False  # its ranks can end one by one
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Put at least `world_size` living processes into `ranks`; return whether some are new.
