@@ -15,12 +15,15 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from kernels import ENVIRONMENT, Cell
+from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool import view as pool_view
 from ddp_kit.pool.view import (
+    NoView,
     RankLine,
     TerminalView,
     heading,
@@ -347,6 +350,48 @@ def test_a_loop_of_unknown_length_has_a_number_in_place_of_a_bar():
 )
 def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
     assert newest_line(printed) == shown
+
+
+def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatch, pool):
+    titles: list[tuple[int, str]] = []
+
+    class Watching(NoView):
+        def __init__(self, world_size):
+            self.world_size = world_size
+
+        def update(self, lines):
+            titles.append((len(lines), heading(self.world_size, lines)))
+
+    assert len(pool.run(lambda rank, world_size: None, world_size=3)) == 3
+    ranks = pool._processes.ranks
+    for rank in ranks:
+        rank.psutil.kill()
+    wait_until(lambda: not any(rank.alive for rank in ranks), 10, "all ranks were killed")
+    monkeypatch.setattr(pool_view, "open_view", Watching)
+    pool.run(lambda rank, world_size: None, world_size=2)
+    assert set(titles) <= {(2, "2 ranks are starting"), (2, "2 ranks at work")}
+    assert titles[0] == (2, "2 ranks are starting")
+
+
+def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path):
+    seen: list[list[str]] = []
+
+    class Watching(NoView):
+        def update(self, lines):
+            seen.append([line.doing for line in lines])
+            if seen[-1] == ["forming the group", "computing"]:
+                (tmp_path / "go").touch()
+
+    def meets(rank, world_size):
+        while rank and not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        store = f"file://{tmp_path}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(pool_view, "open_view", Watching)
+    with kit.WorkerPool(2, init=False) as bare:
+        bare.run(meets, timeout=60)
+    assert ["forming the group", "computing"] in seen
 
 
 def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
