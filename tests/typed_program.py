@@ -28,6 +28,8 @@ def run_it() -> list[float]:
     found: kit.Comparison = kit.compare(result, elsewhere, rtol=1e-6)
     found.check()
     kit.doctor()
+    used: int = kit.status().memory
+    assert used >= 0
     print(len(kit.mnist(train=False)))
     printed: tuple[str, ...] = again.output
     first: str = printed[0]

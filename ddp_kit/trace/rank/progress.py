@@ -29,9 +29,12 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
     try:
         iter(iterable)  # a dataset can be looped over, but is not an Iterable
     except TypeError:
-        raise TypeError(
+        error = TypeError(
             f"progress needs something to loop over, such as range(5), got {iterable!r}"
-        ) from None
+        )
+        shown = [f"TypeError: {error}"]  # by IPython, without the kit's own frames
+        error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
+        raise error from None
     if total is None:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]
