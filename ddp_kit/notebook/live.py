@@ -13,6 +13,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
+from ddp_kit.notebook.displayed import show_displayed
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
 from ddp_kit.pool.warm_start import start_after_cell
@@ -104,6 +105,7 @@ def take_over() -> None:
     """Show the runs of this process in the notebook, and start the first ranks."""
     # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
+    view.show_displayed = show_displayed
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
         errors.draw_waits = _draw_waits

@@ -15,6 +15,7 @@ from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.launchers.base import Launcher
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.log_settings import current_log_settings
 from ddp_kit.pool.wire.messages import (
     CallWorker,
     Environment,
@@ -48,6 +49,8 @@ class RankProcesses:
         self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
         self.is_used = False  # a worker was ever sent
+        # The learner's files that ranks have imported, with the notebook's modules at that time.
+        self._modules_here: dict[str, ipython.LoadedModule] = {}
         _all.add(self)
         RankProcesses.ever_created = True
 
@@ -125,6 +128,9 @@ class RankProcesses:
             already while the learner reads the error, which comes first: many ranks take seconds.
         """
         self._in_run = False
+        files = {file for rank in self.ranks for file in rank.modules}
+        if new := files - self._modules_here.keys():
+            self._modules_here |= ipython.loaded_modules(new)
         if self.launcher.reusable and self._formed and not intact:
             self._lost, self._formed = self._formed, None
             ipython.after_cell(self._form_lost)
@@ -158,6 +164,20 @@ class RankProcesses:
                 stop_ranks([self.ranks[number] for number in old])
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
+            self._report_old_modules(changed)
+
+    def _report_old_modules(self, changed: set[str]) -> None:
+        """Say which changed files the notebook has imported, and not again since the change."""
+        now = ipython.loaded_modules(changed)
+        for file in sorted(changed):
+            before, (name, spec) = self._modules_here.pop(file, None), now[file]
+            reloaded = before is None or spec is not before.spec
+            if spec is not None and not reloaded and not ipython.reloads_modules():
+                view.say(
+                    f"the notebook itself still has the old {name}: call importlib.reload({name}) "
+                    f"and repeat your imports from it, or use %load_ext autoreload and "
+                    "%autoreload 2"
+                )
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
@@ -209,8 +229,12 @@ def current_environment() -> Environment:
         ) from None
     path = tuple(map(str, sys.path))
     data = undecoded_variables()
-    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
-        return _last[1]
-    environment = Environment(path, folder, dict(os.environ))
+    logs = current_log_settings()
+    if _last is not None and data == _last[0]:
+        last = _last[1]
+        if (path, folder) == last[:2] and logs is last.logs:
+            return last
+    in_notebook = view.show_displayed is not None
+    environment = Environment(path, folder, dict(os.environ), logs, in_notebook)
     _last = None if data is None else (dict(data), environment)
     return environment

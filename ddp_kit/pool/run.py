@@ -77,6 +77,7 @@ class Run:
                     processes.end_run(intact)
                 view.print_output(output)
             self._print_notices()
+            self._show_displayed()
             return self._result(output)
         except KeyboardInterrupt as interrupt:
             self._view.close()
@@ -209,7 +210,7 @@ class Run:
             now = time.monotonic_ns()
             if wait := read_wait(rank.board, self._number, now - SHORTEST_WAIT):
                 doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
-        newest = view.newest_line(rank.output.newest)
+        newest = view.newest_line(rank.board.label() or rank.output.newest)
         return view.RankLine(doing, seconds, rank.board.progress(), newest)
 
     def _snapshot(self, number: int) -> Snapshot:
@@ -300,6 +301,13 @@ class Run:
             if line not in self._processes.notified:
                 self._processes.notified.add(line)
                 view.say(line)
+
+    def _show_displayed(self) -> None:
+        """Show what ranks have displayed; of one that was stopped it is unknown."""
+        replies = sorted((self._reports.returned | self._reports.raised).items())
+        displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
+        if displayed and view.visible and view.show_displayed is not None:
+            view.show_displayed(displayed)
 
     def positions(self) -> list[str]:
         """Return lines that say where the ranks were when the run was stopped."""

@@ -7,11 +7,12 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from ddp_kit.error_text import count
+from ddp_kit.pool.wire.messages import Bundle
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
 
@@ -25,7 +26,7 @@ class RankLine(NamedTuple):
     doing: str  # "starting", "computing", "waiting in recv(src=1)", "done", "raised" or "ended"
     seconds: float | None = None  # how long it has waited, to a tenth; None: it does not wait
     progress: tuple[int, int | None] | None = None  # of a loop: steps done, and total if known
-    newest: str = ""  # the last line that it printed
+    newest: str = ""  # the label of its bar, or the last line that it printed
 
     def __str__(self) -> str:
         return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,.1f} s"
@@ -138,6 +139,9 @@ def _cut(text: str, columns: int) -> str:
 open_view: Callable[[int], View] = TerminalView
 
 visible = True  # False in a block of `unseen`
+
+# Shows what ranks have displayed, by rank. `ddp_kit.notebook` sets it; None: ranks display nothing.
+show_displayed: Callable[[Mapping[int, Sequence[Bundle]]], None] | None = None
 
 # Prints a line below the cell: what a rank printed, or a notice of the kit.
 say: Callable[[str], None] = print

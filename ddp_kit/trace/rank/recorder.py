@@ -132,10 +132,10 @@ class Recorder:
         self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
 
-    def show_progress(self, done: int | None, total: int | None) -> None:
+    def show_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         if (board := self._board) is not None:
-            board.write_progress(done, total)
+            board.write_progress(done, total, label)
 
     def take_back(self, posted: Posted | None) -> None:
         """Write that an operation was not posted after all: its call raised."""
