@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from traces import MS, Script
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
-from ddp_kit.trace.training_steps import training_steps
+from ddp_kit.trace.training_steps import _runs, training_steps
 
 LAYERS = (4096, 64, 4096, 64, 640, 40)  # bytes of gradients
 
@@ -157,6 +158,19 @@ def test_a_rank_that_calls_nothing_does_not_matter():
         script.collective("all_reduce", ranks=(0, 1))
     found = training_steps(script.trace())
     assert [len(found[rank]) for rank in range(3)] == [4, 4, 0]
+
+
+@pytest.mark.parametrize("shortest", [1, 2])  # periods
+def test_runs_are_where_a_plain_search_finds_them(shortest):
+    numbers = random.Random(0)
+    for _ in range(300):
+        text = "".join(numbers.choices("ab", k=numbers.randrange(40)))
+        for period in range(1, len(text)):
+            equal = [text[i] == text[i + period] for i in range(len(text) - period)]
+            begins = [i for i, same in enumerate(equal) if same and not (i and equal[i - 1])]
+            least = shortest * period
+            plain = [i for i in begins if equal[i : i + least] == [True] * least]
+            assert list(_runs(text, period, least)) == plain
 
 
 # --- DDP -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ddp_kit import model
+from ddp_kit.torch_internals import COLLECTIVES
 from ddp_kit.trace.events import Event
 
 
@@ -56,29 +57,30 @@ _REDUCE = Algorithm(
 _GATHER = Algorithm("direct: bytes; root 0", lambda n, nbytes, place: nbytes if place else 0)
 _NOTHING = Algorithm("", lambda n, nbytes, _: 0)
 
-# By the method of ProcessGroup. Those that are not here send no tensors of the caller's.
-_ALGORITHMS = {
-    "send": _MESSAGE,
+_BY_FUNCTION = {
     "broadcast": _BROADCAST,
     "reduce": _REDUCE,
     "gather": _GATHER,
     "scatter": _TO_ALL,
-    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _RING),
-    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), _TO_ALL),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _RING),
+    **dict.fromkeys(("all_to_all", "all_to_all_single"), _TO_ALL),
     **dict.fromkeys(
         (
-            *("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"),
-            *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+            *("all_gather", "all_gather_coalesced"),
+            *("all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
         ),
         _GATHER_RING,
     ),
     **dict.fromkeys(
-        (
-            *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-            *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        ),
+        ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
         _SCATTER_RING,
     ),
+}
+# By the method of ProcessGroup. Those that are not here send no tensors of the caller's.
+_ALGORITHMS = {"send": _MESSAGE} | {
+    method: algorithm
+    for function, algorithm in _BY_FUNCTION.items()
+    for method in COLLECTIVES[function].found
 }
 
 

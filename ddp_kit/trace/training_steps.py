@@ -7,11 +7,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import torch
-
 from ddp_kit.trace.events import Event, Trace
 
-LONGEST = 4096  # calls in a step; to look for longer ones takes seconds
+LONGEST = 4096  # calls in a step; to look for longer ones takes too long
 BUCKET = "DDP all_reduce"
 _REBUILD = "DDP forward"  # called once, before the second forward: it is in no step's pattern
 
@@ -165,12 +163,11 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     numbers: dict[Hashable, int] = {}
     values = [numbers.setdefault(call.what, len(numbers)) for call in calls]
     text = "".join(map(chr, values))  # whose methods are fast
-    tensor = torch.tensor(values)
     total = [0, *accumulate(call.nbytes for call in calls)]
     found: list[tuple[int, list[int], int]] = []  # bytes, starts, period
     seen: set[str] = set()
     for period in range(1, min(len(calls) // fewest, LONGEST) + 1):
-        for start in _runs(tensor, period, (fewest - 1) * period):
+        for start in _runs(text, period, (fewest - 1) * period):
             part = text[start : start + period]
             if part in seen or (part + part).find(part, 1) < period:  # repeats of a shorter one
                 continue
@@ -185,11 +182,32 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     )
 
 
-def _runs(values: torch.Tensor, period: int, shortest: int) -> list[int]:
-    """Return where values begin to equal those a period later, `shortest` times in a row."""
-    differ = (values[:-period] != values[period:]).nonzero().flatten()
-    edges = torch.cat([torch.tensor([-1]), differ, torch.tensor([len(values) - period])])
-    return (edges[:-1][edges.diff() > shortest] + 1).tolist()
+def _runs(text: str, period: int, shortest: int) -> Iterator[int]:
+    """Yield where `text` begins to equal itself a period later, `shortest` times in a row."""
+    over = 0  # the end of the run before
+    for place in range(0, len(text) - period, shortest):  # every run has one of these places
+        if place < over or text[place] != text[place + period]:
+            continue
+        begin, over = place, _end_of_run(text, period, place)
+        while begin and text[begin - 1] == text[begin - 1 + period]:
+            begin -= 1
+        if over - begin >= shortest:
+            yield begin
+
+
+def _end_of_run(text: str, period: int, place: int) -> int:
+    """Return up to where `text` from `place` equals itself a period later."""
+    size, grows, limit = 1, True, len(text) - period
+    while size:
+        end = min(place + size, limit)
+        equal = text[place:end] == text[place + period : end + period]
+        if equal and end == limit:
+            return limit
+        if equal:
+            place = end
+        grows &= equal
+        size = 2 * size if grows else size // 2
+    return place
 
 
 def _places_of(part: str, text: str) -> Iterator[int]:
