@@ -24,12 +24,11 @@ import json
 import mmap
 import os
 import struct
-import tempfile
-from contextlib import suppress
 from multiprocessing import reduction
-from typing import Any, BinaryIO
+from typing import Any
 
 from ddp_kit.trace import stacks
+from ddp_kit.trace.anonymous_file import anonymous_file
 from ddp_kit.trace.board_copy import (
     CALLS_BACK,
     CALLS_BACK_SOON,
@@ -66,17 +65,6 @@ _TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
 _STACKS_AT = _ROWS_AT + EVENTS * ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
-
-
-def anonymous_file(purpose: str) -> BinaryIO:
-    """Return an open file that has no name and is gone when its last descriptor is closed.
-
-    Two processes can share it, and one that is killed leaves nothing behind.
-    """
-    if hasattr(os, "memfd_create"):
-        with suppress(OSError):  # some sandboxes refuse it
-            return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
 
 
 class Board:
