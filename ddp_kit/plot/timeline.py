@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -17,12 +17,34 @@ from ddp_kit.plot.timeline_lanes import Lanes, absent, by_steps, by_time, unmatc
 from ddp_kit.trace import Trace
 from ddp_kit.trace.logical import steps
 
+if TYPE_CHECKING:
+    from ddp_kit.notebook.timeline import TimelineWidget
+
 LEFT, WIDE = 0.75, 7.95  # inches
 NAMES = {"send": "sending", "recv": "waiting to receive", "collective": "in a collective"}
 MOST_EVENTS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
 
 
-def timeline(source: Any, timed: bool = False, title: str | None = None) -> Picture:
+class Timeline(Picture):
+    """A timeline; `interact()` returns one to zoom into."""
+
+    trace: Trace
+
+    def interact(self) -> TimelineWidget:
+        """Return the run in time, to zoom into, for the last line of a cell.
+
+        A click on an event marks its collective or message on every rank, and says who came last.
+        It needs no kernel once it is shown. On GitHub, in a book and wherever else there are no
+        widgets, this picture takes its place.
+
+        Raises PlotError outside a notebook.
+        """
+        from ddp_kit.notebook.timeline import TimelineWidget  # for notebooks, and slow to load
+
+        return TimelineWidget(self, self.trace)
+
+
+def timeline(source: Any, timed: bool = False, title: str | None = None) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
@@ -33,7 +55,7 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
     Above 240 events (or 48 steps) bars are shares of time, and an arrow stands for many messages,
-    with their number.
+    with their number. `.interact()` of the picture returns one to zoom into.
 
     Raises PlotError if there is no trace, or it has no event (or, timed, no rank).
     """
@@ -60,7 +82,10 @@ def timeline(source: Any, timed: bool = False, title: str | None = None) -> Pict
         caption += f" The {sum(trace.dropped):,} oldest events were dropped and are not shown."
     lines = fold(caption, LEFT + WIDE)
     full, below = LEFT + WIDE + 0.15, top + tall + 0.5
-    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
+    picture, sheet = open_picture(
+        title, text_table, full, below + 0.3, lines, lift=0.04, kind=Timeline
+    )
+    picture.trace = trace
     for rank in range(n):
         chip(sheet, 0.02, top + (rank + 0.5) * tall / n - 0.11, 0.62, 0.22, rank, f"rank {rank}")
     xlabel = "time since the first rank began (ms)" if timed else "step"
