@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import nbformat
 import numpy as np
 import pytest
 import traces
+from nbconvert import HTMLExporter
 
 import ddp_kit as kit
 from ddp_kit.notebook.timeline import NEVER, UNKNOWN, pack
@@ -137,6 +139,13 @@ def test_a_still_timeline_loads_no_widgets():
     assert out.stdout == "[]\n"
 
 
+def still_picture_in_html(output: dict) -> bool:
+    """Return whether nbconvert, and so a book, shows the PNG of an output instead of a widget."""
+    cell = nbformat.v4.new_code_cell("picture.interact()", outputs=[nbformat.from_dict(output)])
+    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    return "data:image/png;base64" in html and "widget-view" not in html
+
+
 def test_the_cell_shows_a_widget_and_keeps_the_still_picture_with_its_text(shared):
     shared.run(
         "def exchange(rank, world_size):\n"
@@ -154,6 +163,7 @@ def test_the_cell_shows_a_widget_and_keeps_the_still_picture_with_its_text(share
     assert data["text/plain"] == shared.value("picture")
     assert data["text/plain"].startswith("1 collective on 2 ranks, step by step\n")
     assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert still_picture_in_html({"output_type": "execute_result", **shown})
     [opened] = [each for each in cell.contents("comm_open") if each["data"]["buffer_paths"]]
     state = opened["data"]["state"]
     assert state["_model_module"] == "anywidget"

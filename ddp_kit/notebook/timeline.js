@@ -69,6 +69,9 @@ class View extends Drawing {
     const pad = 0.01 * data.whole;
     this.limits = [-pad, data.whole + pad];
     [this.begin, this.end] = this.limits;
+    // An import or a data set at the beginning may take most of the time: start where events do.
+    const first = data.start.reduce((a, b) => Math.min(a, b), Infinity), rest = data.whole - first;
+    if (rest < first && rest > 0) this.begin = first - 0.05 * rest;
     this.ends = new AbortController(); // removes all listeners
     const on = (target, name, call, options) =>
       target.addEventListener(name, call, { signal: this.ends.signal, ...options });

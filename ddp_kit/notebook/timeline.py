@@ -67,10 +67,8 @@ class TimelineWidget(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the widget, and the still picture for GitHub and whatever has no widgets."""
         data, metadata = super()._repr_mimebundle_(**kwargs)
-        return {
-            **data,
-            "image/png": base64.b64encode(self._picture._repr_png_()).decode(),
-        }, metadata
+        png = base64.b64encode(self._picture._repr_png_()).decode()
+        return {**data, "image/png": png}, metadata
 
 
 def pack(trace: Trace, cell_names: dict[str, str]) -> dict[str, Any]:

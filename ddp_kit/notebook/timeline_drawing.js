@@ -3,6 +3,7 @@
 const LEFT = 66, TOP = 24, RIGHT = 10; // pixels around the lanes; timeline.css has the sides too
 const BIN = 2; // pixels; shorter events are drawn together, as shares of these
 const MOST_LINES = 400; // of messages or of collectives; if more are visible, none is drawn
+const CLOSE = 5; // pixels; lines of collectives that are closer than this would cover the bars
 const LIGHT = {
   computing: "#e3e8ee", fill: ["#454545", "#bdb3f3", "#8fcdc1"], edge: ["#222222", "#6a5acd", "#2b7f73"],
   text: ["#ffffff", "#262626", "#262626"], late: "#882255", grid: "#00000014",
@@ -179,13 +180,16 @@ class Drawing {
       for (const i of seen.sends) this.arrow(i, data.partner[i], data.lanes[data.rank[i]].color, 1.5);
     }
     if (seen.collectives.size > MOST_LINES) return;
+    const found = [...seen.collectives].map(number => data.collectives[number]);
+    const lines = found.map(({ last, low, high }) => [this.x(last), low, high]).sort((a, b) => a[0] - b[0]);
     pen.lineWidth = 1.5;
     pen.strokeStyle = colors.edge[2];
     pen.beginPath();
-    for (const { last, low, high } of [...seen.collectives].map(number => data.collectives[number])) {
-      pen.moveTo(this.x(last), this.y(low));
-      pen.lineTo(this.x(last), this.y(high));
-    }
+    lines.forEach(([x, low, high], i) => {
+      if (x - (lines[i - 1]?.[0] ?? -Infinity) < CLOSE || (lines[i + 1]?.[0] ?? Infinity) - x < CLOSE) return;
+      pen.moveTo(x, this.y(low));
+      pen.lineTo(x, this.y(high));
+    });
     pen.stroke();
   }
 
