@@ -13,7 +13,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab test browser lesson notebooks bench verdicts clean
+.PHONY: help install lab check test style browser lesson notebooks bench verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -50,10 +50,22 @@ lab: $(STAMP)  ## open JupyterLab on notebooks/
 	PATH="$$(pwd -P)/$(BIN):$$PATH" \
 	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $$root
 
-test: $(STAMP)  ## check style, imports, tests and every notebook; TORCH=2.x.y: with that PyTorch
+# A lesson under each launcher: spawn, torchrun, mpiexec; and what needs no ranks.
+QUICK := notebooks/00_start_here.ipynb tests/test_verdict.py tests/test_errors.py \
+    'tests/lessons/test_every_lesson.py::test_main_prints_its_one_line_and_writes_its_traces[ring_allreduce-4]' \
+    tests/lessons/test_every_lesson.py::test_a_lesson_runs_under_torchrun_as_the_readme_says \
+    tests/lessons/test_under_mpiexec.py::test_a_lesson_runs_as_the_readme_says
+
+style: $(STAMP)  ## check style, imports and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+check: style  ## the quick checks: style, one notebook, a lesson under each launcher
+	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
+
+test: style  ## check style, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 16 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -34,7 +34,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
     TraceError,
 )
-from ddp_kit.launch import torchrun
+from ddp_kit.launch.torchrun import torchrun
 from ddp_kit.pool import Result, WorkerPool, run, shutdown
 from ddp_kit.pool.ipython import shell
 from ddp_kit.trace import load_trace, progress

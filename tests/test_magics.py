@@ -238,6 +238,7 @@ WRONG = [
     ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
     ("%%ranks --only 4\nrank", "PoolError", "ranks below 4"),
+    ("%%ranks --onl 1\nrank", "PoolError", "unrecognized arguments: --onl"),
     ("%%ranks --only 0,a\nrank", "PoolError", "got '0,a'"),
     ("%%ranks --timeout -1\nrank", "PoolError", "positive number of seconds"),
     ("%%ranks --backend none\nrank", "BackendError", "none"),

@@ -323,6 +323,28 @@ def test_bare_ranks_form_a_group_of_their_own_in_every_run(tmp_path):
     assert [value[2] for value in more[:2]] == [value[2] for value in first]
 
 
+def test_a_second_default_group_is_refused_with_what_to_do_instead(pool):
+    def joins_again(rank, world_size):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    with pytest.raises(kit.RankError) as error:
+        pool.run(joins_again)
+    assert "has already called init_process_group for this worker" in str(error.value)
+    assert str(error.value).count("leave that call out") == 1  # equal failures are merged
+    with (
+        kit.WorkerPool(1, init=False) as bare,
+        pytest.raises(kit.RankError) as error,
+    ):
+        bare.run(joins_twice)
+    assert "twice" in str(error.value)
+    assert "has already called" not in str(error.value)
+
+
+def joins_twice(rank, world_size):
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def test_a_group_that_bare_ranks_could_not_form_is_forgotten(tmp_path):
     def waits_alone(rank, world_size):
         if rank == 0:

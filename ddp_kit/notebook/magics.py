@@ -260,6 +260,7 @@ def _show(rank: int, bundles: list[Bundle]) -> None:
 
 def load(shell: InteractiveShell) -> None:
     """Register the magics, and the completion of names that are defined in rank 0."""
+    RanksMagics.run_cell.parser.allow_abbrev = False  # "--onl" is a mistake, not "--only"
     # Loaded again, it still knows what is on the ranks.
     magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
     shell.register_magics(magics)

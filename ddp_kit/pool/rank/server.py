@@ -39,6 +39,11 @@ LONGEST_MESSAGE = 10_000  # characters of an exception's text
 MOST_LINKED = 16  # causes of an exception and members of a group that are described
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
+_TWICE = "initialize the default process group twice"  # PyTorch's words
+_HAS_GROUP = (
+    "The kit has already called init_process_group for this worker: leave that call out. To call "
+    "it yourself, use kit.WorkerPool(..., init=False)."
+)
 
 
 class RankServer:
@@ -128,6 +133,8 @@ class RankServer:
                 _exit(leaving.code)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
+                if self._group is not None and _TWICE in text_of(error):
+                    _add_note(error, _HAS_GROUP)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
@@ -227,6 +234,11 @@ def pack(value: object) -> payload.Payload:
         f"the worker returned {what}, which cannot be sent to the notebook ({reason}); "
         "return tensors, numbers, strings, or lists and dicts of them"
     ) from None
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, as its method `add_note` does from Python 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(note)
 
 
 def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None) -> RankFailure:
