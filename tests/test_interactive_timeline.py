@@ -117,6 +117,13 @@ def test_no_event_at_all():
     assert state["rows"] == b""
 
 
+def test_a_rank_of_which_nothing_is_known():
+    script = traces.Script(2)
+    script.send(0, 1)
+    state = pack(script.trace(spans=()), {})
+    assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 0.2 * MS), (0, 0)]
+
+
 def test_hosts_say_how_wrong_their_clocks_may_be():
     state = pack(traces.pipeline(2), {})
     assert [lane["clock"] for lane in state["lanes"]] == [0, 0]

@@ -145,7 +145,8 @@ def test_a_figure_appears_once_below_its_ranks_heading(notebook):
         assert shown[-4:] == ["stream", "display_data"] * 2, body  # each after its heading
         assert pictures[0]["image/png"] != pictures[1]["image/png"]
         assert pictures[0]["text/plain"] == "<Figure size 640x480 with 1 Axes>"
-    notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
+    raising = notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
+    assert raising.stdout == "rank 0: 0\nrank 1: 1\n"
     assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
     assert notebook.value("kit.run(lambda r, w: os.environ['MPLBACKEND'], world_size=2)[0]") == (
         notebook.value("os.environ['MPLBACKEND']")
