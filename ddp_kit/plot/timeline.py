@@ -19,17 +19,12 @@ from ddp_kit.plot.timeline_panel import MOST_STEPS, Panel
 from ddp_kit.plot.timeline_steps import Overview, find_training, steps_table
 from ddp_kit.trace import Trace
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
-LEFT, WIDE = 0.75, 7.95  # inches
-=======
->>>>>>> main
 NAMES = {"send": "sending", "recv": "waiting to receive", "collective": "in a collective"}
 
 
-<<<<<<< HEAD
 class Timeline(Picture):
     """A timeline; `interact()` returns one to zoom into."""
 
@@ -49,12 +44,9 @@ class Timeline(Picture):
         return TimelineWidget(self, self.trace)
 
 
-def timeline(source: Any, timed: bool = False, title: str | None = None) -> Timeline:
-=======
 def timeline(
     source: Any, timed: bool = False, title: str | None = None, step: int | None = None
-) -> Picture:
->>>>>>> main
+) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
@@ -67,16 +59,12 @@ def timeline(
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
-<<<<<<< HEAD
-    Above 240 events (or 48 steps) bars are shares of time, and an arrow stands for many messages,
-    with their number. `.interact()` of the picture returns one to zoom into.
-=======
->>>>>>> main
 
     A training run is drawn in small, with a block for each training step, and one step in large:
     see `training_steps`. In other runs with very many events, bars are shares of time, and an
     arrow stands for many messages, with their number. If a timed run begins or ends with a long
     pause, such as an import, most of the pause is cut off, and the caption says how much.
+    `.interact()` of the picture returns one to zoom into.
 
     Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
@@ -90,38 +78,10 @@ def timeline(
     cut = _say_cut(whole, window)
     title = _title(trace, timed, training and len(training.spans)) if title is None else title
 
-<<<<<<< HEAD
-    n = trace.world_size
-    tall = n * max(0.36, min(0.62, 4.2 / n))
-    scale = WIDE / (1.003 * ((end - begin) or 1))
-    slant, names = marks.place_names(() if many else lanes.links, scale)
-    top = 0.36 + marks.head_room(slant, names)
-    unnamed = any(not text for _, text, _ in names)
-    caption = _caption_of_many(lanes) if many else _caption(lanes, unnamed, timed)
-    if any(trace.dropped):
-        caption += f" The {sum(trace.dropped):,} oldest events were dropped and are not shown."
-    lines = fold(caption, LEFT + WIDE)
-    full, below = LEFT + WIDE + 0.15, top + tall + 0.5
-    picture, sheet = open_picture(
-        title, text_table, full, below + 0.3, lines, lift=0.04, kind=Timeline
-    )
-    picture.trace = trace
-    for rank in range(n):
-        chip(sheet, 0.02, top + (rank + 0.5) * tall / n - 0.11, 0.62, 0.22, rank, f"rank {rank}")
-    xlabel = "time since the first rank began (ms)" if timed else "step"
-    ax = picture.chart(LEFT, top, WIDE, tall, "x", xlabel)
-    ax.set(xlim=(begin, begin + 1.003 * ((end - begin) or 1)), ylim=(n - 0.5, -0.5))
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=not timed, min_n_ticks=1))
-    if many:
-        marks.draw_shares(ax, lanes)
-=======
     top, overview = 0.36, None
     if not training:
         large = Panel(lanes, timed)
         xlabel = "time since the first rank began (ms)" if timed else "step"
->>>>>>> main
     else:
         shown, (begin, end) = training.label, training.window
         zero = begin if timed else begin - 0.5  # the first step is 1
@@ -151,7 +111,10 @@ def timeline(
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     lines = fold(" ".join(filter(None, parts)), LEFT + WIDE)
     full, below = LEFT + WIDE + 0.15, top + large.tall + 0.5
-    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
+    picture, sheet = open_picture(
+        title, text_table, full, below + 0.3, lines, lift=0.04, kind=Timeline
+    )
+    picture.trace = trace
     if overview:
         overview.draw(picture, sheet, 0.3)
         write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
