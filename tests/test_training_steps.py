@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from traces import MS, Script
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
-from ddp_kit.trace.training_steps import _runs, training_steps
+from ddp_kit.trace.training_steps import BUCKET, _runs, training_steps
 
 LAYERS = (4096, 64, 4096, 64, 640, 40)  # bytes of gradients
 
@@ -278,3 +279,28 @@ def test_the_steps_of_a_real_training_are_found(by_hand):
             assert [each["DDP all_reduce"] for each in ops] == [1, 2, 2, 2, 2]
         for step in own:
             assert step.begin <= step.events[0].start < step.end
+
+
+def train_with_a_slow_first_bucket(rank, world_size):
+    def hook(state, bucket):
+        future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+
+        def take(future):
+            time.sleep(0.0 if bucket.is_last() else 0.1)
+            return future.value()[0]
+
+        return future.then(take)
+
+    layers = [torch.nn.Linear(512, 512) for _ in range(2)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+    model.register_comm_hook(None, hook)
+    for _ in range(5):
+        model(torch.ones(4, 512)).sum().backward()
+
+
+def test_a_bucket_that_is_complete_after_the_last_one_does_not_end_a_step():
+    trace = kit.run(train_with_a_slow_first_bucket, world_size=2).trace
+    assert {rank: len(steps) for rank, steps in training_steps(trace).items()} == {0: 5, 1: 5}
+    for rank in range(2):
+        buckets = [e.waited is not None for e in trace if (e.rank, e.op) == (rank, BUCKET)]
+        assert buckets == [True] + 4 * [False, True]

@@ -56,9 +56,10 @@ class _Hook:
         if now.newest is not newest:
             self._posted = now.newest
         if bucket.is_last() and self._posted is not None:
-            # DDP would wait in its C++ code in a moment; a wait here is on the board.
+            # DDP would wait in its C++ code in a moment; a wait here is on the board, and only for
+            # the last bucket, whichever is complete last.
             with suppress(Exception):  # DDP itself waits again and raises
-                now.block(self._posted, False, torch.futures.wait_all, self._open)
+                now.block_as_one(self._posted, torch.futures.wait_all, self._open)
         if bucket.is_last() and self.finds_unused:
             self._follow_unused(now)
         return future

@@ -189,7 +189,7 @@ class Recorder:
         self, posted: Posted | None, limited: bool, blocking: Callable, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function that may block, with the wait on the board meanwhile."""
-        if posted is None:
+        if posted is None or threading.get_ident() in self._hidden:
             return blocking(*args, **kwargs)
         limited = limited or posted.group.limited
         shown = threading.get_ident() == self._thread
@@ -227,16 +227,17 @@ class Recorder:
         return end
 
     def block_as_one(self, posted: Posted | None, blocking: Callable, *args: Any) -> Any:
-        """Call a function that may block, as `block` does, without recording what it calls.
+        """Call a function that may block, as `block` does, and record nothing that it calls."""
 
-        PyTorch's C++ code calls the methods of a process group that is written in Python.
-        """
-        own = {threading.get_ident()} - self._hidden
-        self._hidden |= own
-        try:
-            return self.block(posted, False, blocking, *args)
-        finally:
-            self._hidden -= own
+        def alone() -> Any:
+            own = {threading.get_ident()} - self._hidden
+            self._hidden |= own
+            try:
+                return blocking(*args)
+            finally:
+                self._hidden -= own
+
+        return self.block(posted, False, alone)
 
     def stand_still(self, blocking: Callable, *args: Any) -> Any:
         """Call a function that blocks until other threads go on, with that on the board."""
