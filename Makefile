@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
 	    echo "$(PYTHON) cannot create virtual environments." \
 	        "To fix it on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; fi; \
+	echo "Creating $(VENV)."; \
 	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 	@rm -f $(STAMP)
 	@echo "Installing PyTorch$(TORCH:%= %), JupyterLab and ddp_kit into $(VENV)." \
@@ -46,6 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The PATH is for JupyterLab's terminals, in which a learner calls torchrun.
 lab: $(STAMP)  ## open JupyterLab on notebooks/
+	@echo "Opening JupyterLab on notebooks/, which takes some seconds. Ctrl-C ends it."
 	@[ "$$(id -u)" != 0 ] || root=--allow-root; \
 	PATH="$$(pwd -P)/$(BIN):$$PATH" \
 	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $$root
@@ -75,11 +77,12 @@ browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; n
 
 lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \
+	    echo "Running the lesson $(NAME): 10 to 30 s on two idle cores." >&2; \
 	    exec $(BIN)/python -m ddp_kit.lessons.$(NAME) $(ARGS); fi; \
 	[ -z "$(NAME)" ] || echo "There is no lesson named $(NAME)." >&2; \
 	echo "Run a lesson with make lesson NAME=..., where NAME is one of"; \
 	for file in ddp_kit/lessons/[!_]*.py; do [ ! -f "$$file" ] || \
-	    printf '  %-16s %s\n' "$$(basename "$$file" .py)" \
+	    printf '  %-20s %s\n' "$$(basename "$$file" .py)" \
 	        "$$(sed -n '1{s/^"""//; s/"""$$//; p;}' "$$file")"; done; \
 	[ -z "$(NAME)" ]
 

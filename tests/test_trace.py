@@ -493,8 +493,9 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
 
 
 def test_progress_asks_for_something_to_loop_over():
-    with pytest.raises(TypeError, match=r"such as range\(5\), got 5"):
+    with pytest.raises(TypeError, match=r"such as range\(5\), got 5") as caught:
         kit.progress(5)
+    assert caught.value._render_traceback_() == [f"TypeError: {caught.value}"]
 
 
 def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):

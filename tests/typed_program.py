@@ -28,6 +28,8 @@ def run_it() -> list[float]:
     found: kit.Comparison = kit.compare(result, elsewhere, rtol=1e-6)
     found.check()
     kit.doctor()
+    used: int = kit.status().memory
+    assert used >= 0
     print(len(kit.mnist(train=False)))
     printed: tuple[str, ...] = again.output
     first: str = printed[0]
@@ -41,7 +43,12 @@ def draw(result: kit.Result, folder: Path) -> list[Figure]:
     sizes: list[int] = [message.nbytes for message in trace.messages(src=0)]
     assert sizes == sorted(sizes)
     loaded: kit.Trace = kit.load_trace(folder)
-    return [kit.plot.timeline(loaded, timed=True), kit.plot.messages(trace)]
+    print(trace.summary())
+    return [
+        kit.plot.timeline(loaded, timed=True),
+        kit.plot.messages(trace),
+        kit.plot.losses(result),
+    ]
 
 
 def explain() -> str:

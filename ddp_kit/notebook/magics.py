@@ -147,7 +147,8 @@ class RanksMagics(Magics):
             if not refused:
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
-                self._had[launcher_of(backend)] = self._with_names(backend).union(on)
+                had = self._had[launcher_of(backend)] = self._with_names(backend).union(on)
+                pool.keep_names(launcher_of(backend), had)
 
     def _with_names(self, backend: str) -> frozenset[int]:
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
@@ -188,6 +189,7 @@ class RanksMagics(Magics):
         for launcher, ranks in self._had.items():
             backend = "mpi" if launcher == "mpiexec" else "auto"
             pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
+            pool.keep_names(launcher, ())
         self._forget()
 
     def _ask(self, worker: Any) -> Result:

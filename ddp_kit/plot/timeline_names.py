@@ -82,14 +82,16 @@ def write_names(ax: Axes, slant: int, names: Sequence[Name], lane: float) -> Non
     """Write the names above the lanes, each that is shared above a bracket; lane: inches."""
     style = {"rotation": slant, "rotation_mode": "anchor", "va": "baseline"}
     style |= {"ha": "left" if slant else "center"}
-    foot = -0.5 - 0.02 / lane
-    top = foot - 0.06 / lane if _are_shared(names) else foot
+    foot, y = -0.5 - 0.02 / lane, -0.55
+    top = foot - 0.06 / lane
+    if _are_shared(names):
+        y = top - 0.03 / lane
     for name in names:
         color = COLOR if name.whole else LOST
         if name.end > name.begin and name.text:
             xs, ys = (name.begin, name.begin, name.end, name.end), (foot, top, top, foot)
             ax.plot(xs, ys, color=color, linewidth=0.9, linestyle="-", clip_on=False)
-        write(ax, name.at, top - 0.03 / lane, name.text, TYPE, color=color, **style)
+        write(ax, name.at, y, name.text, TYPE, color=color, **style)
 
 
 def _are_shared(names: Sequence[Name]) -> bool:

@@ -2,6 +2,7 @@
 
 pool.py          WorkerPool, and `run` on the notebook's shared pool
 run.py           one run: the only loop that waits for ranks
+status.py        what `kit.status` shows
 reports.py       what the ranks of a run have reported, and the error if some failed
 launchers/       who starts the processes: spawn, mpiexec, torchrun
 rank/            what runs in the process of a rank, and nowhere else
@@ -10,9 +11,10 @@ wire/            what travels between the two
 
 from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
-from ddp_kit.pool.pool import WorkerPool, launcher_of, run, shutdown
+from ddp_kit.pool.pool import WorkerPool, keep_names, launcher_of, run, shutdown
 from ddp_kit.pool.rank_processes import end_all
 from ddp_kit.pool.result import Result
+from ddp_kit.pool.status import status
 
 __all__ = [
     "Result",
@@ -20,7 +22,9 @@ __all__ = [
     "check_world_size",
     "end_all",
     "interruptible",
+    "keep_names",
     "launcher_of",
     "run",
     "shutdown",
+    "status",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
-from ddp_kit.pool.launchers.base import Launcher
+from ddp_kit.pool.launchers.base import Launcher, Show
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.log_settings import current_log_settings
@@ -59,8 +60,10 @@ class RankProcesses:
         """The backend of the group that the ranks were asked to form; None if there is none."""
         return self._formed[1] if self._formed else None
 
-    def get_ready(self, world_size: int, backend: str) -> None:
+    def get_ready(self, world_size: int, backend: str, show: Show) -> None:
         """Start what is missing of `world_size` ranks, and ask them to form a group.
+
+        show: is called with what each rank is doing while a launcher takes its time.
 
         Raises BackendError or PoolError if they cannot be started.
         """
@@ -69,7 +72,7 @@ class RankProcesses:
         with holding_interrupt():
             self.form(world_size, backend)
         if len(self.ranks) < world_size:  # a launcher that takes its time may be interrupted
-            self.launcher.wait()
+            self.launcher.wait(show)
             with holding_interrupt():
                 self.form(world_size, backend)
         if len(self.ranks) < world_size:
@@ -108,6 +111,7 @@ class RankProcesses:
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         encoded: dict[tuple, bytes] = {}
+        now = time.monotonic()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
@@ -118,7 +122,7 @@ class RankProcesses:
                 encoded[key] = payload.encode(message)
             rank.send(message, encoded[key])
             rank.cells_seen |= new.keys()
-            rank.environment = environment
+            rank.environment, rank.used = environment, now
         packed.close()
 
     def end_run(self, intact: bool) -> None:
@@ -178,6 +182,22 @@ class RankProcesses:
                     f"and repeat your imports from it, or use %load_ext autoreload and "
                     "%autoreload 2"
                 )
+
+    def end_unused(self, keep: int, seconds: float) -> float | None:
+        """End ranks beyond the first `keep` that have called no worker for so many seconds.
+
+        Those that hold names of `%%ranks` cells stay. Return in how many seconds to look again;
+        None: no rank is left that may end.
+        """
+        if not self.launcher.separate:
+            return None
+        keep = max(keep, self._formed[0] if self._formed else 0)
+        keep = max([keep, *(n for n, rank in enumerate(self.ranks, start=1) if rank.has_names)])
+        now, unused = time.monotonic(), []
+        while len(self.ranks) > keep and now - self.ranks[-1].used >= seconds:
+            unused.append(self.ranks.pop())
+        stop_ranks(unused, patience=1.0)
+        return seconds - (now - self.ranks[-1].used) if len(self.ranks) > keep else None
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""

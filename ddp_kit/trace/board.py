@@ -6,6 +6,7 @@ when both processes are.
 
     head      which run, how many events, which one is waited for
     label     what is written beside the progress of a loop
+    phase     what the process is doing apart from that
     progress  how far a loop of the worker has come, and how many steps it has
     handled   which exception the worker is handling while it waits
     counts    of each channel and each group: how many operations were posted, how many given up
@@ -58,7 +59,7 @@ _PROGRESS = struct.Struct("=QQ")  # each number plus one; 0: none
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
-_PROGRESS_AT = 1024
+_PHASE_AT, _PROGRESS_AT = 1023, 1024
 _HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
 _LABEL_AT, _COUNTS_AT = 512, 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
@@ -220,6 +221,14 @@ class Board:
         self._change_bits(index, CALLS_BACK | CALLS_BACK_SOON, bits if left else 0)
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+
+    def write_phase(self, phase: int) -> None:
+        """Write what the process is doing: IMPORTING, SERVING or FORMING."""
+        self._page[_PHASE_AT] = phase
+
+    def phase(self) -> int:
+        """Return what the process is doing."""
+        return self._page[_PHASE_AT]
 
     def write_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""

@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# What a rank's process is doing: importing torch, serving its pool, forming a process group.
+IMPORTING, SERVING, FORMING = 0, 1, 2
+
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 
 # Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is

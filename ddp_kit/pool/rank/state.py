@@ -102,7 +102,7 @@ class State:
         torch.set_printoptions(profile="default")
         if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
             torch.use_deterministic_algorithms(False)
-        # Fresh processes all draw the same numbers from torch.
+        # Each run begins with the seed of this process, as the first one did.
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ddp_kit.errors import TraceError
 from ddp_kit.trace.rank import recorder
@@ -28,9 +29,12 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
     try:
         iter(iterable)  # a dataset can be looped over, but is not an Iterable
     except TypeError:
-        raise TypeError(
+        error = TypeError(
             f"progress needs something to loop over, such as range(5), got {iterable!r}"
-        ) from None
+        )
+        shown = [f"TypeError: {error}"]  # by IPython, without the kit's own frames
+        error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
+        raise error from None
     if total is None:
         with suppress(TypeError):
             total = len(iterable)  # type: ignore[arg-type]
@@ -56,21 +60,21 @@ def take_over_tqdm(std: ModuleType) -> None:
 
     std: the module `tqdm.std`, whose class the others inherit from.
     """
+    bars: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # in the order of their loops
 
     def display(
         original: Callable, bar: Any, msg: str | None = None, pos: int | None = None
     ) -> bool:
         if msg != "":  # which would clear it
+            bars[bar] = None
             _show_bar(bar)
         return True
 
     def close(original: Callable, bar: Any) -> None:
         bar.sp = None  # it writes nothing at its end, like a bar of a GUI
         original(bar)
-        if not any(map(_is_shown, bar._instances)):
-            _show_bar(None)
-        else:  # the innermost loop around this one
-            _show_bar(max(filter(_is_shown, bar._instances), key=lambda other: abs(other.pos)))
+        around = [other for other in bars if _is_shown(other)]
+        _show_bar(around[-1] if around else None)  # the innermost
 
     def write_nothing(original: Callable, bar: Any, *_args: Any, **_kwargs: Any) -> None:
         pass

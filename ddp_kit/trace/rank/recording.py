@@ -210,7 +210,11 @@ def _new_process_group(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    made = original(size, rank, members, *args, **kwargs)
+    recorder.show_forming(True)
+    try:
+        made = original(size, rank, members, *args, **kwargs)
+    finally:
+        recorder.show_forming(False)
     if not members:  # PyTorch passes none for the default group
         recorder.begin_world(made[0].size(), made[0].rank())
     return made
