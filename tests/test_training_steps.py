@@ -94,7 +94,7 @@ def test_steps_follow_each_other_without_a_gap():
 def test_layers_of_equal_shape_are_no_steps():
     script = Script(2)
     for _ in range(4):
-        average(script, [4096, *[64, 64] * 10, 128])
+        average(script, [640, *[4096, 640] * 10, 128])
     assert counts(script.trace()) == [22] * 4
 
 

@@ -39,6 +39,8 @@ def run_it() -> list[float]:
 
 def draw(result: kit.Result, folder: Path) -> list[Figure]:
     trace: kit.Trace = result.trace
+    waited: float = trace.summary(timed=True, rank=0).rows[0].waiting
+    assert waited >= 0
     trace.to_chrome(folder / "trace.json")
     sizes: list[int] = [message.nbytes for message in trace.messages(src=0)]
     assert sizes == sorted(sizes)
