@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
 from ddp_kit.errors import (
@@ -74,6 +74,31 @@ class Reports:
         """Why processes cannot serve another run, by rank."""
         replies = sorted((self.returned | self.raised).items())
         return {n: r.status.restart for n, r in replies if r.status.restart}
+
+
+class FailedRun(NamedTuple):
+    """What remains of the last run that failed, besides its error.
+
+    error: the name of the error's class. raised: what each rank of this host that raised has
+    reported. failures: what ranks raised, those of other hosts included.
+    """
+
+    error: str
+    raised: dict[int, Raised]
+    failures: dict[int, RankFailure]
+
+
+_last: list[FailedRun] = []  # at most one; the error would keep the cell's frames alive
+
+
+def remember(error: KitError, reports: Reports) -> None:
+    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one."""
+    _last[:] = [FailedRun(type(error).__name__, reports.raised, getattr(error, "failures", {}))]
+
+
+def last_failed_run() -> FailedRun | None:
+    """Return what remains of the last run that failed; None if none has."""
+    return _last[0] if _last else None
 
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:

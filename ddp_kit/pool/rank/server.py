@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
+from ddp_kit.pool.rank.capture import capture
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
@@ -131,7 +132,8 @@ class RankServer:
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
-                return Raised(failure, status, inside if broken == id(error) else None)
+                inside = inside if broken == id(error) else None
+                return Raised(failure, status, inside, capture(error))
         groups = None if keeps_groups else groups
         return Returned(packed, self._status(recorder, recorder.all_awaited, groups, restart))
 

@@ -97,6 +97,7 @@ class Raised(NamedTuple):
     failure: RankFailure
     status: RankStatus
     inside: Wait | None = None  # the wait that raised it
+    captured: bytes = b""  # a pickled Captured of the learner's functions; b"": there is none
 
 
 class KitFailed(NamedTuple):
