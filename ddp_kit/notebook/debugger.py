@@ -75,7 +75,11 @@ def _find(rank: int | None) -> tuple[int, Captured]:
     raise PoolError(f"rank {rank} did not raise in the last run that failed{others}")
 
 
-class RankDebugger(pdb.Pdb):
+# A kernel replaces `pdb.Pdb` with IPython's, which colours what it prints for its own terminal.
+_Pdb: type = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
+
+
+class RankDebugger(_Pdb):
     """Python's pdb on the frames that a rank captured."""
 
     def __init__(self, rank: int, captured: Captured) -> None:
