@@ -8,11 +8,13 @@ from __future__ import annotations
 import collections
 import gc
 import pickle
+import re
 import sys
 import weakref
 
 import pytest
 import torch
+from kernels import ROOT
 
 import ddp_kit as kit
 from ddp_kit.pool import last_failed_run
@@ -126,7 +128,7 @@ def test_no_code_of_the_learner_runs_while_it_is_captured():
 
     def note(*args, **kwargs):
         ran.append(args)
-        raise SystemExit
+        raise RuntimeError
 
     special = "__repr__ __str__ __getattr__ __getattribute__ __len__ __iter__ __eq__ __hash__"
     special += " __reduce__ __reduce_ex__ __getstate__ __bool__ __sizeof__ __format__ __dir__"
@@ -414,6 +416,21 @@ def test_a_rank_that_cannot_be_debugged_is_one_sentence(notebook):
     assert notebook.raises("%ranks debug 1").rendered == (
         "PoolError: rank 1 did not raise in a function of yours"
     )
+
+
+def test_the_readme_shows_a_session_as_it_is(notebook):
+    section = (ROOT / "README.md").read_text(encoding="utf8").split("## When a rank raises")[1]
+    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
+    notebook.raises(code)
+    magic, *lines = shown.splitlines()
+    cell = notebook.send(magic)
+    for line in lines:
+        if line.startswith("(rank 1) "):
+            assert cell.asked() == "(rank 1) "
+            notebook.client.input(line.removeprefix("(rank 1) "))
+    cell.finish()
+    answers = [line for line in lines if not line.startswith("(rank 1) ")]
+    assert re.sub(r"In\[\d+\]", "In[3]", cell.stdout).splitlines() == answers
 
 
 def test_after_a_deadlock_the_debugger_says_what_it_needs(kernel):
