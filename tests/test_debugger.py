@@ -345,7 +345,7 @@ def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
         "rank = 3",
         "world_size = 4",
         "<class 'torch.Tensor'>",
-        "*** the rank has gone on, so nothing runs here; help lists the commands",
+        "*** unavailable, because the rank has gone on; help lists the commands",
         "  4  \t    return total / parts",
         "  5  \t",
         "  6  \tdef worker(rank, world_size):",

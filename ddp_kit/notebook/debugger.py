@@ -24,10 +24,34 @@ from ddp_kit.pool import ipython
 from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, shorten
 
 LONGEST_VALUE = 200  # characters of a variable in the list of all
-# Commands of pdb that continue a program or change where it stops.
+# Commands of pdb that continue a program, change where it stops, or need its exception.
 _NEED_A_PROGRAM = frozenset(
-    {"b", "break", "cl", "clear", "commands", "condition", "debug", "disable", "enable", "ignore"}
-    | {"interact", "j", "jump", "n", "next", "r", "restart", "return", "retval", "run", "rv"}
+    {
+        "b",
+        "break",
+        "cl",
+        "clear",
+        "commands",
+        "condition",
+        "debug",
+        "disable",
+        "enable",
+        "exceptions",
+    }
+    | {
+        "ignore",
+        "interact",
+        "j",
+        "jump",
+        "n",
+        "next",
+        "r",
+        "restart",
+        "return",
+        "retval",
+        "run",
+        "rv",
+    }
     | {"s", "step", "tbreak", "unt", "until"}
 )
 
@@ -41,11 +65,8 @@ def debug(line: str) -> None:
     is_rank = re.fullmatch(r"-?\d+", first) is not None
     commands = line.strip().removeprefix(first).strip() if is_rank else line.strip()
     rank, captured = _find(int(first) if is_rank else None)
-    debugger = RankDebugger(rank, captured)
-    debugger.cmdqueue += [one for one in map(str.strip, re.split(";+", commands)) if one]
-    if commands:
-        debugger.cmdqueue.append("quit")
-    debugger.start()
+    given = [one for one in map(str.strip, re.split(";+", commands)) if one]
+    RankDebugger(rank, captured, [*given, "quit"] if given else []).start()
 
 
 def _find(rank: int | None) -> tuple[int, Captured]:
@@ -80,12 +101,12 @@ _Pdb: type = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
 
 
 class RankDebugger(_Pdb):
-    """Python's pdb on the frames that a rank captured."""
+    """Python's pdb on the frames that a rank captured. commands: the first ones; may be none."""
 
-    def __init__(self, rank: int, captured: Captured) -> None:
+    def __init__(self, rank: int, captured: Captured, commands: list[str]) -> None:
         super().__init__(nosigint=True, readrc=False)
         self.prompt = f"(rank {rank}) "
-        self._rank, self._captured = rank, captured
+        self._rank, self._captured, self._commands = rank, captured, commands
         self._copies: dict[FrameType, FrameCopy] = {}
         self._cell_names = ipython.cell_names()
 
@@ -121,7 +142,14 @@ class RankDebugger(_Pdb):
         )
 
     def _cmdloop(self) -> None:
+        self.cmdqueue += self._commands  # behind what Python 3.13 has put there: show the frame
         self.cmdloop()  # without pdb's own handling of KeyboardInterrupt
+
+    def print_stack_entry(self, frame_lineno: tuple[FrameType, int], *prefix: str) -> None:
+        """Print a frame, and above it that calls between its caller and itself are missing."""
+        if skipped := self._copies[frame_lineno[0]].skipped:
+            self.message(f"  ... {skipped:,} more calls, which were not captured ...")
+        super().print_stack_entry(frame_lineno, *prefix)
 
     def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
         """Return a frame's place as the kit's errors show it, and its line of code."""
@@ -131,8 +159,6 @@ class RankDebugger(_Pdb):
         text = f"{file}, line {line}, in {copy.function}"
         if source := linecache.getline(copy.file, line).strip():
             text += lprefix + source
-        if copy.skipped:
-            text = f"... {copy.skipped:,} more calls were not captured ...\n  {text}"
         return text
 
     def do_locals(self, arg: str) -> None:
@@ -180,7 +206,7 @@ class RankDebugger(_Pdb):
 
     def _refuse(self, arg: str) -> None:
         """Print why a command of pdb is missing."""
-        self.error("the rank has gone on, so nothing runs here; help lists the commands")
+        self.error("unavailable, because the rank has gone on; help lists the commands")
 
 
 for _name in _NEED_A_PROGRAM:

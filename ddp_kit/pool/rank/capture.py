@@ -45,6 +45,7 @@ LONGEST_TEXT = 1_000  # characters of a str
 LARGEST_INT = 10_000  # bits
 LARGEST_TENSOR = 8_192  # bytes; of a larger one some statistics are captured
 MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
+CHUNK = 1 << 14  # elements in one operation: for more, PyTorch would wait for other threads
 GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
 
 _PLAIN = frozenset(
@@ -299,20 +300,31 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _describe_values(tensor: torch.Tensor) -> str:
     """Return some statistics of a tensor on the CPU, and its first values."""
-    parts = []
-    wide = tensor
-    if tensor.is_floating_point() and tensor.element_size() < 4:
-        wide = tensor.float()
-    if tensor.dtype is torch.bool:
-        parts.append(f"{int(tensor.count_nonzero()):,} True")
-    elif not tensor.is_complex():
-        missing = int(wide.isnan().count_nonzero())
-        kept = wide[~wide.isnan()] if missing else wide
-        if kept.numel():
-            low, high = (number.item() for number in kept.aminmax())
-            mean = kept.mean(dtype=torch.float64).item()
-            parts.append(f"from {low:.4g} to {high:.4g}, mean {mean:.4g}")
-        parts += [f"{missing:,} NaN"] if missing else []
-    first = wide[(0,) * (wide.dim() - 1)][:3].tolist()
+    flat = tensor.reshape(-1)
+    first = flat[:3].tolist()
     shown = (f"{number:.4g}" if isinstance(number, float) else str(number) for number in first)
-    return ", ".join([*parts, f"beginning with {', '.join(shown)}"])
+    beginning = f"beginning with {', '.join(shown)}"
+    if tensor.is_complex():
+        return beginning
+    if tensor.dtype is torch.bool:
+        trues = sum(int(chunk.count_nonzero()) for chunk in flat.split(CHUNK))
+        return f"{trues:,} True, {beginning}"
+    lows, highs, total, missing = [], [], 0.0, 0
+    for chunk in flat.split(CHUNK):
+        if chunk.is_floating_point() and chunk.element_size() < 4:
+            chunk = chunk.float()
+        low, high = (number.item() for number in chunk.aminmax())
+        if low != low:  # there is a NaN
+            kept = chunk[~chunk.isnan()]
+            missing += chunk.numel() - kept.numel()
+            if not kept.numel():
+                continue
+            chunk, (low, high) = kept, (number.item() for number in kept.aminmax())
+        lows.append(low)
+        highs.append(high)
+        total += chunk.sum(dtype=torch.float64).item()
+    parts = [f"{missing:,} NaN"] if missing else []
+    if lows:
+        mean = total / (tensor.numel() - missing)
+        parts.insert(0, f"from {min(lows):.4g} to {max(highs):.4g}, mean {mean:.4g}")
+    return ", ".join([*parts, beginning])
