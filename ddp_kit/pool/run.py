@@ -20,7 +20,14 @@ from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_i
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
+from ddp_kit.pool.reports import (
+    Reports,
+    error_of_ranks,
+    error_while_joining,
+    note_files,
+    rebuild,
+    remember,
+)
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
@@ -271,6 +278,7 @@ class Run:
             rank, failure = min(error.handled.items())
             error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
         remember(error, self._reports)
+        note_files(error)
         raise error
 
     @property
