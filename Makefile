@@ -13,7 +13,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab test browser lesson notebooks bench verdicts clean
+.PHONY: help install lab check test style browser lesson notebooks bench verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
 	    echo "$(PYTHON) cannot create virtual environments." \
 	        "To fix it on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; fi; \
+	echo "Creating $(VENV)."; \
 	rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 	@rm -f $(STAMP)
 	@echo "Installing PyTorch$(TORCH:%= %), JupyterLab and ddp_kit into $(VENV)." \
@@ -46,14 +47,27 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The PATH is for JupyterLab's terminals, in which a learner calls torchrun.
 lab: $(STAMP)  ## open JupyterLab on notebooks/
+	@echo "Opening JupyterLab on notebooks/, which takes some seconds. Ctrl-C ends it."
 	@[ "$$(id -u)" != 0 ] || root=--allow-root; \
 	PATH="$$(pwd -P)/$(BIN):$$PATH" \
 	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $$root
 
-test: $(STAMP)  ## check style, imports, tests and every notebook; TORCH=2.x.y: with that PyTorch
+# A lesson under each launcher: spawn, torchrun, mpiexec; and what needs no ranks.
+QUICK := notebooks/00_start_here.ipynb tests/test_verdict.py tests/test_errors.py \
+    'tests/lessons/test_every_lesson.py::test_main_prints_its_one_line_and_writes_its_traces[ring_allreduce-4]' \
+    tests/lessons/test_every_lesson.py::test_a_lesson_runs_under_torchrun_as_the_readme_says \
+    tests/lessons/test_under_mpiexec.py::test_a_lesson_runs_as_the_readme_says
+
+style: $(STAMP)  ## check style, imports and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+check: style  ## the quick checks: style, one notebook, a lesson under each launcher
+	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
+
+test: style  ## check style, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 16 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -63,11 +77,12 @@ browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; n
 
 lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \
+	    echo "Running the lesson $(NAME): 10 to 30 s on two idle cores." >&2; \
 	    exec $(BIN)/python -m ddp_kit.lessons.$(NAME) $(ARGS); fi; \
 	[ -z "$(NAME)" ] || echo "There is no lesson named $(NAME)." >&2; \
 	echo "Run a lesson with make lesson NAME=..., where NAME is one of"; \
 	for file in ddp_kit/lessons/[!_]*.py; do [ ! -f "$$file" ] || \
-	    printf '  %-16s %s\n' "$$(basename "$$file" .py)" \
+	    printf '  %-20s %s\n' "$$(basename "$$file" .py)" \
 	        "$$(sed -n '1{s/^"""//; s/"""$$//; p;}' "$$file")"; done; \
 	[ -z "$(NAME)" ]
 

@@ -31,11 +31,12 @@ from ddp_kit.errors import (
     ProofError,
     RankDiedError,
     RankError,
+    ResultError,
     RunTimeoutError,
     TraceError,
 )
-from ddp_kit.launch import torchrun
-from ddp_kit.pool import Result, WorkerPool, run, shutdown
+from ddp_kit.launch.torchrun import torchrun
+from ddp_kit.pool import Result, WorkerPool, run, shutdown, status
 from ddp_kit.pool.ipython import shell
 from ddp_kit.trace import load_trace, progress
 
@@ -62,6 +63,7 @@ __all__ = [
     "RankError",
     "RankFailure",
     "Result",
+    "ResultError",
     "RunTimeoutError",
     "TraceError",
     "WorkerPool",
@@ -77,6 +79,7 @@ __all__ = [
     "progress",
     "run",
     "shutdown",
+    "status",
     "torchrun",
 ]
 

@@ -315,3 +315,30 @@ def format_returned(ranks: Iterable[int]) -> list[str]:
     """Return a line that names the ranks that had returned; [] if none had."""
     ranks = list(ranks)
     return [f"{name_ranks(ranks)} had returned"] if ranks else []
+
+
+_ONE_TO_ONE = ("send", "recv", "isend", "irecv")  # how the names of such operations begin
+
+
+def format_timeout_hint(waits: Iterable[Wait]) -> str:
+    """Return what to look for if a run took too long, as far as it is known where ranks waited."""
+    waits = list(waits)
+    elsewhere = [wait.rank for wait in waits if not wait.op]
+    if elsewhere or not waits:
+        where = f" on {name_ranks(elsewhere)}" if len(elsewhere) < len(waits) else ""
+        return (
+            f"Look for a loop that does not end{where}, or a wait that the kit does not record, "
+            "such as for a queue, a lock or a process. If the work needs longer, raise the timeout."
+        )
+    kinds = {
+        "key" if wait.for_key else "message" if wait.op.startswith(_ONE_TO_ONE) else "collective"
+        for wait in waits
+        if wait.op
+    }
+    if kinds == {"key"}:
+        return "Look for a key that no rank sets."
+    if kinds == {"message"}:
+        return "Look for a message that nobody sends or nobody receives."
+    if kinds == {"collective"}:
+        return "All ranks must call the same collectives, in the same order and with equal shapes."
+    return "Look for a call that one of these ranks should have made before the one it waits in."

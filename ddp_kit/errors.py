@@ -5,6 +5,7 @@
     ├── BackendError          a backend is unavailable here
     ├── DataError             a data set is unavailable here
     ├── TraceError            a trace cannot be loaded, or lacks what was asked for
+    ├── ResultError           a result has no such rank
     ├── ModelError            a cost cannot be computed from the given numbers
     ├── PlotError             a picture cannot be drawn from the given arguments
     ├── CompareError          two values cannot be compared
@@ -24,8 +25,8 @@
     except kit.RankError as error:
         print(error.failures[1].type)
 
-An error of a run also has .trace: what the ranks communicated until it ended, or None; and
-.handled: the exceptions that ranks were handling while they waited, by rank.
+An error of a run also has .trace: what the ranks communicated until it ended, or None; .output:
+what they had printed; and .handled: the exceptions that ranks were handling while they waited.
 
 The kit adds nothing to `str(error)` that changes from run to run: no pid, no temporary file, no
 time. Cell numbers do change, so only the traceback that a notebook renders has them.
@@ -44,6 +45,7 @@ from ddp_kit.error_text import (
     Wait,
     format_death,
     format_returned,
+    format_timeout_hint,
     signal_name,
 )
 from ddp_kit.renamed import RenamedAttribute
@@ -53,7 +55,12 @@ draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
 
 
 class KitError(Exception):
-    """Base class of every error that ddp_kit raises."""
+    """Base class of every error that ddp_kit raises.
+
+    output: what each rank had printed, if a run has raised it; settable.
+    """
+
+    output: tuple[str, ...] = ()
 
     def _lines(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
@@ -85,6 +92,10 @@ class DataError(KitError):
 
 class TraceError(KitError, ValueError):
     """A trace cannot be loaded, or does not contain what was asked for."""
+
+
+class ResultError(KitError, IndexError, TypeError):
+    """A result has no such rank."""
 
 
 class ModelError(KitError, ValueError):
@@ -242,15 +253,8 @@ class RunTimeoutError(RunError):
 
     def _format(self, text: TextFormatter) -> list[str]:
         fact = f"the run did not end within {self.timeout:g} s."
-        return [fact, *self._format_waits(text), *format_returned(self.returned), self._hint()]
-
-    def _hint(self) -> str:
-        ops = [wait.op for wait in self.waits]
-        if not all(ops):
-            return "Look for a loop that does not end. If the work needs longer, raise the timeout."
-        if all(op and op.startswith(("send", "recv", "isend", "irecv")) for op in ops):
-            return "Look for a message that nobody sends or nobody receives."
-        return "All ranks must call the same collectives, in the same order and with equal shapes."
+        lines = [*self._format_waits(text), *format_returned(self.returned)]
+        return [fact, *lines, format_timeout_hint(self.waits)]
 
 
 class InternalError(RunError, RuntimeError):

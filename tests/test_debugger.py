@@ -283,8 +283,8 @@ def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
     with pytest.raises(kit.RankError) as raised:
         pool.run(fails, "secret-7731")
     last = last_failed_run()
-    assert list(last.raised) == [1]
-    frame = pickle.loads(last.raised[1].captured).frames[-1]
+    assert list(last.captured) == [1]
+    frame = pickle.loads(last.captured[1]).frames[-1]
     assert frame.arguments == ("rank", "world_size", "password")
     assert frame.locals["mine"].tolist() == [1, 1]
     assert frame.locals["password"] == "secret-7731"
@@ -293,7 +293,7 @@ def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
     assert "secret-7731" not in f"{error}{error!r}{vars(error)}"
     with pytest.raises(kit.RankError):
         kit.torchrun(fails, "other", nproc_per_node=2)
-    frame = pickle.loads(last_failed_run().raised[1].captured).frames[-1]
+    frame = pickle.loads(last_failed_run().captured[1]).frames[-1]
     assert frame.locals["password"] == "other"
 
 

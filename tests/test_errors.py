@@ -130,11 +130,25 @@ def test_a_timeout_names_who_had_not_returned_and_what_to_do():
         "ranks 0 and 3 had returned",
         "All ranks must call the same collectives, in the same order and with equal shapes.",
     ]
-    slow = str(kit.RunTimeoutError(1, [Wait(0, None)]))
-    assert slow.endswith(
-        "rank 0 had not returned\n"
-        "Look for a loop that does not end. If the work needs longer, raise the timeout."
-    )
+
+
+@pytest.mark.parametrize(
+    ("ops", "hint"),
+    [
+        ([None, None], "Look for a loop that does not end, or a wait that the kit does not record"),
+        ([None, "barrier"], "Look for a loop that does not end on rank 0, or a wait that the kit"),
+        (["recv(src=1)", "isend(dst=0)"], "Look for a message that nobody sends or nobody"),
+        (["store.get('a')", "store.wait(['b'])"], "Look for a key that no rank sets."),
+        (["broadcast(src=0)", "barrier"], "All ranks must call the same collectives"),
+        (["store.get('a')", "barrier"], "Look for a call that one of these ranks should have made"),
+        (["recv(src=1)", "barrier"], "Look for a call that one of these ranks should have made"),
+    ],
+)
+def test_a_timeout_hints_at_what_is_known_of_the_waits(ops, hint):
+    waits = [Wait(rank, op) for rank, op in enumerate(ops)]
+    *_, last = str(kit.RunTimeoutError(1, waits)).splitlines()
+    assert last.startswith(hint)
+    assert ("raise the timeout" in last) == (None in ops)
 
 
 def test_a_lost_exit_code_is_not_taken_for_zero():

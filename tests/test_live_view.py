@@ -15,11 +15,22 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from kernels import ENVIRONMENT, Cell
+from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
-from ddp_kit.pool.view import RankLine, TerminalView, heading, in_short, newest_line
+from ddp_kit.pool import view as pool_view
+from ddp_kit.pool.view import (
+    NoView,
+    RankLine,
+    TerminalView,
+    heading,
+    in_short,
+    newest_line,
+    print_output,
+)
 from ddp_kit.trace import Board, Snapshot, read_wait
 from ddp_kit.trace.board_copy import EVENTS
 
@@ -43,6 +54,8 @@ def demo(rank, world_size, go):
         seen(go, "end")
 """
 WAITING = re.compile(r"waiting in recv\(src=1\) +(\d+\.\d) s")
+TITLE = re.compile(r"3 ranks at work, \d+ s$", re.MULTILINE)
+COMPUTES = re.compile(r"computing \d+ s")
 
 
 def texts(cell: Cell) -> list[str]:
@@ -69,7 +82,8 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
 
     def waits_for_a_while(cell: Cell) -> bool:
         found = WAITING.search(on_screen(cell))
-        return found is not None and float(found[1]) >= 0.6
+        computes = re.search(r"\[rank 1\] computing \d+ s ", on_screen(cell))
+        return found is not None and float(found[1]) >= 0.6 and computes is not None
 
     try:
         cell.read_until(waits_for_a_while, seconds=20)
@@ -87,22 +101,25 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
 
     assert stuck.keys() == {"text/html", "text/plain"}
     waited = WAITING.search(stuck["text/plain"])[0]
+    at_work, computes = TITLE.match(stuck["text/plain"])[0], COMPUTES.search(stuck["text/plain"])[0]
     bar = f"{'█' * 15}{'░' * 5} 3 of 4"
     assert stuck["text/plain"].splitlines() == [
-        "3 ranks at work",
+        at_work,
         f"[rank 0] {waited}  {' ' * len(bar)}  red 0 <b>bold</b> & more",
-        f"[rank 1] {'computing':{len(waited)}}  {bar}  75%",
+        f"[rank 1] {computes:{len(waited)}}  {bar}  75%",
         f"[rank 2] {'done':{len(waited)}}  {' ' * len(bar)}  red 2 <b>bold</b> & more",
     ]
     assert words(stuck["text/html"]) == [
         ["rank 0", waited, "", "", "red 0 <b>bold</b> & more"],
-        ["rank 1", "computing", "", "3 of 4", "75%"],
+        ["rank 1", computes, "", "3 of 4", "75%"],
         ["rank 2", "done", "", "", "red 2 <b>bold</b> & more"],
     ]
-    assert stuck["text/html"].startswith("<div>3 ranks at work</div>")
+    assert stuck["text/html"].startswith(f"<div>{at_work}</div>")
     assert stuck["text/html"].count('<progress value="3" max="4"></progress>') == 1
     assert "<b>" not in stuck["text/html"], "what a rank prints is not HTML"
-    assert re.search(r"\[rank 1\] computing +75%", late), "the bar disappeared with its loop"
+    assert re.search(r"\[rank 1\] computing( \d+ s)? +75%", late), (
+        "the bar disappeared with its loop"
+    )
 
     seconds = [float(found[1]) for text in texts(cell) if (found := WAITING.search(text))]
     assert seconds == sorted(set(seconds)), "a wait grows, and each content is a new one"
@@ -118,6 +135,28 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
         f"[rank 2] {red} 2 <b>bold</b> & more\n[rank 2]\n"
     )
     assert cell.stderr == ""
+
+
+FLOOD = """
+def lines(rank, world_size):
+    for number in range(1000 * rank):
+        print(number)
+"""
+
+
+def test_a_flood_fills_the_cell(shared):
+    shared.run(FLOOD)
+    cell = shared.run("result = kit.run(lines, world_size=2)")
+    printed = cell.stdout.splitlines()
+    assert len(printed) == 201
+    assert (printed[0], printed[99], printed[101], printed[-1]) == tuple(
+        f"[rank 1] {number}" for number in (0, 99, 900, 999)
+    )
+    assert printed[100] == (
+        "[rank 1] ... 3,201 characters are not shown here; .output[1] of the result or the error "
+        "has all ..."
+    )
+    assert shared.value("len(result.output[1].splitlines())") == "1000"
 
 
 # --- on a terminal -------------------------------------------------------------------------
@@ -170,14 +209,16 @@ def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     expected = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
-    printed, shown = run_on_terminal(script, columns=50)
+    printed, shown = run_on_terminal(script, columns=80)
     assert printed == expected
     lines = shown.split("\r\x1b[K")
     assert lines[0] == lines[-1] == "", "it is empty at the start and at the end"
-    assert "2 ranks are starting" in lines
-    assert "[rank 0] printed by 0" in lines
-    assert any(re.fullmatch(r"2 ranks: 1 waiting in recv 0\.\d s, 1 computing", x) for x in lines)
-    assert f"[rank 1] {'█' * 10}{'░' * 10} 1 of 2" in lines
+    began = "2 ranks: 2 importing torch"
+    assert began in lines
+    assert any(line.endswith("[rank 0] printed by 0") for line in lines)
+    waiting = r"\d+ s  2 ranks: 1 waiting in recv 0\.\d s, 1 computing( 1 s)?"
+    assert any(re.fullmatch(waiting, line) for line in lines)
+    assert any(line.endswith(f" s  [rank 1] {'█' * 10}{'░' * 10} 1 of 2") for line in lines)
     assert "\n" not in shown
 
     done = subprocess.run(
@@ -210,7 +251,7 @@ class Terminal:
 @pytest.mark.parametrize(
     ("columns", "lines", "line"),
     [
-        (80, [RankLine("starting")] * 2, "2 ranks are starting"),
+        (80, [RankLine("forming the group", 3)] * 2, "2 ranks: 2 forming the group 3 s"),
         (80, [RankLine("computing")] * 2, "2 ranks at work"),
         (80, [RankLine("computing"), RankLine("computing", newest="loss 1")], "[rank 1] loss 1"),
         (
@@ -246,6 +287,20 @@ def test_the_line_of_a_terminal_shows_one_thing_and_fits(monkeypatch, columns, l
     os.close(terminal.theirs)
 
 
+def test_a_terminal_shows_since_when_a_run_lasts(monkeypatch):
+    terminal, now = Terminal(80), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    view = TerminalView(2)
+    for now[0], line in ((0.9, RankLine("importing torch")), (61.5, RankLine("computing", 60))):
+        view.update([line] * 2)
+    view.close()
+    shown = ["2 ranks: 2 importing torch", "61 s  2 ranks at work", ""]
+    assert terminal.written.split("\r\x1b[K")[1:] == shown
+    os.close(terminal.ours)
+    os.close(terminal.theirs)
+
+
 # --- as plain data -------------------------------------------------------------------------
 
 
@@ -254,8 +309,18 @@ def test_ranks_that_do_the_same_are_counted():
     lines = [*waits, RankLine("computing"), RankLine("raised"), RankLine("computing")]
     assert in_short(lines) == "5 ranks: 2 waiting in recv 3.1 s, 2 computing, 1 raised"
     assert in_short([RankLine("done")]) == "1 rank: 1 done"
+
+
+def test_the_heading_says_how_many_ranks_start_or_work_where_and_for_how_long():
+    starting = [RankLine("starting"), RankLine("importing torch", 3), RankLine("ready")]
     assert heading(1, [RankLine("starting")]) == "1 rank is starting"
-    assert heading(2, [RankLine("starting"), RankLine("computing")]) == "2 ranks at work"
+    assert heading(3, starting, 5) == "3 ranks are starting, 5 s"
+    assert heading(4, [RankLine("starting under torchrun")] * 2, 0) == (
+        "4 ranks are starting, 2 on other hosts"
+    )
+    assert heading(2, [RankLine("starting"), RankLine("computing")], 1200) == (
+        "2 ranks at work, 1,200 s"
+    )
 
 
 def test_a_loop_of_unknown_length_has_a_number_in_place_of_a_bar():
@@ -287,6 +352,48 @@ def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
     assert newest_line(printed) == shown
 
 
+def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatch, pool):
+    titles: list[tuple[int, str]] = []
+
+    class Watching(NoView):
+        def __init__(self, world_size):
+            self.world_size = world_size
+
+        def update(self, lines):
+            titles.append((len(lines), heading(self.world_size, lines)))
+
+    assert len(pool.run(lambda rank, world_size: None, world_size=3)) == 3
+    ranks = pool._processes.ranks
+    for rank in ranks:
+        rank.psutil.kill()
+    wait_until(lambda: not any(rank.alive for rank in ranks), 10, "all ranks were killed")
+    monkeypatch.setattr(pool_view, "open_view", Watching)
+    pool.run(lambda rank, world_size: None, world_size=2)
+    assert set(titles) <= {(2, "2 ranks are starting"), (2, "2 ranks at work")}
+    assert titles[0] == (2, "2 ranks are starting")
+
+
+def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path):
+    seen: list[list[str]] = []
+
+    class Watching(NoView):
+        def update(self, lines):
+            seen.append([line.doing for line in lines])
+            if seen[-1] == ["forming the group", "computing"]:
+                (tmp_path / "go").touch()
+
+    def meets(rank, world_size):
+        while rank and not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        store = f"file://{tmp_path}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(pool_view, "open_view", Watching)
+    with kit.WorkerPool(2, init=False) as bare:
+        bare.run(meets, timeout=60)
+    assert ["forming the group", "computing"] in seen
+
+
 def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
     def flood(rank, world_size):
         print("x" * 10_000_000)
@@ -308,6 +415,26 @@ def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
     kit.run(flood, world_size=1, timeout=60)
     assert shown[-1] == "newest", "what is printed beyond the limit of the output is shown"
     assert set(shown) <= {"", "x" * 100, "newest"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("abc\n" * 4, ["abc"] * 4),
+        ("abc\n" * 5, ["abc", "abc", "... 5 characters are not shown here ...", "abc", "abc"]),
+        ("x" * 40, ["x" * 40]),
+        ("x" * 100, ["x" * 20, "... 60 characters are not shown here ...", "x" * 20]),
+        ("12%\r" * 50 + "99%\n", ["99%"]),
+        ("", []),
+    ],
+)
+def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, text, shown):
+    said: list[str] = []
+    monkeypatch.setattr(pool_view, "most_lines", 4)
+    monkeypatch.setattr(pool_view, "most_characters", 40)
+    monkeypatch.setattr(pool_view, "say", said.append)
+    print_output(["", text], kept=False)
+    assert said == [f"[rank 1] {line}" for line in shown]
 
 
 # --- what is read from the board -----------------------------------------------------------

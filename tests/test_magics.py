@@ -145,7 +145,8 @@ def test_a_figure_appears_once_below_its_ranks_heading(notebook):
         assert shown[-4:] == ["stream", "display_data"] * 2, body  # each after its heading
         assert pictures[0]["image/png"] != pictures[1]["image/png"]
         assert pictures[0]["text/plain"] == "<Figure size 640x480 with 1 Axes>"
-    notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
+    raising = notebook.raises("%%ranks\nplt.plot([rank])\ndisplay(rank)\n1 / 0")
+    assert raising.stdout == "rank 0: 0\nrank 1: 1\n"
     assert notebook.run("%%ranks\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
     assert notebook.value("kit.run(lambda r, w: os.environ['MPLBACKEND'], world_size=2)[0]") == (
         notebook.value("os.environ['MPLBACKEND']")
@@ -238,6 +239,7 @@ WRONG = [
     ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
     ("%%ranks --only 4\nrank", "PoolError", "ranks below 4"),
+    ("%%ranks --onl 1\nrank", "PoolError", "unrecognized arguments: --onl"),
     ("%%ranks --only 0,a\nrank", "PoolError", "got '0,a'"),
     ("%%ranks --timeout -1\nrank", "PoolError", "positive number of seconds"),
     ("%%ranks --backend none\nrank", "BackendError", "none"),

@@ -22,6 +22,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import mpi
+from ddp_kit.pool import view
 from ddp_kit.pool.launchers import mpiexec
 
 pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
@@ -147,8 +148,16 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
     assert [value for value, _ in run(total)] == [6.0] * 3
 
 
-def test_a_larger_world_starts_new_ranks():
+def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
+    seen: list[str] = []
+
+    class Watching(view.NoView):
+        def update(self, lines):
+            seen.extend(line.doing for line in lines)
+
+    monkeypatch.setattr(view, "open_view", Watching)
     assert [value for value, _ in kit.run(total, world_size=4, backend="mpi")] == [10.0] * 4
+    assert seen[:4] == ["starting under mpiexec"] * 4
 
 
 def test_an_interrupt_ends_the_run_and_the_pool_works():

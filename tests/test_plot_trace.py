@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import matplotlib.style
 import numpy as np
 import pytest
 import traces
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 
@@ -23,7 +25,7 @@ from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 from ddp_kit.trace.logical import steps
 
-MS, NONE = traces.MS, "\N{EN DASH}"
+MS, NONE, TIMES = traces.MS, "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 
 def wait(rank, op, *peers, line=4):
@@ -55,12 +57,71 @@ def ddp(*backwards):
     return script.trace()
 
 
+def thirty(n=4):
+    """A loop of 30 all_reduces."""
+    script = traces.Script(n)
+    for _ in range(30):
+        script.collective("all_reduce")
+    return script.trace()
+
+
+def irregular(n, rounds):
+    """As `traces.mixed`, but no round repeats another one."""
+    script = traces.Script(n)
+    for number in range(rounds):
+        for rank in range(n):
+            script.compute(rank, 2 if rank == 1 else 0.7)
+        for rank in range(n):
+            script.send(rank, (rank + 1) % n, tag=number)
+        for rank in range(n):
+            script.recv((rank - 1) % n, rank, 0.3, tag=number)
+        script.collective("all_reduce", inputs=((number,),))
+    return script.trace()
+
+
+def training(n, steps=20, buckets=8, pause=0, late=0, after=0):
+    """A run of DDP: its ranks start late, compute in each step, and end with a barrier.
+
+    The gradients of the first step are in one bucket. pause: ms before the first call of every
+    rank, and as many after the last one. late: ms until the last rank comes to its first call.
+    after: calls between the last step and the barrier.
+    """
+    script = traces.Script(n)
+    for rank in range(n):
+        script.compute(rank, pause + (late if rank == n - 1 else 0))
+    script.collective("DDP broadcast", where=line(1))
+    for step in range(steps):
+        for rank in range(n):
+            script.compute(rank, 3 + rank + (step == 7) * 20)
+        for bucket in range(buckets if step else 1):
+            last = bucket + 1 == (buckets if step else 1)
+            if last:
+                script.collective("DDP all_reduce", where=line(2), inputs=((bucket, step > 0),))
+            else:
+                for rank in range(n):
+                    given = {"waited": None, "inputs": ((bucket, step > 0),), "where": line(2)}
+                    script.add(rank, "DDP all_reduce", "collective", 1, **given)
+    for number in range(after):
+        script.compute(0, 5)
+        script.collective("broadcast", where=line(number + 4))
+    script.collective("barrier", where=line(3))
+    for rank in range(n):
+        script.compute(rank, pause)
+    return script.trace()
+
+
+def line(number):
+    return Frame("Cell In[1]", number, "worker", f"line {number}", True)
+
+
 def one_of_each(n):
     return [
         timeline(traces.mixed(n, 3)),
         timeline(traces.mixed(n, 3), timed=True),
         timeline(traces.broken(n)),
-        timeline(traces.mixed(n, 60)),
+        timeline(irregular(n, 60)),
+        timeline(training(n)),
+        timeline(training(n), timed=True),
         messages(traces.mixed(n, 3)),
         waits(ring_deadlock(n)),
         buckets(ddp(([(0, 3), (2, 6)], 4))),
@@ -69,6 +130,44 @@ def one_of_each(n):
 
 def texts(picture):
     return [text.get_text() for ax in picture.axes for text in ax.texts]
+
+
+def overlaps(picture):
+    """Return the pairs of texts in a drawn picture that cover each other, slanted ones too."""
+    picture.canvas.draw()
+    renderer = picture.canvas.get_renderer()
+    found = []
+    for ax in picture.axes:
+        ticks = [*ax.get_xticklabels(), *ax.get_yticklabels()] if ax.axison else []
+        for text in [*ax.texts, *ticks, ax.xaxis.label, ax.yaxis.label]:
+            if text.get_text() and text.get_visible():
+                found.append((text.get_text(), corners(text, renderer)))
+    return [(a, b) for (a, p), (b, q) in itertools.combinations(found, 2) if cover(p, q)]
+
+
+def corners(text, renderer):
+    """Return the corners of a text, in pixels."""
+    angle = text.get_rotation()
+    text.set_rotation(0)
+    box = text.get_window_extent(renderer)
+    text.set_rotation(angle)
+    # With this mode, the text of a slant is turned around its place.
+    assert angle == 0 or text.get_rotation_mode() == "anchor"
+    anchor = text.get_transform().transform(text.get_position())
+    sine, cosine = np.sin(np.radians(angle)), np.cos(np.radians(angle))
+    flat = np.array([(box.x0, box.y0), (box.x1, box.y0), (box.x1, box.y1), (box.x0, box.y1)])
+    return (flat - anchor) @ np.array([[cosine, sine], [-sine, cosine]]) + anchor
+
+
+def cover(one, two):
+    """Return whether two rectangles cover each other: no side of either has them apart."""
+    for sides in (one, two):
+        for side in (sides[1] - sides[0], sides[3] - sides[0]):
+            side = side / np.hypot(*side)
+            first, second = one @ side, two @ side
+            if first.max() <= second.min() + 0.5 or second.max() <= first.min() + 0.5:
+                return False
+    return True
 
 
 def arrows(picture):
@@ -275,12 +374,28 @@ def test_collectives_that_differ_are_named_both():
 
 def test_names_of_close_collectives_are_slanted():
     script = traces.Script(2)
-    for _ in range(20):
-        script.collective("all_gather_object")
+    for number in range(10):  # that repeat nothing
+        script.collective("all_gather_object", where=line(number))
+        script.collective("barrier")
     ax = timeline(script.trace()).axes[1]
-    names = [text for text in ax.texts if text.get_text() == "all_gather_object"]
+    names = [text for text in ax.texts if text.get_text() in ("all_gather_object", "barrier")]
     assert len(names) == 20
     assert {text.get_rotation() for text in names} == {35}
+
+
+def test_collectives_that_are_close_share_a_name():
+    picture = timeline(thirty())
+    assert [text for text in texts(picture) if "all_reduce" in text] == [f"all_reduce {TIMES} 30"]
+    bracket = picture.axes[1].lines[-1]
+    assert (min(bracket.get_xdata()), max(bracket.get_xdata())) == (1, 30)
+    assert "A bracket joins collectives with the same name." in " ".join(texts(picture))
+
+
+def test_collectives_that_fit_have_a_name_each():
+    script = traces.Script(2)
+    for _ in range(5):
+        script.collective("all_reduce")
+    assert texts(timeline(script.trace())).count("all_reduce") == 5
 
 
 def test_timed_bars_are_milliseconds_since_the_first_rank_began():
@@ -305,14 +420,262 @@ def test_trace_without_spans_is_timed_by_its_events():
     assert lanes.spans[0][0] == 1
 
 
+def test_event_at_the_very_edge_is_drawn():
+    script = traces.Script(2)
+    script.send(0, 1, waited=None, end=None)
+    script.recv(0, 1, 3)
+    picture = timeline(replace(script.trace(), spans=()), timed=True)
+    assert len(arrows(picture)) == 1
+    assert len([c for c in picture.axes[1].collections if c.get_facecolor().size]) == 4
+
+
 def test_timed_picture_of_silent_ranks_is_their_spans():
     picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
     assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")
 
 
+def busy_pairs():
+    """Four ranks that send each other thousands of messages, so that numbers have four digits."""
+    script = traces.Script(4)
+    for number in range(1500):
+        for src, dst in ((0, 1), (0, 2), (0, 3), (3, 0), (2, 1)):
+            script.message(src, dst, tag=number % 100)
+    return script.trace()
+
+
+def distinct(n=4):
+    """Twelve steps, of which none repeats another one, with names of different lengths."""
+    script = traces.Script(n)
+    ops = ("all_reduce", "broadcast", "all_gather_into_tensor", "barrier")
+    for step in range(12):
+        for op in ops[: 1 + step % 4]:
+            script.collective(op, inputs=((step,),), where=line(step))
+            script.compute(step % n, step)
+    return script.trace()
+
+
+def lost_everywhere(n):
+    """Every rank sends to the next one, and no message is ever received."""
+    script = traces.Script(n)
+    for rank in range(n):
+        script.send(rank, (rank + 1) % n)
+        script.recv((rank + 2) % n, rank, tag=1)
+    return script.trace()
+
+
+CROWDED = {
+    "one-collective": thirty,
+    "one-rank": lambda: thirty(1),
+    "distinct-steps": distinct,
+    "many-messages": busy_pairs,
+    "messages": lambda: traces.mixed(4, 3),
+    "irregular": lambda: irregular(4, 60),
+    "ring-of-16": lambda: traces.ring(16, 6),
+    "training": lambda: training(4),
+    "training-on-1": lambda: training(1),
+    "training-on-16": lambda: training(16, steps=3, buckets=30),
+    "150-steps": lambda: training(2, steps=150, buckets=2),
+    "training-and-pauses": lambda: training(4, pause=5_000),
+    "training-and-more": lambda: training(2, steps=4, buckets=4, after=150),
+    "lost-on-2": lambda: lost_everywhere(2),
+    "lost-on-12": lambda: lost_everywhere(12),
+    "broken-on-4": lambda: traces.broken(4),
+    "broken-on-16": lambda: traces.broken(16),
+}
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+@pytest.mark.parametrize("make", CROWDED.values(), ids=CROWDED)
+def test_no_two_texts_cover_each_other(make, timed):
+    assert overlaps(timeline(make(), timed=timed)) == []
+
+
+def test_texts_that_cover_each_other_are_found():
+    picture = timeline(thirty())
+    ax = picture.axes[1]
+    (name,) = (text for text in ax.texts if "all_reduce" in text.get_text())
+    ax.text(*name.get_position(), "mine", rotation=35, rotation_mode="anchor")
+    assert overlaps(picture) == [(name.get_text(), "mine")]
+
+
+def blocks(picture):
+    """Return (begin, end) of the training steps in small, in order, and of the dark one."""
+    drawn = [c for c in picture.axes[1].collections if isinstance(c, PolyCollection)]
+    shown = "#33475b"
+    spans = {
+        (to_hex(c.get_facecolor()[0]), *(round(float(x), 3) for x in path.get_extents().intervalx))
+        for c in drawn
+        for path in c.get_paths()
+        if path.get_extents().y0 == 0
+    }
+    steps = sorted(span[1:] for span in spans if span[0] in ("#d3dde6", "#b3c3d1"))
+    return steps, next(span[1:] for span in spans if span[0] == shown)
+
+
+def test_training_run_has_a_block_for_each_step_and_one_step_in_large():
+    picture = timeline(training(2, steps=20, buckets=8))
+    steps, shown = blocks(picture)
+    assert (len(steps), steps.index(shown)) == (20, 1)
+    assert "Training step 2 of 20, one of 19 with these calls" in texts(picture)
+    assert f"{TIMES} 19 steps with the same calls" in texts(picture)
+    assert f"DDP all_reduce {TIMES} 8" in texts(picture)
+    large = picture.axes[2]
+    assert large.get_xlabel() == "order of the operations in this training step"
+    assert [line.get_xdata()[0] for line in large.lines[:8]] == list(range(1, 9))
+
+
+def test_table_of_a_training_run_counts_its_steps_and_lists_the_calls_of_one():
+    assert repr(timeline(training(2, steps=20, buckets=3))) == (
+        "60 collectives on 2 ranks in 20 training steps, step by step\n"
+        "calls in training step  rank 0  rank 1\n"
+        "before                       1       1\n"
+        "1                            1       1\n"
+        "2 to 20, each                3       3\n"
+        "after                        1       1\n"
+        "Training step 2 of 20, one of 19 with these calls\n"
+        "step  rank 0          rank 1\n"
+        "1     DDP all_reduce  DDP all_reduce\n"
+        "2     DDP all_reduce  DDP all_reduce\n"
+        "3     DDP all_reduce  DDP all_reduce"
+    )
+
+
+def test_step_that_is_asked_for_is_shown():
+    trace = training(2, steps=20, buckets=3)
+    assert "Training step 1 of 20, the only one with these calls" in repr(timeline(trace, step=0))
+    for step in (19, -1):
+        picture = timeline(trace, step=step)
+        steps, shown = blocks(picture)
+        assert steps.index(shown) == 19
+        assert "Training step 20 of 20, one of 19" in repr(picture)
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "message"),
+    [
+        (lambda: training(2, steps=4), 4, "step must be from -4 to 3, got 4"),
+        (lambda: training(2, steps=4), -5, "step must be from -4 to 3, got -5"),
+        (lambda: training(2, steps=4), "1", "step must be from -4 to 3, got '1'"),
+        (distinct, 0, "step must be None, got 0: no training steps were found"),
+    ],
+)
+def test_training_step_that_does_not_exist_is_an_error(make, step, message):
+    with pytest.raises(PlotError, match=message):
+        timeline(make(), step=step)
+
+
+def test_step_of_median_duration_is_drawn_in_milliseconds():
+    trace = training(4, steps=20, buckets=3)
+    picture = timeline(trace, timed=True)
+    steps, shown = blocks(picture)
+    lengths = [end - begin for begin, end in steps]
+    assert shown[1] - shown[0] == pytest.approx(sorted(lengths[1:])[9])
+    said = "Below: the dark block in large, of median duration."
+    assert said in " ".join(texts(picture))
+    assert said not in " ".join(texts(timeline(trace, timed=True, step=4)))
+    large = picture.axes[2]
+    assert large.get_xlabel() == "time since this training step began (ms)"
+    assert large.get_xlim() == pytest.approx((0, 1.003 * (shown[1] - shown[0])), abs=0.01)
+    assert "Training step" in repr(picture).split("\n")[6]
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+def test_training_run_that_never_ended_shows_its_end_in_large(timed):
+    trace = training(2, steps=20, buckets=3)
+    stuck = [replace(event, end=None) for event in trace if event.op == "barrier"][:1]
+    ended = [event for event in trace if event.op != "barrier"]
+    picture = timeline(replace(trace, events=(*ended, *stuck)), timed=timed)
+    assert "After training step 20, the last that was completed" in texts(picture)
+    assert "barrier, without rank 1" in texts(picture)
+    steps, shown = blocks(picture)
+    assert len(steps) == 20
+    assert shown[0] == steps[-1][1]
+    assert "DDP all_reduce" not in repr(picture)
+    assert ("barrier (without 1)" in repr(picture)) == (not timed)
+
+
+def test_step_is_not_the_first_if_others_have_the_same_calls():
+    shown = "Training step 2 of 20, which all have the same calls"
+    assert shown in repr(timeline(traces.mixed(2, 20)))
+
+
+def test_training_steps_in_time_do_not_overlap():
+    trace = training(4, steps=20, buckets=3)
+    early = [replace(e, end=e.end - MS // 2) if e.rank == 0 else e for e in trace]
+    steps, _ = blocks(timeline(replace(trace, events=early), timed=True))
+    assert len(steps) == 20
+    assert all(one[1] <= two[0] + 1e-3 for one, two in itertools.pairwise(steps))
+
+
+def test_short_training_and_a_loop_of_one_collective_are_drawn_whole():
+    for trace in (training(2, steps=4, buckets=3), thirty()):
+        assert "training step" not in repr(timeline(trace))
+        assert len(timeline(trace).axes) == 2
+
+
+def test_rows_that_are_equal_are_joined_if_they_are_very_many():
+    script = traces.Script(2)
+    for _ in range(60):
+        script.collective("all_reduce")
+    script.collective("barrier")
+    assert repr(timeline(script.trace())).split("\n")[1:] == [
+        "step     rank 0      rank 1",
+        "1 to 60  all_reduce  all_reduce",
+        "61       barrier     barrier",
+    ]
+
+
+# ---- pauses
+
+
+def limits(picture):
+    return picture.axes[1].get_xlim()
+
+
+def test_long_pauses_at_both_ends_are_cut_off_and_the_caption_says_so():
+    picture = timeline(training(2, steps=20, buckets=3, pause=5_000), timed=True)
+    steps, _ = blocks(picture)
+    begin, end = limits(picture)
+    assert 4_900 < begin < 5_001 < steps[0][0] + 1
+    assert end - begin < 1.2 * (steps[-1][1] - steps[0][0])
+    said = "Not shown: the first 4.99 s (no call) and the last 4.99 s (no call)."
+    assert said in " ".join(texts(picture))
+    assert said in repr(picture)
+
+
+def test_wait_for_a_rank_that_comes_late_is_cut_off():
+    picture = timeline(training(3, steps=20, buckets=3, late=5_000), timed=True)
+    assert 4_900 < limits(picture)[0] < 5_001
+    assert "Not shown: the first 4.9" in repr(picture)
+    assert "s (2 calls)." in repr(picture)
+
+
+def test_pause_that_is_the_point_stays():
+    script = traces.Script(3)
+    script.collective("barrier")
+    script.compute(1, 300)
+    script.collective("barrier")
+    picture = timeline(script.trace(), timed=True)
+    assert limits(picture)[0] == 0
+    assert "Not shown" not in repr(picture)
+
+
+def test_pause_that_is_shorter_than_the_rest_stays():
+    picture = timeline(training(2, steps=20, buckets=3, pause=80), timed=True)
+    assert limits(picture)[0] == 0
+    assert "Not shown" not in repr(picture)
+
+
+def test_rank_that_is_late_every_time_hides_nothing():
+    script = traces.Script(4)
+    for _ in range(30):
+        script.compute(2, 100)
+        script.collective("all_reduce")
+    assert "Not shown" not in repr(timeline(script.trace(), timed=True))
+
+
 def test_thousands_of_events_are_shares_and_counts():
-    trace = traces.mixed(4, 100)
-    picture = timeline(trace)
+    picture = timeline(irregular(4, 100))
     shown = " ".join(texts(picture))
     assert "Too many events to draw one by one" in shown
     assert "Collectives have no line" in shown
@@ -326,13 +689,14 @@ def test_thousands_of_events_are_shares_and_counts():
     ]
 
 
-@pytest.mark.parametrize(("rounds", "many"), [(80, False), (81, True)])
-def test_more_than_240_events_are_many(rounds, many):
+@pytest.mark.parametrize(("rounds", "many"), [(240, False), (241, True)])
+def test_more_than_240_collectives_are_many(rounds, many):
     script = traces.Script(3)
     for _ in range(rounds):
         script.collective("barrier")
     shown = " ".join(texts(timeline(script.trace(), timed=True)))
     assert ("Too many events" in shown) == many
+    assert f"barrier {TIMES} {rounds}" in shown
 
 
 def test_shares_of_a_bin_add_up_to_the_time_spent():

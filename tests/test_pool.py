@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import inspect
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -100,6 +102,27 @@ def test_output_of_one_run_does_not_leak_into_the_next():
         "second\n",
         "second\n",
     )
+
+
+def test_the_error_of_a_run_has_what_was_printed():
+    def fail(rank, world_size):
+        print("before", rank)
+        assert rank
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(fail, world_size=2)
+    assert caught.value.output == ("before 0\n", "before 1\n")
+
+
+def test_random_numbers_without_a_seed_are_not_as_the_readme_says():
+    def draw(rank, world_size):
+        return torch.rand(1).item(), random.random(), numpy.random.random()
+
+    first, second = (list(kit.run(draw, world_size=2)) for _ in range(2))
+    assert first[0][0] != first[1][0], "torch draws other numbers on each rank"
+    assert [one[0] for one in first] == [one[0] for one in second], "and the same in every run"
+    others = [number for one in first + second for number in one[1:]]
+    assert len(set(others)) == 8
 
 
 def test_repr_shows_values_or_that_there_are_none():
@@ -207,6 +230,58 @@ def test_a_worker_of_the_wrong_signature_is_refused():
         kit.run(total, 1, 2)
     with pytest.raises(kit.PoolError, match="must be a function, got 3"):
         kit.run(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kit.run(pid, nproc_per_node=2), "kit.run has no argument nproc_per_node=; world_"),
+        (lambda: kit.run(nproc_per_node=2), "world_size= sets the number of ranks"),
+        (lambda: kit.run(pid, lr=0.1), "kit.run has no argument lr=, only world_size=, backend= a"),
+        (lambda: kit.run(pid, lr=0.1), "timeout=; arguments for the worker have no names"),
+        (lambda: kit.run(), "kit.run is missing a required argument: 'worker'"),
+        (lambda: kit.WorkerPool(nprocs=2), "WorkerPool has no argument nprocs=; world_size= sets"),
+        (lambda: kit.WorkerPool(lr=2), "WorkerPool has no argument lr=, only world_size=, backend"),
+        (lambda: kit.torchrun(pid, world_size=2), "kit.torchrun has no argument world_size=; npr"),
+        (lambda: kit.torchrun(world_size=2), "nproc_per_node= sets the number of ranks"),
+    ],
+)
+def test_a_wrong_argument_is_a_bare_type_error(call, message):
+    with pytest.raises(kit.PoolError) as caught:
+        call()
+    assert message in str(caught.value)
+    assert caught.value._render_traceback_() == [f"PoolError: {caught.value}"]
+
+
+def test_a_signature_is_hidden_from_completion_and_help():
+    for function in (kit.run, kit.torchrun):
+        assert next(iter(inspect.signature(function).parameters)) == "worker"
+    assert list(inspect.signature(kit.WorkerPool).parameters) == ["world_size", "backend", "init"]
+
+
+def test_a_type_error_that_is_no_ones_arguments_changes(monkeypatch):
+    def fail(*_args):
+        raise TypeError("of another kind")
+
+    monkeypatch.setattr(importlib.import_module("ddp_kit.pool.pool"), "prepare", fail)
+    with pytest.raises(TypeError, match="of another kind"):
+        kit.run(pid)
+
+
+def test_a_rank_that_a_result_lacks_is_a_bare_index_error():
+    result = kit.Result(("a", "b", "c"), ("", "", ""), None)
+    assert (result[-1], result[1:]) == ("c", ("b", "c"))
+    for rank in (5, -4, "loss"):
+        with pytest.raises(
+            kit.ResultError, match="in this result, which has ranks 0 to 2"
+        ) as error:
+            result[rank]
+        assert f"there is no rank {rank!r}" in str(error.value)
+        assert error.value._render_traceback_() == [f"ResultError: {error.value}"]
+    assert list(reversed(result)) == ["c", "b", "a"]
+    assert numpy.array(kit.Result((1, 2), ("", ""), None)).tolist() == [1, 2]
+    with pytest.raises(IndexError, match=r"which has rank 0$"):
+        kit.Result((None,), ("",), None)[1]
 
 
 def test_an_argument_that_cannot_be_pickled_is_named():
@@ -321,6 +396,28 @@ def test_bare_ranks_form_a_group_of_their_own_in_every_run(tmp_path):
     assert first == left == next_one
     assert [value[:2] for value in more] == [(False, 3)] * 3
     assert [value[2] for value in more[:2]] == [value[2] for value in first]
+
+
+def test_a_second_default_group_is_refused_with_what_to_do_instead(pool):
+    def joins_again(rank, world_size):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    with pytest.raises(kit.RankError) as error:
+        pool.run(joins_again)
+    assert "has already called init_process_group for this worker" in str(error.value)
+    assert str(error.value).count("leave that call out") == 1  # equal failures are merged
+    with (
+        kit.WorkerPool(1, init=False) as bare,
+        pytest.raises(kit.RankError) as error,
+    ):
+        bare.run(joins_twice)
+    assert "twice" in str(error.value)
+    assert "has already called" not in str(error.value)
+
+
+def joins_twice(rank, world_size):
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_a_group_that_bare_ranks_could_not_form_is_forgotten(tmp_path):

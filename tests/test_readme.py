@@ -33,8 +33,9 @@ def test_the_example_prints_what_is_shown_below_it(tmp_path):
     assert (out.stdout, out.stderr) == (output, "")
 
 
-def test_the_comparison_says_what_is_shown_below_it(tmp_path):
-    section = README.split("## Is it still the same model?")[1]
+@pytest.mark.parametrize("before", ["is a table of all calls", "## Is it still the same model?"])
+def test_the_last_line_of_an_example_is_what_is_shown_below_it(tmp_path, before):
+    section = README.split(before)[1]
     code, output = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
     *lines, last = code.splitlines()
     imports = ["import torch", "import torch.distributed as dist", "import ddp_kit as kit"]

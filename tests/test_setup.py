@@ -101,6 +101,10 @@ def test_two_tested_versions_of_one_package_apply_at_once(python):
     assert {"torch", "torchvision"} <= set(names)
 
 
+def own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+
+
 def targets() -> dict[str, str]:
     """Return the targets that `make help` lists, with their descriptions."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
@@ -131,12 +135,40 @@ def test_ci_runs_something_other_than_make_test():
 
 def test_another_pytorch_changes_the_environment_of_the_pinned_one():
     command = ["make", "--dry-run", "--always-make", "test", "bench", "TORCH=2.99.0", "PEERS=1"]
-    own = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    out = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    out = subprocess.run(
+        command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=60
+    )
     assert out.returncode == 0, out.stderr
     assert "torch==2.99.0" in out.stdout
     environments = set(re.findall(r"\.venv(?:-torch-2\.99\.0)?[\w-]*", out.stdout))
     assert environments == {".venv-torch-2.99.0", ".venv-torch-2.99.0-peers"}
+
+
+def test_a_lesson_with_a_long_name_moves_its_description_to_another_column():
+    command = ["make", "--no-print-directory", "lesson"]
+    out = subprocess.run(
+        command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=60
+    )
+    rows = out.stdout.splitlines()[1:]
+    assert len(rows) > 10
+    assert len({re.match(r"  \w+ +", row).end() for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["lab"], "The first time takes minutes."),
+        (["lab"], "Opening JupyterLab on notebooks/, which takes some seconds."),
+        (["lesson", "NAME=ddp"], "Running the lesson ddp: 10 to 30 s"),
+        (["test"], "about 16 minutes on two idle cores"),
+    ],
+)
+def test_a_target_that_takes_long_begins_without_a_word(arguments, line):
+    command = ["make", "--dry-run", "--always-make", *arguments]
+    out = subprocess.run(
+        command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert line in out.stdout
 
 
 def test_an_environment_is_committed_or_outlives_make_clean():

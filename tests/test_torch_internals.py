@@ -83,6 +83,7 @@ OF_PYTHON = {"_asdict", "_replace", "_current_frames", "_getframe"}  # documente
 ELSEWHERE = {  # undocumented names of Python and IPython
     ("notebook/magics.py", "_filename_map"),
     ("pool/ipython.py", "_ipython_cache"),
+    ("pool/wire/log_settings.py", "_cache"),
     ("pool/wire/messages.py", "_data"),
     ("pool/rank/state.py", "_count"),
     *(("pool/rank/bootstrap.py", name) for name in ("_resource_tracker", "_fd", "_pid")),

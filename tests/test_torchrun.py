@@ -25,7 +25,7 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.lessons import beyond_one_machine
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool import rank_processes
+from ddp_kit.pool import rank_processes, view
 
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 
@@ -76,6 +76,22 @@ def test_it_returns_what_run_returns(capsys):
     assert [event.op for event in result.trace] == ["all_reduce"] * 2
     lines = ["[rank 0] sum 1", "[rank 0] to stderr", "[rank 1] sum 1", "[rank 1] to stderr"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_nothing_is_shown_while_torchrun_starts(monkeypatch):
+    seen: list[list[view.RankLine]] = []
+
+    class Watching(view.NoView):
+        def update(self, lines):
+            seen.append(list(lines))
+
+    monkeypatch.setattr(view, "open_view", Watching)
+    torchrun(lambda rank, world_size: time.sleep(0.5))
+    doing = [[line.doing for line in lines] for lines in seen]
+    assert doing[0] == ["starting under torchrun"] * 2
+    assert doing[-1] == ["computing"] * 2
+    waits = [lines[0].seconds for lines in seen if lines[0].doing == "starting under torchrun"]
+    assert max(filter(None, waits), default=0) >= 1, "it takes longer than a second"
 
 
 def test_a_whole_number_of_numpy_is_refused():

@@ -190,6 +190,30 @@ def test_every_collective_is_recorded_with_its_partners():
     assert repr(trace) == "Trace(2 ranks: 18 collectives)"
 
 
+def test_a_call_that_waits_itself_is_blocking():
+    def worker(rank, world_size):
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.barrier()
+        dist.all_gather_object([None, None], "text")
+        dist.monitored_barrier()
+        dist.new_group([0, 1])
+        (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+        (dist.isend if rank == 0 else dist.irecv)(tensor, 1 - rank).wait()
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        model(tensor[:1]).sum().backward()
+
+    trace = kit.run(worker, world_size=2).trace
+    later = ["all_reduce", "isend", "all_reduce", "DDP all_reduce"]
+    assert [event.op for event in trace if event.rank == 0 and not event.blocking] == later
+    assert {event.op for event in trace if event.blocking} == {
+        *("all_reduce", "barrier", "all_gather_object", "monitored_barrier", "new_group"),
+        *("send", "recv", "DistributedDataParallel", "DDP broadcast"),
+    }
+
+
 def test_splits_are_recorded_as_rows_to_and_from_each_rank():
     def worker(rank, world_size):
         rows_to, rows_from = ([1, 2], [1, 0]) if rank == 0 else ([0, 1], [2, 1])
@@ -471,8 +495,9 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
 
 
 def test_progress_asks_for_something_to_loop_over():
-    with pytest.raises(TypeError, match=r"such as range\(5\), got 5"):
+    with pytest.raises(TypeError, match=r"such as range\(5\), got 5") as caught:
         kit.progress(5)
+    assert caught.value._render_traceback_() == [f"TypeError: {caught.value}"]
 
 
 def test_progress_yields_what_it_is_given_and_takes_its_bar_away(page):

@@ -33,13 +33,12 @@ class Script:
         self.counts[key] = number + 1
         start = self.now[rank]
         end = None if took is None else start + int(took * MS)
-        given = {"nbytes": 4096, "dtype": "float32", "waited": start, "end": end, **given}
-        method = METHODS.get(op, op)
         where = Frame("Cell In[1]", 3, "worker", f"dist.{op}(x)", True)
+        times = {"start": start, "waited": start, "end": end}
+        given = {"nbytes": 4096, "dtype": "float32", "where": where, **times, **given}
+        method = METHODS.get(op.removeprefix("DDP "), op)
         index = len(self.events[rank])
-        event = Event(
-            rank, index, op, kind, method, sequence=number, start=start, where=where, **given
-        )
+        event = Event(rank, index, op, kind, method, sequence=number, **given)
         self.events[rank].append(event)
         if end is not None:
             self.now[rank] = end + MS // 10

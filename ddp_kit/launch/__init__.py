@@ -3,7 +3,6 @@
 from ddp_kit.launch.lesson_command_line import lesson_parser, prove, run_as_script
 from ddp_kit.launch.lesson_ranks import Ranks, open_ranks
 from ddp_kit.launch.rank.environment import attempt
-from ddp_kit.launch.torchrun import torchrun
 
 __all__ = [
     "Ranks",
@@ -12,5 +11,4 @@ __all__ = [
     "open_ranks",
     "prove",
     "run_as_script",
-    "torchrun",
 ]

@@ -25,7 +25,12 @@ from ddp_kit.errors import (
 from ddp_kit.launch.rank.torchrun_worker import Program, Script
 from ddp_kit.launch.rank.torchrun_worker import pack as pack_program
 from ddp_kit.pool import check_world_size
-from ddp_kit.pool.arguments import check_signature, check_timeout, whole_number
+from ddp_kit.pool.arguments import (
+    check_signature,
+    check_timeout,
+    explaining_arguments,
+    whole_number,
+)
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.torchrun import (
@@ -45,6 +50,7 @@ from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
 
 
+@explaining_arguments("kit.torchrun", "nproc_per_node=")
 def torchrun(
     worker: Callable[..., Any] | str,
     *args: Any,
@@ -179,9 +185,11 @@ class _Job:
         packed = pack_worker(self.program, ())
         try:
             result = run.execute(packed, self.program.backend or "gloo", timeout)
-        except MismatchError as error:
-            if run.others is not None and error.result is not None:
-                error.result = self._add_remote(error.result, run.others)
+        except KitError as error:
+            if run.others is not None:
+                error.output = (*error.output, *run.others.output())
+                if isinstance(error, MismatchError) and error.result is not None:
+                    error.result = self._add_remote(error.result, run.others)
             raise
         finally:
             if run.others is not None:

@@ -29,11 +29,10 @@ from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook 
     scatter,
     virtual,
 )
-from ddp_kit.lessons.partitioned_sgd import (  # noqa: F401 - the notebook uses `distance`
+from ddp_kit.lessons.partitioned_sgd import (
     SEED,
     Net,
     average_gradients,
-    distance,
     first_digits,
     flat,
 )

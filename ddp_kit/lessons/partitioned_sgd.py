@@ -227,11 +227,6 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest absolute difference between two tensors of the same shape."""
-    return (one - other).abs().max().item()
-
-
 def mean_gradient(
     rank: int,
     world_size: int,

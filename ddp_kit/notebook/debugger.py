@@ -74,22 +74,22 @@ def _find(rank: int | None) -> tuple[int, Captured]:
     last = pool.last_failed_run()
     if last is None:
         raise PoolError("%ranks debug shows ranks that raised, and no run has failed yet")
-    shown = sorted(n for n, reply in last.raised.items() if reply.captured)
+    shown = sorted(rank for rank, sent in last.captured.items() if sent)
     # Ranks that only lost the connection to one that died are not among the failures.
     rank = (
         next((n for n in shown if n in last.failures), (*shown, None)[0]) if rank is None else rank
     )
     if rank in shown:
-        return rank, pickle.loads(last.raised[rank].captured)
+        return rank, pickle.loads(last.captured[rank])
     others = f"; {name_ranks(shown)} did" if shown else ""
-    if rank is None and not (last.raised or last.failures):
+    if rank is None and not (last.captured or last.failures):
         raise PoolError(
             f"%ranks debug shows ranks that raised, and none did: the last run that failed ended "
             f"with a {last.error}"
         )
     if rank is None:
         raise PoolError(f"no rank raised in a function of yours on this host ({last.error})")
-    if rank in last.raised:
+    if rank in last.captured:
         raise PoolError(f"rank {rank} did not raise in a function of yours{others}")
     if rank in last.failures:
         raise PoolError(f"rank {rank} raised on another host, where its variables stay{others}")

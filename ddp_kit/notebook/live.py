@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from html import escape
@@ -13,9 +14,12 @@ from IPython import get_ipython
 from IPython.display import display
 
 from ddp_kit import errors
+from ddp_kit.notebook.displayed import show_displayed
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
 from ddp_kit.pool.warm_start import start_after_cell
+
+MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
 
 
 class NotebookView:
@@ -30,7 +34,8 @@ class NotebookView:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._shown: Sequence[RankLine] = []
+        self._opened = time.monotonic()
+        self._shown: tuple[str, Sequence[RankLine]] | None = None
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
@@ -39,16 +44,16 @@ class NotebookView:
     def update(self, lines: Sequence[RankLine]) -> None:
         """Show what each rank is doing below a heading, as a table and as text."""
         _load_pictures()
-        if lines != self._shown:
-            self._shown = lines
-            title = heading(self._world_size, lines)
+        title = heading(self._world_size, lines, int(time.monotonic() - self._opened))
+        if (title, lines) != self._shown:
+            self._shown = title, lines
             both = {"text/html": as_table(title, lines), "text/plain": as_text(title, lines)}
             self._handle.update(both, raw=True)
 
     def close(self) -> None:
         """Show nothing."""
         if self._shown:
-            self._shown = []
+            self._shown = None
             self._handle.update({}, raw=True)
 
 
@@ -104,8 +109,10 @@ def take_over() -> None:
     """Show the runs of this process in the notebook, and start the first ranks."""
     # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
+    view.show_displayed = show_displayed
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
+        view.most_lines, view.most_characters = MOST_LINES, MOST_CHARACTERS
         errors.draw_waits = _draw_waits
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
         start_after_cell()

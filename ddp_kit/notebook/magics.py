@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import textwrap
 import tokenize
 import traceback
 import warnings
@@ -16,14 +15,13 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import display
 
 from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
-from ddp_kit.notebook.rank.output import Bundle, CellOutput, SealedValue
+from ddp_kit.notebook.rank.output import CellOutput, SealedValue
 from ddp_kit.pool import Result, launcher_of
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
@@ -65,7 +63,7 @@ class RanksMagics(Magics):
 
         A name is lost with its process: when a rank died, was stuck, or was restarted. Groups and
         DDP models become unusable when the ranks form another group, as with another -n. If a cell
-        raises, only its prints are shown.
+        raises, what it has printed and displayed before is shown.
         """
         arguments = self._parse(line)
         size = self._world_size if arguments.world_size is None else arguments.world_size
@@ -82,14 +80,12 @@ class RanksMagics(Magics):
             if isinstance(error, DeadlockError) and _left_out(error, only):
                 error.hint = "--only leaves out the other ranks, and what they would have done."
             raise
-        outputs = [output or CellOutput(None, [], {}) for output in result]
+        outputs = [output or CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
         values = tuple(v.open() if isinstance(v, SealedValue) else v for v in values)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names
-        for rank, output in enumerate(outputs):
-            _show(rank, output.bundles)
 
     @line_magic("ranks")
     def manage(self, line: str) -> None:
@@ -161,7 +157,8 @@ class RanksMagics(Magics):
             if not refused:
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
-                self._had[launcher_of(backend)] = self._with_names(backend).union(on)
+                had = self._had[launcher_of(backend)] = self._with_names(backend).union(on)
+                pool.keep_names(launcher_of(backend), had)
 
     def _with_names(self, backend: str) -> frozenset[int]:
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
@@ -202,6 +199,7 @@ class RanksMagics(Magics):
         for launcher, ranks in self._had.items():
             backend = "mpi" if launcher == "mpiexec" else "auto"
             pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
+            pool.keep_names(launcher, ())
         self._forget()
 
     def _ask(self, worker: Any) -> Result:
@@ -257,19 +255,9 @@ def _refuse(error: SyntaxError, source: str) -> NoReturn:
     raise PoolError("\n".join([where + message, *place[1:]])) from None
 
 
-def _show(rank: int, bundles: list[Bundle]) -> None:
-    """Show what a rank's cell has displayed below a heading, or beside it if it is only text."""
-    head = f"rank {rank}: "
-    for data, metadata in bundles:
-        if set(data) == {"text/plain"}:
-            print(head + textwrap.indent(data["text/plain"], " " * len(head)).lstrip())
-        else:
-            print(head.rstrip())
-            display(data, metadata=metadata, raw=True)
-
-
 def load(shell: InteractiveShell) -> None:
     """Register the magics, and the completion of names that are defined in rank 0."""
+    RanksMagics.run_cell.parser.allow_abbrev = False  # "--onl" is a mistake, not "--only"
     # Loaded again, it still knows what is on the ranks.
     magics = shell.magics_manager.registry.get("RanksMagics") or RanksMagics(shell)
     shell.register_magics(magics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from matplotlib.ticker import MaxNLocator
 
@@ -17,7 +17,7 @@ DASH = 3.5  # points of each rank's colour in one period where all lines coincid
 
 
 def losses(
-    result: Sequence[Sequence[float]],
+    result: Iterable[Sequence[float]],
     title: str | None = None,
     xlabel: str = "epoch",
     ylabel: str = "training loss",

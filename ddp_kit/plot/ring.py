@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ MOST_IN_STEP = 8  # ranks in `ring_step`; above, the numbers do not fit
 Held = list[list[list[int]]]  # by rank, step and chunk
 
 
-def ring(result: Sequence[Any], title: str | None = None) -> Picture:
+def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     """Draw what every rank holds after each step of a chunked ring all-reduce.
 
     result[rank] is a tensor of shape (2 * (n - 1) + 1, n) on n ranks: what the rank held in
@@ -90,7 +90,7 @@ def ring(result: Sequence[Any], title: str | None = None) -> Picture:
     return picture
 
 
-def ring_step(result: Sequence[Any], step: int) -> Picture:
+def ring_step(result: Iterable[Any], step: int) -> Picture:
     """Draw what every rank holds after one step of a chunked ring all-reduce.
 
     result: of a run whose ranks return what `ring` takes, and whose trace has the messages of the
@@ -155,7 +155,7 @@ def ring_step(result: Sequence[Any], step: int) -> Picture:
     return picture
 
 
-def _read(result: Sequence[Any]) -> Held:
+def _read(result: Iterable[Any]) -> Held:
     """Return held[rank][step][chunk] as whole numbers."""
     values = read_ranks(result)
     n = len(values)

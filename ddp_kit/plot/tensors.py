@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Number
 from operator import attrgetter
@@ -47,7 +47,7 @@ class Column:
 
 
 def tensors(
-    result: Sequence[dict[str, Any]], title: str | None = None, name: str = "rank"
+    result: Iterable[dict[str, Any]], title: str | None = None, name: str = "rank"
 ) -> Picture:
     """Draw what every rank holds at each stage, before → after.
 
@@ -101,7 +101,7 @@ def tensors(
     return picture
 
 
-def _read(result: Sequence[Any]) -> list[dict[str, list[Column]]]:
+def _read(result: Iterable[Any]) -> list[dict[str, list[Column]]]:
     """Return every rank's values as columns of numbers, by stage."""
     ranks = read_ranks(result)
     for r, value in enumerate(ranks):

@@ -2,100 +2,149 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import timeline_marks as marks
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
-from ddp_kit.plot.style import chip, fold, significant, swatch
-from ddp_kit.plot.timeline_lanes import Lanes, absent, by_steps, by_time, unmatched
+from ddp_kit.plot.style import fold, significant, swatch, write
+from ddp_kit.plot.timeline_lanes import Lanes, absent, busy, by_steps, by_time, part, unmatched
+from ddp_kit.plot.timeline_names import LEFT, WIDE
+from ddp_kit.plot.timeline_panel import MOST_STEPS, Panel
+from ddp_kit.plot.timeline_steps import Overview, find_training, steps_table
 from ddp_kit.trace import Trace
-from ddp_kit.trace.logical import steps
 
-LEFT, WIDE = 0.75, 7.95  # inches
 NAMES = {"send": "sending", "recv": "waiting to receive", "collective": "in a collective"}
-MOST_EVENTS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
 
 
-def timeline(source: Any, timed: bool = False, title: str | None = None) -> Picture:
+def timeline(
+    source: Any, timed: bool = False, title: str | None = None, step: int | None = None
+) -> Picture:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
     timed: False draws only the order, which is the same on every run: an operation takes one
         step, a receive or collective also the steps it waits, and computing takes none. True
         draws milliseconds since the first rank began.
+    step: the training step to draw in large, from 0; -1 is the last one. By default one with the
+        calls that most training steps have and, timed, with the median duration of those; but if
+        the run never ended, what came after the last one.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
-    Above 240 events (or 48 steps) bars are shares of time, and an arrow stands for many messages,
-    with their number.
 
-    Raises PlotError if there is no trace, or it has no event (or, timed, no rank).
+    A training run is drawn in small, with a block for each training step, and one step in large:
+    see `training_steps`. In other runs with very many events, bars are shares of time, and an
+    arrow stands for many messages, with their number. If a timed run begins or ends with a long
+    pause, such as an import, most of the pause is cut off, and the caption says how much.
+
+    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
     trace = read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
-    lanes = by_time(trace) if timed else by_steps(trace)
-    begin, end = lanes.limits
-    many = len(trace.events) > MOST_EVENTS or (not timed and end - begin > MOST_STEPS)
-    title = _title(trace, timed) if title is None else title
-    if timed:
-        text_table = _time_table(title, lanes)
-    else:
-        text_table = _rank_table(title, trace, lanes) if many else _step_table(title, trace)
+    whole = by_time(trace) if timed else by_steps(trace)
+    training = find_training(trace, whole, step)
+    window = busy(whole) if timed else whole.limits
+    lanes = part(whole, *window)
+    cut = _say_cut(whole, window)
+    title = _title(trace, timed, training and len(training.spans)) if title is None else title
 
-    n = trace.world_size
-    tall = n * max(0.36, min(0.62, 4.2 / n))
-    scale = WIDE / (1.003 * ((end - begin) or 1))
-    slant, names = marks.place_names(() if many else lanes.links, scale)
-    top = 0.36 + marks.head_room(slant, names)
-    unnamed = any(not text for _, text, _ in names)
-    caption = _caption_of_many(lanes) if many else _caption(lanes, unnamed, timed)
-    if any(trace.dropped):
-        caption += f" The {sum(trace.dropped):,} oldest events were dropped and are not shown."
-    lines = fold(caption, LEFT + WIDE)
-    full, below = LEFT + WIDE + 0.15, top + tall + 0.5
-    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
-    for rank in range(n):
-        chip(sheet, 0.02, top + (rank + 0.5) * tall / n - 0.11, 0.62, 0.22, rank, f"rank {rank}")
-    xlabel = "time since the first rank began (ms)" if timed else "step"
-    ax = picture.chart(LEFT, top, WIDE, tall, "x", xlabel)
-    ax.set(xlim=(begin, begin + 1.003 * ((end - begin) or 1)), ylim=(n - 0.5, -0.5))
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=not timed, min_n_ticks=1))
-    if many:
-        marks.draw_shares(ax, lanes)
+    top, overview = 0.36, None
+    if not training:
+        large = Panel(lanes, timed)
+        xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
-        marks.draw_each(ax, lanes, scale)
-        marks.write_names(ax, slant, names)
+        shown, (begin, end) = training.label, training.window
+        zero = begin if timed else begin - 0.5  # the first step is 1
+        overview, large = Overview(lanes, training), Panel(part(whole, begin, end, zero), timed)
+        here = "this training step" if training.shown is not None else "this part"
+        xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
+        top += overview.whole + 0.28
+    top += large.head
+    if timed:
+        text_table = _time_table(title, whole)
+        text_table += f"\n{_time_table(shown, large.lanes)}" if training else ""
+        text_table += f"\n{cut}" if cut else ""
+    elif training:
+        text_table = steps_table(title, trace, training)
+        text_table += f"\n{_step_table(shown, trace, whole, (begin, end))}"
+    elif large.many:
+        text_table = _rank_table(title, trace, whole)
+    else:
+        text_table = _step_table(title, trace, whole, whole.limits)
+
+    parts = []
+    if training:
+        is_median = timed and step is None and training.shown is not None
+        parts.append(_whole_caption(timed, is_median))
+    parts += [_caption_of_many(large.lanes) if large.many else _caption(large, timed), cut]
+    if any(trace.dropped):
+        parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
+    lines = fold(" ".join(filter(None, parts)), LEFT + WIDE)
+    full, below = LEFT + WIDE + 0.15, top + large.tall + 0.5
+    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
+    if overview:
+        overview.draw(picture, sheet, 0.3)
+        write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
+    large.draw(picture, sheet, top, xlabel)
     _key(sheet, LEFT, below + 0.08 - 0.06, lanes, timed)
     return picture
 
 
-def _title(trace: Trace, timed: bool) -> str:
+def _title(trace: Trace, timed: bool, training_steps: int | None) -> str:
     counts = [(len(trace.messages()), "message"), (len(trace.collectives), "collective")]
     what = " and ".join(count(number, noun) for number, noun in counts if number)
     ranks = count(trace.world_size, "rank")
+    if training_steps:
+        ranks += f" in {count(training_steps, 'training step')}"
     return f"{what or 'No message'} on {ranks}, {'in time' if timed else 'step by step'}"
 
 
-def _caption(lanes: Lanes, unnamed: bool, timed: bool) -> str:
+def _say_cut(lanes: Lanes, window: tuple[float, float]) -> str:
+    """Return which pauses at the beginning and the end are not in a timed picture."""
+    begin, end = lanes.limits
+    parts = []
+    for name, low, high in (("first", begin, window[0]), ("last", window[1], end)):
+        if high > low:
+            calls = sum(low <= (b.begin if name == "first" else b.end) <= high for b in lanes.bars)
+            calls = count(calls, "call") if calls else "no call"
+            parts.append(f"the {name} {significant((high - low) / 1e3)} s ({calls})")
+    text = " and ".join(parts)
+    return f"Not shown: {text}." if text else ""
+
+
+def _whole_caption(timed: bool, is_median: bool) -> str:
+    """Return what the whole run in small means. is_median: the step was chosen by its duration."""
+    parts = [
+        "Above: the whole run. Each block is a training step: calls that every rank repeats"
+        + (", and the computing before them." if timed else ".")
+    ]
+    if timed:
+        parts.append("Under the blocks, the height of a colour is its share of a rank's time.")
+    parts.append(f"Below: the dark block in large{', of median duration' if is_median else ''}.")
+    return " ".join(parts)
+
+
+def _caption(panel: Panel, timed: bool) -> str:
     """Return what the picture does not show by itself."""
+    lanes = panel.lanes
     color = ", in its sender's colour" if timed else ""
     when = ", drawn when its last rank called it" if timed else ""
     split = any(not link.whole for link in lanes.links)
     never = any(arrow.never for arrow in lanes.arrows)
+    shared = any(name.end > name.begin for name in panel.names)
     parts = {
         "One bar per rank." if timed else "An operation takes a step; computing takes none.": True,
         f"An arrow is a message{color}.": lanes.arrows,
         f"A vertical line is a collective{when}.": lanes.links,
-        "Some names of collectives are left out for lack of space.": unnamed,
+        "A bracket joins collectives with the same name.": shared,
+        "Some names of collectives are left out for lack of space.": panel.unnamed,
         "A dashed line: some ranks did not call it, or called another collective.": split,
         "A dashed arrow: a message that was never sent or never received.": never,
     }
@@ -111,8 +160,10 @@ def _caption_of_many(lanes: Lanes) -> str:
     pairs, cuts = marks.count_pairs(lanes)
     if pairs and cuts:
         where = f"in each 1/{cuts}" if cuts > 1 else "in the whole"
-        parts.append(f"An arrow is all messages of its pair {where} of the picture, and its number")
-        parts.append("is their count.")
+        parts.append(
+            f"An arrow is all messages of its pair {where} of the picture, and its number,"
+        )
+        parts.append("where there is room for it, is their count.")
     elif pairs:
         parts.append(f"No arrows: {len(pairs)} pairs of ranks. kit.plot.messages shows them.")
     if any(arrow.never for arrow in lanes.arrows):
@@ -133,9 +184,9 @@ def _key(sheet: Axes, x: float, y: float, lanes: Lanes, timed: bool) -> None:
             x = swatch(sheet, x, y, text, *marks.LOOKS[kind])
 
 
-def _step_table(title: str, trace: Trace) -> str:
-    """Return the table of a short trace: one row per step, one column per rank."""
-    at, never = steps(trace), unmatched(trace)
+def _step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
+    """Return what happened in a part of the order: one row per step, one column per rank."""
+    at, never = lanes.steps, unmatched(trace)
     without = {
         (rank, event.index): f" (without {', '.join(map(str, missing))})"
         for members in trace.collectives
@@ -145,13 +196,27 @@ def _step_table(title: str, trace: Trace) -> str:
     rows: dict[int, list[str]] = {}
     for event in trace:
         key = event.rank, event.index
+        if not window[0] <= at[key] + 1 <= window[1]:
+            continue
         peer = "any" if event.peer is None else event.peer
         text = event.op + {"send": f" → {peer}", "recv": f" ← {peer}"}.get(event.kind, "")
         text += f" ({never[key]})" if key in never else without.get(key, "")
         rows.setdefault(at[key], [""] * trace.world_size)[event.rank] = text
     header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    lines = [[str(step + 1), *rows[step]] for step in sorted(rows)]
+    lines = [[str(step - min(rows) + 1), *rows[step]] for step in sorted(rows)]
+    if len(lines) > MOST_STEPS:
+        lines = _join_equal(lines)
     return table(title, header, lines, align="<")
+
+
+def _join_equal(lines: list[list[str]]) -> list[list[str]]:
+    """Return one row for rows that follow each other and differ only in their first column."""
+    joined = []
+    for _, group in itertools.groupby(lines, key=lambda line: line[1:]):
+        same = list(group)
+        name = same[0][0] if len(same) == 1 else f"{same[0][0]} to {same[-1][0]}"
+        joined.append([name, *same[0][1:]])
+    return joined
 
 
 def _rank_table(title: str, trace: Trace, lanes: Lanes) -> str:

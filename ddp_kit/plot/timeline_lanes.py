@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import attrgetter
 
 from ddp_kit.error_text import name_ranks
@@ -50,12 +51,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Lanes:
-    """All that a timeline shows. spans: where each rank's lane begins and ends."""
+    """All that a timeline shows.
+
+    spans: where each rank's lane begins and ends. steps: the step of each event, without times.
+    zero: the moment where the axis of a timed picture begins, in nanoseconds.
+    """
 
     spans: Sequence[tuple[float, float]]
     bars: Sequence[Bar]
     arrows: Sequence[Arrow]
     links: Sequence[Link]
+    steps: Mapping[Key, int] = field(default_factory=dict)
+    zero: int | None = None
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -82,7 +89,7 @@ def by_steps(trace: Trace) -> Lanes:
         bars.append(_bar(event, begin + 0.5, end + 0.5, never))
     spans = [(0.5, over + 0.5)] * trace.world_size
     links = [_link(trace, m, [places[r, m[r].index][0] for r in m]) for m in trace.collectives]
-    return Lanes(spans, bars, _arrows(trace, places, never), links)
+    return Lanes(spans, bars, _arrows(trace, places, never), links, at)
 
 
 def by_time(trace: Trace) -> Lanes:
@@ -109,7 +116,64 @@ def by_time(trace: Trace) -> Lanes:
         came = ms(max(event.start for event in members.values()))
         links.append(_link(trace, members, [came] * len(members)))
     spans = [(ms(begin), ms(end)) for begin, end in spans]
-    return Lanes(spans, bars, _arrows(trace, places, never), links)
+    return Lanes(spans, bars, _arrows(trace, places, never), links, zero=zero)
+
+
+def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
+    """Return what happened from `begin` to `end`; every place moves by `-zero`."""
+
+    def inside(at: float | None) -> bool:
+        return at is not None and begin <= at <= end
+
+    def clip(at: float) -> float:
+        return min(max(at, begin), end) - zero
+
+    def move(at: float | None) -> float | None:
+        return None if at is None else at - zero
+
+    return Lanes(
+        [(clip(first), clip(last)) for first, last in lanes.spans],
+        [
+            replace(bar, begin=clip(bar.begin), end=clip(bar.end))
+            for bar in lanes.bars
+            if (bar.begin < end and bar.end > begin) or (inside(bar.begin) and inside(bar.end))
+        ],
+        [
+            replace(arrow, begin=move(arrow.begin), end=move(arrow.end))
+            for arrow in lanes.arrows
+            if inside(arrow.begin) or inside(arrow.end)
+        ],
+        [
+            replace(link, points=tuple((at - zero, rank) for at, rank in link.points))
+            for link in lanes.links
+            if inside(min(at for at, _ in link.points))
+        ],
+        lanes.steps,
+        lanes.zero,
+    )
+
+
+def busy(lanes: Lanes) -> tuple[float, float]:
+    """Return where the picture may begin and end so that long pauses do not fill most of it.
+
+    A pause at the beginning is, say, an import in the worker, or a wait for a late rank. It is cut
+    off if it is longer than what follows, and at most a fifth of what happened is before its end;
+    then a small part of it stays. A pause at the end is treated in the same way.
+    """
+    moments = sorted(moment for bar in lanes.bars for moment in (bar.begin, bar.end))
+    begin, end = lanes.limits
+    mirrored = [-moment for moment in reversed(moments)]
+    return _cut(moments, begin, end), -_cut(mirrored, -end, -begin)
+
+
+def _cut(moments: Sequence[float], begin: float, end: float) -> float:
+    """Return the end of the pauses at the beginning; `begin` if they are not worth a cut."""
+    fifth = len(moments) // 5
+    pauses = [b for a, b in pairwise([begin, *moments[:fifth]]) if b - a > (end - begin) / 20]
+    if not pauses:
+        return begin
+    rest = moments[-1 - fifth] - pauses[-1]  # without a pause at the end
+    return pauses[-1] - rest / 20 if pauses[-1] - begin > rest else begin
 
 
 def unmatched(trace: Trace) -> dict[Key, str]:

@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from ddp_kit.plot.style import DASHES, INK, LOST, PAPER, arrow, bars, edge_color, set_hatch, write
 from ddp_kit.plot.timeline_lanes import Arrow, Bar, Lanes, Link
+from ddp_kit.plot.timeline_names import CHARACTER, COLOR, TYPE, WIDE
 
 HALF = 0.27  # of a lane: how far a bar reaches from the middle
-TYPE, CHARACTER = 7.5, 0.0655  # points; inches of one character
-SLANT = 35  # degrees, of the names of collectives that are close together
+HEIGHT = 0.15  # inches of a label
+MARKER = 4.5  # points: where a rank takes part in a collective
 MOST_NAMED = 12  # ends without another end; above, they have dashes alone
 COMPUTING = "#e3e8ee"
 # kind: fill, edge, hatch. None is a rank's colour; in grey they still differ.
 LOOKS = {
     "send": ("#454545", "#222222", None),
     "recv": ("#dfdaf8", "#6a5acd", "/////"),
-    "collective": ("#b9e0da", "#2b7f73", "....."),
+    "collective": ("#b9e0da", COLOR, "....."),
 }
 BINS = 60
 MOST_ARROWS = 64  # in a whole picture of many events
+
+
+class Labels:
+    """Which places on a panel have a label, so that no other one is written there.
+
+    scale, lane: inches of one unit of the axis, and of one lane.
+    """
+
+    def __init__(self, scale: float, lane: float) -> None:
+        self.scale, self.lane = scale, lane
+        self._taken: list[tuple[float, float, float, float]] = []
+
+    def take(self, begin: float, end: float, y: float) -> bool:
+        """Take the place from `begin` to `end` at height `y`; return whether it was free."""
+        half = 0.5 * HEIGHT / self.lane
+        box = begin, end, y - half, y + half
+        if any(
+            box[0] < right and left < box[1] and box[2] < below and above < box[3]
+            for left, right, above, below in self._taken
+        ):
+            return False
+        self._taken.append(box)
+        return True
 
 
 def _draw_lanes(ax: Axes, lanes: Lanes) -> None:
@@ -36,8 +59,8 @@ def _draw_lanes(ax: Axes, lanes: Lanes) -> None:
 # ---- one by one
 
 
-def draw_each(ax: Axes, lanes: Lanes, scale: float) -> None:
-    """Draw every bar, link and arrow; scale: inches of one unit of the axis."""
+def draw_each(ax: Axes, lanes: Lanes, labels: Labels) -> None:
+    """Draw every bar, link and arrow."""
     _draw_lanes(ax, lanes)
     groups: dict[tuple, list[Bar]] = {}
     for bar in lanes.bars:
@@ -47,54 +70,55 @@ def draw_each(ax: Axes, lanes: Lanes, scale: float) -> None:
         drawn = bars(ax, ranges, (rank - HALF, 2 * HALF), *LOOKS[kind], zorder=2)
         if never:
             drawn.set(linestyle=DASHES, edgecolor=LOST, linewidth=1.3)
+    crowded = len(lanes.links) * 2 * MARKER > 0.8 * 72 * WIDE
     for link in lanes.links:
-        _link(ax, link)
-    for bar in lanes.bars:
-        _label(ax, bar, scale)
-    named = {(bar.rank, bar.never) for bar in lanes.bars if _says_never(bar, scale)}
+        _link(ax, link, crowded)
+    named = {(bar.rank, bar.never) for bar in lanes.bars if _label(ax, bar, labels)}
     few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
     for each in lanes.arrows:
         if each.never:
             rank = each.src if each.end is None else each.dst
-            _stub(ax, each, scale, few and (rank, each.never) not in named)
+            _stub(ax, each, labels, few and (rank, each.never) not in named)
         else:
             side = math.copysign(HALF, each.dst - each.src)
             ends = (each.begin, each.src + side), (each.end, each.dst - side)
             arrow(ax, *ends, edge_color(each.src))
 
 
-def _label(ax: Axes, bar: Bar, scale: float) -> None:
+def _label(ax: Axes, bar: Bar, labels: Labels) -> bool:
+    """Write the operation in its bar, if there is room; return whether it says "never"."""
     if bar.kind == "collective":
-        return  # its name is above the lanes
-    text = f"{bar.op}: {bar.never}" if _says_never(bar, scale) else bar.op
-    if not _fits(text, bar, scale):
-        return
-    paper = {"boxstyle": "square,pad=0.12", "facecolor": LOOKS[bar.kind][0], "edgecolor": "none"}
-    color = PAPER if bar.kind == "send" else INK
-    style = {"color": color, "ha": "center", "bbox": paper, "zorder": 3}
-    write(ax, (bar.begin + bar.end) / 2, bar.rank, text, TYPE, **style)
+        return False  # its name is above the lanes
+    for text in dict.fromkeys((f"{bar.op}: {bar.never}" if bar.never else bar.op, bar.op)):
+        middle, wide = (bar.begin + bar.end) / 2, (CHARACTER * len(text) + 0.06) / labels.scale
+        if bar.end - bar.begin < wide:
+            continue
+        if not labels.take(middle - wide / 2, middle + wide / 2, bar.rank):
+            continue
+        fill = LOOKS[bar.kind][0]
+        paper = {"boxstyle": "square,pad=0.12", "facecolor": fill, "edgecolor": "none"}
+        color = PAPER if bar.kind == "send" else INK
+        style = {"color": color, "ha": "center", "bbox": paper, "zorder": 3}
+        write(ax, middle, bar.rank, text, TYPE, **style)
+        return text != bar.op
+    return False
 
 
-def _fits(text: str, bar: Bar, scale: float) -> bool:
-    return (bar.end - bar.begin) * scale >= CHARACTER * len(text) + 0.06
-
-
-def _says_never(bar: Bar, scale: float) -> bool:
-    return bool(bar.never) and _fits(f"{bar.op}: {bar.never}", bar, scale)
-
-
-def _link(ax: Axes, link: Link) -> None:
+def _link(ax: Axes, link: Link, crowded: bool) -> None:
     color = LOOKS["collective"][1] if link.whole else LOST
     places, ranks = zip(*sorted(link.points, key=lambda point: point[1]), strict=True)
     style = {"color": color, "linewidth": 1.6, "linestyle": "-" if link.whole else DASHES}
-    style |= {"marker": "o", "markersize": 4.5, "markerfacecolor": PAPER}
-    style |= {"markeredgecolor": color, "markeredgewidth": 1.2}
+    if crowded:
+        style["linewidth"] = 0.8
+    else:
+        style |= {"marker": "o", "markersize": MARKER, "markerfacecolor": PAPER}
+        style |= {"markeredgecolor": color, "markeredgewidth": 1.2}
     ax.plot(places, ranks, zorder=3.5, **style)
 
 
-def _stub(ax: Axes, lost: Arrow, scale: float, named: bool) -> None:
+def _stub(ax: Axes, lost: Arrow, labels: Labels, named: bool) -> None:
     """Draw the end of an arrow that has no other end and, if `named`, what never happened."""
-    sent = lost.end is None
+    sent, scale = lost.end is None, labels.scale
     src = lost.src if lost.src is not None else -1
     side = math.copysign(1, lost.dst - src) * (1 if sent else -1)
     rank, at = (src, lost.begin) if sent else (lost.dst, lost.end)
@@ -107,49 +131,16 @@ def _stub(ax: Axes, lost: Arrow, scale: float, named: bool) -> None:
     room = (CHARACTER * len(lost.never) + 0.1) / scale
     left = far[0] + room > high if sent else far[0] - room >= low
     place = (near if left == sent else far)[0] + 0.05 / scale * (-1 if left else 1)
-    style = {"color": LOST, "ha": "right" if left else "left", "zorder": 5}
-    write(ax, place, far[1], lost.never, TYPE, **style)
-
-
-def place_names(links: Sequence[Link], scale: float) -> tuple[int, list[tuple[float, str, Link]]]:
-    """Return where to write the names of collectives: level, slanted, or not at all.
-
-    The slant in degrees, and (place, text, link) of each; text is "" where there is no room.
-    """
-    tops = sorted((min(link.points, key=lambda p: p[1])[0], link.name, link) for link in links)
-    for slant in (0, SLANT):
-        names, free = [], -math.inf
-        for at, text, link in tops:
-            wide = CHARACTER * len(text)
-            half, gap = (wide / 2, 0.08) if not slant else (0, 0.2)
-            if slant or at * scale - half >= free:
-                shown = text if at * scale - half >= free else ""
-                names.append((at, shown, link))
-                free = at * scale + half + gap if shown else free
-        if len(names) == len(tops):
-            break
-    return slant, names
-
-
-def head_room(slant: int, names: Sequence[tuple[float, str, Link]]) -> float:
-    """Return how many inches the names need above the lanes."""
-    longest = max((len(text) for _, text, _ in names), default=0)
-    return 0.2 + CHARACTER * longest * math.sin(math.radians(slant)) if longest else 0.0
-
-
-def write_names(ax: Axes, slant: int, names: Sequence[tuple[float, str, Link]]) -> None:
-    """Write the names of collectives above the lanes."""
-    style = {"rotation": slant, "rotation_mode": "anchor", "va": "baseline"}
-    style |= {"ha": "left" if slant else "center"}
-    for at, text, link in names:
-        color = LOOKS["collective"][1] if link.whole else LOST
-        write(ax, at, -0.55, text, TYPE, color=color, **style)
+    ends = (place - room, place) if left else (place, place + room)
+    if labels.take(*ends, far[1]):
+        style = {"color": LOST, "ha": "right" if left else "left", "zorder": 5}
+        write(ax, place, far[1], lost.never, TYPE, **style)
 
 
 # ---- shares and counts of many
 
 
-def draw_shares(ax: Axes, lanes: Lanes) -> None:
+def draw_shares(ax: Axes, lanes: Lanes, labels: Labels) -> None:
     """Draw each rank's shares of time in BINS parts, and arrows that stand for many messages."""
     _draw_lanes(ax, lanes)
     edges = np.linspace(*lanes.limits, BINS + 1)
@@ -173,7 +164,9 @@ def draw_shares(ax: Axes, lanes: Lanes) -> None:
         text, between, ha = (f" {count:,}", src + 0.5, "left")
         if dst < src:
             text, between, ha = (f"{count:,} ", dst + 0.5, "right")
-        write(ax, at, between, text, TYPE - 0.5, color=color, ha=ha, zorder=5)
+        wide = CHARACTER * len(text) / labels.scale
+        if labels.take(at - wide * (ha == "right"), at + wide * (ha == "left"), between):
+            write(ax, at, between, text, TYPE - 0.5, color=color, ha=ha, zorder=5)
 
 
 def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:

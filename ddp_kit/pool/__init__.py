@@ -2,6 +2,7 @@
 
 pool.py          WorkerPool, and `run` on the notebook's shared pool
 run.py           one run: the only loop that waits for ranks
+status.py        what `kit.status` shows
 reports.py       what the ranks of a run have reported, and the error if some failed
 launchers/       who starts the processes: spawn, mpiexec, torchrun
 rank/            what runs in the process of a rank, and nowhere else
@@ -10,10 +11,11 @@ wire/            what travels between the two
 
 from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
-from ddp_kit.pool.pool import WorkerPool, launcher_of, run, shutdown
+from ddp_kit.pool.pool import WorkerPool, keep_names, launcher_of, run, shutdown
 from ddp_kit.pool.rank_processes import end_all
 from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result
+from ddp_kit.pool.status import status
 
 __all__ = [
     "FailedRun",
@@ -22,8 +24,10 @@ __all__ = [
     "check_world_size",
     "end_all",
     "interruptible",
+    "keep_names",
     "last_failed_run",
     "launcher_of",
     "run",
     "shutdown",
+    "status",
 ]

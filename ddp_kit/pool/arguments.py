@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 
@@ -23,6 +24,57 @@ FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing 
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
+
+
+# What other programs, and other functions of the kit, call the number of ranks.
+_NUMBERS = {
+    *("n", "np", "nproc", "nproc_per_node", "nprocs", "num_processes", "num_ranks", "ranks"),
+    *("size", "world_size"),
+}
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def explaining_arguments(name: str, number: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a function raise PoolError, in a sentence, if its arguments do not fit its signature.
+
+    name: as it is called. number: which of its arguments sets the number of ranks.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                if why := _why_refused(signature, args, kwargs, number):
+                    raise PoolError(f"{name} {why}") from None
+                raise
+
+        return call
+
+    return decorate
+
+
+def _why_refused(
+    signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any], number: str
+) -> str:
+    """Return why a function cannot be called in this way; "" if it can."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        known = signature.parameters
+        wrong = next((given for given in kwargs if given not in known), None)
+        if wrong is None:
+            return f"is {error}" if str(error).startswith("missing") else f"has {error}"
+        if wrong.lower() in _NUMBERS:
+            return f"has no argument {wrong}=; {number} sets the number of ranks"
+        *others, last = (name for name in known if name not in ("self", "worker", "args"))
+        for_worker = "; arguments for the worker have no names" if "worker" in known else ""
+        return f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}={for_worker}"
+    return ""
 
 
 def prepare(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 
 def shell() -> Any:
@@ -38,6 +38,31 @@ def cell_names() -> dict[str, str]:
         return dict.fromkeys(linecache._ipython_cache, "Cell")  # type: ignore[attr-defined]
     names = {name: ipython.compile.format_code_name(name) for name in list(linecache.cache)}
     return {name: " ".join(label) for name, label in names.items() if label}
+
+
+class LoadedModule(NamedTuple):
+    """A module of the notebook. spec: another object after each reload; None: not imported."""
+
+    name: str = ""
+    spec: Any = None
+
+
+def loaded_modules(files: Collection[str]) -> dict[str, LoadedModule]:
+    """Return for each of these files which module the notebook has imported from it."""
+    found = dict.fromkeys(files, LoadedModule())
+    if shell() is not None:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__dict__", {}).get("__file__")
+            if file in found and name != "__main__":
+                found[file] = LoadedModule(name, getattr(module, "__spec__", None))
+    return found
+
+
+def reloads_modules() -> bool:
+    """Return whether IPython's autoreload keeps the notebook's modules up to date."""
+    ipython = shell()
+    loaded = ipython.extension_manager.loaded if ipython is not None else ()
+    return any("autoreload" in name for name in loaded)
 
 
 def source(name: str) -> str:

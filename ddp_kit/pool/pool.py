@@ -12,17 +12,19 @@ named memory that a killed kernel could leave behind.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.arguments import check_world_size, prepare
+from ddp_kit.pool.arguments import check_world_size, explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.mpiexec import MPIExec
 from ddp_kit.pool.launchers.spawn import Spawn
@@ -32,6 +34,8 @@ from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
+
+UNUSED = 300.0  # seconds after which the ranks end that the last run has left out
 
 
 class WorkerPool:
@@ -51,6 +55,7 @@ class WorkerPool:
 
     _started_early = False  # before anybody asked for it
 
+    @explaining_arguments("WorkerPool", "world_size=")
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
         world_size = check_world_size(world_size)
         self._backend = choose_backend(backend, world_size)
@@ -61,6 +66,8 @@ class WorkerPool:
         self._running = False
         self._closed = False
         self._owner = os.getpid()
+        self._will_look = False  # for unused ranks
+        _all[next(_made)] = self
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
             with holding_interrupt():
@@ -83,6 +90,7 @@ class WorkerPool:
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
 
+    @explaining_arguments("pool.run", "world_size=")
     def run(
         self,
         worker: Callable[..., Any],
@@ -95,6 +103,9 @@ class WorkerPool:
         world_size: number of ranks in this run, by default the pool's. Fewer re-form the group on
             the warm processes; more start the missing ones.
         timeout: seconds for the worker to return on every rank; None: no limit.
+
+        Unless the worker sets a seed, torch draws other random numbers on each rank, and the same
+        ones in every run on the same process.
 
         Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
         RankDiedError if a process ended, DeadlockError if ranks wait for each other forever,
@@ -124,6 +135,35 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
+            self._look_later(world_size)
+
+    def _look_later(self, last: int, seconds: float | None = None) -> None:
+        """Look for unused ranks after some minutes, if this thread has an event loop.
+
+        A notebook's kernel has one, which calls between two cells, so never in a run.
+        last: the world size of the last run. seconds: until then, by default UNUSED.
+        """
+        is_shared = self in _shared.values()  # what it was made for does not matter
+        self._keep = last if is_shared else max(last, self._world_size)
+        too_few = self._processes is None or len(self._processes.ranks) <= self._keep
+        if self._will_look or too_few or "asyncio" not in sys.modules:
+            return
+        with suppress(RuntimeError):  # there is no loop
+            loop = sys.modules["asyncio"].get_running_loop()
+            look = partial(_end_unused, weakref.ref(self))
+            loop.call_later(UNUSED if seconds is None else seconds, look)
+            self._will_look = True
+
+    def _end_unused(self) -> None:
+        self._will_look = False
+        if self._closed or self._owner != os.getpid() or self._processes is None:
+            return
+        seconds: float | None = UNUSED
+        if not self._running:
+            with suppress(KeyboardInterrupt), holding_interrupt():
+                seconds = self._processes.end_unused(self._keep, UNUSED)
+        if seconds is not None:
+            self._look_later(self._keep, seconds)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -173,6 +213,16 @@ def _close_if_alive(reference: weakref.ref) -> None:
         pool.close()
 
 
+def _end_unused(reference: weakref.ref) -> None:
+    pool = reference()
+    if pool is not None:
+        pool._end_unused()
+
+
+_all: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()  # as made
+_made = itertools.count()
+
+
 class _EarlyPool(WorkerPool):
     _started_early = True
 
@@ -185,6 +235,7 @@ def launcher_of(backend: str) -> str:
     return "mpiexec" if backend == "mpi" else "spawn"
 
 
+@explaining_arguments("kit.run", "world_size=")
 def run(
     worker: Callable[..., Any],
     *args: Any,
@@ -198,7 +249,12 @@ def run(
     timeout: seconds for the worker to return on every rank; None: no limit.
 
     The first call starts the processes, unless they have been started in the background since the
-    kit was imported in a notebook. They stay warm for the next call.
+    kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
+    run has used for five minutes end, unless the last run did, or they hold names of `%%ranks`.
+
+    Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws other random numbers
+    on each rank, and the same ones in every run on the same process. Python's `random` and NumPy
+    draw new ones in every run.
 
     Raises PoolError or BackendError, before anything starts, for what cannot be run; RankError if
     ranks raised, RankDiedError if a process ended, DeadlockError if ranks wait for each other
@@ -218,8 +274,8 @@ def run(
 def shutdown() -> None:
     """End the ranks of the shared pools, which otherwise stay until this process ends.
 
-    That frees their memory, about 150 MB for each rank. The next `run` starts new ones. Do nothing
-    if there are none.
+    That frees their memory, about 150 MB for each rank; `status` says how much. The next `run`
+    starts new ones. Do nothing if there are none.
 
     Raises PoolError in a run, which must end first.
     """
@@ -227,6 +283,16 @@ def shutdown() -> None:
         raise PoolError("a run is still going on; wait for it, or interrupt it")
     while _shared:
         _shared.popitem()[1].close()
+
+
+def keep_names(launcher: str, ranks: Collection[int]) -> None:
+    """Keep those ranks of a shared pool, until it is shut down, that hold names of `%%ranks` cells.
+
+    ranks: all that do.
+    """
+    processes = _shared[launcher]._processes if launcher in _shared else None
+    for number, rank in enumerate(processes.ranks if processes else []):
+        rank.has_names = number in ranks
 
 
 def _is_outdated(pool: WorkerPool) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -84,6 +85,8 @@ class RankHandle:
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
         self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
+        self.used = time.monotonic()  # when it was started, or called a worker last
+        self.has_names = False  # of `%%ranks` cells, which end with it
 
     @property
     def sentinel(self) -> int:
@@ -142,6 +145,35 @@ class RankHandle:
     def is_released(self) -> bool:
         """Whether `release` was called."""
         return self.output.pipe.closed
+
+
+class Sources:
+    """What can come from these ranks: a reply, what they print, or their end."""
+
+    def __init__(self, ranks: list[RankHandle], numbers: Collection[int]) -> None:
+        self._poll = select.poll()  # `selectors` takes several times as long
+        self._at: dict[int, tuple[int, str]] = {}  # by descriptor
+        self._descriptors: dict[int, dict[str, int]] = {}  # by rank
+        for number in numbers:
+            rank = ranks[number]
+            mine = {"reply": rank.control.fileno(), "end": rank.sentinel}
+            if rank.output.is_open:
+                mine["output"] = rank.output.pipe.fileno()
+            self._descriptors[number] = mine
+            for what, descriptor in mine.items():
+                self._at[descriptor] = number, what
+                self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> list[tuple[int, str]]:
+        """Return what has come, and from whom; nothing after `seconds`."""
+        return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
+
+    def remove(self, number: int, *whats: str) -> None:
+        """Stop listening to a rank, or only for some of what can come from it."""
+        for what in whats or list(self._descriptors[number]):
+            descriptor = self._descriptors[number].pop(what, None)
+            if descriptor is not None:
+                self._poll.unregister(descriptor)
 
 
 # What several ranks are asked for or must do happens at the same time: one after the other, the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -12,9 +13,10 @@ from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
-from ddp_kit.pool.launchers.base import Launcher
+from ddp_kit.pool.launchers.base import Launcher, Show
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
+from ddp_kit.pool.wire.log_settings import current_log_settings
 from ddp_kit.pool.wire.messages import (
     CallWorker,
     Environment,
@@ -48,6 +50,8 @@ class RankProcesses:
         self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
         self.is_used = False  # a worker was ever sent
+        # The learner's files that ranks have imported, with the notebook's modules at that time.
+        self._modules_here: dict[str, ipython.LoadedModule] = {}
         _all.add(self)
         RankProcesses.ever_created = True
 
@@ -56,8 +60,10 @@ class RankProcesses:
         """The backend of the group that the ranks were asked to form; None if there is none."""
         return self._formed[1] if self._formed else None
 
-    def get_ready(self, world_size: int, backend: str) -> None:
+    def get_ready(self, world_size: int, backend: str, show: Show) -> None:
         """Start what is missing of `world_size` ranks, and ask them to form a group.
+
+        show: is called with what each rank is doing while a launcher takes its time.
 
         Raises BackendError or PoolError if they cannot be started.
         """
@@ -66,7 +72,7 @@ class RankProcesses:
         with holding_interrupt():
             self.form(world_size, backend)
         if len(self.ranks) < world_size:  # a launcher that takes its time may be interrupted
-            self.launcher.wait()
+            self.launcher.wait(show)
             with holding_interrupt():
                 self.form(world_size, backend)
         if len(self.ranks) < world_size:
@@ -105,6 +111,7 @@ class RankProcesses:
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         encoded: dict[tuple, bytes] = {}
+        now = time.monotonic()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
@@ -115,7 +122,7 @@ class RankProcesses:
                 encoded[key] = payload.encode(message)
             rank.send(message, encoded[key])
             rank.cells_seen |= new.keys()
-            rank.environment = environment
+            rank.environment, rank.used = environment, now
         packed.close()
 
     def end_run(self, intact: bool) -> None:
@@ -125,6 +132,9 @@ class RankProcesses:
             already while the learner reads the error, which comes first: many ranks take seconds.
         """
         self._in_run = False
+        files = {file for rank in self.ranks for file in rank.modules}
+        if new := files - self._modules_here.keys():
+            self._modules_here |= ipython.loaded_modules(new)
         if self.launcher.reusable and self._formed and not intact:
             self._lost, self._formed = self._formed, None
             ipython.after_cell(self._form_lost)
@@ -158,6 +168,36 @@ class RankProcesses:
                 stop_ranks([self.ranks[number] for number in old])
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
+            self._report_old_modules(changed)
+
+    def _report_old_modules(self, changed: set[str]) -> None:
+        """Say which changed files the notebook has imported, and not again since the change."""
+        now = ipython.loaded_modules(changed)
+        for file in sorted(changed):
+            before, (name, spec) = self._modules_here.pop(file, None), now[file]
+            reloaded = before is None or spec is not before.spec
+            if spec is not None and not reloaded and not ipython.reloads_modules():
+                view.say(
+                    f"the notebook itself still has the old {name}: call importlib.reload({name}) "
+                    f"and repeat your imports from it, or use %load_ext autoreload and "
+                    "%autoreload 2"
+                )
+
+    def end_unused(self, keep: int, seconds: float) -> float | None:
+        """End ranks beyond the first `keep` that have called no worker for so many seconds.
+
+        Those that hold names of `%%ranks` cells stay. Return in how many seconds to look again;
+        None: no rank is left that may end.
+        """
+        if not self.launcher.separate:
+            return None
+        keep = max(keep, self._formed[0] if self._formed else 0)
+        keep = max([keep, *(n for n, rank in enumerate(self.ranks, start=1) if rank.has_names)])
+        now, unused = time.monotonic(), []
+        while len(self.ranks) > keep and now - self.ranks[-1].used >= seconds:
+            unused.append(self.ranks.pop())
+        stop_ranks(unused, patience=1.0)
+        return seconds - (now - self.ranks[-1].used) if len(self.ranks) > keep else None
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
@@ -209,8 +249,12 @@ def current_environment() -> Environment:
         ) from None
     path = tuple(map(str, sys.path))
     data = undecoded_variables()
-    if _last is not None and data == _last[0] and (path, folder) == _last[1][:2]:
-        return _last[1]
-    environment = Environment(path, folder, dict(os.environ))
+    logs = current_log_settings()
+    if _last is not None and data == _last[0]:
+        last = _last[1]
+        if (path, folder) == last[:2] and logs is last.logs:
+            return last
+    in_notebook = view.show_displayed is not None
+    environment = Environment(path, folder, dict(os.environ), logs, in_notebook)
     _last = None if data is None else (dict(data), environment)
     return environment

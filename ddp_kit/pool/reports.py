@@ -80,12 +80,12 @@ class Reports:
 class FailedRun(NamedTuple):
     """What remains of the last run that failed, besides its error.
 
-    error: the name of the error's class. raised: what each rank of this host that raised has
-    reported. failures: what ranks raised, those of other hosts included.
+    error: the name of the error's class. captured: what each rank of this host that raised has
+    captured, b"" for nothing. failures: what ranks raised, those of other hosts included.
     """
 
     error: str
-    raised: dict[int, Raised]
+    captured: dict[int, bytes]
     failures: dict[int, RankFailure]
 
 
@@ -93,11 +93,16 @@ _last: list[FailedRun] = []  # at most one; the error would keep the cell's fram
 
 
 def remember(error: KitError, reports: Reports) -> None:
-    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one."""
-    _last[:] = [FailedRun(type(error).__name__, reports.raised, getattr(error, "failures", {}))]
+    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one.
+
+    In a script, the error gets a note on the files of its lines.
+    """
+    captured = {rank: reply.captured for rank, reply in reports.raised.items()}
+    _last[:] = [FailedRun(type(error).__name__, captured, getattr(error, "failures", {}))]
+    _note_files(error)
 
 
-def note_files(error: KitError) -> None:
+def _note_files(error: KitError) -> None:
     """Add a note to an error that says in which files its lines are, if not all in the script.
 
     Python prints notes below `str(error)`. In a notebook, IPython shows the files.

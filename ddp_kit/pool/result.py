@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_kit.errors import ResultError
 from ddp_kit.trace import Trace
 
 LONGEST_REPR = 1_500  # characters of a returned value that are shown; result[rank] is all of it
@@ -19,6 +20,8 @@ class Result:
     result[2] is what rank 2 returned; `len(result)` is the world size; iterating goes in
     rank order. output[2] is all that rank 2 printed, as one str. Of a long value, such as a
     state_dict, the repr of a Result shows the beginning.
+
+    Indexing raises ResultError, which is an IndexError, for a rank that does not exist.
     """
 
     values: tuple[Any, ...]
@@ -29,7 +32,13 @@ class Result:
         return len(self.values)
 
     def __getitem__(self, rank: int) -> Any:
-        return self.values[rank]
+        try:
+            return self.values[rank]
+        except (IndexError, TypeError):
+            ranks = "rank 0" if len(self) == 1 else f"ranks 0 to {len(self) - 1}"
+            raise ResultError(
+                f"there is no rank {rank!r} in this result, which has {ranks}"
+            ) from None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)

@@ -7,32 +7,24 @@ on the sentinels of their processes, updates the live view, and has a quiet run 
 from __future__ import annotations
 
 import math
-import select
+import sys
 import time
-from collections.abc import Collection
 from contextlib import nullcontext
 
 from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
-from ddp_kit.errors import DeadlockError, MismatchError, RankError
+from ddp_kit.errors import DeadlockError, KitError, MismatchError, RankError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
+from ddp_kit.pool.rank_handle import RankHandle, Sources, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
-from ddp_kit.pool.reports import (
-    Reports,
-    error_of_ranks,
-    error_while_joining,
-    note_files,
-    rebuild,
-    remember,
-)
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
-from ddp_kit.trace import EMPTY, Snapshot, join, read_wait
+from ddp_kit.trace import EMPTY, FORMING, IMPORTING, Snapshot, join, read_wait
 from ddp_kit.verdict import judge
 
 GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
@@ -52,6 +44,8 @@ class Run:
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
         self._view: view.View = view.NoView(world_size)
+        self._opened = time.monotonic()
+        self._since: dict[int, tuple[tuple, float]] = {}  # what each rank is doing, and since when
         self._reports = Reports()
         self._snapshots: list[Snapshot] = []
         self._waiting: set[int] = set()
@@ -69,8 +63,8 @@ class Run:
         try:
             environment = current_environment()
             processes.restart_changed(self._world_size)
-            processes.get_ready(self._world_size, backend)
             self._view = view.open_view(self._world_size * processes.launcher.hosts)
+            processes.get_ready(self._world_size, backend, self._show_start)
             self._begin(processes.ranks)
             try:
                 if self._collect(START_TIMEOUT):  # replies to JoinGroup, of whoever owes one
@@ -82,12 +76,19 @@ class Run:
                 with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
                     output = self._close()
                     processes.end_run(intact)
-                view.print_output(output)
+                interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+                view.print_output(output, kept=not interrupted)
             self._print_notices()
-            return self._result(output)
-        except KeyboardInterrupt as interrupt:
+            self._show_displayed()
+            try:
+                return self._result(output)
+            except KitError as error:
+                error.output = tuple(output)
+                raise
+        except BaseException as error:
             self._view.close()
-            show_interrupt(interrupt, self.positions())
+            if isinstance(error, KeyboardInterrupt):
+                show_interrupt(error, self.positions())
             raise
 
     def _begin(self, ranks: list[RankHandle], run: int | None = None) -> None:
@@ -108,13 +109,14 @@ class Run:
         self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
         first_failure = newest_failure = math.inf
         failed = 0
-        sources = _Sources(self._ranks, self._waiting)
+        sources = Sources(self._ranks, self._waiting)
         while self._waiting or (self.others is not None and self.others.unfinished):
             self._handle(sources, REFRESH)
             now = time.monotonic()
             if now >= tick:
                 tick = now + REFRESH
-                self._view.update([self._line(number) for number in range(len(self._ranks))])
+                shown = min(self._world_size, len(self._ranks))  # others may be starting, too
+                self._view.update([self._line(number) for number in range(shown)])
                 self._find_deaths(sources)
                 if self.others is not None:
                     self.others.look()
@@ -137,7 +139,7 @@ class Run:
     def _failed(self) -> int:
         return self._reports.failed + (0 if self.others is None else self.others.failed)
 
-    def _handle(self, sources: _Sources, seconds: float) -> None:
+    def _handle(self, sources: Sources, seconds: float) -> None:
         """Handle what comes from the ranks; return after `seconds` if nothing does."""
         ended = []
         for number, what in sources.wait(seconds):
@@ -154,13 +156,13 @@ class Run:
         for number in ended:
             self._note_end(sources, number)
 
-    def _find_deaths(self, sources: _Sources) -> None:
+    def _find_deaths(self, sources: Sources) -> None:
         """Note ranks that have ended although a grandchild holds their sentinel open."""
         for number in sorted(self._waiting):
             if self._ranks[number].process.exitcode is not None:
                 self._note_end(sources, number)
 
-    def _note_end(self, sources: _Sources, number: int) -> None:
+    def _note_end(self, sources: Sources, number: int) -> None:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
@@ -203,21 +205,42 @@ class Run:
     def _line(self, number: int) -> view.RankLine:
         """Return what the live view shows of a rank."""
         rank, reports, seconds = self._ranks[number], self._reports, None
+        head = rank.board.head()
         if number in reports.returned:
             doing = "done"
         elif number in reports.raised:
             doing = "raised"
         elif number in reports.died or number in reports.broken:
             doing = "ended"
-        elif not self._has_begun or rank.board.head().run != self._number:
+        elif rank.board.phase() == IMPORTING:
+            doing = "importing torch"
+        elif not self._has_begun:
+            doing = "forming the group" if number in self._waiting else "ready"
+        elif head.run != self._number:
             doing = "starting"
         else:
-            doing = "computing"
+            doing = "forming the group" if rank.board.phase() == FORMING else "computing"
             now = time.monotonic_ns()
             if wait := read_wait(rank.board, self._number, now - SHORTEST_WAIT):
                 doing, seconds = f"waiting in {wait[0]}", round((now - wait[1]) / 1e9, 1)
-        newest = view.newest_line(rank.output.newest)
+        if doing not in ("done", "raised", "ended") and seconds is None:
+            seconds = self._seconds(number, doing, head.moves)
+        newest = view.newest_line(rank.board.label() or rank.output.newest)
         return view.RankLine(doing, seconds, rank.board.progress(), newest)
+
+    def _seconds(self, number: int, *state: object) -> int | None:
+        """Return how long a rank has been in this state, in seconds; None if less than one."""
+        now = time.monotonic()
+        before, since = self._since.get(number, (state, self._opened))
+        if state != before:
+            since = now
+        self._since[number] = state, since
+        return int(now - since) or None
+
+    def _show_start(self, doing: list[str]) -> None:
+        """Show what the processes of a launcher's program are doing."""
+        lines = enumerate(doing)
+        self._view.update([view.RankLine(what, self._seconds(n, what)) for n, what in lines])
 
     def _snapshot(self, number: int) -> Snapshot:
         """Return what is on a rank's board; nothing if that is about another run."""
@@ -278,7 +301,6 @@ class Run:
             rank, failure = min(error.handled.items())
             error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
         remember(error, self._reports)
-        note_files(error)
         raise error
 
     @property
@@ -310,38 +332,16 @@ class Run:
                 self._processes.notified.add(line)
                 view.say(line)
 
+    def _show_displayed(self) -> None:
+        """Show what ranks have displayed; of one that was stopped it is unknown."""
+        replies = sorted((self._reports.returned | self._reports.raised).items())
+        displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
+        if displayed and view.visible and view.show_displayed is not None:
+            view.show_displayed(displayed)
+
     def positions(self) -> list[str]:
         """Return lines that say where the ranks were when the run was stopped."""
         if not self._has_begun:
             return ["the ranks were still starting: no worker had begun"]
         waits = TracebackFormatter(ipython.cell_names()).waits(self._reports.stopped)
         return waits + format_returned(self._reports.returned)
-
-
-class _Sources:
-    """What can come from these ranks: a reply, what they print, or their end."""
-
-    def __init__(self, ranks: list[RankHandle], numbers: Collection[int]) -> None:
-        self._poll = select.poll()  # `selectors` takes several times as long
-        self._at: dict[int, tuple[int, str]] = {}  # by descriptor
-        self._descriptors: dict[int, dict[str, int]] = {}  # by rank
-        for number in numbers:
-            rank = ranks[number]
-            mine = {"reply": rank.control.fileno(), "end": rank.sentinel}
-            if rank.output.is_open:
-                mine["output"] = rank.output.pipe.fileno()
-            self._descriptors[number] = mine
-            for what, descriptor in mine.items():
-                self._at[descriptor] = number, what
-                self._poll.register(descriptor, select.POLLIN)
-
-    def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return what has come, and from whom; nothing after `seconds`."""
-        return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
-
-    def remove(self, number: int, *whats: str) -> None:
-        """Stop listening to a rank, or only for some of what can come from it."""
-        for what in whats or list(self._descriptors[number]):
-            descriptor = self._descriptors[number].pop(what, None)
-            if descriptor is not None:
-                self._poll.unregister(descriptor)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from ddp_kit.error_text import count
+from ddp_kit.pool.wire.messages import Bundle
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
 
@@ -19,16 +21,21 @@ LONGEST_LINE = 100  # characters of a printed line that are shown
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
 
 
+# What a rank does before it calls the worker. A launcher's program adds "starting under mpiexec".
+STARTING = ("starting", "importing torch", "forming the group", "ready")
+
+
 class RankLine(NamedTuple):
     """What one rank is doing at one moment of a run."""
 
-    doing: str  # "starting", "computing", "waiting in recv(src=1)", "done", "raised" or "ended"
-    seconds: float | None = None  # how long it has waited, to a tenth; None: it does not wait
+    # One of STARTING, "computing", "waiting in recv(src=1)", "done", "raised" or "ended".
+    doing: str
+    seconds: float | None = None  # for how long: a wait to a tenth; None: less than a moment
     progress: tuple[int, int | None] | None = None  # of a loop: steps done, and total if known
-    newest: str = ""  # the last line that it printed
+    newest: str = ""  # the label of its bar, or the last line that it printed
 
     def __str__(self) -> str:
-        return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,.1f} s"
+        return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,} s"
 
 
 class View(Protocol):
@@ -41,12 +48,17 @@ class View(Protocol):
         """Remove what `update` has shown."""
 
 
-def heading(world_size: int, lines: Sequence[RankLine]) -> str:
-    """Return a heading for all ranks, such as "4 ranks at work"."""
-    ranks = count(world_size, "rank")
-    if all(line.doing == "starting" for line in lines):
-        return f"{ranks} {'is' if world_size == 1 else 'are'} starting"
-    return f"{ranks} at work"
+def heading(world_size: int, lines: Sequence[RankLine], seconds: int = 0) -> str:
+    """Return a heading for all ranks, such as "4 ranks at work, 12 s".
+
+    lines: of the ranks on this host. seconds: since the run began.
+    """
+    starting = all(line.doing.startswith(STARTING) for line in lines)
+    are = "are" if world_size > 1 else "is"
+    parts = [f"{count(world_size, 'rank')} {f'{are} starting' if starting else 'at work'}"]
+    if elsewhere := world_size - len(lines):
+        parts.append(f"{elsewhere:,} on other hosts")
+    return ", ".join([*parts, *([f"{seconds:,} s"] if seconds else [])])
 
 
 def as_seen(line: str) -> str:
@@ -67,6 +79,7 @@ class TerminalView:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self._opened = time.monotonic()
         self._shown = ""
 
     def update(self, lines: Sequence[RankLine]) -> None:
@@ -74,7 +87,9 @@ class TerminalView:
         if not sys.stderr.isatty():
             return
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        line = _cut(self._in_one(lines), columns - 1)  # a full line would wrap
+        seconds = int(time.monotonic() - self._opened)
+        line = f"{f'{seconds:,} s  ' if seconds else ''}{self._in_one(lines)}"
+        line = _cut(line, columns - 1)  # a full line would wrap
         if line != self._shown:
             self._shown = line
             sys.stderr.write(f"\r\x1b[K{line}")
@@ -86,7 +101,7 @@ class TerminalView:
         if loops:
             (done, total), rank = min(loops, key=lambda at: at[0][0] / (at[0][1] or 1))
             return f"[rank {rank}] {draw_bar(done, total)}"
-        if {line.doing for line in lines} - {"starting", "computing"}:
+        if {line.doing for line in lines} - {"computing"}:
             return in_short(lines)
         printed = (f"[rank {rank}] {line.newest}" for rank, line in enumerate(lines) if line.newest)
         return next(printed, heading(self._world_size, lines))
@@ -139,15 +154,38 @@ open_view: Callable[[int], View] = TerminalView
 
 visible = True  # False in a block of `unseen`
 
+# Shows what ranks have displayed, by rank. `ddp_kit.notebook` sets it; None: ranks display nothing.
+show_displayed: Callable[[Mapping[int, Sequence[Bundle]]], None] | None = None
+
 # Prints a line below the cell: what a rank printed, or a notice of the kit.
 say: Callable[[str], None] = print
 
 
-def print_output(output: Sequence[str]) -> None:
-    """Print what the ranks printed: ranks ascending, each line prefixed with its rank."""
+# How much of a rank's output is shown. `ddp_kit.notebook` sets less, because a flood fills a page.
+most_lines = most_characters = sys.maxsize
+
+
+def print_output(output: Sequence[str], kept: bool = True) -> None:
+    """Print what the ranks printed: ranks ascending, each line prefixed with its rank.
+
+    kept: the run's result or error will have it, too.
+    """
     for rank, text in enumerate(output):
-        for line in text.removesuffix("\n").split("\n") if text else []:
-            say(f"[rank {rank}] {as_seen(line)}".rstrip())
+        lines = [as_seen(line) for line in text.removesuffix("\n").split("\n")] if text else []
+        where = f"; .output[{rank}] of the result or the error has all" if kept else ""
+        for line in _without_middle(lines, where):
+            say(f"[rank {rank}] {line}".rstrip())
+
+
+def _without_middle(lines: list[str], where: str) -> list[str]:
+    """Return lines, of too many only the first and the last, with one between that says so."""
+    text = "\n".join(lines)
+    if len(lines) <= most_lines and len(text) <= most_characters:
+        return lines
+    first = text[: most_characters // 2].split("\n")[: most_lines // 2]
+    last = text[-(most_characters // 2) :].split("\n")[-(most_lines // 2) :]
+    left_out = len(text) - len("\n".join(first)) - len("\n".join(last))
+    return [*first, f"... {left_out:,} characters are not shown here{where} ...", *last]
 
 
 class NoView:

@@ -9,7 +9,7 @@ A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has th
 """
 
 from ddp_kit.trace.board import Board, anonymous_file
-from ddp_kit.trace.board_copy import EMPTY, BoardCopy
+from ddp_kit.trace.board_copy import EMPTY, FORMING, IMPORTING, SERVING, BoardCopy
 from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.rank.progress import progress
@@ -20,6 +20,9 @@ from ddp_kit.trace.trace_files import Clock, RankTrace, TraceFolder, join_rank_t
 
 __all__ = [
     "EMPTY",
+    "FORMING",
+    "IMPORTING",
+    "SERVING",
     "Board",
     "BoardCopy",
     "Clock",

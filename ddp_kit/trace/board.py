@@ -5,6 +5,8 @@ do into memory that the pool's process maps too. The memory is an anonymous file
 when both processes are.
 
     head      which run, how many events, which one is waited for
+    label     what is written beside the progress of a loop
+    phase     what the process is doing apart from that
     progress  how far a loop of the worker has come, and how many steps it has
     handled   which exception the worker is handling while it waits
     counts    of each channel and each group: how many operations were posted, how many given up
@@ -48,6 +50,7 @@ from ddp_kit.trace.board_copy import (
 
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
+LABEL = 256  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
 _HEAD = struct.Struct("=QQqQQQQqq")
@@ -56,9 +59,9 @@ _PROGRESS = struct.Struct("=QQ")  # each number plus one; 0: none
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
-_PROGRESS_AT = 1024
+_PHASE_AT, _PROGRESS_AT = 1023, 1024
 _HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
-_COUNTS_AT = 4096
+_LABEL_AT, _COUNTS_AT = 512, 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
 _STACKS_AT = _ROWS_AT + EVENTS * ROW.size
@@ -91,6 +94,7 @@ class Board:
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
         self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
+        self._label = ""
         self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
 
     def __reduce__(self) -> tuple:
@@ -218,15 +222,31 @@ class Board:
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
-    def write_progress(self, done: int | None, total: int | None) -> None:
+    def write_phase(self, phase: int) -> None:
+        """Write what the process is doing: IMPORTING, SERVING or FORMING."""
+        self._page[_PHASE_AT] = phase
+
+    def phase(self) -> int:
+        """Return what the process is doing."""
+        return self._page[_PHASE_AT]
+
+    def write_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         steps = 0 if done is None else done + 1
         _PROGRESS.pack_into(self._page, _PROGRESS_AT, steps, 0 if total is None else total + 1)
+        if label != self._label:
+            self._label = label
+            text = label.encode(errors="replace")[:LABEL].ljust(LABEL, b"\0")
+            self._page[_LABEL_AT : _LABEL_AT + LABEL] = text
 
     def progress(self) -> tuple[int, int | None] | None:
         """Return how far a loop has come and its length; None if there is no loop."""
         done, total = _PROGRESS.unpack_from(self._page, _PROGRESS_AT)
         return (done - 1, total - 1 if total else None) if done else None
+
+    def label(self) -> bytes:
+        """Return what is written beside the progress; b"" if there is nothing."""
+        return self._page[_LABEL_AT : _LABEL_AT + LABEL].rstrip(b"\0")
 
     def write_handled(self, text: bytes) -> None:
         """Write which exception the worker is handling. b"": none, or one that has no room."""

@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# What a rank's process is doing: importing torch, serving its pool, forming a process group.
+IMPORTING, SERVING, FORMING = 0, 1, 2
+
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 
 # Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
@@ -15,9 +18,9 @@ LIMITED, CROWDED, POLLED, JOINS, RENUMBERED = 1, 2, 4, 8, 16
 # Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
 # message whose Work was deleted before anybody had waited for it; another thread than the worker's
 # own waits for it, and this wait ends by itself after a time; a callback runs once it is complete,
-# or also after a time.
+# or also after a time; the call itself waits.
 LOOKED_AFTER, VOID, GIVEN_UP, IN_THREAD, LIMITED_THERE = 1, 2, 4, 8, 16
-CALLS_BACK, CALLS_BACK_SOON = 32, 64
+CALLS_BACK, CALLS_BACK_SOON, BLOCKING = 32, 64, 128
 
 COUNT = struct.Struct("=II")  # how many operations were posted, and how many given up
 ROW = struct.Struct("=IIiIqqQQQ")

@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ddp_kit.error_text import Frame, count
 from ddp_kit.errors import TraceError
 from ddp_kit.renamed import RenamedAttribute
+
+if TYPE_CHECKING:
+    from ddp_kit.trace.summary import Summary
 
 Shape = tuple[int, ...]
 
@@ -57,6 +61,7 @@ class Event:
     where: Frame | None = None  # the learner's own line
     given_up: bool = False  # a message whose Work was deleted before anybody had waited for it
     device: str = "cpu"  # of its tensors: "cpu" or "cuda"
+    blocking: bool = False  # the call itself waited, and not a Work or a future that it returned
 
     @property
     def shape(self) -> Shape:
@@ -136,6 +141,20 @@ class Message:
         return f"Message({', '.join(parts)})"
 
 
+class NoMessages(list):
+    """The messages of a run that had only collectives: an empty list whose repr says so."""
+
+    def __init__(self, collectives: int) -> None:
+        super().__init__()
+        self._collectives = collectives
+
+    def __repr__(self) -> str:
+        if self:
+            return super().__repr__()
+        left_out = count(self._collectives, "collective")
+        return f"[]  # no messages between two ranks; {left_out} in trace.collectives"
+
+
 @dataclass(frozen=True)
 class Trace:
     """What the ranks of one run communicated.
@@ -183,12 +202,15 @@ class Trace:
     def messages(self, src: int | None = None, dst: int | None = None) -> list[Message]:
         """Return the point-to-point messages, or those from `src` and to `dst` only.
 
-        They are ordered by sender, and then as it sent them. Raises TraceError for a rank that the
-        run did not have.
+        They are ordered by sender, and then as it sent them. Collectives are not among them, but in
+        `collectives`: if the run had nothing else, the repr of the empty list says so. Raises
+        TraceError for a rank that the run did not have.
         """
         for rank in (src, dst):
             if rank is not None:
                 self._check(rank)
+        if not self._messages and self.collectives:
+            return NoMessages(len(self.collectives))
         return [
             message
             for message in self._messages
@@ -207,6 +229,24 @@ class Trace:
         self._check(rank)
         ends = ((e.waited, e.end) for e in self.events if e.rank == rank)
         return sum(end - waited for waited, end in ends if waited and end) / 1e9
+
+    def summary(self, timed: bool = False, rank: int | None = None) -> Summary:
+        """Return a table of the calls: how many, and the bytes that each rank sent.
+
+        timed: add how long each rank waited, and how much of its communication was hidden behind
+            computing. Without these times, the text is the same on every run of a deterministic
+            program. rank: only this one.
+
+        If the ranks repeat the same calls, as in training, the table has the numbers of a training
+        step as well. The bytes come from formulas, such as 2(n-1)/n times the size of the tensor
+        for an all_reduce on n ranks; `ddp_kit.trace.bytes_sent` has them all. What the table shows
+        is also in its `rows`. Raises TraceError for a rank that the run did not have.
+        """
+        from ddp_kit.trace.summary import summarize  # which imports this module
+
+        if rank is not None:
+            self._check(rank)
+        return summarize(self, timed, rank)
 
     def _check(self, rank: int) -> None:
         if rank not in range(self.world_size):

@@ -9,6 +9,7 @@ from typing import Any
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import (
+    BLOCKING,
     CALLS_BACK,
     CALLS_BACK_SOON,
     CROWDED,
@@ -198,6 +199,7 @@ class Snapshot:
             end=row.end or None,
             where=self._texts[row.where],
             given_up=bool(row.bits & GIVEN_UP),
+            blocking=bool(row.bits & BLOCKING),
             **self._texts[row.what],
         )
 

@@ -12,6 +12,7 @@ RANKS = (2, 4, 8, 16, 32, 64)
 TITLE = "growth with the number of ranks"
 COLUMNS = {
     "start": "start and first result",
+    "bare_start": "the same with mp.spawn",
     "warm": "warm call",
     "floor": "a word, all_reduce, a word back",
     "memory": "memory of a rank",

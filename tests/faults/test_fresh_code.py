@@ -88,3 +88,27 @@ def test_an_edited_module_of_a_notebook_runs_its_new_code(kernel, tmp_path):
         cell = kernel.run(f"{use}\nlist(kit.run(worker, world_size=2))")
         assert cell.contents("execute_result")[0]["data"]["text/plain"] == f"[{answer}, {answer}]"
     assert cell.stdout == "helpers.py changed on disk: restarting ranks 0 and 1\n"
+
+
+def test_a_notebook_with_the_old_code_is_told_apart_from_one_that_has_reloaded_it(kernel):
+    run = "list(kit.run(lambda rank, world_size: __import__('helpers').answer(), world_size=1))"
+    edit = "pathlib.Path('helpers.py').write_text('def answer(): return {}')"
+    restarting = "helpers.py changed on disk: restarting rank 0\n"
+    kernel.run(edit.format(1))
+    kernel.run("import importlib, helpers")
+    kernel.run(run)
+    kernel.run(edit.format(22))
+    cell = kernel.run(run)
+    assert cell.contents("execute_result")[0]["data"]["text/plain"] == "[22]"
+    assert cell.stdout == restarting + (
+        "the notebook itself still has the old helpers: call importlib.reload(helpers) and repeat "
+        "your imports from it, or use %load_ext autoreload and %autoreload 2\n"
+    )
+    kernel.run(edit.format(333))
+    kernel.run("importlib.reload(helpers)")
+    assert kernel.run(run).stdout == restarting
+    kernel.run("%load_ext autoreload")
+    kernel.run("%autoreload 2")
+    kernel.run(edit.format(4444))
+    assert kernel.run(run).stdout == restarting
+    assert kernel.value("helpers.answer()") == "4444"

@@ -9,6 +9,7 @@ report there.
 from __future__ import annotations
 
 import base64
+import builtins
 import io
 import os
 import pickle
@@ -165,6 +166,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     os.register_at_fork(after_in_child=board.unshare)
     environment.end_with_agent()  # not the observer, which reports that this process has ended
     board.answer_with_stacks()
+    builtins.display = print  # type: ignore[attr-defined]  # only the notebook's host shows pictures
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     how, recorder = RETURNED, None
     try:

@@ -1,29 +1,18 @@
-"""What a cell on a rank shows in the notebook: values, figures, the last expression.
+"""The value of a cell's last expression, on its way from a rank to the notebook.
 
 Everything here runs in a rank, except `SealedValue.open`.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import pickle
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddp_kit.pool.wire import payload
-
-FIGURES = "module://ddp_kit.notebook.rank.figures"  # pyplot's backend in a cell
-
-# IPython's representations of a value by MIME type (text, HTML, PNG ...), and metadata.
-Bundle = tuple[dict[str, Any], dict[str, Any]]
-
-_bundles: list[Bundle] = []  # what the current cell has shown
 
 
 @dataclass(frozen=True)
@@ -43,60 +32,10 @@ class SealedValue:
 
 @dataclass(frozen=True)
 class CellOutput:
-    """To the notebook: the value of a cell's last expression, and everything it displayed."""
+    """To the notebook: the value of a cell's last expression, and the names of cells."""
 
     value: Any  # a SealedValue, or plain data
-    bundles: list[Bundle]
     names: dict[str, list[str]]  # of rank 0: each name with the names inside its value
-
-
-@contextmanager
-def collecting() -> Iterator[list[Bundle]]:
-    """Collect what a cell shows; pyplot draws for the notebook meanwhile."""
-    before = os.environ.get("MPLBACKEND", "agg")
-    os.environ["MPLBACKEND"] = FIGURES
-    _draw_with(FIGURES)
-    _bundles.clear()
-    try:
-        yield _bundles
-    finally:
-        os.environ["MPLBACKEND"] = before
-        if "matplotlib.pyplot" in sys.modules:  # figures of a cell that raised
-            sys.modules["matplotlib.pyplot"].close("all")
-        _draw_with(before)
-
-
-def _draw_with(backend: str) -> None:
-    if "matplotlib" in sys.modules:  # else it reads the environment when it is imported
-        sys.modules["matplotlib"].use(backend)
-
-
-def display(*values: Any) -> None:
-    """Show values below the prints of this rank, as a cell of the notebook would."""
-    _bundles.extend(filter(any, map(_formatter(), values)))
-
-
-def show_figures(besides: Any = None) -> None:
-    """Show what pyplot has drawn, except `besides`, and close it."""
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is None:
-        return
-    for figure in map(pyplot.figure, pyplot.get_fignums()):
-        if figure is not besides:
-            display(figure)
-    pyplot.close("all")
-
-
-@functools.cache
-def _formatter() -> Callable[[Any], Bundle]:
-    """Return IPython's function from a value to its representations."""
-    from IPython.core.formatters import DisplayFormatter
-    from IPython.core.pylabtools import print_figure
-
-    formatter = DisplayFormatter()
-    draw = functools.partial(print_figure, fmt="png", base64=True)
-    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
-    return formatter.format
 
 
 def seal(value: Any) -> Any:

@@ -19,14 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.notebook.rank.output import (
-    CellOutput,
-    can_be_sent,
-    collecting,
-    display,
-    seal,
-    show_figures,
-)
+from ddp_kit.notebook.rank.output import CellOutput, can_be_sent, seal
+from ddp_kit.pool.rank.displayed import display, show_figures
 
 _ATTRIBUTES = 2000  # names inside one value that are sent for completion
 
@@ -65,13 +59,13 @@ class Cell:
         if self.only is not None and rank not in self.only:
             return None
         session = _open(rank, world_size, self.had)
-        with _as_main(session), collecting() as bundles:
+        with _as_main(session):
             value = self._run(vars(session.main))
             if value is not None and not self.quiet:
                 display(value)
             show_figures(besides=value)
         names = _names(vars(session.main)) if rank == 0 else {}
-        return CellOutput(seal(value), list(bundles), names)
+        return CellOutput(seal(value), names)
 
     def _run(self, names: dict[str, Any]) -> Any:
         tree = ast.parse(self.source, self.file)

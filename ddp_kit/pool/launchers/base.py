@@ -30,12 +30,16 @@ _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
 
 
+Show = Callable[[list[str]], None]  # is called with what each process is doing, again and again
+
+
 class Launcher:
     """Starts the processes of a pool's ranks."""
 
     hosts = 1  # on which it starts ranks; this process sees those of its own host
     store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
     reusable = True  # its ranks serve one run after another
+    separate = False  # its ranks can end one by one
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Put at least `world_size` living processes into `ranks`; return whether some are new.
@@ -46,7 +50,7 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def wait(self) -> None:
+    def wait(self, show: Show) -> None:
         """Wait until the processes exist. An interrupt or an error ends them."""
 
     def end(self) -> None:
@@ -121,7 +125,7 @@ class Program:
         """Every process has connected and waits to become a rank."""
         return len(self._calls) == self.count
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, show: Show) -> None:
         """Wait until all processes have connected; any exception ends them.
 
         Raises `start_error`, with the program's own words, if they have not after `seconds`.
@@ -131,8 +135,11 @@ class Program:
             while not self.all_connected:
                 if self.ended or time.monotonic() > deadline:
                     raise self.start_error(self.explain_start(seconds))
-                if connection.wait([self._listener], 0.05):
+                if connection.wait([self._listener], 0.1):
                     self._accept()
+                ready = {rank for rank, *_ in self._calls}
+                starting = f"starting under {self.name}"
+                show(["ready" if n in ready else starting for n in range(self.count)])
         except BaseException:
             self.end()
             raise

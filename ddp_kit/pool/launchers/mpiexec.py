@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from ddp_kit import mpi
 from ddp_kit.errors import BackendError
-from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program
+from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program, Show
 from ddp_kit.pool.rank import mpiexec_main
 from ddp_kit.pool.rank_handle import RankHandle, stop_ranks
 from ddp_kit.pool.wire.messages import CALL
@@ -50,10 +50,10 @@ class MPIExec(Launcher):
         self._size = size
         return True
 
-    def wait(self) -> None:
+    def wait(self, show: Show) -> None:
         """Wait for the processes. Raise BackendError with mpiexec's output if they do not start."""
         assert self._program is not None, "provide has started it"
-        self._program.wait(CONNECT_TIMEOUT)
+        self._program.wait(CONNECT_TIMEOUT, show)
         self._program.close_listener()
 
     def end(self) -> None:

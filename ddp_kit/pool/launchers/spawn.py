@@ -21,7 +21,9 @@ from ddp_kit.pool.wire.messages import RANK_MARK
 
 
 class Spawn(Launcher):
-    """Starts each process by itself, so that one can be replaced or added."""
+    """Starts each process by itself, so that one can be replaced, added or left out."""
+
+    separate = True
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Replace the broken processes and add the missing ones."""

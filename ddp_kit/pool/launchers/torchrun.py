@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.launchers.base import Launcher, Program
+from ddp_kit.pool.launchers.base import Launcher, Program, Show
 from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.pool.wire.private_folder import PrivateFolder
@@ -47,9 +47,9 @@ class Torchrun(Launcher):
         ranks += self._program.admit()
         return True
 
-    def wait(self) -> None:
+    def wait(self, show: Show) -> None:
         """Wait for the processes of all hosts. Raise PoolError if they do not come."""
-        self._program.wait(self._timeout)
+        self._program.wait(self._timeout, show)
 
     def expect_restart(self) -> None:
         """Forget the processes of this start: torchrun starts all of them again."""

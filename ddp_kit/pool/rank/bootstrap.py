@@ -20,7 +20,7 @@ from ddp_kit.pool.rank.server import RankServer
 from ddp_kit.pool.rank.state import open_stream
 from ddp_kit.pool.wire import messages, payload
 from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
-from ddp_kit.trace import Board
+from ddp_kit.trace import SERVING, Board
 
 MARK_SIZE = 32  # characters of the mark that a pool answers with
 
@@ -72,7 +72,9 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         _redirect_prints(output)
         board.answer_with_stacks()
         os.register_at_fork(after_in_child=partial(_leave_rank, control, board))
-        RankServer(control, board).serve()
+        server = RankServer(control, board)
+        board.write_phase(SERVING)
+        server.serve()
     except Exception:
         with suppress(OSError):  # the pool has ended
             payload.send(control, KitFailed(traceback.format_exc()))

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,10 +20,13 @@ import torch.distributed as dist
 
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
+from ddp_kit.pool.rank import displayed
 from ddp_kit.pool.rank.capture import capture
+from ddp_kit.pool.rank.import_hooks import instead_of, on_import
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
+    Bundle,
     CallWorker,
     Environment,
     Joined,
@@ -34,12 +37,18 @@ from ddp_kit.pool.wire.messages import (
     Returned,
 )
 from ddp_kit.trace import Board, InternTable, describe_line, recording
+from ddp_kit.trace.rank import progress
 from ddp_kit.trace.rank.recorder import Recorder
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
 MOST_LINKED = 16  # causes of an exception and members of a group that are described
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
+_TWICE = "initialize the default process group twice"  # PyTorch's words
+_HAS_GROUP = (
+    "The kit has already called init_process_group for this worker: leave that call out. To call "
+    "it yourself, use kit.WorkerPool(..., init=False)."
+)
 
 
 class RankServer:
@@ -53,6 +62,8 @@ class RankServer:
         self._environment: Environment | None = None  # comes with the first run
         self._is_restored = False  # nothing of the previous run is left
         self._imports = Imports()
+        on_import("tqdm.std", progress.take_over_tqdm)
+        instead_of("tqdm.notebook", progress.fill_tqdm_notebook)
 
     def serve(self) -> None:
         """Handle messages until the pool closes its end of the control pipe."""
@@ -122,6 +133,8 @@ class RankServer:
                     worker, args = call.payload.unpack()
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
+                    if self._in_notebook:
+                        displayed.show_figures()
                 finally:
                     restart = self._put_back(is_cell=keeps_groups)
                 packed = pack(value)
@@ -129,13 +142,23 @@ class RankServer:
                 _exit(leaving.code)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
+                if self._group is not None and _TWICE in text_of(error):
+                    _add_note(error, _HAS_GROUP)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
                 inside = inside if broken == id(error) else None
-                return Raised(failure, status, inside, capture(error))
+                return Raised(failure, status, inside, self._take_displayed(), capture(error))
         groups = None if keeps_groups else groups
-        return Returned(packed, self._status(recorder, recorder.all_awaited, groups, restart))
+        status = self._status(recorder, recorder.all_awaited, groups, restart)
+        return Returned(packed, status, self._take_displayed())
+
+    @property
+    def _in_notebook(self) -> bool:
+        return self._environment is not None and self._environment.in_notebook
+
+    def _take_displayed(self) -> Sequence[Bundle]:
+        return displayed.take() if self._in_notebook else ()
 
     def _put_back(self, is_cell: bool) -> str | None:
         """Put back functions that the worker has replaced; return why the process cannot stay.
@@ -229,6 +252,11 @@ def pack(value: object) -> payload.Payload:
         f"the worker returned {what}, which cannot be sent to the notebook ({reason}); "
         "return tensors, numbers, strings, or lists and dicts of them"
     ) from None
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, as its method `add_note` does from Python 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(note)
 
 
 def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None) -> RankFailure:

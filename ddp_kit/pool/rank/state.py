@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import backends
+from ddp_kit.pool.rank import displayed
+from ddp_kit.pool.wire.log_settings import LogSettings, PrintingHandler
 from ddp_kit.pool.wire.messages import (
     RANK_MARK,
     Environment,
@@ -46,7 +48,10 @@ class State:
         self._objects = os.environ, sys.path, sys.argv
         self._argv = list(sys.argv)
         self._log = logging.root
-        self._log_handlers, self._log_level = list(self._log.handlers), self._log.level
+        self._own_handlers = self._log_handlers = list(self._log.handlers)
+        self._log_level = self._log.level
+        self._logs: LogSettings | None = None  # the notebook's, as they were taken over last
+        self._own_levels: dict[str, int] = {}  # of loggers whose level the notebook has set
         # The pool finds what a rank has started by this variable.
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
@@ -74,6 +79,10 @@ class State:
         self._restore_streams()
         builtins.input = sys.breakpointhook = _refuse_input
         sys.argv[:] = self._argv
+        if environment.logs is not self._logs:
+            self._take_over(environment.logs)
+        if environment.in_notebook:
+            displayed.restore()
         logging.root, self._log.handlers = self._log, list(self._log_handlers)
         if self._log.level != self._log_level:  # the setter empties a cache
             self._log.setLevel(self._log_level)
@@ -93,7 +102,7 @@ class State:
         torch.set_printoptions(profile="default")
         if torch.are_deterministic_algorithms_enabled():  # the setter loads a compiler
             torch.use_deterministic_algorithms(False)
-        # Fresh processes all draw the same numbers from torch.
+        # Each run begins with the seed of this process, as the first one did.
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
@@ -101,6 +110,17 @@ class State:
         random.seed(int.from_bytes(os.urandom(8), "little"))
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
+
+    def _take_over(self, logs: LogSettings) -> None:
+        """Configure logging as in the notebook, as far as that prints."""
+        self._logs, self._log_level = logs, logs.level
+        self._log_handlers = [*self._own_handlers, *map(PrintingHandler, logs.handlers)]
+        for name in self._own_levels.keys() - logs.levels.keys():
+            logging.getLogger(name).setLevel(self._own_levels.pop(name))
+        for name, level in logs.levels.items():
+            logger = logging.getLogger(name)
+            self._own_levels.setdefault(name, logger.level)
+            logger.setLevel(level)
 
     def _restore_streams(self) -> None:
         for number, (name, stream) in enumerate(self._streams.items(), start=1):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
+from ddp_kit.pool.wire.log_settings import LogSettings
 from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
@@ -23,6 +25,10 @@ SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket und
 serving = False  # True in a rank's process, where no pool may be started
 
 FileStamp = tuple[int, int]  # modification time in nanoseconds, size in bytes
+
+# What a rank has displayed: IPython's representations of a value by MIME type, such as text, HTML
+# and PNG, and their metadata.
+Bundle = tuple[dict[str, Any], dict[str, Any]]
 
 
 def file_stamp(path: str) -> FileStamp | None:
@@ -48,6 +54,8 @@ class Environment(NamedTuple):
     path: tuple[str, ...]  # sys.path
     folder: str  # the working directory
     variables: dict[str, str]  # os.environ
+    logs: LogSettings
+    in_notebook: bool  # which shows what a rank displays
 
 
 class JoinGroup(NamedTuple):
@@ -89,6 +97,7 @@ class Returned(NamedTuple):
 
     payload: Payload
     status: RankStatus
+    displayed: Sequence[Bundle] = ()
 
 
 class Raised(NamedTuple):
@@ -97,6 +106,7 @@ class Raised(NamedTuple):
     failure: RankFailure
     status: RankStatus
     inside: Wait | None = None  # the wait that raised it
+    displayed: Sequence[Bundle] = ()
     captured: bytes = b""  # a pickled Captured of the learner's functions; b"": there is none
 
 

@@ -154,7 +154,9 @@ def _match_unused(now: Recorder, original: Callable, *args: Any) -> Any:
 def _compare_models(
     recorder: Recorder, original: Callable, group: dist.ProcessGroup, *args: Any
 ) -> Any:
-    posted = recorder.post(group, Call("verify_params"), op="DistributedDataParallel")
+    posted = recorder.post(
+        group, Call("verify_params"), op="DistributedDataParallel", blocking=True
+    )
     return recorder.block_as_one(posted, original, group, *args)
 
 
@@ -167,7 +169,7 @@ def _broadcast(
     src: int = 0,
 ) -> None:
     call = describe("broadcast", (tensors,))._replace(root=src)
-    posted = recorder.post(group, call, op="DDP broadcast")
+    posted = recorder.post(group, call, op="DDP broadcast", blocking=True)
     recorder.block_as_one(posted, original, group, tensors, buffer_size, src)
 
 
@@ -175,7 +177,9 @@ def _rebuild(recorder: Recorder, original: Callable, reducer: Any) -> bool:
     hook = _hooks.get(reducer)
     if hook is None or hook.rebuilt:
         return original(reducer)
-    posted = recorder.post(("DDP", hook.ranks), Call("rebuild_buckets"), op="DDP forward")
+    posted = recorder.post(
+        ("DDP", hook.ranks), Call("rebuild_buckets"), op="DDP forward", blocking=True
+    )
     hook.rebuilt = recorder.block_as_one(posted, original, reducer)
     if not hook.rebuilt:  # nothing was sent; DDP asks before every forward
         recorder.take_back(posted)

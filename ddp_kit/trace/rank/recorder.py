@@ -18,10 +18,10 @@ from torch.distributed import Work
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import GIVEN_UP, LOOKED_AFTER, VOID
+from ddp_kit.trace.board_copy import BLOCKING, FORMING, GIVEN_UP, LOOKED_AFTER, SERVING, VOID
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.rank.posted import Posted, find_caller
+from ddp_kit.trace.rank.posted import C10D, Posted, find_caller
 from ddp_kit.trace.stacks import write_handled
 
 _OPEN = -1  # the sender of a message that may not have come yet
@@ -94,13 +94,19 @@ class Recorder:
                     self._board.write_renumbered()
 
     def post(
-        self, group: Any, call: Call, peer: int | None = None, tag: int = 0, op: str = ""
+        self,
+        group: Any,
+        call: Call,
+        peer: int | None = None,
+        tag: int = 0,
+        op: str = "",
+        blocking: bool = False,
     ) -> Posted | None:
         """Write that an operation is called.
 
         peer: rank in the group. op: the name to show; by default that of the function which the
-        learner called. Raises ValueError, as PyTorch does, for a rank that does not exist: a
-        backend would wait for it forever.
+        learner called. blocking: the call itself waits. Raises ValueError, as PyTorch does, for a
+        rank that does not exist: a backend would wait for it forever.
         """
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
@@ -119,17 +125,22 @@ class Recorder:
                 table.call(op, info, call),
                 table.line(*line) if line else 0,
                 -1 if to is None else to,
-                *(0, tag, table.change(count, posted=1), start, 0, 0),
+                *(blocking * BLOCKING, tag, table.change(count, posted=1), start, 0, 0),
             )
             if call.method == "recv_anysource":
                 self._from_any.setdefault(count, {})[index] = _OPEN
         self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
 
-    def show_progress(self, done: int | None, total: int | None) -> None:
+    def show_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         if (board := self._board) is not None:
-            board.write_progress(done, total)
+            board.write_progress(done, total, label)
+
+    def show_forming(self, forming: bool) -> None:
+        """Write whether the worker is forming a process group."""
+        if (board := self._board) is not None:
+            board.write_phase(FORMING if forming else SERVING)
 
     def take_back(self, posted: Posted | None) -> None:
         """Write that an operation was not posted after all: its call raised."""
@@ -144,8 +155,7 @@ class Recorder:
         if work is None or posted is None:
             return
         if self.batching:
-            if self._board is not None:
-                self._board.write_bits(posted.index, LOOKED_AFTER)
+            self.expect_no_wait(posted)
             return
         key = id(work)
         ends_alone = getattr(work, "ends_alone", False)  # a message of MPI is not lost
@@ -168,15 +178,16 @@ class Recorder:
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        key = id(work)
-        _, posted = self._started.get(key) or self._followed.get(key) or (None, None)
+        posted = self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
+        if sys._getframe(2).f_code.co_filename == C10D and (board := self._board) is not None:
+            board.write_bits(posted.index, BLOCKING)
         limited = is_short(*args, *kwargs.values())
         done = self.block(posted, limited, original, work, *args, **kwargs)
-        if posted.call.method == "recv_anysource" and key in self._started:
+        if posted.call.method == "recv_anysource" and id(work) in self._started:
             self._note_source(posted, work)
-        self._started.pop(key, None)  # not before: a thread may be left in the wait
+        self._started.pop(id(work), None)  # not before: a thread may be left in the wait
         return done
 
     def block(
@@ -284,11 +295,10 @@ class Recorder:
             return
         if wanted:
             self._board.write_bits(entry[1].index, LOOKED_AFTER)
-        if entry[1].call.method == "recv_anysource":
-            with self._lock:
-                self._place(entry[1], None)
         with self._lock:
             self._futures += 1
+            if entry[1].call.method == "recv_anysource":
+                self._place(entry[1], None)
 
         def complete(_: torch.futures.Future) -> None:
             with self._lock:

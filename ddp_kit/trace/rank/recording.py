@@ -179,7 +179,7 @@ def _end_batch(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any
 def _monitored_barrier(
     recorder: Recorder, original: Callable, group: ProcessGroup, *args: Any, **kwargs: Any
 ) -> None:
-    posted = recorder.post(group, Call("monitored_barrier"))
+    posted = recorder.post(group, Call("monitored_barrier"), blocking=True)
     limited = is_short(*args, *kwargs.values())
     recorder.block(posted, limited, original, group, *args, **kwargs)
 
@@ -197,7 +197,7 @@ def _new_group(
     if world is None or (alone and dist.get_rank() not in members):
         return original(ranks, *args, **kwargs)
     call = Call("new_group", inputs=((members, None),))
-    posted = recorder.post(("new_group", members) if alone else world, call)
+    posted = recorder.post(("new_group", members) if alone else world, call, blocking=True)
     return recorder.block(posted, False, original, ranks, *args, **kwargs)
 
 
@@ -210,7 +210,11 @@ def _new_process_group(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    made = original(size, rank, members, *args, **kwargs)
+    recorder.show_forming(True)
+    try:
+        made = original(size, rank, members, *args, **kwargs)
+    finally:
+        recorder.show_forming(False)
     if not members:  # PyTorch passes none for the default group
         recorder.begin_world(made[0].size(), made[0].rank())
     return made

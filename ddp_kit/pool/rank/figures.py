@@ -1,6 +1,6 @@
-"""A matplotlib backend for cells on ranks: `plt.show()` sends figures to the notebook.
+"""A matplotlib backend for ranks: `plt.show()` sends figures to the notebook.
 
-Only matplotlib imports it, by the name `module://ddp_kit.notebook.rank.figures`.
+Only matplotlib imports it, by the name `module://ddp_kit.pool.rank.figures`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from ddp_kit.notebook.rank import output
+from ddp_kit.pool.rank import displayed
 
 
 class FigureManager(FigureManagerBase):
@@ -17,7 +17,11 @@ class FigureManager(FigureManagerBase):
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
         """Show all open figures below the prints of this rank."""
-        output.show_figures()
+        displayed.show_figures()
+
+    def show(self) -> None:
+        """Show this figure below the prints of this rank."""
+        displayed.display(self.canvas.figure)
 
 
 class FigureCanvas(FigureCanvasAgg):

@@ -1,0 +1,62 @@
+"""The panels of a timeline: the lanes of all ranks over one axis, and the whole run in small."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from ddp_kit.plot import timeline_marks as marks
+from ddp_kit.plot.picture import Picture
+from ddp_kit.plot.style import chip
+from ddp_kit.plot.timeline_lanes import Lanes
+from ddp_kit.plot.timeline_names import LEFT, WIDE, head_room, place_names, write_names
+
+MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
+
+
+class Panel:
+    """The lanes of all ranks over one axis. head: inches of the names above them; tall: inches.
+
+    many: there are too many events to draw them one by one.
+    """
+
+    def __init__(self, lanes: Lanes, timed: bool) -> None:
+        begin, end = lanes.limits
+        self.lanes, self.timed = lanes, timed
+        self.length = 1.003 * ((end - begin) or 1)
+        self.scale = WIDE / self.length
+        n = len(lanes.spans)
+        self.tall = n * max(0.36, min(0.62, 4.2 / n))
+        marks_needed = 2 * len(lanes.arrows) + len(lanes.links)
+        long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
+        self.many = marks_needed > MOST_MARKS or long
+        slant, names = place_names(lanes.links, self.scale, begin)
+        if self.many and (slant or not all(name.text for name in names)):
+            names = []
+        self.slant, self.names = slant, names
+        self.head = head_room(slant, names)
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether the name of a collective is left out for lack of space."""
+        return any(not name.text for name in self.names)
+
+    def draw(self, picture: Picture, sheet: Axes, top: float, xlabel: str) -> None:
+        """Draw the lanes, `top` inches below the top of the picture, with their ranks."""
+        n = len(self.lanes.spans)
+        lane = self.tall / n
+        for rank in range(n):
+            chip(sheet, 0.02, top + (rank + 0.5) * lane - 0.11, 0.62, 0.22, rank, f"rank {rank}")
+        ax = picture.chart(LEFT, top, WIDE, self.tall, "x", xlabel)
+        begin, _ = self.lanes.limits
+        ax.set(xlim=(begin, begin + self.length), ylim=(n - 0.5, -0.5))
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        locator = MaxNLocator(nbins=12, integer=not self.timed, min_n_ticks=1)
+        ax.xaxis.set_major_locator(locator)
+        labels = marks.Labels(self.scale, lane)
+        if self.many:
+            marks.draw_shares(ax, self.lanes, labels)
+        else:
+            marks.draw_each(ax, self.lanes, labels)
+        write_names(ax, self.slant, self.names, lane)

@@ -1,0 +1,245 @@
+"""The training steps of a run in its timeline: all of them in small, and one to draw in large."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median_low
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Polygon
+from matplotlib.ticker import MaxNLocator
+
+from ddp_kit.errors import PlotError
+from ddp_kit.plot.picture import Picture, table
+from ddp_kit.plot.style import PAPER, QUIET, bars, rank_color, write
+from ddp_kit.plot.timeline_lanes import Lanes
+from ddp_kit.plot.timeline_marks import COMPUTING, LOOKS, Labels, shares
+from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TIMES, TYPE, WIDE
+from ddp_kit.trace import Trace
+from ddp_kit.trace.training_steps import TrainingStep, training_steps
+
+FEWEST, MOST_COLLECTIVES = 3, 12  # training steps; what is easy to read without them
+TONES, SHOWN = ("#d3dde6", "#b3c3d1"), "#33475b"
+ZOOM = "#f3f5f7"
+STRIP, LANE = 0.2, 0.15  # inches: of the blocks, and at most of a lane in small
+BINS = 160
+MOST_TICKS = 20
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training steps of a run on the axis of its timeline.
+
+    steps: of each rank, unless it has none. spans: where each step begins and ends.
+    kinds: equal numbers for steps with the same calls. shown: which step is drawn in large; None:
+    what came after the last one, because the run never ended. window: where that begins and ends.
+    """
+
+    steps: dict[int, list[TrainingStep]]
+    spans: list[tuple[float, float]]
+    kinds: list[int]
+    shown: int | None
+    window: tuple[float, float]
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The first and the last of all steps in a row that have the same calls."""
+        rows = itertools.groupby(range(len(self.kinds)), key=self.kinds.__getitem__)
+        return [(row[0], row[-1]) for row in (list(group) for _, group in rows)]
+
+    @property
+    def label(self) -> str:
+        """What is drawn in large."""
+        total = len(self.spans)
+        if self.shown is None:
+            return f"After training step {total}, the last that was completed"
+        alike = self.kinds.count(self.kinds[self.shown])
+        text = f"Training step {self.shown + 1:,} of {total:,}"
+        if alike == total:
+            return f"{text}, which all have the same calls"
+        return (
+            text
+            + (f", one of {alike:,} with" if alike > 1 else ", the only one with")
+            + " these calls"
+        )
+
+
+def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | None:
+    """Return the training steps that a timeline shows, or None if it shows every event.
+
+    step: which one to show, from 0. None: one with the calls that most steps have; in time, the one
+    with the median duration; in a run that never ended, its end. Raises PlotError if there is no
+    such step.
+    """
+    if step is None and len(trace.collectives) <= MOST_COLLECTIVES:
+        return None
+    steps = {rank: own for rank, own in training_steps(trace).items() if own}
+    total = len(next(iter(steps.values()), ()))
+    if step is not None:
+        if not total:
+            raise PlotError(f"step must be None, got {step!r}: no training steps were found")
+        if not isinstance(step, int) or not -total <= step < total:
+            raise PlotError(f"step must be from {-total} to {total - 1}, got {step!r}")
+    elif total < FEWEST or not _are_worth(steps):
+        return None
+    numbers: dict[tuple, int] = {}
+    kinds = [
+        numbers.setdefault(tuple(_calls(own[i]) for own in steps.values()), len(numbers))
+        for i in range(total)
+    ]
+    spans = [_span(lanes, [own[i] for own in steps.values()]) for i in range(total)]
+    over = spans[-1][1], lanes.limits[1]
+    last = {rank: own[-1].events[-1].index for rank, own in steps.items()}
+    stuck = (e for e in trace if e.waited is not None and e.end is None)
+    if step is None and over[0] < over[1] and any(e.index > last.get(e.rank, -1) for e in stuck):
+        return Training(steps, spans, kinds, None, over)
+    if step is None:
+        most = Counter(kinds).most_common(1)[0][0]
+        # The first step may have begun with what a run does only once.
+        alike = [i for i in range(1, total) if kinds[i] == most] or [0]
+        step = alike[0]
+        if lanes.zero is not None:
+            lengths = {i: spans[i][1] - spans[i][0] for i in alike}
+            middle = median_low(lengths.values())
+            step = next(i for i in alike if lengths[i] == middle)
+    return Training(steps, spans, kinds, step % total, spans[step])
+
+
+def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
+    """Return whether a run is easier to read by its training steps."""
+    first = max((own[0].events for own in steps.values()), key=len)
+    ops = {event.op for event in first if event.kind == "collective"}
+    # A loop of one collective has one name above all its lines, and nothing to enlarge.
+    repeats = len(first) > 1 or any(op.startswith("DDP") for op in ops)
+    return bool(ops) and repeats
+
+
+def _calls(step: TrainingStep) -> tuple:
+    return tuple((e.op, e.group, e.peer, e.tag, e.inputs, e.outputs) for e in step.events)
+
+
+def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
+    if lanes.zero is not None:  # when the last rank begins: steps in a row do not overlap
+        begin, end = max(step.begin for step in ranks), max(step.end for step in ranks)
+        return (begin - lanes.zero) / 1e6, (end - lanes.zero) / 1e6
+    at = [lanes.steps[event.rank, event.index] for step in ranks for event in step.events]
+    return min(at) + 0.5, max(at) + 1.5
+
+
+# ---- the whole run in small
+
+
+class Overview:
+    """The whole run: a block for each training step and, in time, the lanes of all ranks.
+
+    tall: inches of the axes; whole: inches with the texts above and below them.
+    """
+
+    def __init__(self, lanes: Lanes, training: Training) -> None:
+        self.lanes, self.training, self.timed = lanes, training, lanes.zero is not None
+        n = len(lanes.spans)
+        self.lane = min(LANE, 1.2 / n)
+        self.tall = STRIP + (0.06 + n * self.lane if self.timed else 0)
+        self.head, self.whole = 0.26, 0.26 + self.tall + 0.5
+
+    def draw(self, picture: Picture, sheet: Axes, top: float) -> None:
+        """Draw it from `top` inches on, and the lines that lead to the large step below it."""
+        begin, end = self.lanes.limits
+        xlabel = "time since the first rank began (ms)" if self.timed else "training step"
+        spans, window = self.training.spans, self.training.window
+        scale = WIDE / ((end - begin) or 1)
+        corners = [LEFT + (min(max(at, begin), end) - begin) * scale for at in window]
+        roof, floor = top + self.head + self.tall, top + self.whole
+        points = [(corners[0], roof), (corners[1], roof), (LEFT + WIDE, floor), (LEFT, floor)]
+        sheet.add_patch(Polygon(points, facecolor=ZOOM, edgecolor="none", zorder=0))
+        ax = picture.chart(LEFT, top + self.head, WIDE, self.tall, "x", xlabel)
+        ax.set(xlim=(begin, end), ylim=(self.tall, 0))
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        bars(ax, [(begin, end - begin)], (0, STRIP), COMPUTING, "none")
+        for look, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
+            blocks = [(first, last - first) for first, last in drawn]
+            bars(ax, blocks, (0, STRIP), look, PAPER, linewidth=0.4, zorder=2)
+        if self.timed:
+            self._draw_lanes(ax, sheet, top + self.head)
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=12, min_n_ticks=1))
+        else:
+            every = -(-len(spans) // MOST_TICKS)
+            ticks = range(every - 1, len(spans), every)
+            ax.set_xticks([sum(spans[i]) / 2 for i in ticks], [str(i + 1) for i in ticks])
+            ax.grid(False)
+        self._name_steps(ax, scale)
+
+    def _draw_lanes(self, ax: Axes, sheet: Axes, top: float) -> None:
+        edges = np.linspace(*self.lanes.limits, BINS + 1)
+        found = shares(self.lanes, edges)
+        for rank, (begin, end) in enumerate(self.lanes.spans):
+            y = STRIP + 0.06 + rank * self.lane
+            floor, tall = y + 0.9 * self.lane, 0.8 * self.lane
+            bars(ax, [(begin, end - begin)], (floor - tall, tall), COMPUTING, "none")
+            at = LEFT - 0.14, 0.1
+            bars(sheet, [at], (top + floor - tall, tall), rank_color(rank), "none")
+            base = np.full(BINS, floor)
+            for kind, share in zip(LOOKS, found[rank], strict=True):
+                ceiling = base - tall * share
+                if share.any():
+                    style = {"facecolor": LOOKS[kind][1], "linewidth": 0, "zorder": 2}
+                    ax.stairs(ceiling, edges, baseline=base, fill=True, **style)
+                base = ceiling
+
+    def _name_steps(self, ax: Axes, scale: float) -> None:
+        """Write how many steps in a row are alike, above their blocks, where there is room."""
+        labels = Labels(scale, 1)
+        low, high = self.lanes.limits
+        for first, last in sorted(self.training.runs, key=lambda run: run[0] - run[1]):
+            number = last - first + 1
+            texts = [f"step {first + 1}", str(first + 1)]
+            if number > 1:
+                texts = ["steps with the same calls", "steps", ""]
+                texts = [f"{TIMES} {number:,} {text}".rstrip() for text in texts]
+            begin = max(low, self.training.spans[first][0])
+            end = min(high, self.training.spans[last][1])
+            for text in texts:
+                half = CHARACTER * len(text) / 2 / scale + 0.04 / scale
+                at = min(max((begin + end) / 2, low - LEFT / scale + half), high - half)
+                if labels.take(at - half, at + half, 0):
+                    write(ax, at, -0.13, text, TYPE, ha="center", color=QUIET)
+                    break
+            if number > 1:
+                xs, ys = (begin, begin, end, end), (-0.02, -0.06, -0.06, -0.02)
+                ax.plot(xs, ys, color=QUIET, linewidth=0.9, linestyle="-", clip_on=False)
+
+
+# ---- as text
+
+
+def steps_table(title: str, trace: Trace, training: Training) -> str:
+    """Return how many calls each rank made in each training step, before and after them."""
+    own = training.steps
+    places = {
+        rank: [event.index for s in steps for event in s.events] for rank, steps in own.items()
+    }
+    inside = {rank: set(indices) for rank, indices in places.items()}
+    where: Counter[tuple[int, str]] = Counter()
+    for event in trace:
+        rank, index = event.rank, event.index
+        if rank in own and index not in inside[rank]:
+            early, late = index < places[rank][0], index > places[rank][-1]
+            where[rank, "before" if early else "after" if late else "between"] += 1
+    rows = []
+    for name in ("before", "between", "after"):
+        calls = [where[rank, name] for rank in range(trace.world_size)]
+        if any(calls):
+            rows.append([name, *map(str, calls)])
+    middle = []
+    for first, last in training.runs:
+        name = str(first + 1) if first == last else f"{first + 1} to {last + 1}, each"
+        calls = [len(own[r][first].events) if r in own else 0 for r in range(trace.world_size)]
+        middle.append([name, *map(str, calls)])
+    before = sum(row[0] == "before" for row in rows)
+    rows = [*rows[:before], *middle, *rows[before:]]
+    header = ["calls in training step", *(f"rank {rank}" for rank in range(trace.world_size))]
+    return table(title, header, rows)

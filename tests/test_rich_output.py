@@ -1,0 +1,312 @@
+"""What ranks display, log and count in bars. Tests are named after what a learner would miss."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from kernels import Cell, Kernel
+
+import ddp_kit as kit
+from ddp_kit.notebook.displayed import show_displayed
+from ddp_kit.pool.rank.displayed import LIMIT
+
+SHARED = """
+import logging, sys
+import matplotlib.pyplot as plt
+from IPython.display import HTML, clear_output
+
+class Table:
+    def __init__(self, cell):
+        self.cell = cell
+    def _repr_html_(self):
+        return f"<table>{self.cell}</table>"
+"""
+
+
+@pytest.fixture
+def notebook(shared) -> Kernel:
+    shared.run(SHARED)
+    return shared
+
+
+def shown(cell: Cell) -> list[str]:
+    """Return prints and displays in their order: HTML as it is, of a figure its text."""
+    lines: list[str] = []
+    for kind, content in cell.messages:
+        if kind == "stream":
+            lines += content["text"].splitlines()
+        elif kind == "display_data" and (data := content["data"]):
+            lines.append(data.get("text/html") or data["text/plain"])
+    return lines
+
+
+FIGURE = "<Figure size 640x480 with 1 Axes>"
+
+
+# --- figures, HTML, tables -------------------------------------------------------------------
+
+
+def test_a_rank_that_displays_nothing_loads_ipython(notebook):
+    notebook.run(
+        "with kit.WorkerPool(1) as own:\n    kinds = own.run(lambda r, w: set(sys.modules))"
+    )
+    assert notebook.value("{'IPython', 'matplotlib'} & kinds[0]") == "set()"
+
+
+def test_what_ranks_display_is_not_shown_below_their_names(notebook):
+    notebook.run(
+        "def worker(rank, world_size):\n"
+        "    display(Table(rank), HTML('<b>same</b>'))\n"
+        "    plt.plot([0, rank])\n"
+        "    plt.show()\n"
+        "    print('printed')\n"
+        "    display(rank)\n"
+        "    plt.plot([1, 0])\n"  # left open
+    )
+    cell = notebook.run("result = kit.run(worker, world_size=3)")
+    own = [[f"rank {rank}:", f"<table>{rank}</table>"] for rank in range(3)]
+    same = ["ranks 0\u20132:", "<b>same</b>"]
+    prints = [f"[rank {rank}] printed" for rank in range(3)]
+    figures = [f"rank {rank}:\n{FIGURE}\nrank {rank}: {rank}".splitlines() for rank in range(3)]
+    last = ["ranks 0\u20132:", FIGURE]
+    assert shown(cell) == [
+        *prints,
+        *(own[0] + same + figures[0] + last),
+        *(own[1] + figures[1]),
+        *(own[2] + figures[2]),
+    ]
+    pictures = [c["data"].get("image/png") for c in cell.contents("display_data")]
+    assert len(set(filter(None, pictures))) == 4, "three differ, and one is shown once"
+    assert notebook.value("result.output") == "('printed\\n', 'printed\\n', 'printed\\n')"
+
+
+def test_what_was_displayed_before_an_error_is_lost(notebook):
+    notebook.run(
+        "def worker(rank, world_size):\n"
+        "    from IPython.display import HTML, display\n"
+        "    display(HTML('<b>first</b>'))\n"
+        "    plt.plot([0, rank])\n"
+        "    if rank == 1:\n"
+        "        raise ValueError('boom')\n"
+    )
+    cell = notebook.raises("kit.run(worker, world_size=2)")
+    assert shown(cell) == ["ranks 0 and 1:", "<b>first</b>", "rank 0:", FIGURE]
+    kinds = [kind for kind, _ in cell.messages]
+    assert kinds.index("error") > max(at for at, kind in enumerate(kinds) if kind == "display_data")
+    after = notebook.run("kit.run(lambda rank, world_size: None, world_size=2)")
+    assert shown(after) == [], "nothing of one run is shown in the next"
+
+
+def test_a_display_that_is_updated_or_cleared_keeps_its_first_content(notebook):
+    notebook.run(
+        "def worker(rank, world_size):\n"
+        "    display('gone')\n"
+        "    clear_output(wait=True)\n"
+        "    handle = display(HTML('old'), display_id=True)\n"
+        "    widget = 'application/vnd.jupyter.widget-view+json'\n"
+        "    display({'text/html': 'raw', 'text/plain': '', widget: {}}, raw=True)\n"
+        "    handle.update(HTML('new'))\n"
+    )
+    cell = notebook.run("kit.run(worker, world_size=1)")
+    assert shown(cell) == ["rank 0:", "new", "rank 0:", "raw"]
+    assert "widget" not in str(cell.contents("display_data")), "its model is not in the notebook"
+
+
+def test_a_flood_of_displays_reaches_the_notebook(notebook):
+    notebook.run(
+        "def worker(rank, world_size, size):\n"
+        "    for _ in range(3):\n"
+        "        display(HTML('x' * size))\n"
+        "    display(HTML('small'))\n"
+    )
+    cell = notebook.run(f"kit.run(worker, {LIMIT // 2 - 1000}, world_size=1)")
+    assert [line[:5] for line in shown(cell)] == ["rank ", "xxxxx"] * 2 + [
+        "rank ",
+        "small",
+        "rank ",
+    ]
+    assert shown(cell)[-1] == (
+        f"rank 0: ... 1 more left out: a rank may display {LIMIT:,} bytes a run"
+    )
+
+
+def test_a_value_that_is_no_json_ends_the_rank(notebook):
+    cell = notebook.raises("kit.run(lambda r, w: display({'a/b': {1, 2}}, raw=True), world_size=1)")
+    assert "rank 0 raised TypeError: Object of type set is not JSON serializable" in cell.rendered
+
+
+def test_a_run_that_is_not_to_be_seen_shows_what_it_displays(notebook):
+    cell = notebook.run(
+        "from ddp_kit.pool import view\n"
+        "with view.unseen():\n"
+        "    kit.run(lambda rank, world_size: display(HTML('unseen')), world_size=1)"
+    )
+    assert shown(cell) == []
+
+
+def test_a_rank_of_torchrun_displays_and_logs_nothing(notebook):
+    notebook.run(
+        "def worker(rank, world_size):\n"
+        "    plt.plot([0, 1])\n"
+        "    plt.show()\n"
+        "    logging.getLogger('own').info('logged')\n"
+        "logging.basicConfig(level=logging.INFO)"
+    )
+    try:
+        cell = notebook.send("kit.torchrun(worker, nproc_per_node=2)").finish(180)
+    finally:
+        notebook.run("logging.basicConfig(level=logging.WARNING, handlers=[], force=True)")
+    logged = [f"[rank {rank}] INFO:own:logged" for rank in range(2)]
+    assert shown(cell) == [*logged, "ranks 0 and 1:", FIGURE]
+
+
+def test_a_rank_of_a_script_displays_more_than_text():
+    def worker(rank, world_size):
+        import matplotlib.pyplot as plt
+        from IPython.display import HTML, display
+
+        plt.plot([0, 1])
+        plt.show()
+        display(HTML("text"))
+
+    result = kit.run(worker, world_size=1)
+    assert result.output[0].splitlines()[-1] == "<IPython.core.display.HTML object>"
+
+
+def test_equal_displays_are_folded_across_different_ones(capsys):
+    html = [({"text/html": text, "text/plain": f"<object at {text}>"}, {}) for text in "ab"]
+    same = ({"text/html": "a", "text/plain": "<object at another address>"}, {})
+    show_displayed({0: [html[0]], 1: [html[1], html[0]], 3: [same]})
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
+    assert heads == ["ranks 0 and 3:", "rank 1:", "rank 1:"]
+
+
+# --- logging -------------------------------------------------------------------------------
+
+LOGS = """
+def worker(rank, world_size):
+    logging.getLogger("own").info("own")
+    logging.getLogger("quiet").warning("quiet")
+    logging.getLogger("loud").debug("loud")
+"""
+
+
+def test_logging_is_configured_in_the_notebook_only(notebook):
+    notebook.run(LOGS)
+    run = "kit.run(worker, world_size=2)"
+    assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
+    notebook.run(
+        "logging.basicConfig(level=logging.INFO, format='{levelname}: {message}', style='{')\n"
+        "logging.getLogger('quiet').setLevel(logging.ERROR)\n"
+        "logging.getLogger('loud').setLevel(logging.DEBUG)"
+    )
+    assert notebook.run(run).stdout == "".join(
+        f"[rank {rank}] INFO: own\n[rank {rank}] DEBUG: loud\n" for rank in range(2)
+    )
+    # What a worker changes does not last, and a notebook's later change arrives.
+    notebook.run(
+        "kit.run(lambda rank, world_size: logging.root.setLevel(logging.ERROR), world_size=2)"
+    )
+    notebook.run("logging.getLogger('loud').setLevel(logging.NOTSET)")
+    assert notebook.run(run).stdout == "".join(f"[rank {rank}] INFO: own\n" for rank in range(2))
+    notebook.run(
+        "logging.getLogger('quiet').setLevel(logging.NOTSET)\n"
+        "logging.basicConfig(level=logging.WARNING, handlers=[], force=True)"
+    )
+    assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
+
+
+# --- tqdm ----------------------------------------------------------------------------------
+
+BARS = """
+from tqdm.notebook import tqdm as in_notebook
+from tqdm.auto import tqdm as auto
+from tqdm import tqdm
+
+def seen(go):
+    while not pathlib.Path(go, "on").exists():
+        time.sleep(0.01)
+
+def worker(rank, world_size, go):
+    if rank < 3:
+        kind = (tqdm, auto, in_notebook)[rank]
+        for step in kind(range(4), mininterval=0):
+            if step == 3:
+                kind.write("written")
+                seen(go)
+    else:
+        for epoch in (bar := tqdm(range(5), desc="epochs", mininterval=0)):
+            bar.set_postfix(loss=0.5)
+            for step in tqdm(range(2), mininterval=0):
+                pass
+            if epoch == 2:
+                seen(go)
+    for step in tqdm(range(7), disable=True):
+        pass
+"""
+
+
+def test_a_bar_of_tqdm_is_text_between_the_prints(notebook, tmp_path):
+    notebook.run(BARS)
+    cell = notebook.send(f"kit.run(worker, {str(tmp_path)!r}, world_size=4)")
+    three, two = f"{'█' * 15}{'░' * 5} 3 of 4", f"{'█' * 8}{'░' * 12} 2 of 5  epochs, loss=0.5"
+
+    def all_seen(cell: Cell) -> bool:
+        updates = cell.contents("update_display_data")
+        lines = updates[-1]["data"].get("text/plain", "").splitlines() if updates else []
+        bars = (three, three, three, two)
+        return len(lines) == 5 and all(b in line for b, line in zip(bars, lines[1:], strict=True))
+
+    try:
+        cell.read_until(all_seen)
+        assert not cell.ended, "the bars were not shown while the loops lasted"
+    finally:
+        (tmp_path / "on").touch()
+        cell.finish()
+    assert cell.stdout == "".join(f"[rank {rank}] written\n" for rank in range(3))
+    assert cell.stderr == ""
+
+
+def test_a_bar_that_is_left_or_written_to_a_file_is_printed_or_lost(tmp_path):
+    def worker(rank, world_size, path):
+        from tqdm import tqdm
+
+        class Watched(tqdm):  # a class of a library, as it may be
+            pass
+
+        bar = Watched(total=2.5, desc="bytes", unit="B", unit_scale=True)
+        bar.update(1.5)
+        bar.set_postfix(loss=0.5)
+        with open(path, "w") as file:
+            for _ in tqdm(range(2), file=file):
+                pass
+        for _ in tqdm(range(2)):
+            raise ValueError("in a loop")
+
+    path = tmp_path / "bar"
+    with pytest.raises(kit.RankError, match="in a loop"):
+        kit.run(worker, str(path), world_size=1)
+    assert "2/2" in path.read_text()
+
+
+def test_a_script_shows_a_bar_of_tqdm_as_text(monkeypatch, tmp_path):
+    def worker(rank, world_size, go):
+        from tqdm import tqdm
+
+        for step in tqdm(range(3), mininterval=0):
+            while step == 2 and not Path(go, "seen").exists():
+                time.sleep(0.01)
+
+    class Watching:
+        def update(self, lines):
+            if lines[0].progress == (2, 3):
+                Path(tmp_path, "seen").touch()
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+    assert kit.run(worker, str(tmp_path), world_size=1, timeout=60).output == ("",)
+    assert (tmp_path / "seen").exists()

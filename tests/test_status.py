@@ -1,0 +1,175 @@
+"""`kit.status`, and the end of ranks that no run uses any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+
+import psutil
+from processes import ended, wait_until
+
+import ddp_kit as kit
+from ddp_kit.pool import pool as pool_module
+from ddp_kit.pool import view
+
+
+def pid(rank, world_size):
+    return os.getpid()
+
+
+def last() -> object:
+    """Return the status of the pool that was made last."""
+    return kit.status().pools[-1]
+
+
+# --- status --------------------------------------------------------------------------------
+
+
+def test_a_pool_shows_its_ranks_their_state_and_their_memory():
+    with kit.WorkerPool(2) as pool:
+        assert [rank.state for rank in last().ranks] == ["starting"] * 2
+        pids = list(pool.run(pid))
+        found = last()
+        assert [rank.state for rank in found.ranks] == ["idle"] * 2
+        assert [rank.pid for rank in found.ranks] == pids
+        for rank in found.ranks:
+            now = psutil.Process(rank.pid).memory_full_info()
+            assert abs(rank.memory - now.uss) < 20e6, "it is what only this process uses"
+        assert (found.shared, found.running, found.backend) == (False, False, "gloo")
+        assert found.memory == sum(rank.memory for rank in found.ranks)
+        megabytes = r"[\d,]+ MB"
+        assert re.fullmatch(
+            rf"WorkerPool: 2 ranks, gloo, ready, {megabytes}\n"
+            rf"  rank 0: idle, {megabytes}\n  rank 1: idle, {megabytes}",
+            str(found),
+        )
+        assert repr(kit.status()).endswith(str(found))
+    assert found.ranks[0].pid not in {one.pid for pool in kit.status().pools for one in pool.ranks}
+
+
+def test_a_run_that_is_going_on_is_shown(monkeypatch, pool):
+    seen: list[object] = []
+
+    class Watching(view.NoView):
+        def update(self, lines):
+            seen.append(last())
+
+    monkeypatch.setattr(view, "open_view", Watching)
+    pool.run(lambda rank, world_size: time.sleep(0.5))
+    assert seen[-1].running
+    assert "running" in {rank.state for rank in seen[-1].ranks}
+    assert str(seen[-1]).startswith("WorkerPool: 2 ranks, gloo, running")
+
+
+def test_ranks_that_were_killed_or_are_unreadable_raise_nothing(monkeypatch, pool):
+    first, second = map(psutil.Process, pool.run(pid))
+    first.kill()
+    wait_until(lambda: last().ranks[0].state == "ended", 10, "rank 0 was killed")
+    monkeypatch.setattr(pool._processes.ranks[1].psutil, "memory_full_info", _refuse)
+    shown = last()
+    assert [rank.state for rank in shown.ranks] == ["ended", "idle"]
+    assert [rank.memory for rank in shown.ranks] == [None, None]
+    assert str(shown) == "WorkerPool: 2 ranks, gloo, ready\n  rank 0: ended\n  rank 1: idle"
+    second.kill()
+    pool._processes.ranks[1].control.close()
+    assert [rank.state for rank in last().ranks] == ["ended"] * 2
+
+
+def _refuse():
+    raise psutil.AccessDenied
+
+
+def test_the_shared_pool_comes_first_and_nothing_is_said_plainly(monkeypatch, pool):
+    kit.run(pid, world_size=1)
+    shared, *_, own = kit.status().pools
+    assert (shared.shared, own.shared) == (True, False)
+    assert str(shared).startswith("shared pool: ")
+    monkeypatch.setattr(pool_module, "_shared", {})
+    monkeypatch.setattr(pool_module, "_all", {})
+    assert repr(kit.status()) == "no ranks are running; kit.run starts them"
+    assert kit.status().memory == 0
+
+
+# --- unused ranks --------------------------------------------------------------------------
+
+
+def in_loop(call, until, seconds=30):
+    """Call something in an event loop, as a kernel does a cell; then let the loop run."""
+
+    async def cell():
+        value = call()
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not until():
+            assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s"
+            await asyncio.sleep(0.02)
+        return value
+
+    return asyncio.run(cell())
+
+
+def test_ranks_that_the_last_run_left_out_end_after_a_while(monkeypatch):
+    monkeypatch.setattr(pool_module, "UNUSED", 0.3)
+    with kit.WorkerPool(1) as pool:
+        three = list(pool.run(pid, world_size=3))
+        others = [psutil.Process(number) for number in three[1:]]
+        one = in_loop(lambda: pool.run(pid), lambda: ended(others, 0))
+        assert list(one) == three[:1], "the rank of the last run stays"
+        assert len(last().ranks) == 1
+        again = list(pool.run(pid, world_size=3))
+        assert (again[0], len(set(again))) == (three[0], 3)
+
+
+def test_a_pool_keeps_the_ranks_it_was_made_for_and_those_of_its_last_run(pool):
+    pool.run(pid, world_size=1)
+    assert pool._keep == 2
+    pool.run(pid, world_size=3)
+    assert pool._keep == 3
+    kit.run(pid, world_size=2)
+    kit.run(pid, world_size=1)
+    assert pool_module._shared["spawn"]._keep == 1
+
+
+def test_ranks_are_used_hold_names_or_are_together_and_end_all_the_same(monkeypatch):
+    with kit.WorkerPool(1) as pool:
+        processes = pool._processes
+        pool.run(pid, world_size=4)
+        assert processes.end_unused(1, 0) is None
+        assert len(processes.ranks) == 4, "they are in the group of the last run"
+        pool.run(pid)
+        assert 290 < processes.end_unused(1, 300) <= 300
+        assert len(processes.ranks) == 4, "they were used a moment ago"
+        processes.ranks[2].has_names = True
+        assert processes.end_unused(1, 0) is None
+        assert len(processes.ranks) == 3, "names of cells would be lost"
+        processes.ranks[2].has_names = False
+        monkeypatch.setattr(processes.launcher, "separate", False)
+        assert processes.end_unused(1, 0) is None
+        assert len(processes.ranks) == 3, "mpiexec would end all of them"
+
+
+def test_nobody_looks_in_a_script_or_during_a_run(monkeypatch):
+    with kit.WorkerPool(1) as pool:
+        pool.run(pid, world_size=2)
+        pool.run(pid)
+        assert not pool._will_look, "there is no event loop"
+        monkeypatch.setattr(pool_module, "UNUSED", 0.0)
+        pool._running = True
+        in_loop(pool._end_unused, lambda: True)
+        pool._running = False
+        assert len(pool._processes.ranks) == 2
+
+
+def test_in_a_notebook_unused_ranks_end_between_two_cells_unless_they_hold_names(kernel):
+    kernel.run("%load_ext ddp_kit\nspawned = kit.pool.pool._shared")
+    three = kernel.ranks(3)
+    kernel.run("%%ranks -n 3\nkept = rank")
+    kernel.run("kit.pool.pool.UNUSED = 0.0\nkit.run(pid, world_size=1)")
+    kernel.run("assert spawned['spawn']._processes.end_unused(1, 0) is None")
+    assert kernel.run("%%ranks\nkept").stdout == "rank 0: 0\nrank 1: 1\nrank 2: 2\n"
+    kernel.run("%ranks reset")
+    kernel.run("kit.run(pid, world_size=1)")
+    wait_until(lambda: ended(three[1:], 0), 30, "the unused ranks have ended")
+    assert three[0].is_running()
+    assert len(kernel.ranks(3)) == 3
