@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -124,18 +124,29 @@ class Picture(Figure):
         return ax
 
 
+AnyPicture = TypeVar("AnyPicture", bound=Picture)
+
+
 def open_picture(
-    title: str, text_table: str, width: float, below: float, caption=(), lift=0.0, left=0.02
-) -> tuple[Picture, Axes]:
+    title: str,
+    text_table: str,
+    width: float,
+    below: float,
+    caption=(),
+    lift=0.0,
+    left=0.02,
+    kind: type[AnyPicture] = Picture,
+) -> tuple[AnyPicture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
 
     The sheet is axes that cover the picture, in inches from its top left corner.
 
     caption: its lines, 0.17 inches each; they begin `lift` inches further down than `below`.
     left: where title and caption begin.
+    kind: the class of the picture.
     """
     height = below + 0.17 * len(caption)
-    picture = Picture(width, height, text_table)
+    picture = kind(width, height, text_table)
     sheet = picture.add_axes((0, 0, 1, 1))
     sheet.set(xlim=(0, width), ylim=(height, 0))
     sheet.set_axis_off()

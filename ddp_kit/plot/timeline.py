@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 
@@ -19,12 +19,34 @@ from ddp_kit.plot.timeline_panel import MOST_STEPS, Panel
 from ddp_kit.plot.timeline_steps import Overview, find_training, steps_table
 from ddp_kit.trace import Trace
 
+if TYPE_CHECKING:
+    from ddp_kit.notebook.timeline import TimelineWidget
+
 NAMES = {"send": "sending", "recv": "waiting to receive", "collective": "in a collective"}
+
+
+class Timeline(Picture):
+    """A timeline; `interact()` returns one to zoom into."""
+
+    trace: Trace
+
+    def interact(self) -> TimelineWidget:
+        """Return the run in time, to zoom into, for the last line of a cell.
+
+        A click on an event marks its collective or message on every rank, and says who came last.
+        It needs no kernel once it is shown. On GitHub, in a book and wherever else there are no
+        widgets, this picture takes its place.
+
+        Raises PlotError outside a notebook.
+        """
+        from ddp_kit.notebook.timeline import TimelineWidget  # for notebooks, and slow to load
+
+        return TimelineWidget(self, self.trace)
 
 
 def timeline(
     source: Any, timed: bool = False, title: str | None = None, step: int | None = None
-) -> Picture:
+) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
@@ -42,6 +64,7 @@ def timeline(
     see `training_steps`. In other runs with very many events, bars are shares of time, and an
     arrow stands for many messages, with their number. If a timed run begins or ends with a long
     pause, such as an import, most of the pause is cut off, and the caption says how much.
+    `.interact()` of the picture returns one to zoom into.
 
     Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
@@ -88,7 +111,10 @@ def timeline(
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     lines = fold(" ".join(filter(None, parts)), LEFT + WIDE)
     full, below = LEFT + WIDE + 0.15, top + large.tall + 0.5
-    picture, sheet = open_picture(title, text_table, full, below + 0.3, lines, lift=0.04)
+    picture, sheet = open_picture(
+        title, text_table, full, below + 0.3, lines, lift=0.04, kind=Timeline
+    )
+    picture.trace = trace
     if overview:
         overview.draw(picture, sheet, 0.3)
         write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")

@@ -5,9 +5,8 @@ do into memory that the pool's process maps too. The memory is an anonymous file
 when both processes are.
 
     head      which run, how many events, which one is waited for
-    label     what is written beside the progress of a loop
     phase     what the process is doing apart from that
-    progress  how far a loop of the worker has come, and how many steps it has
+    progress  how far a loop of the worker has come, how many steps it has, and its label
     handled   which exception the worker is handling while it waits
     counts    of each channel and each group: how many operations were posted, how many given up
     texts     what events have in common, one JSON line each: channels, calls, lines of code
@@ -24,12 +23,11 @@ import json
 import mmap
 import os
 import struct
-import tempfile
-from contextlib import suppress
 from multiprocessing import reduction
-from typing import Any, BinaryIO
+from typing import Any
 
 from ddp_kit.trace import stacks
+from ddp_kit.trace.anonymous_file import anonymous_file
 from ddp_kit.trace.board_copy import (
     CALLS_BACK,
     CALLS_BACK_SOON,
@@ -50,12 +48,11 @@ from ddp_kit.trace.board_copy import (
 
 COUNTED = 1 << 13  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
-LABEL = 256  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
 _HEAD = struct.Struct("=QQqQQQQqq")
 _HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its first fields
-_PROGRESS = struct.Struct("=QQ")  # each number plus one; 0: none
+_PROGRESS, _LABEL = struct.Struct("=QQ"), struct.Struct("=256s")  # numbers plus one; 0: none
 _PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
@@ -66,17 +63,6 @@ _TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
 _STACKS_AT = _ROWS_AT + EVENTS * ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
-
-
-def anonymous_file(purpose: str) -> BinaryIO:
-    """Return an open file that has no name and is gone when its last descriptor is closed.
-
-    Two processes can share it, and one that is killed leaves nothing behind.
-    """
-    if hasattr(os, "memfd_create"):
-        with suppress(OSError):  # some sandboxes refuse it
-            return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
 
 
 class Board:
@@ -94,7 +80,6 @@ class Board:
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
         self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
-        self._label = ""
         self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
 
     def __reduce__(self) -> tuple:
@@ -116,9 +101,8 @@ class Board:
             self._texts = self._counted = self._lines = 0
         self._run, self._events, self._bits = run, 0, 0
         self._waiting, self._began, self._ended = -1, now, 0
-        self._page[_COUNTS_AT : _COUNTS_AT + self._counted * COUNT.size] = bytes(
-            self._counted * COUNT.size
-        )
+        counts = self._counted * COUNT.size
+        self._page[_COUNTS_AT : _COUNTS_AT + counts] = bytes(counts)
         self._forget_stacks()
         self.write_progress(None, None)
         self.write_handled(b"")
@@ -234,10 +218,8 @@ class Board:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         steps = 0 if done is None else done + 1
         _PROGRESS.pack_into(self._page, _PROGRESS_AT, steps, 0 if total is None else total + 1)
-        if label != self._label:
-            self._label = label
-            text = label.encode(errors="replace")[:LABEL].ljust(LABEL, b"\0")
-            self._page[_LABEL_AT : _LABEL_AT + LABEL] = text
+        if label or self._page[_LABEL_AT]:
+            _LABEL.pack_into(self._page, _LABEL_AT, label.encode(errors="replace"))
 
     def progress(self) -> tuple[int, int | None] | None:
         """Return how far a loop has come and its length; None if there is no loop."""
@@ -246,7 +228,7 @@ class Board:
 
     def label(self) -> bytes:
         """Return what is written beside the progress; b"" if there is nothing."""
-        return self._page[_LABEL_AT : _LABEL_AT + LABEL].rstrip(b"\0")
+        return _LABEL.unpack_from(self._page, _LABEL_AT)[0].rstrip(b"\0")
 
     def write_handled(self, text: bytes) -> None:
         """Write which exception the worker is handling. b"": none, or one that has no room."""

@@ -18,7 +18,7 @@ from torch.distributed import Work
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import BLOCKING, FORMING, GIVEN_UP, LOOKED_AFTER, SERVING, VOID
+from ddp_kit.trace.board_copy import BLOCKING, GIVEN_UP, LOOKED_AFTER, VOID
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
 from ddp_kit.trace.polling import Loop
 from ddp_kit.trace.rank.posted import C10D, Posted, find_caller
@@ -136,11 +136,6 @@ class Recorder:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
         if (board := self._board) is not None:
             board.write_progress(done, total, label)
-
-    def show_forming(self, forming: bool) -> None:
-        """Write whether the worker is forming a process group."""
-        if (board := self._board) is not None:
-            board.write_phase(FORMING if forming else SERVING)
 
     def take_back(self, posted: Posted | None) -> None:
         """Write that an operation was not posted after all: its call raised."""

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.board import Board
+from ddp_kit.trace.board_copy import FORMING, SERVING
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.posted import C10D, Posted
@@ -210,11 +211,11 @@ def _new_process_group(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    recorder.show_forming(True)
+    recorder.table.board.write_phase(FORMING)
     try:
         made = original(size, rank, members, *args, **kwargs)
     finally:
-        recorder.show_forming(False)
+        recorder.table.board.write_phase(SERVING)
     if not members:  # PyTorch passes none for the default group
         recorder.begin_world(made[0].size(), made[0].rank())
     return made

@@ -1,0 +1,179 @@
+"""The interactive timeline: what the front end gets, and what stands where it cannot be shown."""
+
+from __future__ import annotations
+
+import base64
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import nbformat
+import numpy as np
+import pytest
+import traces
+from nbconvert import HTMLExporter
+
+import ddp_kit as kit
+from ddp_kit.notebook.timeline import NEVER, UNKNOWN, pack
+from ddp_kit.trace import Trace
+
+MS = traces.MS
+COLUMNS = [("start", "<f8"), ("waited", "<f4"), ("end", "<f4"), ("partner", "<i4"), ("call", "<u4")]
+
+
+def columns(state):
+    """Read the rows as the front end does."""
+    count = sum(lane["events"] for lane in state["lanes"])
+    found, at = {}, 0
+    for name, kind in COLUMNS:
+        found[name] = np.frombuffer(state["rows"], kind, count, at)
+        at += found[name].nbytes
+    assert at == len(state["rows"])
+    return found
+
+
+def test_rows_are_the_events_by_rank_and_call():
+    script = traces.Script(2)
+    script.compute(1, 3)
+    script.recv(1, 0, 0.3, tag=7)
+    script.send(1, 0, tag=7)
+    script.collective("all_reduce")
+    state = pack(script.trace(), {"Cell In[1]": "Cell In[9]"})
+    rows = columns(state)
+    assert [lane["events"] for lane in state["lanes"]] == [2, 2]
+    assert rows["start"] / MS == pytest.approx([1, 4.1, 4, 4.3])
+    assert rows["waited"].tolist() == [0, 0, 0, 0]
+    assert rows["end"] / MS == pytest.approx([3, 1.2, 0.2, 1.0])
+    assert rows["partner"].tolist() == [2, 0, 0, 0]  # rows of the message; the first collective
+    first = state["calls"][rows["call"][0]]
+    assert first == {
+        "name": "recv(src=1, tag=7)",
+        "op": "recv",
+        "kind": "recv",
+        "line": "Cell In[9], line 3, in worker",
+        "source": "dist.recv(x)",
+        "data": "4,096 bytes, float32 [32, 32]",
+        "peer": 1,
+    }
+    assert rows["call"][1] == rows["call"][3]
+
+
+def test_times_begin_with_the_first_rank_and_missing_ones_are_nan():
+    trace = traces.broken(3)
+    state = pack(trace, {})
+    assert min(lane["begin"] for lane in state["lanes"]) == 0
+    rows = columns(state)
+    events = list(trace)
+    assert [math.isnan(end) for end in rows["end"]] == [event.end is None for event in events]
+    ring = columns(pack(traces.ring(3, 1), {}))
+    assert [math.isnan(waited) for waited in ring["waited"]] == [False, True] * 3
+
+
+def test_lanes_contain_their_events_in_a_trace_without_spans():
+    trace = replace(traces.pipeline(3), spans=())
+    state = pack(trace, {})
+    rows, at = columns(state), 0
+    for lane in state["lanes"]:
+        own = slice(at, at + lane["events"])
+        assert lane["begin"] == rows["start"][own].min()
+        assert lane["end"] == pytest.approx((rows["start"] + rows["end"])[own].max())
+        at += lane["events"]
+
+
+def test_an_end_that_never_was_differs_from_one_that_is_not_known():
+    state = pack(traces.broken(3), {})
+    rows = columns(state)
+    kinds = [state["calls"][number]["kind"] for number in rows["call"]]
+    lost = [kinds[i] for i in range(len(kinds)) if rows["partner"][i] == NEVER]
+    assert lost == ["recv", "send"]
+    assert state["notes"] == {"0": "Rank 0 did not call it."}
+    script = traces.Script(2)
+    script.recv(0, 1, 0.3)
+    dropped = pack(script.trace(dropped=(1, 0)), {})
+    assert columns(dropped)["partner"].tolist() == [UNKNOWN]
+
+
+def test_ranks_that_called_different_collectives_are_noted():
+    script = traces.Script(2)
+    script.add(0, "all_reduce", "collective", None)
+    script.add(1, "barrier", "collective", None)
+    assert pack(script.trace(), {})["notes"] == {"0": "The ranks called different collectives."}
+
+
+def test_same_trace_gives_the_same_bytes():
+    assert pack(traces.mixed(4, 5), {}) == pack(traces.mixed(4, 5), {})
+
+
+def test_a_long_loop_has_few_calls_and_24_bytes_an_event():
+    state = pack(traces.mixed(4, 500), {})
+    assert len(state["rows"]) == 24 * 6000
+    assert len(state["calls"]) == 9  # a send and a recv of each rank, and the all_reduce
+
+
+def test_no_event_at_all():
+    state = pack(Trace(2, spans=((5, 9), (7, 8))), {})
+    assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 4), (2, 3)]
+    assert state["rows"] == b""
+
+
+def test_a_rank_of_which_nothing_is_known():
+    script = traces.Script(2)
+    script.send(0, 1)
+    state = pack(script.trace(spans=()), {})
+    assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 0.2 * MS), (0, 0)]
+
+
+def test_hosts_say_how_wrong_their_clocks_may_be():
+    state = pack(traces.pipeline(2), {})
+    assert [lane["clock"] for lane in state["lanes"]] == [0, 0]
+    state = pack(replace(traces.pipeline(2), clock_error=(0, 900)), {})
+    assert [lane["clock"] for lane in state["lanes"]] == [0, 900]
+
+
+def test_interact_outside_a_notebook_is_refused():
+    picture = kit.plot.timeline(traces.pipeline(2))
+    with pytest.raises(kit.PlotError, match=r"needs a notebook: call interact\(\) in a cell$"):
+        picture.interact()
+
+
+def test_a_still_timeline_loads_no_widgets():
+    code = (
+        "import sys, ddp_kit.plot; "
+        "print(sorted({'anywidget', 'ipywidgets', 'IPython'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+def still_picture_in_html(output: dict) -> bool:
+    """Return whether nbconvert, and so a book, shows the PNG of an output instead of a widget."""
+    cell = nbformat.v4.new_code_cell("picture.interact()", outputs=[nbformat.from_dict(output)])
+    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    return "data:image/png;base64" in html and "widget-view" not in html
+
+
+def test_the_cell_shows_a_widget_and_keeps_the_still_picture_with_its_text(shared):
+    shared.run(
+        "def exchange(rank, world_size):\n"
+        "    dist.all_reduce(torch.ones(3))\n"
+        "picture = kit.plot.timeline(kit.run(exchange, world_size=2))"
+    )
+    cell = shared.run("picture.interact()")
+    [shown] = cell.contents("execute_result")
+    data = shown["data"]
+    assert set(data) == {
+        "text/plain",
+        "image/png",
+        "application/vnd.jupyter.widget-view+json",
+    }
+    assert data["text/plain"] == shared.value("picture")
+    assert data["text/plain"].startswith("1 collective on 2 ranks, step by step\n")
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert still_picture_in_html({"output_type": "execute_result", **shown})
+    [opened] = [each for each in cell.contents("comm_open") if each["data"]["buffer_paths"]]
+    state = opened["data"]["state"]
+    assert state["_model_module"] == "anywidget"
+    assert state["calls"][0]["line"].endswith("line 2, in exchange")
+    assert state["calls"][0]["line"].startswith("Cell In[")
+    assert opened["data"]["buffer_paths"] == [["rows"]]
