@@ -49,10 +49,10 @@ class ThisPython(KernelManager):
 class Cell:
     """One cell that was sent to a kernel, and what the front end has received from it so far."""
 
-    def __init__(self, client, code: str) -> None:
+    def __init__(self, client, code: str, allow_stdin: bool = True) -> None:
         self._client = client
         self._code = code
-        self._id = client.execute(code)
+        self._id = client.execute(code, allow_stdin=allow_stdin)
         self.ended = False
         self.messages: list[tuple[str, dict]] = []
 
@@ -70,6 +70,10 @@ class Cell:
             self.messages.append((message["msg_type"], content))
             self.ended = content.get("execution_state") == "idle"
         return self
+
+    def asked(self, seconds: float = 60) -> str:
+        """Wait until the cell asks its reader for a line; return the prompt."""
+        return self._client.get_stdin_msg(timeout=seconds)["content"]["prompt"]
 
     def finish(self, seconds: float = 60) -> Cell:
         return self.read_until(lambda cell: False, seconds)
@@ -124,8 +128,8 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self.run(self.set_up)
 
-    def send(self, code: str) -> Cell:
-        return Cell(self.client, code)
+    def send(self, code: str, allow_stdin: bool = True) -> Cell:
+        return Cell(self.client, code, allow_stdin)
 
     def run(self, code: str) -> Cell:
         """Run a cell that must neither raise nor write to stderr."""

@@ -246,7 +246,7 @@ WRONG = [
     ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
     ("%%ranks\n!ls", "PoolError", "'!ls' is for the notebook"),
     ("%%ranks\ntorch.ones?", "PoolError", "'torch.ones?' is for the notebook"),
-    ("%ranks fetch x", "PoolError", "use pull NAME, push NAME or reset"),
+    ("%ranks fetch x", "PoolError", "use pull NAME, push NAME, reset or debug RANK"),
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),

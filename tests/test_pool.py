@@ -437,3 +437,57 @@ def test_a_group_that_bare_ranks_could_not_form_is_forgotten(tmp_path):
             pool.run(waits_alone)
         after = list(pool.run(forms_a_group, tmp_path / "after", timeout=30))
     assert after == [(False, 1, ranks[0]), (False, 1, ranks[1])]
+
+
+# --- lines of a script and its modules ------------------------------------------------------
+
+PARTS = """
+import torch
+import torch.distributed as dist
+
+def start():
+    dist.all_reduce(torch.ones(1), async_op=True)
+
+def finish():
+    raise ValueError("boom")
+"""
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import ddp_kit as kit
+import parts
+
+def worker(rank, world_size, fails):
+    dist.all_reduce(torch.ones(2), async_op=True)
+    parts.start()
+    dist.barrier()
+    if fails == "here":
+        raise ValueError("boom")
+    if fails == "there":
+        parts.finish()
+
+if __name__ == "__main__":
+    kit.run(worker, sys.argv[1], world_size=2)
+"""
+
+
+def test_lines_outside_the_script_name_their_file(tmp_path):
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def run(*arguments):
+        command = [sys.executable, "script.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
+
+    notices = run("not").splitlines()
+    assert "    line 9 of worker: dist.all_reduce(torch.ones(2), async_op=True)" in notices
+    assert (
+        "    line 6 of start in parts.py: dist.all_reduce(torch.ones(1), async_op=True)" in notices
+    )
+    here = run("here")
+    assert here.endswith('    line 13 of worker: raise ValueError("boom")\n')
+    if sys.version_info >= (3, 11):  # before, exceptions had no notes
+        assert run("there").endswith(f"(finish is in {tmp_path / 'parts.py'})\n")

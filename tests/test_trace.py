@@ -475,7 +475,9 @@ def test_a_line_names_what_was_never_waited_for(capsys):
         "ranks 0 and 1 never waited for all_reduce, which may still be in flight; keep what it "
         "returns and call wait()"
     )
-    assert line.endswith("of worker: work = dist.all_reduce(torch.ones(1), async_op=True)")
+    assert line.endswith(
+        "of worker in test_trace.py: work = dist.all_reduce(torch.ones(1), async_op=True)"
+    )
 
 
 def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):

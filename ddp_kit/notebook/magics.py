@@ -19,6 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
+from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import CellOutput, SealedValue
 from ddp_kit.pool import Result, launcher_of
@@ -94,11 +95,20 @@ class RanksMagics(Magics):
             %ranks pull NAME ...    set NAME here to a list of the ranks' values, in rank order
             %ranks push NAME ...    copy NAME from here to the ranks
             %ranks reset            forget all names, and the -n and --backend of earlier cells
+            %ranks debug [RANK]     look at the variables of a rank that raised in the last failed
+                                    run, with the commands of pdb
 
         After the names, `--only 0,2` selects these ranks; with `--only 0`, pull sets NAME to the
         value itself instead of a list.
+
+        `%ranks debug` asks for commands, such as `p loss`; `help` lists them. They may also follow
+        it: `%ranks debug 1 where; p loss`. They see values as they were when the rank raised, and
+        a summary of those that are large or not plain data. This works for `kit.run`, too.
         """
         what, *names = line.split() or ["names"]
+        if what == "debug":
+            debugger.debug(line.strip().removeprefix("debug"))
+            return
         only = None
         if "--only" in names:
             at = names.index("--only")
@@ -112,8 +122,8 @@ class RanksMagics(Magics):
             (self._print_names if what == "names" else self._reset)()
         else:
             raise PoolError(
-                f"%ranks does not know {line.strip()!r}; use pull NAME, push NAME or reset, and "
-                "--only after the names"
+                f"%ranks does not know {line.strip()!r}; use pull NAME, push NAME, reset or "
+                "debug RANK, and --only after the names"
             )
 
     def _parse(self, line: str) -> Any:

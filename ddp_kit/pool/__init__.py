@@ -13,16 +13,19 @@ from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
 from ddp_kit.pool.pool import WorkerPool, keep_names, launcher_of, run, shutdown
 from ddp_kit.pool.rank_processes import end_all
+from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.status import status
 
 __all__ = [
+    "FailedRun",
     "Result",
     "WorkerPool",
     "check_world_size",
     "end_all",
     "interruptible",
     "keep_names",
+    "last_failed_run",
     "launcher_of",
     "run",
     "shutdown",

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_kit.error_text import RankFailure, Wait
+from ddp_kit.error_text import FrameCollector, RankFailure, Wait, is_imported
 from ddp_kit.errors import (
     BackendError,
     InternalError,
@@ -16,6 +16,7 @@ from ddp_kit.errors import (
     PoolError,
     RankDiedError,
     RankError,
+    RunError,
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
@@ -74,6 +75,51 @@ class Reports:
         """Why processes cannot serve another run, by rank."""
         replies = sorted((self.returned | self.raised).items())
         return {n: r.status.restart for n, r in replies if r.status.restart}
+
+
+class FailedRun(NamedTuple):
+    """What remains of the last run that failed, besides its error.
+
+    error: the name of the error's class. captured: what each rank of this host that raised has
+    captured, b"" for nothing. failures: what ranks raised, those of other hosts included.
+    """
+
+    error: str
+    captured: dict[int, bytes]
+    failures: dict[int, RankFailure]
+
+
+_last: list[FailedRun] = []  # at most one; the error would keep the cell's frames alive
+
+
+def remember(error: KitError, reports: Reports) -> None:
+    """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one.
+
+    In a script, the error gets a note on the files of its lines.
+    """
+    captured = {rank: reply.captured for rank, reply in reports.raised.items()}
+    _last[:] = [FailedRun(type(error).__name__, captured, getattr(error, "failures", {}))]
+    _note_files(error)
+
+
+def _note_files(error: KitError) -> None:
+    """Add a note to an error that says in which files its lines are, if not all in the script.
+
+    Python prints notes below `str(error)`. In a notebook, IPython shows the files.
+    """
+    can_have_notes = isinstance(error, RunError) and hasattr(error, "add_note")  # not in 3.10
+    if ipython.shell() is not None or not can_have_notes:
+        return
+    lines = FrameCollector()
+    error._format(lines)
+    if any(is_imported(frame.file) for frame in lines.frames):
+        places = dict.fromkeys(f"{one.function} is in {one.file}" for one in lines.frames)
+        error.add_note(f"({', '.join(places)})")
+
+
+def last_failed_run() -> FailedRun | None:
+    """Return what remains of the last run that failed; None if none has."""
+    return _last[0] if _last else None
 
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:

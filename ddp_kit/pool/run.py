@@ -19,7 +19,7 @@ from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_i
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.rank_handle import RankHandle, Sources, stop_ranks
 from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
-from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild
+from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
@@ -300,6 +300,7 @@ class Run:
         if error.handled and isinstance(error, DeadlockError | MismatchError):
             rank, failure = min(error.handled.items())
             error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
+        remember(error, self._reports)
         raise error
 
     @property

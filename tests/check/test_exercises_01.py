@@ -123,7 +123,8 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
         "some operations were started but never waited for\n"
         f"rank 0 never waited for isend(dst=1), {words}"
         f"rank 1 never waited for isend(dst=0), {words}"
-        f"    line {line} of shift: work = dist.isend(tensor, (rank + 1) % n)"
+        f"    line {line} of shift in test_exercises_01.py: "
+        "work = dist.isend(tensor, (rank + 1) % n)"
     )
     assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # reported once
 

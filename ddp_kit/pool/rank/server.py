@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ddp_kit import backends, torch_internals
 from ddp_kit.error_text import RankFailure, text_of
 from ddp_kit.pool.rank import displayed
+from ddp_kit.pool.rank.capture import capture
 from ddp_kit.pool.rank.import_hooks import instead_of, on_import
 from ddp_kit.pool.rank.state import Imports, State, thread_left_running
 from ddp_kit.pool.wire import payload
@@ -147,7 +148,7 @@ class RankServer:
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
                 inside = inside if broken == id(error) else None
-                return Raised(failure, status, inside, self._take_displayed())
+                return Raised(failure, status, inside, self._take_displayed(), capture(error))
         groups = None if keeps_groups else groups
         status = self._status(recorder, recorder.all_awaited, groups, restart)
         return Returned(packed, status, self._take_displayed())

@@ -107,6 +107,7 @@ class Raised(NamedTuple):
     status: RankStatus
     inside: Wait | None = None  # the wait that raised it
     displayed: Sequence[Bundle] = ()
+    captured: bytes = b""  # a pickled Captured of the learner's functions; b"": there is none
 
 
 class KitFailed(NamedTuple):

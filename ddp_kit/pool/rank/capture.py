@@ -1,0 +1,330 @@
+"""Captures the variables of the learner's functions when a rank raises, for `%ranks debug`.
+
+None of the learner's code runs for it: a `__repr__`, a property or `__getattr__` may block, raise,
+or communicate. So values are read by their exact built-in type, and attributes from where Python
+itself keeps them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import time
+import warnings
+from collections import OrderedDict, deque
+from contextlib import suppress
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+
+from ddp_kit.error_text import count
+from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy
+from ddp_kit.trace.stacks import is_own
+
+SECONDS = 0.05  # that all of it may take
+SIZE = 100_000  # bytes that all values may have, roughly
+OUTER_FRAMES, INNER_FRAMES = 4, 16  # of a deep recursion
+MOST_LOCALS = 50
+MOST_ITEMS, MOST_INNER_ITEMS = 500, 50  # of a list or dict, and of one inside another value
+BEGIN = 10  # items of one that is not captured whole
+MOST_ATTRIBUTES = 30
+DEEPEST = 4  # levels of values inside values
+LONGEST_TEXT = 1_000  # characters of a str
+LARGEST_INT = 10_000  # bits
+LARGEST_TENSOR = 8_192  # bytes; of a larger one some statistics are captured
+MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
+CHUNK = 1 << 14  # elements in one operation: for more, PyTorch would wait for other threads
+GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
+
+_PLAIN = frozenset(
+    {bool, bytes, complex, float, int, range, str, timedelta, type(None), type(...), type(Path())}
+    | {torch.device, torch.dtype, torch.Size}
+)
+_TOOLS = (ModuleType, FunctionType, type)
+_INTERNALS_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def capture(error: BaseException) -> bytes:
+    """Return a pickled Captured of an exception; b"" if no function of the learner's raised it.
+
+    It takes about SECONDS at most, and keeps nothing of the frames alive.
+    """
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            capturing = _Capturing()
+            frames = capturing.frames(error)
+            if not frames:
+                return b""
+            return pickle.dumps(Captured(tuple(frames), capturing.from_gpu), protocol=5)
+    except Exception:  # the error itself must be reported all the same
+        return b""
+
+
+class _Capturing:
+    """One capture, with what is left of its limits."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + SECONDS
+        self._size, self._numbers = SIZE, MOST_NUMBERS
+        self._done: dict[int, tuple[object, Any]] = {}  # by id; the value keeps the id valid
+        self._begun: set[int] = set()  # values inside which the current one is
+        self._idle: dict[torch.device, bool] = {}
+        self.from_gpu = False
+
+    def frames(self, error: BaseException) -> list[FrameCopy]:
+        """Return copies of the learner's frames, the outermost first."""
+        step, steps = error.__traceback__, []
+        while step is not None:
+            if is_own(step.tb_frame.f_code.co_filename):
+                steps.append((step.tb_frame, step.tb_lineno or 0))
+            step = step.tb_next
+        skipped = max(0, len(steps) - OUTER_FRAMES - INNER_FRAMES)
+        if skipped:
+            steps = steps[:OUTER_FRAMES] + steps[-INNER_FRAMES:]
+        # The innermost comes first, because it matters most if a limit is reached.
+        copies = [self._frame(*step) for step in reversed(steps)][::-1]
+        if skipped:
+            copies[OUTER_FRAMES] = copies[OUTER_FRAMES]._replace(skipped=skipped)
+        return copies
+
+    def _frame(self, frame: FrameType, line: int) -> FrameCopy:
+        code = frame.f_code
+        given = code.co_argcount + code.co_kwonlyargcount
+        given += bool(code.co_flags & inspect.CO_VARARGS)
+        given += bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+        held: Any = frame.f_locals
+        if not is_function and type(held) is not dict:
+            held = {}  # a metaclass of the learner's has made it
+        mine = {n: v for n, v in dict(held).items() if n.isidentifier() and not _is_special(n)}
+        globals_ = frame.f_globals if type(frame.f_globals) is dict else {}
+        used = {name: globals_[name] for name in code.co_names if name in globals_}
+        if not is_function:  # what a cell or file imports and defines is no news
+            tools = {n: v for n, v in mine.items() if issubclass(type(v), _TOOLS)}
+            used |= tools
+            mine = {n: v for n, v in mine.items() if n not in tools}
+        return FrameCopy(
+            code.co_filename,
+            line,
+            code.co_firstlineno,
+            code.co_name,
+            code.co_varnames[:given],
+            {name: self.take(value) for name, value in islice(mine.items(), MOST_LOCALS)},
+            {name: self.take(value) for name, value in used.items() if not _is_special(name)},
+            max(0, len(mine) - MOST_LOCALS),
+        )
+
+    def take(self, value: Any, depth: int = 0) -> Any:
+        """Return a copy of a value that is plain data, or a Summary.
+
+        depth: how many other values it is inside of.
+        """
+        kind, key = type(value), id(value)
+        if key in self._done:
+            return self._done[key][1]
+        if (
+            key in self._begun
+            or depth > DEEPEST
+            or self._size < 0
+            or time.monotonic() > self._deadline
+        ):
+            return Summary(kind.__name__)
+        self._size -= 16
+        self._begun.add(key)
+        try:
+            copy = self._copy(value, kind, depth)
+        except Exception:  # another thread may be changing it
+            copy = Summary(kind.__name__)
+        finally:
+            self._begun.remove(key)
+        if depth == 0 or isinstance(copy, TensorCopy):  # it is as detailed as it can be
+            self._done[key] = value, copy
+        return copy
+
+    def _copy(self, value: Any, kind: type, depth: int) -> Any:
+        if kind in _PLAIN:
+            return self._plain(value, kind)
+        if kind in (list, tuple, set, frozenset, dict, OrderedDict):
+            most = MOST_INNER_ITEMS if depth else MOST_ITEMS
+            whole = len(value) <= most
+            copy = self._items(value, kind, len(value) if whole else BEGIN, depth)
+            note = f"of {count(len(value), 'item')}"
+            return copy if whole else Summary(kind.__name__, note, begin=copy)
+        if issubclass(kind, torch.Tensor):
+            return self._tensor(value, kind, depth)
+        numpy = sys.modules.get("numpy")
+        if numpy and issubclass(kind, numpy.generic):
+            return value if value.dtype.kind in "biufc" else Summary(kind.__name__)
+        if numpy and kind is numpy.ndarray:
+            return self._array(value)
+        if issubclass(kind, type):
+            return Summary("class", value.__name__)
+        if kind in (FunctionType, BuiltinFunctionType):
+            return Summary("function", value.__name__)
+        if kind is ModuleType:
+            return Summary("module", vars(value).get("__name__", ""))
+        return self._object(value, kind, depth)
+
+    def _plain(self, value: Any, kind: type) -> Any:
+        if kind in (str, bytes):
+            if len(value) > LONGEST_TEXT:
+                unit = "characters" if kind is str else "bytes"
+                return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
+            self._size -= len(value)
+        if kind is int:
+            if value.bit_length() > LARGEST_INT:
+                return Summary("int", f"of {value.bit_length():,} bits")
+            self._size -= value.bit_length() // 8
+        return value
+
+    def _items(self, value: Any, kind: type, many: int, depth: int) -> Any:
+        """Return the first items of a value of this kind: a list, a dict, and so on."""
+        if issubclass(kind, dict):
+            items = islice(dict.items(value), many)
+            taken = ((self.take(k, depth + 1), self.take(v, depth + 1)) for k, v in items)
+            return OrderedDict(taken) if kind is OrderedDict else dict(taken)
+        base = next(b for b in (list, tuple, set, frozenset, deque) if issubclass(kind, b))
+        taken = (self.take(item, depth + 1) for item in islice(base.__iter__(value), many))
+        return list(taken) if base is deque else base(taken)
+
+    def _object(self, value: Any, kind: type, depth: int) -> Summary:
+        attributes = _attributes(value, kind)
+        if issubclass(kind, BaseException):
+            attributes["args"] = BaseException.args.__get__(value)  # type: ignore[attr-defined]
+        if issubclass(kind, torch.nn.Module):
+            groups = [attributes.get(name) for name in ("_parameters", "_buffers", "_modules")]
+            own = {n: v for n, v in attributes.items() if n not in _INTERNALS_OF_MODULES}
+            attributes = own
+            for group in groups:
+                attributes |= group if type(group) in (dict, OrderedDict) else {}
+        names = [name for name in islice(attributes, MOST_ATTRIBUTES) if type(name) is str]
+        taken = {name: self.take(attributes[name], depth + 1) for name in names}
+        for base in (list, tuple, set, frozenset, deque, dict):
+            if issubclass(kind, base):
+                size = count(base.__len__(value), "item")
+                begin = self._items(value, kind, BEGIN, depth)
+                fields = kind.__dict__.get("_fields")  # of a named tuple
+                if type(fields) is tuple and type(begin) is tuple:
+                    taken |= dict(zip(fields, begin, strict=False))
+                return Summary(kind.__name__, f"of {size}", taken, begin)
+        return Summary(kind.__name__, attributes=taken)
+
+    def _tensor(self, value: Any, kind: type, depth: int) -> TensorCopy | Summary:
+        is_own_type = kind in (torch.Tensor, torch.nn.Parameter)
+        if not is_own_type and not kind.__module__.startswith("torch."):
+            return self._object(value, kind, depth)  # its class may be the learner's
+        attributes = {
+            name: getattr(value, name) for name in ("shape", "dtype", "device", "requires_grad")
+        }
+        if not is_own_type:  # such as a DTensor; to read its values may take communication
+            attributes |= self._object(value, kind, depth).__reduce__()[1][2]
+            return Summary(kind.__name__, _describe(value), attributes)
+        grad = None
+        if value.requires_grad and value.is_leaf and value.grad is not None:
+            grad = attributes["grad"] = self.take(value.grad, depth)
+        values = ""
+        if value.layout is torch.strided and not value.is_quantized and self._can_read(value):
+            size = value.nbytes
+            if size <= min(LARGEST_TENSOR, self._size) and isinstance(grad, TensorCopy | None):
+                self._size -= size
+                self.from_gpu |= value.is_cuda
+                return TensorCopy(value, grad)
+            if value.numel() <= self._numbers:
+                self._numbers -= value.numel()
+                with suppress(Exception):  # some dtypes support little
+                    values = f": {_describe_values(value.detach().cpu())}"
+        return Summary(kind.__name__, _describe(value) + values, attributes)
+
+    def _can_read(self, tensor: torch.Tensor) -> bool:
+        """Return whether reading a tensor would not wait for a GPU that may never finish."""
+        if tensor.device.type != "cuda":
+            return tensor.device.type == "cpu"
+        if tensor.device not in self._idle:
+            self._idle[tensor.device] = False  # if the next line raises
+            stream, deadline = torch.cuda.current_stream(tensor.device), time.monotonic()
+            deadline += GPU_PATIENCE
+            while not (idle := stream.query()) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            self._idle[tensor.device] = idle
+        return self._idle[tensor.device]
+
+    def _array(self, value: Any) -> Any:
+        """Return a copy of a small NumPy array; a Summary of any other."""
+        attributes = {"shape": value.shape, "dtype": str(value.dtype)}
+        values = ""
+        if value.dtype.kind in "biufc":
+            if value.nbytes <= min(LARGEST_TENSOR, self._size):
+                self._size -= value.nbytes
+                return value.copy()
+            if value.size <= self._numbers:
+                self._numbers -= value.size
+                with suppress(Exception):
+                    values = f": {_describe_values(torch.from_numpy(value))}"
+        return Summary("ndarray", f"of shape {value.shape}, {value.dtype}{values}", attributes)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _attributes(value: Any, kind: type) -> dict[Any, Any]:
+    """Return what an object holds in its `__dict__` and its slots, without calling its code."""
+    found: dict[Any, Any] = {}
+    for cls in reversed(kind.__mro__):
+        members = cls.__dict__
+        for name, member in members.items() if "__slots__" in members else ():
+            if type(member) is MemberDescriptorType:
+                with suppress(AttributeError):  # it has not been assigned
+                    found[name] = member.__get__(value)
+    held = next((c.__dict__["__dict__"] for c in kind.__mro__ if "__dict__" in c.__dict__), None)
+    return found | held.__get__(value) if type(held) is GetSetDescriptorType else found
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{where}"
+
+
+def _describe_values(tensor: torch.Tensor) -> str:
+    """Return some statistics of a tensor on the CPU, and its first values."""
+    flat = tensor.reshape(-1)
+    first = flat[:3].tolist()
+    shown = (f"{number:.4g}" if isinstance(number, float) else str(number) for number in first)
+    beginning = f"beginning with {', '.join(shown)}"
+    if tensor.is_complex():
+        return beginning
+    if tensor.dtype is torch.bool:
+        trues = sum(int(chunk.count_nonzero()) for chunk in flat.split(CHUNK))
+        return f"{trues:,} True, {beginning}"
+    lows, highs, total, missing = [], [], 0.0, 0
+    for chunk in flat.split(CHUNK):
+        if chunk.is_floating_point() and chunk.element_size() < 4:
+            chunk = chunk.float()
+        low, high = (number.item() for number in chunk.aminmax())
+        if low != low:  # there is a NaN
+            kept = chunk[~chunk.isnan()]
+            missing += chunk.numel() - kept.numel()
+            if not kept.numel():
+                continue
+            chunk, (low, high) = kept, (number.item() for number in kept.aminmax())
+        lows.append(low)
+        highs.append(high)
+        total += chunk.sum(dtype=torch.float64).item()
+    parts = [f"{missing:,} NaN"] if missing else []
+    if lows:
+        mean = total / (tensor.numel() - missing)
+        parts.insert(0, f"from {min(lows):.4g} to {max(highs):.4g}, mean {mean:.4g}")
+    return ", ".join([*parts, beginning])

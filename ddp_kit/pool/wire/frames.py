@@ -1,0 +1,129 @@
+"""What a rank captures of the functions in which it raised, for `%ranks debug`.
+
+It is pickled without any code or class of the learner's: a `Summary` stands for everything that is
+not plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_SHOWN_ATTRIBUTES = 10
+_LONGEST_ATTRIBUTE = 80  # characters
+
+
+class FrameCopy(NamedTuple):
+    """A function of the learner's as it was when the exception passed through it."""
+
+    file: str
+    line: int
+    first_line: int  # where its definition begins
+    function: str
+    arguments: tuple[str, ...]  # their names, which are the first of `locals`
+    locals: dict[str, Any]
+    globals: dict[str, Any]  # those that it uses
+    left_out: int = 0  # how many more locals it had
+    skipped: int = 0  # functions between its caller in the list and itself
+
+
+class Captured(NamedTuple):
+    """All that was captured of an exception. from_gpu: some tensors are CPU copies."""
+
+    frames: tuple[FrameCopy, ...]
+    from_gpu: bool
+
+
+class TensorCopy:
+    """A small tensor on its way; when it is unpickled, it is a tensor again, on the CPU."""
+
+    def __init__(self, tensor: torch.Tensor, grad: TensorCopy | None) -> None:
+        data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        is_parameter = type(tensor) is torch.nn.Parameter
+        shape = tuple(data.shape)
+        self._parts = raw, data.dtype, shape, tensor.requires_grad, is_parameter, grad
+
+    def __reduce__(self) -> tuple:
+        return _tensor, self._parts
+
+
+def _tensor(
+    raw: bytes,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
+    grad: torch.Tensor | None,
+) -> torch.Tensor:
+    if raw:
+        tensor = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if is_parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    elif requires_grad:
+        tensor.requires_grad_()
+    if grad is not None:
+        tensor.grad = grad
+    return tensor
+
+
+class Summary:
+    """Stands for a value that was too large to be captured, or is not plain data.
+
+    kind: the name of its type, or "module", "function" or "class". note: what is known of it, as
+    text. attributes: those that were captured; they can be read from the summary. begin: the first
+    of its items.
+    """
+
+    __slots__ = ("__attributes", "__begin", "__kind", "__note")
+
+    def __init__(
+        self, kind: str, note: str = "", attributes: dict[str, Any] | None = None, begin: Any = None
+    ) -> None:
+        self.__kind, self.__note = kind, note
+        self.__attributes, self.__begin = attributes or {}, begin
+
+    def __reduce__(self) -> tuple:
+        return Summary, (self.__kind, self.__note, self.__attributes, self.__begin)
+
+    def __repr__(self) -> str:
+        text = f"{self.__kind} {self.__note}".rstrip()
+        if self.__begin is not None:
+            return f"<{text}: {self.__begin!r} ...>"
+        if self.__note or not self.__attributes:
+            return f"<{text}>"
+        shown = [
+            f"{name}={shorten(repr(value), _LONGEST_ATTRIBUTE)}"
+            for name, value in list(self.__attributes.items())[:_SHOWN_ATTRIBUTES]
+        ]
+        more = ["..."] if len(self.__attributes) > _SHOWN_ATTRIBUTES else []
+        return f"<{text}: {', '.join(shown + more)}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__attributes:
+            return self.__attributes[name]
+        raise AttributeError(f"no attribute {name!r} of this {self.__kind} was captured")
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__attributes)
+
+    def _refuse(self, *_: object) -> Any:
+        raise TypeError(f"only a summary of this {self.__kind} was captured")
+
+    # Without these, an expression would be about the summary and not about the value.
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = _refuse
+    __iter__ = __getitem__ = __contains__ = __call__ = __int__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __pow__ = _refuse
+    __hash__ = object.__hash__
+
+
+def shorten(text: str, longest: int) -> str:
+    """Return a text on one line, without its middle if it is longer than `longest` characters."""
+    text = " ".join(text.split())
+    half = (longest - 3) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"

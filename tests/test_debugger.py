@@ -1,0 +1,444 @@
+"""`%ranks debug`: what a rank captures when it raises, and how a notebook shows it.
+
+Most captures are made in this process, from an exception of a function below.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import pickle
+import re
+import sys
+import weakref
+
+import pytest
+import torch
+from kernels import ROOT
+
+import ddp_kit as kit
+from ddp_kit.pool import last_failed_run
+from ddp_kit.pool.rank import capture as capturing
+from ddp_kit.pool.rank.capture import capture
+from ddp_kit.pool.wire.frames import Captured, Summary
+
+
+def captured(function, *args) -> Captured:
+    """Return what is captured when `function` raises."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any type
+        function(*args)
+    return pickle.loads(capture(raised.value))
+
+
+def variables(*values) -> list:
+    """Return what is captured of each of these values in a function that raises."""
+
+    def fails(value):
+        raise ValueError
+
+    return [captured(fails, value).frames[-1].locals["value"] for value in values]
+
+
+# --- in a rank: what is captured ---------------------------------------------------------------
+
+
+def test_plain_values_and_small_tensors_are_captured_whole():
+    values = [3, 2.5, "text", None, True, [1, {"a": (2, {4})}], torch.float16, torch.Size([2, 3])]
+    assert variables(*values) == values
+    leaf = torch.tensor([1.0, float("nan")], requires_grad=True)
+    (leaf * 2).sum().backward()
+    for tensor in (
+        leaf,
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor(3),
+        torch.empty(0, 3),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+    ):
+        (copy,) = variables(tensor)
+        assert type(copy) is torch.Tensor
+        assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+        assert repr(copy) == repr(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+    (copy,) = variables(leaf)
+    assert copy.grad.tolist() == [2, 2]
+    (copy,) = variables(torch.nn.Parameter(torch.ones(2)))
+    assert type(copy) is torch.nn.Parameter
+
+
+def test_a_large_tensor_is_summarized_with_its_nans():
+    tensor = torch.arange(10_000.0)
+    tensor[5:8] = float("nan")
+    (summary,) = variables(tensor)
+    assert repr(summary) == (
+        "<Tensor of shape (10000,), float32: from 0 to 9999, mean 5001, 3 NaN, "
+        "beginning with 0, 1, 2>"
+    )
+    assert summary.shape == (10_000,)
+    assert summary.dtype is torch.float32
+    halves, flags, nothing, meta, sparse = variables(
+        torch.full((100, 100), 0.5, dtype=torch.bfloat16),
+        torch.arange(9_000) > 8_990,
+        torch.full((9_000,), float("nan")),
+        torch.ones(3, device="meta"),
+        torch.eye(3).to_sparse(),
+    )
+    assert "bfloat16: from 0.5 to 0.5, mean 0.5, beginning with 0.5, 0.5, 0.5" in repr(halves)
+    assert "bool: 9 True, beginning with False, False, False" in repr(flags)
+    assert "float32: 9,000 NaN, beginning with nan" in repr(nothing)
+    assert repr(meta) == "<Tensor of shape (3,), float32 on meta>"
+    assert repr(sparse) == "<Tensor of shape (3, 3), float32>"
+
+
+def test_objects_are_summarized_with_their_attributes():
+    class Config:
+        def __init__(self):
+            self.lr, self.layers = 0.1, [1, 2]
+
+    class Slotted:
+        __slots__ = ("empty", "full")
+
+        def __init__(self):
+            self.full = 1
+
+    Point = collections.namedtuple("Point", "x y")
+    names = [repr(value) for value in variables(Config(), Slotted(), Point(1, 2), len, Config, sys)]
+    assert names == [
+        "<Config: lr=0.1, layers=[1, 2]>",
+        "<Slotted: full=1>",
+        "<Point of 2 items: (1, 2) ...>",
+        "<function len>",
+        "<class Config>",
+        "<module sys>",
+    ]
+    config, point, model, error = variables(
+        Config(), Point(1, 2), torch.nn.Linear(2, 1), ValueError("why")
+    )
+    assert (config.lr, config.layers, point.y) == (0.1, [1, 2], 2)
+    assert (model.in_features, model.weight.shape, error.args) == (2, (1, 2), ("why",))
+    for use in (lambda: config == 1, lambda: bool(config), lambda: config * 2, lambda: config[0]):
+        with pytest.raises(TypeError, match="only a summary of this Config was captured"):
+            use()
+    with pytest.raises(AttributeError, match="no attribute 'step' of this Config was captured"):
+        config.step  # noqa: B018
+
+
+def test_no_code_of_the_learner_runs_while_it_is_captured():
+    ran = []
+
+    def note(*args, **kwargs):
+        ran.append(args)
+        raise RuntimeError
+
+    special = "__repr__ __str__ __getattr__ __getattribute__ __len__ __iter__ __eq__ __hash__"
+    special += " __reduce__ __reduce_ex__ __getstate__ __bool__ __sizeof__ __format__ __dir__"
+    code = dict.fromkeys(special.split(), note)
+    hidden = {"__class__": property(note), "__dict__": property(note), "value": property(note)}
+    bases = [object, list, dict, str, int, torch.nn.Module, ValueError]
+    hostile = [type("Hostile", (base,), code | hidden) for base in bases]
+    torch_function = {"__torch_function__": classmethod(note)}
+    data = [cls.__new__(cls) for cls in hostile]
+    data.append(torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), torch_function)))
+    (summaries,) = variables(data)
+    assert not ran
+    assert [repr(one).split()[0].strip("<>:") for one in summaries] == ["Hostile"] * 7 + ["Mine"]
+
+
+def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
+    def inner(text):
+        first, second = [text] * 300, torch.ones(10)  # noqa: F841
+        raise ValueError
+
+    def outer():
+        much = {number: torch.ones(2_000) for number in range(400)}  # noqa: F841
+        inner("x" * 900)
+
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        outer()
+    sent = capture(raised.value)
+    assert len(sent) < 3 * capturing.SIZE
+    *_, caller, last = pickle.loads(sent).frames
+    assert last.locals["second"].tolist() == [1] * 10
+    assert "Tensor" in repr(caller.locals["much"])
+
+    deep = [[[[[[["far"]]]]]]]
+    cycle = []
+    cycle.append(cycle)
+    huge = 1 << 20_000
+    shown = variables(
+        deep, cycle, huge, list(range(10_000)), "x" * 2_000, dict.fromkeys(range(999))
+    )
+    assert repr(shown[0]) == "[[[[[<list>]]]]]"
+    assert repr(shown[1]) == "[<list>]"
+    assert repr(shown[2]) == "<int of 20,001 bits>"
+    assert repr(shown[3]) == "<list of 10,000 items: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] ...>"
+    assert repr(shown[4]).startswith("<str of 2,000 characters: 'xxx")
+    assert repr(shown[5]).startswith("<dict of 999 items: {0: None, 1: None")
+
+    names = {f"name{number}": number for number in range(60)}
+    source = "def many():\n " + "; ".join(f"{n} = {v}" for n, v in names.items()) + "\n 1 / 0"
+    made = {}
+    exec(source, made)
+    frame = captured(made["many"]).frames[-1]
+    assert (len(frame.locals), frame.left_out) == (50, 10)
+
+    monkeypatch.setattr(capturing, "SECONDS", -1)
+    assert [type(value) for value in variables([1], 2)] == [Summary, Summary]
+
+
+def test_a_deep_recursion_is_captured_at_both_ends():
+    def recurse(depth):
+        recurse(depth + 1)
+
+    frames = captured(recurse, 0).frames[1:]
+    depths = [frame.locals["depth"] for frame in frames]
+    assert depths[:3] == [0, 1, 2]
+    assert depths[3:] == list(range(depths[3], depths[3] + 16))
+    assert [frame.skipped for frame in frames] == [0, 0, 0, depths[3] - 3, *[0] * 15]
+
+
+def test_closures_generators_and_the_frames_of_the_top_exception_are_captured():
+    outside = 7
+
+    def numbers():
+        for number in range(9):
+            yield 1 / (3 - number) + outside
+
+    frames = captured(lambda: list(numbers())).frames
+    assert frames[-1].function == "numbers"
+    assert frames[-1].locals == {"number": 3, "outside": 7}
+
+    def convert(text):
+        try:
+            return int(text)
+        except ValueError as error:
+            kept = error  # noqa: F841
+            raise RuntimeError("no number") from error
+
+    last = captured(convert, "seven").frames[-1]
+    assert last.function == "convert"
+    assert last.locals["text"] == "seven"
+    assert repr(last.locals["kept"]).startswith("<ValueError: args=")
+    assert last.arguments == ("text",)
+
+
+def test_a_failing_capture_is_empty_and_only_the_learners_functions_are_in_one(monkeypatch):
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 3)(torch.ones(5))  # raises in functions of PyTorch
+    (frame,) = pickle.loads(capture(raised.value)).frames
+    assert frame.function == sys._getframe().f_code.co_name
+    assert capture(ValueError("without a traceback")) == b""
+    monkeypatch.setattr(capturing, "is_own", lambda file: 1 / 0)
+    assert capture(raised.value) == b""
+
+
+def test_nothing_of_the_frames_is_kept_alive(monkeypatch):
+    class Held:
+        pass
+
+    made = {"Held": Held, "alive": [], "ref": weakref.ref}
+    source = "def fails():\n held = Held()\n alive.append(ref(held))\n raise ValueError"
+    exec(compile(source, "a cell", "exec"), made)
+    # The function that catches the exception is not the learner's in a rank either.
+    monkeypatch.setattr(capturing, "is_own", lambda file: file == "a cell")
+    gc.collect()
+    gc.disable()  # nothing may need it
+    try:
+        try:
+            made["fails"]()
+        except ValueError as error:
+            sent = capture(error)
+        assert list(pickle.loads(sent).frames[0].locals) == ["held"]
+        assert made["alive"][0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_tensor_on_a_gpu_is_copied_unless_the_gpu_is_busy():
+    def fails(tensor):
+        raise ValueError
+
+    small = torch.arange(3, device="cuda")
+    found = captured(fails, small)
+    assert found.from_gpu
+    assert found.frames[-1].locals["tensor"].tolist() == [0, 1, 2]
+    torch.cuda._sleep(2_000_000_000)
+    found = captured(fails, small)
+    torch.cuda.synchronize()
+    assert repr(found.frames[-1].locals["tensor"]) == "<Tensor of shape (3,), int64 on cuda:0>"
+
+
+# --- what travels, and what does not -----------------------------------------------------------
+
+
+def fails(rank, world_size, password):
+    mine = torch.full((2,), float(rank))
+    if rank == 1:
+        raise ValueError("boom")
+    return mine
+
+
+def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
+    with pytest.raises(kit.RankError) as raised:
+        pool.run(fails, "secret-7731")
+    last = last_failed_run()
+    assert list(last.captured) == [1]
+    frame = pickle.loads(last.captured[1]).frames[-1]
+    assert frame.arguments == ("rank", "world_size", "password")
+    assert frame.locals["mine"].tolist() == [1, 1]
+    assert frame.locals["password"] == "secret-7731"
+    error = raised.value
+    assert b"secret-7731" not in pickle.dumps(error)
+    assert "secret-7731" not in f"{error}{error!r}{vars(error)}"
+    with pytest.raises(kit.RankError):
+        kit.torchrun(fails, "other", nproc_per_node=2)
+    frame = pickle.loads(last_failed_run().captured[1]).frames[-1]
+    assert frame.locals["password"] == "other"
+
+
+# --- in the notebook ---------------------------------------------------------------------------
+
+SET_UP = """
+%reload_ext ddp_kit
+def share(total, parts):
+    big = torch.ones(100, 100)
+    return total / parts
+
+def worker(rank, world_size):
+    weights = torch.tensor([1.0, 2.0]) * rank
+    if rank % 2:
+        share(weights, [])
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(shared):
+    """A kernel in which ranks 1 and 3 have raised, after one in which nothing had."""
+    shared.run("%load_ext ddp_kit")
+    nothing = shared.raises("%ranks debug")
+    assert nothing.rendered == (
+        "PoolError: %ranks debug shows ranks that raised, and no run has failed yet"
+    )
+    shared.cell = shared.run(SET_UP).contents("execute_input")[0]["execution_count"]
+    shared.raises("kit.run(worker, world_size=4)")
+    return shared
+
+
+def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
+    place = f"Cell In[{notebook.cell}]"
+    cell = notebook.send("%ranks debug 3")
+    replies = ["p total * 2", "p nothing", "up", "args", "whatis weights", "step", "list", "q"]
+    for reply in replies:
+        assert cell.asked() == "(rank 3) "
+        notebook.client.input(reply)
+    cell.finish()
+    assert cell.error is None
+    assert cell.stderr == ""
+    assert cell.stdout.splitlines() == [
+        f"> {place}, line 4, in share",
+        "-> return total / parts",
+        "tensor([ 6., 12.])",
+        "*** NameError: name 'nothing' is not defined",
+        f"> {place}, line 9, in worker",
+        "-> share(weights, [])",
+        "rank = 3",
+        "world_size = 4",
+        "<class 'torch.Tensor'>",
+        "*** unavailable, because the rank has gone on; help lists the commands",
+        "  4  \t    return total / parts",
+        "  5  \t",
+        "  6  \tdef worker(rank, world_size):",
+        "  7  \t    weights = torch.tensor([1.0, 2.0]) * rank",
+        "  8  \t    if rank % 2:",
+        "  9  ->\t        share(weights, [])",
+        "[EOF]",
+    ]
+
+
+def test_commands_may_stand_in_the_line(notebook):
+    cell = notebook.run("%ranks debug where; p torch.ones(2) + total, big.shape; locals")
+    place = f"Cell In[{notebook.cell}]"
+    where = [
+        f"> {place}, line 4, in share",
+        "-> return total / parts",
+    ]
+    assert cell.stdout.splitlines() == [
+        *where,
+        f"  {place}, line 9, in worker",
+        "-> share(weights, [])",
+        *where,
+        "(tensor([2., 3.]), torch.Size([100, 100]))",
+        "total = tensor([1., 2.])",
+        "parts = []",
+        "big = <Tensor of shape (100, 100), float32: from 1 to 1, mean 1, beginning with 1, 1, 1>",
+    ]
+    helped = notebook.run("%ranks debug 1 help").stdout
+    assert {"where", "locals", "whatis", "pp"} <= set(helped.split())
+    assert not {"step", "break", "until"} & set(helped.split())
+
+
+def test_without_a_reader_everything_is_shown_once(notebook):
+    cell = notebook.send("%ranks debug 1", allow_stdin=False).finish()
+    assert cell.error is None
+    assert cell.stdout.count("total = tensor([1., 2.])\n") == 1
+    assert cell.stdout.count("weights = tensor([1., 2.])\n") == 1
+    assert cell.stdout.count("-> share(weights, [])\n") == 1
+    assert cell.stdout.endswith("They may follow the rank: %ranks debug 1 where; p ...\n")
+
+
+def test_an_interrupt_ends_the_debugger(notebook):
+    cell = notebook.send("%ranks debug 1")
+    cell.asked()
+    notebook.manager.interrupt_kernel()
+    cell.finish()
+    assert cell.error is None
+    assert notebook.value("1 + 1") == "2"
+
+
+def test_a_rank_that_cannot_be_debugged_is_one_sentence(notebook):
+    assert notebook.raises("%ranks debug 0").rendered == (
+        "PoolError: rank 0 did not raise in the last run that failed; ranks 1 and 3 did"
+    )
+    assert "rank -1 did not raise" in notebook.raises("%ranks debug -1").rendered
+    notebook.raises("kit.run(lambda rank: None, world_size=2)")  # never starts, so it is no run
+    assert "> Cell" in notebook.run("%ranks debug 1 q").stdout
+    notebook.raises("%%ranks -n 2\nheld = rank + 1\nheld / 0")
+    assert notebook.run("%ranks debug 1 locals").stdout.splitlines()[2:] == [
+        "rank = 1",
+        "world_size = 2",
+        "held = 2",
+    ]
+    notebook.raises("kit.run(lambda rank, world_size: open(os.devnull), world_size=2)")
+    assert notebook.raises("%ranks debug").rendered == (
+        "PoolError: no rank raised in a function of yours on this host (RankError)"
+    )
+    assert notebook.raises("%ranks debug 1").rendered == (
+        "PoolError: rank 1 did not raise in a function of yours"
+    )
+
+
+def test_the_readme_shows_a_session_as_it_is(notebook):
+    section = (ROOT / "README.md").read_text(encoding="utf8").split("## When a rank raises")[1]
+    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
+    notebook.raises(code)
+    magic, *lines = shown.splitlines()
+    cell = notebook.send(magic)
+    for line in lines:
+        if line.startswith("(rank 1) "):
+            assert cell.asked() == "(rank 1) "
+            notebook.client.input(line.removeprefix("(rank 1) "))
+    cell.finish()
+    answers = [line for line in lines if not line.startswith("(rank 1) ")]
+    assert re.sub(r"In\[\d+\]", "In[3]", cell.stdout).splitlines() == answers
+
+
+def test_after_a_deadlock_the_debugger_says_what_it_needs(kernel):
+    kernel.run("%load_ext ddp_kit")
+    kernel.raises(
+        "kit.run(lambda rank, world_size: dist.recv(torch.ones(1), 1 - rank), world_size=2)"
+    )
+    assert kernel.raises("%ranks debug").rendered == (
+        "PoolError: %ranks debug shows ranks that raised, and none did: the last run that failed "
+        "ended with a DeadlockError"
+    )
