@@ -64,10 +64,10 @@ style: $(STAMP)  ## check style, imports and types
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
-check: style  ## the quick checks: style, one notebook, a lesson under each launcher
+check: style  ## the quick checks: style, types, one notebook, a lesson under each launcher
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
-test: style  ## check style, tests and every notebook; TORCH=2.x.y: with that PyTorch
+test: style  ## check style, types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 16 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -447,7 +447,8 @@ def test_a_run_ends_at_its_timeout():
         "rank 0 was waiting in recv(src=1)",
         f"    {line_of(one_is_late, 2)}: dist.recv(torch.zeros(1), src=1)",
         "rank 1 had not returned",
-        "Look for a loop that does not end. If the work needs longer, raise the timeout.",
+        "Look for a loop that does not end on rank 1, or a wait that the kit does not record, such "
+        "as for a queue, a lock or a process. If the work needs longer, raise the timeout.",
     ]
     assert kit.run(total, world_size=2)[0] == 1
 
