@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kernels import Cell, Kernel
 import ddp_kit as kit
 from ddp_kit.notebook.displayed import show_displayed
 from ddp_kit.pool.rank.displayed import LIMIT
+from ddp_kit.pool.view import as_seen
 
 SHARED = """
 import logging, sys
@@ -137,6 +139,60 @@ def test_a_value_that_is_no_json_ends_the_rank(notebook):
     assert "rank 0 raised TypeError: Object of type set is not JSON serializable" in cell.rendered
 
 
+def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(notebook):
+    notebook.run(
+        "from ddp_kit.notebook.displayed import show_displayed\n"
+        "from ddp_kit.pool import view\n"
+        "def worker(rank, world_size, fails):\n"
+        "    display({'text/plain': 5}, raw=True)\n"
+        "    return 7 // (not fails)"
+    )
+    cell = notebook.run("result = kit.run(worker, False, world_size=1)")
+    assert cell.stdout == "rank 0: 5\n"
+    notebook.run("view.show_displayed = lambda displayed: displayed['none']")
+    try:
+        cell = notebook.run("result = kit.run(worker, False, world_size=1)")
+        assert cell.stdout == "what the ranks displayed cannot be shown: KeyError('none')\n"
+        assert notebook.value("result[0]") == "7"
+        cell = notebook.raises("kit.run(worker, True, world_size=1)")
+        assert "rank 0 raised ZeroDivisionError" in cell.rendered
+    finally:
+        notebook.run("view.show_displayed = show_displayed")
+
+
+def test_an_update_without_an_id_replaces_what_has_none(notebook):
+    notebook.run(
+        "def worker(rank, world_size, publish):\n"
+        "    from IPython.display import publish_display_data\n"
+        "    display('first')\n"
+        "    if publish:\n"
+        "        publish_display_data({'text/plain': 'second'}, update=True)\n"
+        "    display('second', update=True)\n"
+    )
+    for publish in (False, True):
+        cell = notebook.raises(f"kit.run(worker, {publish}, world_size=1)")
+        assert "TypeError: display_id required for update_display" in cell.rendered
+        assert shown(cell) == ["rank 0: 'first'"]
+
+
+@pytest.mark.parametrize("module", ["None", "types.ModuleType('half imported')"])
+def test_a_strange_pyplot_ends_the_rank(notebook, module):
+    notebook.run(
+        "import types\n"
+        "def worker(rank, world_size):\n"
+        f"    sys.modules['matplotlib'] = sys.modules['matplotlib.pyplot'] = {module}\n"
+        "    raise ValueError('boom')"
+    )
+    code = (
+        "with kit.WorkerPool(1) as own:\n"
+        "    try:\n"
+        "        own.run(worker)\n"
+        "    except kit.RankError as error:\n"
+        "        print(error.failures[0].message)"
+    )
+    assert notebook.run(code).stdout == "boom\n"
+
+
 def test_a_run_that_is_not_to_be_seen_shows_what_it_displays(notebook):
     cell = notebook.run(
         "from ddp_kit.pool import view\n"
@@ -180,7 +236,20 @@ def test_equal_displays_are_folded_across_different_ones(capsys):
     same = ({"text/html": "a", "text/plain": "<object at another address>"}, {})
     show_displayed({0: [html[0]], 1: [html[1], html[0]], 3: [same]})
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
-    assert heads == ["ranks 0 and 3:", "rank 1:", "rank 1:"]
+    assert heads == ["ranks 0, 1 and 3:", "rank 1:"]
+
+
+def test_a_figure_of_all_ranks_appears_again_after_a_table_of_one(notebook):
+    notebook.run(
+        "def worker(rank, world_size):\n"
+        "    if rank == 0:\n"
+        "        display(Table(0))\n"
+        "    plt.plot([0, 1])\n"
+        "    plt.show()"
+    )
+    cell = notebook.run("kit.run(worker, world_size=2)")
+    table = ["rank 0:", "<table>0</table>"]
+    assert shown(cell) == [*table, "ranks 0 and 1:", FIGURE]
 
 
 # --- logging -------------------------------------------------------------------------------
@@ -216,6 +285,15 @@ def test_logging_is_configured_in_the_notebook_only(notebook):
         "logging.basicConfig(level=logging.WARNING, handlers=[], force=True)"
     )
     assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
+
+
+def test_a_handler_without_a_stream_ends_each_run(monkeypatch):
+    class Own(logging.StreamHandler):
+        def __init__(self):
+            logging.Handler.__init__(self)
+
+    monkeypatch.setattr(logging.root, "handlers", [Own()])
+    assert kit.run(lambda rank, world_size: rank, world_size=1)[0] == 0
 
 
 # --- tqdm ----------------------------------------------------------------------------------
@@ -269,6 +347,13 @@ def test_a_bar_of_tqdm_is_text_between_the_prints(notebook, tmp_path):
     assert cell.stderr == ""
 
 
+@pytest.fixture
+def live(monkeypatch):
+    """A run has a live view, as on a terminal."""
+    monkeypatch.setattr(kit.pool.view, "open_view", kit.pool.view.NoView)
+
+
+@pytest.mark.usefixtures("live")
 def test_a_bar_that_is_left_or_written_to_a_file_is_printed_or_lost(tmp_path):
     def worker(rank, world_size, path):
         from tqdm import tqdm
@@ -291,7 +376,36 @@ def test_a_bar_that_is_left_or_written_to_a_file_is_printed_or_lost(tmp_path):
     assert "2/2" in path.read_text()
 
 
-def test_a_script_shows_a_bar_of_tqdm_as_text(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("live")
+def test_a_bar_with_strange_numbers_ends_the_worker():
+    def worker(rank, world_size):
+        from tqdm import tqdm
+
+        for number in (float("nan"), float("inf"), -5, 2**80):
+            with tqdm(total=number, mininterval=0) as outer, tqdm(mininterval=0) as inner:
+                outer.refresh()
+                inner.n = number
+                inner.refresh()
+        return "fine"
+
+    assert kit.run(worker, world_size=1)[0] == "fine"
+
+
+def test_a_script_without_a_terminal_loses_a_bar_of_tqdm():
+    def worker(rank, world_size):
+        from tqdm import tqdm
+        from tqdm.notebook import tqdm as in_notebook
+
+        for kind in (tqdm, in_notebook):
+            for _ in kind(range(3), desc=kind.__name__):
+                pass
+
+    result = kit.run(worker, world_size=1)
+    last = [as_seen(line) for line in result.output[0].removesuffix("\n").split("\n")]
+    assert ["3/3" in line and line.split(":")[0] for line in last] == ["tqdm", "tqdm_notebook"]
+
+
+def test_a_terminal_shows_a_bar_of_tqdm_as_text(monkeypatch, tmp_path):
     def worker(rank, world_size, go):
         from tqdm import tqdm
 

@@ -269,12 +269,14 @@ def test_ranks_of_two_hosts_return_print_and_are_traced():
         else:
             dist.recv(torch.zeros(2), 0)
         print(f"rank {rank} of {world_size}, on host {os.environ['GROUP_RANK']}")
+        if rank == 1:
+            display("text", display_id=True, metadata={})  # noqa: F821 - as in a notebook
         return rank * 10
 
     with OtherHost() as other_host:
         result = on_two_hosts(worker)
     assert list(result) == [0, 10]
-    assert result.output == ("rank 0 of 2, on host 0\n", "rank 1 of 2, on host 1\n")
+    assert result.output == ("rank 0 of 2, on host 0\n", "rank 1 of 2, on host 1\ntext\n")
     assert [(m.src, m.dst, m.nbytes) for m in result.trace.messages()] == [(0, 1, 8)]
     assert "[rank 1] rank 1 of 2, on host 1\n" in other_host.getvalue()
     assert "rank 1 of 2, on host 1" in other_host.output

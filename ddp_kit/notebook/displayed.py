@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from IPython.display import display
 
@@ -12,28 +13,29 @@ from ddp_kit.pool.wire.messages import Bundle
 
 
 def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
-    """Show it in rank order: text beside its heading, and what several ranks displayed once."""
-    shown: set[tuple[int, int]] = set()
+    """Show it in rank order: text beside its heading, what looks the same on several ranks once."""
+    ranks: dict[tuple[str, int], list[int]] = {}
     for rank, bundles in displayed.items():
-        for at, bundle in enumerate(bundles):
-            data, metadata = bundle
+        for look in _looks(bundles):
+            ranks.setdefault(look, []).append(rank)
+    for rank, bundles in displayed.items():
+        for (data, metadata), look in zip(bundles, _looks(bundles), strict=True):
             if set(data) == {"text/plain"}:
                 head = f"rank {rank}: "
-                print(head + textwrap.indent(data["text/plain"], " " * len(head)).lstrip())
-            elif (rank, at) not in shown:
-                same = [r for r, others in displayed.items() if _is_same(bundle, others[at:])]
-                shown |= {(other, at) for other in same}
-                print(f"{_name_range(same)}:")
+                print(head + textwrap.indent(str(data["text/plain"]), " " * len(head)).lstrip())
+            elif ranks[look][0] == rank:
+                print(f"{_name_range(ranks[look])}:")
                 display(data, metadata=metadata, raw=True)
 
 
-def _is_same(bundle: Bundle, others: Sequence[Bundle]) -> bool:
-    """Return whether the first of others looks the same. Its text may contain an address."""
-    return bool(others) and _without_text(bundle) == _without_text(others[0])
-
-
-def _without_text(bundle: Bundle) -> dict:
-    return {kind: value for kind, value in bundle[0].items() if kind != "text/plain"}
+def _looks(bundles: Sequence[Bundle]) -> Iterator[tuple[str, int]]:
+    """Yield how each bundle looks, and how many up to it look so."""
+    seen: Counter[str] = Counter()
+    for data, _ in bundles:
+        # The text of a figure or a table may contain an address.
+        look = repr(sorted((kind, value) for kind, value in data.items() if kind != "text/plain"))
+        seen[look] += 1
+        yield look, seen[look]
 
 
 def _name_range(ranks: Sequence[int]) -> str:

@@ -249,12 +249,12 @@ def current_environment() -> Environment:
         ) from None
     path = tuple(map(str, sys.path))
     data = undecoded_variables()
-    logs = current_log_settings()
+    logs, is_live = current_log_settings(), view.is_live()
     if _last is not None and data == _last[0]:
         last = _last[1]
-        if (path, folder) == last[:2] and logs is last.logs:
+        if (path, folder) == last[:2] and logs is last.logs and is_live == last.is_live:
             return last
     in_notebook = view.show_displayed is not None
-    environment = Environment(path, folder, dict(os.environ), logs, in_notebook)
+    environment = Environment(path, folder, dict(os.environ), logs, in_notebook, is_live)
     _last = None if data is None else (dict(data), environment)
     return environment

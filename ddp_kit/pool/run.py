@@ -337,7 +337,10 @@ class Run:
         replies = sorted((self._reports.returned | self._reports.raised).items())
         displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
         if displayed and view.visible and view.show_displayed is not None:
-            view.show_displayed(displayed)
+            try:
+                view.show_displayed(displayed)
+            except Exception as error:  # the result or the error of the run matters more
+                view.say(f"what the ranks displayed cannot be shown: {error!r}")
 
     def positions(self) -> list[str]:
         """Return lines that say where the ranks were when the run was stopped."""

@@ -84,7 +84,7 @@ class TerminalView:
 
     def update(self, lines: Sequence[RankLine]) -> None:
         """Show all ranks in one line."""
-        if not sys.stderr.isatty():
+        if not _on_terminal():
             return
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         seconds = int(time.monotonic() - self._opened)
@@ -151,6 +151,19 @@ def _cut(text: str, columns: int) -> str:
 
 # `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.
 open_view: Callable[[int], View] = TerminalView
+
+
+def is_live() -> bool:
+    """Return whether a run is shown while it lasts: in a notebook or on a terminal."""
+    return open_view is not TerminalView or _on_terminal()
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
 
 visible = True  # False in a block of `unseen`
 

@@ -166,7 +166,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     os.register_at_fork(after_in_child=board.unshare)
     environment.end_with_agent()  # not the observer, which reports that this process has ended
     board.answer_with_stacks()
-    builtins.display = print  # type: ignore[attr-defined]  # only the notebook's host shows pictures
+    builtins.display = _display  # type: ignore[attr-defined]
     out, err = _Tee(printed, sys.stdout), _Tee(printed, sys.stderr)
     how, recorder = RETURNED, None
     try:
@@ -190,6 +190,11 @@ def _run_elsewhere(packed: str, rank: int) -> None:
         if how == RETURNED:
             _leave()
         observer.end()
+
+
+def _display(*values: object, **_options: object) -> None:
+    """Print values, because only the ranks on the notebook's host show pictures."""
+    print(*values)
 
 
 def _send(report: RemoteReport, rank: int, how: str) -> None:

@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -69,8 +70,8 @@ def restore() -> None:
     """Undo what a worker may have changed of `enable`; in a notebook, `display` is a builtin."""
     enable()
     builtins.display = display  # type: ignore[attr-defined]
-    if "matplotlib" in sys.modules:
-        _draw_for_notebook(sys.modules["matplotlib"])
+    if (matplotlib := sys.modules.get("matplotlib")) is not None:  # None: not to be imported
+        _draw_for_notebook(matplotlib)
 
 
 def _draw_for_notebook(matplotlib: ModuleType) -> None:
@@ -98,7 +99,7 @@ def display(
 ) -> Any:
     """Show values below the prints of this rank, as IPython's `display` does in a cell.
 
-    Raises TypeError for raw data that is not JSON.
+    Raises TypeError for raw data that is not JSON, and for an update without an id.
     """
     handle = None
     if name := (transient or {}).get("display_id") or display_id:
@@ -133,6 +134,8 @@ def clear_output(wait: bool = False) -> None:
 def _publish(data: dict, metadata: dict, name: str | None, update: bool) -> None:
     plain = {kind: _plain(value) for kind, value in data.items() if kind != WIDGET}
     bundle = plain, _plain(metadata)
+    if update and not name:
+        raise TypeError("display_id required for update_display")  # in IPython's words
     (_displayed.update if update else _displayed.add)(bundle, name)
 
 
@@ -154,8 +157,9 @@ def show_figures(besides: Any = None) -> None:
 
 def take() -> list[Bundle]:
     """Return what was displayed since the last call; close figures that nobody has shown."""
-    if "matplotlib.pyplot" in sys.modules:
-        sys.modules["matplotlib.pyplot"].close("all")
+    with suppress(Exception):  # it may be half imported
+        if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+            pyplot.close("all")
     if not _displayed.ids and not _displayed.left_out:
         return []
     taken = list(filter(any, _displayed.bundles))

@@ -117,6 +117,7 @@ class RankServer:
         rank, world_size = self._joined.rank, self._joined.world_size
         if call.environment:
             self._environment, self._is_restored = call.environment, False
+            progress.is_live = call.environment.is_live
         for name, source in call.cells.items():
             # No mtime: linecache keeps such an entry, as it does for IPython's own.
             linecache.cache[name] = (len(source), None, source.splitlines(True), name)

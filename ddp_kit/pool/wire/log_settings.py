@@ -53,7 +53,8 @@ def current_log_settings() -> LogSettings:
 
 def _prints(handler: logging.Handler) -> bool:
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return isinstance(handler, logging.StreamHandler) and handler.stream in streams
+    stream = getattr(handler, "stream", None)  # a subclass may have none
+    return isinstance(handler, logging.StreamHandler) and stream is not None and stream in streams
 
 
 def _pickle(formatter: logging.Formatter | None) -> bytes | None:

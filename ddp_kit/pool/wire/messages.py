@@ -56,6 +56,7 @@ class Environment(NamedTuple):
     variables: dict[str, str]  # os.environ
     logs: LogSettings
     in_notebook: bool  # which shows what a rank displays
+    is_live: bool  # a view shows bars while the run lasts
 
 
 class JoinGroup(NamedTuple):

@@ -15,6 +15,8 @@ from ddp_kit.trace.rank import recorder
 
 T = TypeVar("T")
 
+is_live = True  # whether there is a live view, which shows bars in place of their text
+
 
 def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
     """Yield the items of `iterable`; meanwhile the live view shows a progress bar for this rank.
@@ -56,7 +58,7 @@ def _with_progress(iterable: Iterable[T], total: int | None) -> Iterator[T]:
 
 
 def take_over_tqdm(std: ModuleType) -> None:
-    """Show the bars of tqdm in the live view, too, and not as text among the prints.
+    """Show the bars of tqdm in the live view if there is one, and not as text among the prints.
 
     std: the module `tqdm.std`, whose class the others inherit from.
     """
@@ -66,15 +68,17 @@ def take_over_tqdm(std: ModuleType) -> None:
         original: Callable, bar: Any, msg: str | None = None, pos: int | None = None
     ) -> bool:
         if msg != "":  # which would clear it
-            bars[bar] = None
-            _show_bar(bar)
+            with suppress(Exception):  # its numbers may be NaN, or too large for the board
+                bars[bar] = None
+                _show_bar(bar)
         return True
 
     def close(original: Callable, bar: Any) -> None:
         bar.sp = None  # it writes nothing at its end, like a bar of a GUI
         original(bar)
-        around = [other for other in bars if _is_shown(other)]
-        _show_bar(around[-1] if around else None)  # the innermost
+        with suppress(Exception):  # another thread may have opened a bar meanwhile
+            around = [other for other in list(bars) if _is_shown(other)]
+            _show_bar(around[-1] if around else None)  # the innermost
 
     def write_nothing(original: Callable, bar: Any, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -99,8 +103,8 @@ def _replace(cls: type, name: str, shown: Callable) -> None:
 
 
 def _is_shown(bar: Any) -> bool:
-    """Return whether a bar is open and would write to the terminal."""
-    is_open = not getattr(bar, "disable", True)
+    """Return whether the live view shows a bar: an open one that would write to the terminal."""
+    is_open = is_live and not getattr(bar, "disable", True)
     return is_open and getattr(bar, "fp", None) in (sys.stdout, sys.stderr)
 
 
@@ -120,7 +124,7 @@ def fill_tqdm_notebook(_own: Callable[[ModuleType], None], module: ModuleType) -
     from tqdm.std import tqdm
 
     class tqdm_notebook(tqdm):
-        """A bar in the live view."""
+        """A bar in the live view, or of text."""
 
         def __init__(self, *args: Any, display: bool = True, **kwargs: Any) -> None:
             kwargs["disable"] = bool(kwargs.get("disable"))
