@@ -153,7 +153,7 @@ def test_nobody_looks_in_a_script_or_during_a_run(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
         pool.run(pid)
-        assert not pool._will_look, "there is no event loop"
+        assert pool._looks_in is None, "there is no event loop"
         monkeypatch.setattr(pool_module, "UNUSED", 0.0)
         pool._running = True
         in_loop(pool._end_unused, lambda: True)
