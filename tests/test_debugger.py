@@ -297,6 +297,24 @@ def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
     assert frame.locals["password"] == "other"
 
 
+def test_a_run_that_fails_otherwise_takes_the_place_of_an_older_one(pool):
+    with pytest.raises(kit.RankError):
+        pool.run(fails, "old")
+    assert last_failed_run().captured
+    with pytest.raises(kit.PoolError, match="cannot be rebuilt"):
+        pool.run(returns_what_cannot_be_rebuilt)
+    assert last_failed_run() == ("PoolError", {}, {})
+
+
+class OnlyInTheRank:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def returns_what_cannot_be_rebuilt(rank, world_size):
+    return OnlyInTheRank()
+
+
 # --- in the notebook ---------------------------------------------------------------------------
 
 SET_UP = """
