@@ -58,16 +58,16 @@ QUICK := notebooks/00_start_here.ipynb tests/test_verdict.py tests/test_errors.p
     tests/lessons/test_every_lesson.py::test_a_lesson_runs_under_torchrun_as_the_readme_says \
     tests/lessons/test_under_mpiexec.py::test_a_lesson_runs_as_the_readme_says
 
-style: $(STAMP)  ## check style, imports and types
+style: $(STAMP)  ## check style, imports and the types of the public names
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
-check: style  ## the quick checks: style, types, one notebook, a lesson under each launcher
+check: style  ## the quick checks: style, public types, one notebook, a lesson under each launcher
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
-test: style  ## check style, types, tests and every notebook; TORCH=2.x.y: with that PyTorch
+test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 16 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n 2 --dist loadfile

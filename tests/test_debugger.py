@@ -297,6 +297,24 @@ def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
     assert frame.locals["password"] == "other"
 
 
+def test_a_run_that_fails_otherwise_takes_the_place_of_an_older_one(pool):
+    with pytest.raises(kit.RankError):
+        pool.run(fails, "old")
+    assert last_failed_run().captured
+    with pytest.raises(kit.PoolError, match="cannot be rebuilt"):
+        pool.run(returns_what_cannot_be_rebuilt)
+    assert last_failed_run() == ("PoolError", {}, {})
+
+
+class OnlyInTheRank:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def returns_what_cannot_be_rebuilt(rank, world_size):
+    return OnlyInTheRank()
+
+
 # --- in the notebook ---------------------------------------------------------------------------
 
 SET_UP = """
@@ -357,7 +375,7 @@ def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
 
 
 def test_commands_may_stand_in_the_line(notebook):
-    cell = notebook.run("%ranks debug where; p torch.ones(2) + total, big.shape; locals")
+    cell = notebook.run("%ranks debug where ;; p torch.ones(2) + total, big.shape, ';' ;; locals")
     place = f"Cell In[{notebook.cell}]"
     where = [
         f"> {place}, line 4, in share",
@@ -368,7 +386,7 @@ def test_commands_may_stand_in_the_line(notebook):
         f"  {place}, line 9, in worker",
         "-> share(weights, [])",
         *where,
-        "(tensor([2., 3.]), torch.Size([100, 100]))",
+        "(tensor([2., 3.]), torch.Size([100, 100]), ';')",
         "total = tensor([1., 2.])",
         "parts = []",
         "big = <Tensor of shape (100, 100), float32: from 1 to 1, mean 1, beginning with 1, 1, 1>",
@@ -384,7 +402,7 @@ def test_without_a_reader_everything_is_shown_once(notebook):
     assert cell.stdout.count("total = tensor([1., 2.])\n") == 1
     assert cell.stdout.count("weights = tensor([1., 2.])\n") == 1
     assert cell.stdout.count("-> share(weights, [])\n") == 1
-    assert cell.stdout.endswith("They may follow the rank: %ranks debug 1 where; p ...\n")
+    assert cell.stdout.endswith("They may follow the rank: %ranks debug 1 where ;; p ...\n")
 
 
 def test_an_interrupt_ends_the_debugger(notebook):

@@ -11,8 +11,8 @@ import psutil
 from processes import ended, wait_until
 
 import ddp_kit as kit
+from ddp_kit.pool import keep_names, view
 from ddp_kit.pool import pool as pool_module
-from ddp_kit.pool import view
 
 
 def pid(rank, world_size):
@@ -149,11 +149,33 @@ def test_ranks_are_used_hold_names_or_are_together_and_end_all_the_same(monkeypa
         assert len(processes.ranks) == 3, "mpiexec would end all of them"
 
 
+def test_a_loop_looks_although_an_earlier_one_was_closed(monkeypatch):
+    with kit.WorkerPool(1) as pool:
+        pool.run(pid, world_size=2)
+        in_loop(lambda: pool.run(pid), lambda: True)  # closed long before UNUSED is over
+        monkeypatch.setattr(pool_module, "UNUSED", 0.1)
+        in_loop(lambda: pool.run(pid), lambda: len(pool._processes.ranks) == 1)
+
+
+def test_ranks_are_kept_for_names_only_as_long_as_they_have_any(monkeypatch):
+    with kit.WorkerPool(2) as pool:
+        monkeypatch.setitem(pool_module._shared, "spawn", pool)
+        assert keep_names("spawn", {1, 5})
+        assert [rank.has_names for rank in pool._processes.ranks] == [False, True]
+        assert keep_names("spawn", {0})
+        assert [rank.has_names for rank in pool._processes.ranks] == [True, True]
+        pool.restart()
+        assert not any(rank.has_names for rank in pool._processes.ranks)
+        assert keep_names("spawn", {0, 1}, keep=False)
+        monkeypatch.delitem(pool_module._shared, "spawn")
+        assert not keep_names("spawn", {0, 1})
+
+
 def test_nobody_looks_in_a_script_or_during_a_run(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
         pool.run(pid)
-        assert not pool._will_look, "there is no event loop"
+        assert pool._looks_in is None, "there is no event loop"
         monkeypatch.setattr(pool_module, "UNUSED", 0.0)
         pool._running = True
         in_loop(pool._end_unused, lambda: True)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -187,13 +188,15 @@ class _Job:
             result = run.execute(packed, self.program.backend or "gloo", timeout)
         except KitError as error:
             if run.others is not None:
-                error.output = (*error.output, *run.others.output())
+                here = error.output or ("",) * self.here
+                error.output = (*here, *run.others.output())
                 if isinstance(error, MismatchError) and error.result is not None:
                     error.result = self._add_remote(error.result, run.others)
             raise
         finally:
             if run.others is not None:
-                print_output([*[""] * self.here, *run.others.output()])
+                interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+                print_output([*[""] * self.here, *run.others.output()], kept=not interrupted)
         return result if run.others is None else self._add_remote(result, run.others)
 
     def _add_remote(self, result: Result, others: OtherHosts) -> Result:

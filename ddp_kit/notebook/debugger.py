@@ -25,39 +25,16 @@ from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, shorten
 
 LONGEST_VALUE = 200  # characters of a variable in the list of all
 # Commands of pdb that continue a program, change where it stops, or need its exception.
-_NEED_A_PROGRAM = frozenset(
-    {
-        "b",
-        "break",
-        "cl",
-        "clear",
-        "commands",
-        "condition",
-        "debug",
-        "disable",
-        "enable",
-        "exceptions",
-    }
-    | {
-        "ignore",
-        "interact",
-        "j",
-        "jump",
-        "n",
-        "next",
-        "r",
-        "restart",
-        "return",
-        "retval",
-        "run",
-        "rv",
-    }
-    | {"s", "step", "tbreak", "unt", "until"}
-)
+_NEED_A_PROGRAM = """
+    b break cl clear commands condition debug disable enable exceptions ignore interact j
+    jump n next r restart return retval run rv s step tbreak unt until
+"""
 
 
 def debug(line: str) -> None:
-    """Show the variables of a rank that raised. line: its number, then commands; both optional.
+    """Show the variables of a rank that raised.
+
+    line: its number, then commands, separated by ";;" as in pdb; both are optional.
 
     Raises PoolError if there is nothing to show.
     """
@@ -65,7 +42,7 @@ def debug(line: str) -> None:
     is_rank = re.fullmatch(r"-?\d+", first) is not None
     commands = line.strip().removeprefix(first).strip() if is_rank else line.strip()
     rank, captured = _find(int(first) if is_rank else None)
-    given = [one for one in map(str.strip, re.split(";+", commands)) if one]
+    given = [one for one in map(str.strip, commands.split(";;")) if one]
     RankDebugger(rank, captured, [*given, "quit"] if given else []).start()
 
 
@@ -138,7 +115,7 @@ class RankDebugger(_Pdb):
             self.do_locals("")
         self.message(
             "This front end cannot ask for commands. They may follow the rank: "
-            f"%ranks debug {self._rank} where; p ..."
+            f"%ranks debug {self._rank} where ;; p ..."
         )
 
     def _cmdloop(self) -> None:
@@ -202,14 +179,14 @@ class RankDebugger(_Pdb):
 
     def get_names(self) -> list[str]:
         """Return the names of methods, for `help`."""
-        return [name for name in super().get_names() if name[3:] not in _NEED_A_PROGRAM]
+        return [name for name in super().get_names() if name[3:] not in _NEED_A_PROGRAM.split()]
 
     def _refuse(self, arg: str) -> None:
         """Print why a command of pdb is missing."""
         self.error("unavailable, because the rank has gone on; help lists the commands")
 
 
-for _name in _NEED_A_PROGRAM:
+for _name in _NEED_A_PROGRAM.split():
     setattr(RankDebugger, f"do_{_name}", RankDebugger._refuse)
 
 

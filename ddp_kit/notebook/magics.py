@@ -102,7 +102,7 @@ class RanksMagics(Magics):
         value itself instead of a list.
 
         `%ranks debug` asks for commands, such as `p loss`; `help` lists them. They may also follow
-        it: `%ranks debug 1 where; p loss`. They see values as they were when the rank raised, and
+        it: `%ranks debug 1 where ;; p loss`. They see values as they were when the rank raised, and
         a summary of those that are large or not plain data. This works for `kit.run`, too.
         """
         what, *names = line.split() or ["names"]
@@ -157,8 +157,8 @@ class RanksMagics(Magics):
             if not refused:
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
-                had = self._had[launcher_of(backend)] = self._with_names(backend).union(on)
-                pool.keep_names(launcher_of(backend), had)
+                self._had[launcher_of(backend)] = self._with_names(backend).union(on)
+                pool.keep_names(launcher_of(backend), on)
 
     def _with_names(self, backend: str) -> frozenset[int]:
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
@@ -197,9 +197,9 @@ class RanksMagics(Magics):
 
     def _reset(self) -> None:
         for launcher, ranks in self._had.items():
-            backend = "mpi" if launcher == "mpiexec" else "auto"
-            pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
-            pool.keep_names(launcher, ())
+            if pool.keep_names(launcher, ranks, keep=False):  # else they have ended
+                backend = "mpi" if launcher == "mpiexec" else "auto"
+                pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()
 
     def _ask(self, worker: Any) -> Result:

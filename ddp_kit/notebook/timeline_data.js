@@ -69,7 +69,7 @@ function describe(data, i) { // an event in lines: [text, tag] each
   }
   const waits = !Number.isNaN(data.waited[i]), ends = !Number.isNaN(data.end[i]);
   let times = `called at ${time(data.start[i])}`;
-  if (waits) times += ends ? `, waited ${time(data.end[i] - data.waited[i])}` : ", waited and never went on";
+  if (waits) times += ends ? `, waited ${time(data.end[i] - data.waited[i])}` : ", still waiting when the run ended";
   else times += ends ? `, done ${time(data.end[i])} later, without a wait` : ", nobody waited for it";
   if (waits && data.waited[i] > 1e5) times += `, from ${time(data.waited[i])} after the call`;
   return [...lines, [times, "div"]].filter(([text]) => text);
@@ -80,9 +80,9 @@ function explain(data, marked) { // a message or a collective: [what it is, who 
   const note = call.kind === "collective" ? data.notes[data.partner[one]] ?? "" : "";
   const title = `${marked.length > 1 ? call.op : call.name} on ${nameRanks(marked.map(i => data.rank[i]))}:`;
   if (marked.length === 1) {
-    const never = call.kind === "send" ? "it was never received." : "what it waits for was never sent.";
+    const never = call.kind === "send" ? "it was never received." : "it has no matching send.";
     if (data.partner[one] === NEVER) return [title, never, null];
-    const alone = call.kind === "collective" ? "no other rank is in it." : "its other side is not known.";
+    const alone = call.kind === "collective" ? "no other rank is in it." : "its partner is unknown.";
     return [title, note || alone, null];
   }
   const came = i => call.kind !== "collective" && data.kind[i] === 1 ? data.from[i] : data.start[i];

@@ -66,7 +66,7 @@ class WorkerPool:
         self._running = False
         self._closed = False
         self._owner = os.getpid()
-        self._will_look = False  # for unused ranks
+        self._looks_in: object = None  # the event loop that will look for unused ranks
         _all[next(_made)] = self
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         try:
@@ -104,8 +104,8 @@ class WorkerPool:
             the warm processes; more start the missing ones.
         timeout: seconds for the worker to return on every rank; None: no limit.
 
-        Unless the worker sets a seed, torch draws other random numbers on each rank, and the same
-        ones in every run on the same process.
+        Unless the worker sets a seed, torch draws different random numbers on each rank, and the
+        same ones in every run on the same process.
 
         Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
         RankDiedError if a process ended, DeadlockError if ranks wait for each other forever,
@@ -146,16 +146,17 @@ class WorkerPool:
         is_shared = self in _shared.values()  # what it was made for does not matter
         self._keep = last if is_shared else max(last, self._world_size)
         too_few = self._processes is None or len(self._processes.ranks) <= self._keep
-        if self._will_look or too_few or "asyncio" not in sys.modules:
+        if too_few or "asyncio" not in sys.modules:
             return
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
-            look = partial(_end_unused, weakref.ref(self))
-            loop.call_later(UNUSED if seconds is None else seconds, look)
-            self._will_look = True
+            if self._looks_in is not loop:  # an earlier one may have been closed
+                look = partial(_end_unused, weakref.ref(self))
+                loop.call_later(UNUSED if seconds is None else seconds, look)
+                self._looks_in = loop
 
     def _end_unused(self) -> None:
-        self._will_look = False
+        self._looks_in = None
         if self._closed or self._owner != os.getpid() or self._processes is None:
             return
         seconds: float | None = UNUSED
@@ -252,9 +253,9 @@ def run(
     kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
     run has used for five minutes end, unless the last run did, or they hold names of `%%ranks`.
 
-    Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws other random numbers
-    on each rank, and the same ones in every run on the same process. Python's `random` and NumPy
-    draw new ones in every run.
+    Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws different random
+    numbers on each rank, and the same ones in every run on the same process. Python's `random` and
+    NumPy draw new ones in every run.
 
     Raises PoolError or BackendError, before anything starts, for what cannot be run; RankError if
     ranks raised, RankDiedError if a process ended, DeadlockError if ranks wait for each other
@@ -285,14 +286,16 @@ def shutdown() -> None:
         _shared.popitem()[1].close()
 
 
-def keep_names(launcher: str, ranks: Collection[int]) -> None:
-    """Keep those ranks of a shared pool, until it is shut down, that hold names of `%%ranks` cells.
+def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool:
+    """Keep ranks of a shared pool when they are unused: they hold names of `%%ranks` cells.
 
-    ranks: all that do.
+    keep: False if they are to hold none any longer. Return whether there are any such ranks.
     """
     processes = _shared[launcher]._processes if launcher in _shared else None
-    for number, rank in enumerate(processes.ranks if processes else []):
-        rank.has_names = number in ranks
+    held = [rank for n, rank in enumerate(processes.ranks if processes else []) if n in ranks]
+    for rank in held:
+        rank.has_names = keep
+    return bool(held)
 
 
 def _is_outdated(pool: WorkerPool) -> bool:

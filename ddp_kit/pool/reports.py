@@ -92,7 +92,7 @@ class FailedRun(NamedTuple):
 _last: list[FailedRun] = []  # at most one; the error would keep the cell's frames alive
 
 
-def remember(error: KitError, reports: Reports) -> None:
+def remember(error: BaseException, reports: Reports) -> None:
     """Keep what `%ranks debug` needs of a run that has failed, in place of an earlier one.
 
     In a script, the error gets a note on the files of its lines.
@@ -102,7 +102,7 @@ def remember(error: KitError, reports: Reports) -> None:
     _note_files(error)
 
 
-def _note_files(error: KitError) -> None:
+def _note_files(error: BaseException) -> None:
     """Add a note to an error that says in which files its lines are, if not all in the script.
 
     Python prints notes below `str(error)`. In a notebook, IPython shows the files.

@@ -87,6 +87,7 @@ class Run:
                 raise
         except BaseException as error:
             self._view.close()
+            remember(error, self._reports)
             if isinstance(error, KeyboardInterrupt):
                 show_interrupt(error, self.positions())
             raise
@@ -300,7 +301,6 @@ class Run:
         if error.handled and isinstance(error, DeadlockError | MismatchError):
             rank, failure = min(error.handled.items())
             error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
-        remember(error, self._reports)
         raise error
 
     @property
