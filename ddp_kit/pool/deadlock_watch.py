@@ -22,7 +22,9 @@ from ddp_kit.verdict import ends_by_its_limit, judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
 QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged while others move
-AGAIN = 5.0  # seconds until they are judged again, then twice as many, and so on
+# Seconds until they are judged again, then twice as many, and so on. A small message between two
+# ranks that are both there takes milliseconds, so after this time it is lost.
+AGAIN = 1.2
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
 PATIENCE = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
