@@ -29,9 +29,13 @@ def mnist(train: bool = True, full: bool = False) -> MNIST:
         first 10,000 training and 2,000 test digits, which are part of the package.
 
     Each item is (image, label): a float32 tensor of shape (1, 28, 28), and an int from 0 to 9.
-    Raises DataError if `full` is set and there is neither an earlier download nor a network.
+    Raises DataError if `full` is set and there is neither an earlier download nor a network, or if
+    an argument is no bool.
     Source: MNIST by Y. LeCun and C. Cortes, CC BY-SA 3.0.
     """
+    for name, value in (("train", train), ("full", full)):
+        if not isinstance(value, bool):
+            raise DataError(f"{name} must be True or False, got {value!r}")
     from torchvision import datasets, transforms
 
     transform = transforms.Compose(

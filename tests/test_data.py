@@ -85,3 +85,10 @@ def test_torchvision_imports_in_a_rank():
         return torchvision.models.resnet18().fc.out_features
 
     assert list(kit.run(models, world_size=2)) == [1000, 1000]
+
+
+@pytest.mark.parametrize("wrong", [{"train": "test"}, {"full": 1}])
+def test_an_argument_that_is_no_bool_is_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(kit.DataError, match=f"{name} must be True or False, got"):
+        kit.mnist(**wrong)

@@ -350,6 +350,13 @@ def test_tensors_says_what_it_cannot_draw(result, message):
 # ---- losses
 
 
+def test_losses_that_cannot_be_drawn_are_named_below():
+    picture = losses([[2.0, float("nan"), 1.0], [2.0, 1.0, float("inf")], [2.0, 1.0, 0.5]])
+    shown = [text.get_text() for text in picture.axes[0].texts]
+    assert "Rank 0: nan in epoch 2. Rank 1: inf in epoch 3." in shown
+    assert not any("Rank 2" in text for text in shown)
+
+
 def test_losses_table_has_two_decimals():
     assert repr(losses([[2.345, 1.0, 0.5], t(2.3, 0.449)], xlabel="step")) == (
         "Training loss of each rank, step by step\n"

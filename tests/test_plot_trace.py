@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -553,9 +554,13 @@ def test_step_that_is_asked_for_is_shown():
 @pytest.mark.parametrize(
     ("make", "step", "message"),
     [
-        (lambda: training(2, steps=4), 4, "step must be from -4 to 3, got 4"),
-        (lambda: training(2, steps=4), -5, "step must be from -4 to 3, got -5"),
-        (lambda: training(2, steps=4), "1", "step must be from -4 to 3, got '1'"),
+        (
+            lambda: training(2, steps=4),
+            4,
+            "step must be from -4 to 3, where 0 is the first training step; got 4",
+        ),
+        (lambda: training(2, steps=4), -5, "step must be from -4 to 3, where 0 .* got -5"),
+        (lambda: training(2, steps=4), "1", "step must be from -4 to 3, where 0 .* got '1'"),
         (distinct, 0, "step must be None, got 0: no training steps were found"),
     ],
 )
@@ -691,12 +696,22 @@ def test_thousands_of_events_are_shares_and_counts():
 
 @pytest.mark.parametrize(("rounds", "many"), [(240, False), (241, True)])
 def test_more_than_240_collectives_are_many(rounds, many):
+    script, draw = traces.Script(3), random.Random(0)
+    for _ in range(rounds):
+        script.collective(draw.choice(["barrier", "all_reduce", "broadcast"]))
+    shown = " ".join(texts(timeline(script.trace(), timed=True)))
+    assert ("Too many events" in shown) == many
+
+
+@pytest.mark.parametrize(("rounds", "in_steps"), [(240, False), (241, True)])
+def test_many_rounds_of_one_collective_are_training_steps(rounds, in_steps):
     script = traces.Script(3)
     for _ in range(rounds):
         script.collective("barrier")
     shown = " ".join(texts(timeline(script.trace(), timed=True)))
-    assert ("Too many events" in shown) == many
-    assert f"barrier {TIMES} {rounds}" in shown
+    assert (f"{rounds} training steps" in shown) == in_steps
+    assert (f"barrier {TIMES} {rounds}" in shown) != in_steps
+    assert "Too many events" not in shown
 
 
 def test_shares_of_a_bin_add_up_to_the_time_spent():

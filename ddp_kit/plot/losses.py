@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import NAME_HEIGHT, Picture, name_lines, open_picture, read_ranks, table
-from ddp_kit.plot.style import PAPER, edge_color, marker, rank_color
+from ddp_kit.plot.style import PAPER, edge_color, fold, marker, rank_color
 
 LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches
 MOST_MARKERS = 12  # points of a line; above, only its end is marked
@@ -25,7 +25,8 @@ def losses(
     """Draw one line of losses per rank; lines that coincide show all their colours.
 
     result[rank] is a sequence of numbers (a list, a 1-d tensor), the first one at x = 1;
-    lengths may differ. Raises PlotError if the result, or one rank's sequence, is empty or is not
+    lengths may differ. The caption names the first loss of each rank that is NaN or infinite, and
+    so cannot be drawn. Raises PlotError if the result, or one rank's sequence, is empty or is not
     a sequence of numbers.
     """
     lines = [_read(rank, value) for rank, value in enumerate(read_ranks(result))]
@@ -35,7 +36,10 @@ def losses(
     text_table = table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
 
     height = max(TALL, NAME_HEIGHT * len(lines))
-    picture, _ = open_picture(title, text_table, LEFT + WIDE + 0.85, TOP + height + 0.5)
+    ends = [_note_end(rank, y, xlabel) for rank, y in enumerate(lines)]
+    caption = fold(" ".join(filter(None, ends)), LEFT + WIDE)
+    size = LEFT + WIDE + 0.85, TOP + height + 0.5
+    picture, _ = open_picture(title, text_table, *size, caption)
     ax = picture.chart(LEFT, TOP, WIDE, height, "y", xlabel, ylabel)
     for rank, y in enumerate(lines):
         _line(ax, rank, y, len(lines))
@@ -83,6 +87,12 @@ def _line(ax, rank: int, y: list[float], ranks: int) -> None:
     marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
     marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
     ax.plot(x, y, label=f"rank {rank}", zorder=3 + rank / 100, **style, **marks)
+
+
+def _note_end(rank: int, y: list[float], xlabel: str) -> str:
+    """Return from where on a rank's losses cannot be drawn; "" if all can."""
+    bad = next((x for x, loss in enumerate(y, start=1) if not math.isfinite(loss)), None)
+    return "" if bad is None else f"Rank {rank}: {y[bad - 1]:g} in {xlabel} {bad}."
 
 
 def _end(ax, y: list[float]) -> tuple[float, float]:

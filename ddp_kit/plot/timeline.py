@@ -161,7 +161,7 @@ def _caption(panel: Panel, timed: bool) -> str:
     """Return what the picture does not show by itself."""
     lanes = panel.lanes
     color = ", in its sender's colour" if timed else ""
-    when = ", drawn when its last rank called it" if timed else ""
+    when = ", drawn when its last rank called it; a bar is the wait for it" if timed else ""
     split = any(not link.whole for link in lanes.links)
     never = any(arrow.never for arrow in lanes.arrows)
     shared = any(name.end > name.begin for name in panel.names)

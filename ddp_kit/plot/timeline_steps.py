@@ -18,6 +18,7 @@ from ddp_kit.plot.style import PAPER, QUIET, bars, rank_color, write
 from ddp_kit.plot.timeline_lanes import Lanes
 from ddp_kit.plot.timeline_marks import COMPUTING, LOOKS, Labels, shares
 from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TIMES, TYPE, WIDE
+from ddp_kit.plot.timeline_panel import MOST_MARKS
 from ddp_kit.trace import Trace
 from ddp_kit.trace.training_steps import TrainingStep, training_steps
 
@@ -82,8 +83,11 @@ def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | No
         if not total:
             raise PlotError(f"step must be None, got {step!r}: no training steps were found")
         if not isinstance(step, int) or not -total <= step < total:
-            raise PlotError(f"step must be from {-total} to {total - 1}, got {step!r}")
-    elif total < FEWEST or not _are_worth(steps):
+            raise PlotError(
+                f"step must be from {-total} to {total - 1}, where 0 is the first training step; "
+                f"got {step!r}"
+            )
+    elif total < FEWEST or not (_are_worth(steps) or _are_most(steps, trace)):
         return None
     numbers: dict[tuple, int] = {}
     kinds = [
@@ -115,6 +119,12 @@ def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
     # A loop of one collective has one name above all its lines, and nothing to enlarge.
     repeats = len(first) > 1 or any(op.startswith("DDP") for op in ops)
     return bool(ops) and repeats
+
+
+def _are_most(steps: dict[int, list[TrainingStep]], trace: Trace) -> bool:
+    """Return whether there are too many events to draw one by one, and most are in steps."""
+    inside = sum(len(step.events) for own in steps.values() for step in own)
+    return len(trace.collectives) > MOST_MARKS and 2 * inside > len(trace.events)
 
 
 def _calls(step: TrainingStep) -> tuple:

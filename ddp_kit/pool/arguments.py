@@ -105,7 +105,10 @@ def check_world_size(world_size: int) -> int:
         raise PoolError(f"world_size must be at least 1, got {size}")
     most = most_ranks()
     if size > most:
-        raise PoolError(f"world_size must be at most {most} on this machine, got {size}")
+        raise PoolError(
+            f"world_size must be at most {most} on this machine, whose memory and limit on open "
+            f"files allow no more ranks; got {size}"
+        )
     return size
 
 

@@ -7,7 +7,7 @@ import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-OUTPUT_LIMIT = 200_000  # bytes that one rank may print in one run; the rest is dropped
+OUTPUT_LIMIT = 200_000  # bytes that are kept of what a rank prints in a run: half of them the last
 _CHUNK = 1 << 16  # as much as a pipe holds, so one read empties it
 _NEWEST = 1000  # bytes of the latest output that are kept for the live view
 
@@ -20,8 +20,8 @@ class RankOutput:
         self.pipe = pipe
         self.is_open = True  # False once the rank has closed both its stdout and its stderr
         self.newest = b""  # the last bytes that were printed
-        self._kept = bytearray()
-        self._cut = False
+        self._kept, self._end = bytearray(), bytearray()  # the beginning, and what came last
+        self._dropped = 0  # bytes in between
 
     def read(self) -> bool:
         """Read what has been printed; return False if there was nothing."""
@@ -33,18 +33,24 @@ class RankOutput:
             self.is_open = False  # other code has closed it
             return False
         self.is_open = bool(data)
-        room = OUTPUT_LIMIT - len(self._kept)
+        room = OUTPUT_LIMIT // 2 - len(self._kept)
         self._kept += data[:room]
+        self._end += data[room:]
+        if (over := len(self._end) - OUTPUT_LIMIT // 2) > 0:
+            del self._end[:over]
+            self._dropped += over
         self.newest = (self.newest + data[-_NEWEST:])[-_NEWEST:]
-        self._cut = self._cut or len(data) > room
         return bool(data)
 
     def take(self) -> str:
         """Return what was printed since the last call, as text."""
-        text = self._kept.decode("utf-8", errors="replace")
-        if self._cut:
-            text += f"\n... cut here: a rank may print {OUTPUT_LIMIT:,} bytes in one run\n"
-        self._kept, self._cut, self.newest = bytearray(), False, b""
+        parts, between = [self._kept + self._end], ""
+        if self._dropped:
+            parts = [self._kept, self._end]
+            left_out = f"{self._dropped:,} bytes left out"
+            between = f"\n... {left_out}: {OUTPUT_LIMIT:,} of a run are kept ...\n"
+        text = between.join(part.decode("utf-8", errors="replace") for part in parts)
+        self._kept, self._end, self._dropped, self.newest = bytearray(), bytearray(), 0, b""
         return text
 
 
