@@ -183,7 +183,7 @@ def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
         (torch.tensor([2]), "must be a whole number such as 4, got tensor([2])"),
         (torch.tensor(0), "world_size must be at least 1, got 0"),
         (numpy.int64, "world_size must be a whole number such as 4, got <class"),
-        (10**6, "on this machine, got 1000000"),
+        (10**6, "allow no more ranks; got 1000000"),
     ],
 )
 def test_an_impossible_world_size_is_refused(world_size, words):
