@@ -30,6 +30,7 @@ def last() -> object:
 def test_a_pool_shows_its_ranks_their_state_and_their_memory():
     with kit.WorkerPool(2) as pool:
         assert [rank.state for rank in last().ranks] == ["starting"] * 2
+        assert str(last()).startswith("WorkerPool: 2 ranks, gloo, starting")
         pids = list(pool.run(pid))
         found = last()
         assert [rank.state for rank in found.ranks] == ["idle"] * 2

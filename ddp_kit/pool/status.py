@@ -45,7 +45,8 @@ class PoolStatus:
 
     def __str__(self) -> str:
         name = "shared pool" if self.shared else "WorkerPool"
-        state = "running" if self.running else "ready"
+        starting = any(rank.state == "starting" for rank in self.ranks)
+        state = "running" if self.running else "starting" if starting else "ready"
         first = f"{name}: {count(len(self.ranks), 'rank')}, {self.backend}, {state}"
         return "\n  ".join([first + _megabytes(self.memory), *map(str, self.ranks)])
 
