@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ from ddp_kit.pool import warm_start
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
 PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
+STATES = "[rank.state for pool in kit.status().pools for rank in pool.ranks]"
 
 
 @pytest.fixture
@@ -122,16 +122,10 @@ def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
     kernel = start(TMPDIR=str(folder))
     wait_for_ranks(kernel)
     started = ranks(kernel)
-    wait_until(lambda: not busy(started), 30, "the ranks wait for the first run")
+    wait_until(lambda: "starting" not in kernel.value(STATES), 60, "they wait for the first run")
     kernel.process.kill()
     assert_gone(started, "the kernel was killed")
     assert not list(folder.glob("ddp_kit*"))
-
-
-def busy(processes: list[psutil.Process]) -> bool:
-    before = [process.cpu_times() for process in processes]
-    time.sleep(0.5)
-    return before != [process.cpu_times() for process in processes]
 
 
 FORKED = """
