@@ -70,7 +70,7 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium
 	@$(BIN)/python -m pytest -m "long or not long" -n 2 --dist load tests/browser
