@@ -885,7 +885,7 @@ def test_a_judge_is_not_told_that_nothing_has_moved_for_long(monkeypatch):
     told = []
     monkeypatch.setattr(deadlock_watch, "judge", lambda *_, long: told.append(long))
     Ranks(monkeypatch, 2, 1).watch(10)
-    assert told == [False, True]
+    assert told == [False, True, True, True]  # after 0.5, 1.7, 4.1 and 8.9 s
 
 
 def test_a_rank_that_has_returned_is_expected_to_send_while_others_move(monkeypatch):
@@ -897,7 +897,7 @@ def test_a_rank_that_has_returned_is_expected_to_send_while_others_move(monkeypa
 def test_boards_are_copied_again_although_the_ranks_that_wait_are_the_same(monkeypatch):
     ranks = Ranks(monkeypatch, 4, 3, 0)
     ranks.watch(20, moving=(2, 3))
-    assert ranks.reads == [0, 1] * 3  # after 1, 6 and 16 s
+    assert ranks.reads == [0, 1] * 5  # after 1, 2.2, 4.6, 9.4 and 19 s
 
 
 def test_boards_that_were_copied_while_a_rank_moved_are_judged(monkeypatch):
