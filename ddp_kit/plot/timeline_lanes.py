@@ -84,7 +84,7 @@ def by_steps(trace: Trace) -> Lanes:
         waits = event.kind != "send" and event.waited is not None
         begin, end = last[event.rank] if waits else at[key], at[key] + 1
         last[event.rank] = end
-        if event.waited is not None and event.end is None:
+        if event.never_ended:
             end = over
         bars.append(_bar(event, begin + 0.5, end + 0.5, never))
     spans = [(0.5, over + 0.5)] * trace.world_size

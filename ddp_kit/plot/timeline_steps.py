@@ -97,7 +97,7 @@ def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | No
     spans = [_span(lanes, [own[i] for own in steps.values()]) for i in range(total)]
     over = spans[-1][1], lanes.limits[1]
     last = {rank: own[-1].events[-1].index for rank, own in steps.items()}
-    stuck = (e for e in trace if e.waited is not None and e.end is None)
+    stuck = (event for event in trace if event.never_ended)
     if step is None and over[0] < over[1] and any(e.index > last.get(e.rank, -1) for e in stuck):
         return Training(steps, spans, kinds, None, over)
     if step is None:

@@ -69,6 +69,11 @@ class Event:
         return next(iter(self.inputs + self.outputs), ())
 
     @property
+    def never_ended(self) -> bool:
+        """Whether its rank still waited for it when the run ended."""
+        return self.waited is not None and self.end is None
+
+    @property
     def call(self) -> str:
         """The call as the learner wrote it, as in "recv(src=1, tag=7)"."""
         return format_call(self.op, self.method, self.peer, self.tag, self.root)

@@ -53,7 +53,7 @@ def training_steps(trace: Trace) -> dict[int, list[TrainingStep]]:
     found = {rank: _find_steps(own, rank in cut) for rank, own in events.items()}
     counts = {len(steps) for rank, steps in found.items() if events[rank]}
     fewest = min(counts, default=0)
-    cut_short = cut or any(map(_never_ended, trace))
+    cut_short = cut or any(event.never_ended for event in trace)
     if not fewest or (len(counts) > 1 and not cut_short):
         return {rank: [] for rank in found}
     whole = {}
@@ -62,10 +62,6 @@ def training_steps(trace: Trace) -> dict[int, list[TrainingStep]]:
         began = trace.spans[rank][0] if rank < len(trace.spans) else None
         whole[rank] = list(_as_steps(events[rank], kept, began))
     return whole
-
-
-def _never_ended(event: Event) -> bool:
-    return event.waited is not None and event.end is None
 
 
 def _moment(event: Event) -> int:
@@ -123,7 +119,7 @@ def _calls(events: Sequence[Event], is_cut: bool) -> list[_Call]:
         what, line = _identify(event), (event.op, event.group, event.where)
         if place in last_of:
             what = line
-        if _never_ended(event) or (is_cut and backwards and places is backwards[0]):
+        if event.never_ended or (is_cut and backwards and places is backwards[0]):
             what = "incomplete", place
         nbytes = sum(max(1, events[each].nbytes) for each in places)
         calls.append(_Call(what, line, places, place in last_of, nbytes))
