@@ -47,7 +47,7 @@ def measure() -> dict[int, dict[str, Any] | str]:
 def table(found: dict[int, dict[str, Any] | str]) -> str:
     """Return the table in Markdown."""
     lines = [
-        f"**{TITLE}** (nothing grows faster than it; medians of {ROUNDS} pools)",
+        f"**{TITLE}** (goal: nothing grows faster than it; medians of {ROUNDS} pools)",
         "",
         f"| ranks | {' | '.join(COLUMNS.values())} |",
         f"|--:|{'--:|' * len(COLUMNS)}",
