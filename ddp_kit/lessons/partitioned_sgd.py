@@ -57,8 +57,7 @@ class DataPartitioner:
     """
 
     def __init__(self, data: Dataset, sizes: Sequence[float], seed: int = SEED) -> None:
-        self.data = data
-        self.partitions: list[list[int]] = []
+        self.data, self.partitions = data, []
         index = list(range(len(data)))
         Random(seed).shuffle(index)
         for size in sizes:
