@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
+import torch
 from regenerate import FOLDER, all_notebooks
 from test_on_github import prose, tokens
+from torch.torch_version import TorchVersion
 
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES = [*all_notebooks(), *GUIDES]
 REQUIRED: set[str] = set()  # lessons that must link to PyTorch's documentation
+# Lessons may link to names that a PyTorch older than the pinned one lacks.
+PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
 DOCUMENTATION = "https://docs.pytorch.org/"
 MOVED = re.compile(r"https://(www\.)?(pytorch\.org/(docs|tutorials)|arxiv\.org/pdf|dx\.doi\.org)\b")
 TUTORIAL = "https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html"
@@ -127,7 +132,7 @@ def known_to_pytorch(page: Page) -> Iterator[str]:
             names = [generated[1]] if generated else []
             names += [anchor] if anchor.startswith("torch.") else []
             for name in names:
-                if not exists(name):
+                if not (OLD or exists(name)):
                     yield f"cell {link.cell} links to {name}, which PyTorch does not have"
 
 
@@ -269,5 +274,7 @@ def test_an_anchor_in_a_notebook_is_jupyterlabs(broken):
     ],
 )
 def test_a_broken_link_is_not_found(broken, text, rule):
+    if OLD and rule == "known_to_pytorch" and TUTORIAL not in text:
+        pytest.skip("a PyTorch older than the pinned one cannot tell")
     assert broken(text) == [rule]
     assert broken(text, ".ipynb") == [rule]
