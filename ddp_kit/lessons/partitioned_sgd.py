@@ -1,9 +1,8 @@
 """Partitioned SGD: every rank trains on its part of the digits; gradients are averaged.
 
-The tutorial's complete data-parallel training: `Partition`, `DataPartitioner`, `Net` and
-`average_gradients`, and `DistributedDataParallel` in their place; with --tutorial, its experiment
-on all 60,000 digits. Source: "Writing Distributed Applications with PyTorch", section Distributed
-Training, https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html#distributed-training.
+The tutorial's data-parallel training by hand and with `DistributedDataParallel`; --tutorial runs
+its experiment on all 60,000 digits. Source: "Writing Distributed Applications with PyTorch",
+https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html#distributed-training.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from ddp_kit.notebook.controls import Explorer, positive
 
 SEED = 1234
 GLOBAL_BATCH = 128
-TUTORIAL_EPOCHS = 10
 USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
@@ -125,7 +123,7 @@ def average_gradients_flat(model: nn.Module) -> None:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Do nothing: each rank keeps its own gradients, as a single process would."""
+    """Average nothing: each rank keeps its own."""
 
 
 def train(
@@ -161,11 +159,6 @@ def train(
     return {"losses": losses, "accuracy": accuracy(model, full), "parameters": parameters}
 
 
-def train_alone(epochs: int = 3, lr: float = 0.01, momentum: float = 0.5) -> dict:
-    """Train in this one process, on all digits, without any communication: the reference."""
-    return train(0, 1, epochs, keep_gradients, lr, momentum)
-
-
 def train_ddp(
     rank: int, world_size: int, epochs: int = 3, lr: float = 0.01, momentum: float = 0.5
 ) -> torch.Tensor:
@@ -192,9 +185,8 @@ def first_steps(
 ) -> list[float]:
     """Train one replica for some steps, cycling through the first eight batches.
 
-    A batch has 128 digits for all ranks together. Dropout is off, so that training takes the same
-    course on 1, 2, 4 and 8 ranks, up to rounding. Returns the loss of the whole batch in each
-    step: the mean of the ranks' losses.
+    A batch has 128 digits for all ranks together. Dropout is off, so that 1, 2, 4 and 8 ranks take
+    the same course, up to rounding. Returns the loss of the whole batch in each step.
     """
     torch.manual_seed(SEED)
     model = Net().to(device()).eval()  # without dropout
@@ -227,11 +219,10 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
         {"world_size": world_size, "lr": lr},
         choices=lambda settings: {"world_size": range(1, max(8, world_size) + 1), "lr": rates},
         ask=lambda settings: (first_steps, settings["lr"]),
-        draw=lambda result, settings: plot.losses([result[0]], _title(settings), **AXES),
+        draw=lambda result, settings: plot.losses(
+            [result[0]], _title(settings), "step", "loss of the whole batch"
+        ),
     )
-
-
-AXES = {"xlabel": "step", "ylabel": "loss of the whole batch"}
 
 
 def _title(settings: dict) -> str:
@@ -263,16 +254,30 @@ def whole_batch_gradient(count: int) -> torch.Tensor:
     return mean_gradient(0, 1, per_rank=count, average=keep_gradients)
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    return model
-
-
 VARIANTS = {
-    "no communication": (_plain, keep_gradients),
-    "one all_reduce per parameter": (_plain, average_gradients),
-    "one flat all_reduce": (_plain, average_gradients_flat),
+    "no communication": (lambda model: model, keep_gradients),
+    "one all_reduce per parameter": (lambda model: model, average_gradients),
+    "one flat all_reduce": (lambda model: model, average_gradients_flat),
     "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
 }
+
+
+def train_beside_ddp(rank: int, world_size: int, steps: int = 20) -> list[torch.Tensor]:
+    """Train one replica by `average_gradients` and one by DDP; return both, each flat."""
+    images, labels = first_digits(32 * world_size)
+    replicas = []
+    for name in ("one all_reduce per parameter", "DistributedDataParallel"):
+        wrap, average = VARIANTS[name]
+        torch.manual_seed(SEED)
+        model = wrap(Net().to(device()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.nll_loss(model(images[rank::world_size]), labels[rank::world_size]).backward()
+            average(model)
+            optimizer.step()
+        replicas.append(flat(model.parameters()))
+    return replicas
 
 
 def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[float]]:
@@ -300,7 +305,7 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
     return seconds
 
 
-def repeat_tutorial(ranks: Ranks, epochs: int = TUTORIAL_EPOCHS) -> None:
+def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
     """Train as the tutorial does; print the mean loss of each epoch, and the test accuracy.
 
     All 60,000 digits, learning rate 0.01, momentum 0.5, 128 // world_size digits in a batch, one
@@ -311,9 +316,8 @@ def repeat_tutorial(ranks: Ranks, epochs: int = TUTORIAL_EPOCHS) -> None:
     replicas = ranks(train, epochs, average_gradients, 0.01, 0.5, True)
     seconds = time.perf_counter() - start
     by_epoch = zip(*(replica["losses"] for replica in replicas), strict=True)
-    means = [sum(losses) / len(losses) for losses in by_epoch]
-    for epoch, loss in enumerate(means, 1):
-        ranks.say(f"epoch {epoch:2}  loss {loss:.4f}")
+    for epoch, losses in enumerate(by_epoch, 1):
+        ranks.say(f"epoch {epoch:2}  loss {sum(losses) / len(losses):.4f}")
     ranks.say(f"{ranks}: {replicas[0]['accuracy']:.2%} of the test digits, in {seconds:.0f} s")
 
 
@@ -329,14 +333,15 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         if options.tutorial:
-            repeat_tutorial(ranks, TUTORIAL_EPOCHS if options.epochs is None else options.epochs)
+            repeat_tutorial(ranks, 10 if options.epochs is None else options.epochs)
             return
         whole = compare(ranks(mean_gradient), whole_batch_gradient(32 * ranks.world_size))
         prove("the mean of the shards' gradients is the batch's gradient", whole)
+        both = ranks(train_beside_ddp)
+        equal = compare([by_hand for by_hand, _ in both], both[0][1])
+        prove("average_gradients equals DDP", equal)
         epochs = 1 if options.epochs is None else options.epochs
         replicas = [replica["parameters"] for replica in ranks(train, epochs)]
-        equal = compare(replicas, ranks(train_ddp, epochs)[0])
-        prove("average_gradients equals DDP", equal)
         same = compare(replicas, replicas[0], rtol=0, atol=0)
         prove("all replicas are equal to the last bit", same)
         ranks.say(f"partitioned_sgd: {ranks}, replicas bit-equal, gradients equal one process")
