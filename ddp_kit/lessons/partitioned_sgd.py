@@ -308,8 +308,7 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
 def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
     """Train as the tutorial does; print the mean loss of each epoch, and the test accuracy.
 
-    All 60,000 digits, learning rate 0.01, momentum 0.5, 128 // world_size digits in a batch, one
-    all_reduce per parameter. Raises DataError if `kit.mnist(full=True)` does.
+    All 60,000 digits, learning rate 0.01, momentum 0.5. Raises DataError as `kit.mnist` does.
     """
     mnist(full=True)  # an error comes before any rank starts
     start = time.perf_counter()
