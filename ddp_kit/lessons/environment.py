@@ -80,7 +80,7 @@ def introduce() -> str:
     return f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
 
 
-def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> list[str]:
+def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
     No program outlives this call, nor does any process it has started: they are ended by an
