@@ -227,7 +227,7 @@ def greatest_difference(result, expected: list) -> float:
     Raises ValueError if a rank holds more or fewer numbers than expected.
     """
     return max(
-        abs(number - right)
+        float(abs(number - right))
         for value, want in zip(result, expected, strict=True)
         if want is not None
         for number, right in zip(_flat(value["after"]), _flat(want), strict=True)
