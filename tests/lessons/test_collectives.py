@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons import collectives
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_collectives.ipynb"
 
 
 def test_the_reference_is_worked_out_by_hand():
@@ -103,3 +111,21 @@ def test_any_rank_can_be_the_root():
         result = kit.run(worker, *op, 2, world_size=3)
         name = worker.__name__
         assert collectives.agrees(result, collectives.reference(name, held, root=2)), name
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of 2.13")
+def test_the_table_in_the_notebook_has_the_arguments_of_every_collective():
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    rows = [line for cell in cells for line in cell["source"] if line.startswith("| [")]
+    listed = {}
+    for names, arguments in (row.split(" | ")[:2] for row in rows):
+        for name, parameters in zip(
+            re.findall(r"\[(\w+)\]", names), re.findall("`(.+?)`", arguments), strict=True
+        ):
+            listed[name] = parameters.replace("op=SUM", f"op={dist.ReduceOp.SUM!r}").split(", ")
+    assert len(rows) == 9
+    assert len(listed) == 12
+    for name, parameters in listed.items():
+        signature = inspect.signature(getattr(dist, name)).parameters.values()
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in signature]
+        assert parameters == list(map(str, bare)), name
