@@ -67,6 +67,40 @@ def test_bandwidth_measures_every_contestant():
         assert all(seconds > 0 for _, seconds in points)
 
 
+def test_small_tensors_are_timed_in_more_rounds_than_large_ones():
+    asked = []
+
+    def run(measure, sizes, rounds):
+        asked.append((measure, sizes, rounds))
+        by_size = {nbytes: [0.001 * rounds, 0.2] for nbytes in sizes}
+        slower = {nbytes: [0.1, 0.1] for nbytes in sizes}
+        return [{"whole ring": by_size}, {"whole ring": slower}]
+
+    measured = ring_allreduce.samples(run, sizes=(4_000, 400_000, 40_000_000))
+    assert [sizes for _, sizes, _ in asked] == [[4_000, 400_000], [40_000_000]]
+    assert [rounds for _, _, rounds in asked] == [30, 10]
+    slowest = [0.1, 0.2]  # the slowest rank of each round
+    assert measured == {"whole ring": [(4_000, slowest), (400_000, slowest), (40_000_000, slowest)]}
+
+
+def test_only_rings_that_copy_sums_leave_the_same_bits_on_every_rank():
+    def summed(rank, world_size, ring):
+        tensor = 1 / torch.arange(1.0 + rank, 1001 + rank)
+        ring(tensor)
+        return tensor
+
+    def alike(ring):
+        first, *others = kit.run(summed, ring, world_size=4)
+        return all(torch.equal(first, other) for other in others)
+
+    rings = ring_allreduce.RINGS
+    assert {ring.__name__: alike(ring) for ring in rings} == {
+        "whole_ring": False,
+        "chunked_ring": True,
+        "preposted_ring": True,
+    }
+
+
 def test_a_step_shows_the_messages_that_travelled_in_it():
     result = kit.run(ring_allreduce.watch, world_size=2)
     assert [repr(plot.ring_step(result, step)) for step in (0, 1, 2)] == [
