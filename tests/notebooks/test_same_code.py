@@ -31,7 +31,9 @@ LESSONS = {
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "environment",
 }
-REQUIRED: dict[str, set[str]] = {}
+REQUIRED: dict[str, set[str]] = {
+    "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
+}
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
 
 
