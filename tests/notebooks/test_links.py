@@ -43,7 +43,7 @@ SECTIONS = {
 }
 TRACKING = re.compile(r"utm_\w+|fbclid|gclid|ref|source")
 SAYS_NOTHING = {"here", "link", "this", "this link", "this page", "click here"}
-BARE = re.compile(r"(?<![(<\[\w\"'])(?:https?://|www\.)\S+")
+BARE = re.compile(r"(?<![(<\[\w\"'/])(?:https?://|www\.)\S+")
 
 
 class Link(NamedTuple):
@@ -225,6 +225,7 @@ def broken(tmp_path):
         "DistributedDataParallel.html)",
         f"[ring]({TUTORIAL}#our-own-ring-allreduce), [tutorial]({TUTORIAL})",
         "[Patarasuk and Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002)",
+        "[the standard](https://www.mpi-forum.org/docs/)",
         "[rendezvous](https://en.wikipedia.org/wiki/Rendezvous_(computing))",
         "# One\n\n[up](#one), [other](other.md#other-page), [it](other.md#ranks-in-short)",
         "[next](other.ipynb#Two-ranks), [next](other.ipynb)",
