@@ -42,6 +42,7 @@ from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:
     from ddp_kit import check, lessons, model, plot
+    from ddp_kit.notebook.prediction import predict
 
 __version__ = "0.1.0"
 
@@ -76,6 +77,7 @@ __all__ = [
     "mnist",
     "model",
     "plot",
+    "predict",
     "progress",
     "run",
     "shutdown",
@@ -90,6 +92,10 @@ _LAZY = {"check", "lessons", "model", "plot"}
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"ddp_kit.{name}")
+    if name == "predict":
+        from ddp_kit.notebook.prediction import predict
+
+        return predict
     raise AttributeError(f"module 'ddp_kit' has no attribute {name!r}")
 
 

@@ -45,6 +45,7 @@ def check_run(open_notebook: lab.OpenNotebook, path: Path) -> None:
         if cell.cell_type == "code":
             cell.update(outputs=[], execution_count=None)
     document = open_notebook(notebook, path.stem)
+    (document.server.folder / "scripts").mkdir(exist_ok=True)  # a lesson writes its script there
     document.wait_until_it_shows(0, 0, tables)
     document.run_all(MOST)
     ran = document.saved()

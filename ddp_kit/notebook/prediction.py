@@ -1,0 +1,200 @@
+"""`kit.predict`: compares what a reader expected with what a run gave.
+
+It prints plain text, the same for the same values, so that nbval can compare it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+LONGEST = 60  # characters of a value that are printed
+LARGEST = 1e300  # a float may overflow beyond it
+CLOSE = 0.1  # of the answer: a number as close as this is reported as close
+# Factors that come from a known confusion: both directions, bits and bytes, elements and bytes.
+FACTORS = (2, 3, 4, 8, 10, 100, 1000, 1024)
+
+
+def predict(guess: object, actual: object, nearly: Mapping[Any, str] | None = None) -> None:
+    """Print whether a prediction was right; if it was not, print what was nearly right about it.
+
+    guess: the prediction; `...` is none, which the printed text says.
+    actual: the answer: a number, a bool, a string, a list, a tuple, a set, a dict, or a tensor,
+        which counts as the number or the nested list that it holds.
+    nearly: remarks on wrong predictions that are likely, by prediction; a tuple stands for a list.
+
+    Numbers are equal up to rounding to six digits. Strings are compared without regard to case and
+    to spaces around them. A guess of another type than the answer is reported, not raised.
+
+        kit.predict(my_guess, 12, {24: "that counts each message twice"})
+    """
+    guess, actual = _plain(guess), _plain(actual)
+    print("\n".join(_lines(guess, actual, dict(nearly or {}))))
+
+
+def _lines(guess: Any, actual: Any, nearly: dict[Any, str]) -> list[str]:
+    if _is_no_prediction(guess):
+        return [f"The answer is {_text(actual)}. You made no prediction."]
+    if _equal(guess, actual):
+        return [f"Right: {_text(actual)}."]
+    lines = [f"You predicted {_text(guess)}; it is {_text(actual)}."]
+    for value, remark in nearly.items():
+        if _equal(guess, _plain(value)):
+            return [*lines, _sentence(remark)]
+    if _kind(guess) != _kind(actual):
+        return [*lines, f"The answer is {_kind(actual)}, not {_kind(guess)}."]
+    if remark := _remark(guess, actual):
+        lines.append(remark)
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    """Return tensors, arrays and their numbers as numbers and lists, and tuples as lists."""
+    if hasattr(value, "tolist"):  # of PyTorch and NumPy
+        value = value.tolist()
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _is_no_prediction(guess: Any) -> bool:
+    if isinstance(guess, (list, dict)) and guess:
+        items: Iterable[Any] = guess.values() if isinstance(guess, dict) else guess
+        return all(_is_no_prediction(item) for item in items)
+    return guess is ... or (isinstance(guess, str) and guess == "...")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "True or False"
+    if isinstance(value, (int, float, complex)):
+        return "a number"
+    for kind, name in ((str, "a string"), (list, "a list"), (dict, "a dict"), (Set, "a set")):
+        if isinstance(value, kind):
+            return name
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if _kind(one) != _kind(other):
+        return False
+    if isinstance(one, bool):
+        return one == other
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        if one != one or other != other:  # NaN
+            return one != one and other != other
+        if max(abs(one), abs(other)) > LARGEST:
+            return bool(one == other)
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+    if isinstance(one, str):
+        return one.strip().casefold() == other.strip().casefold()
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    try:
+        return bool(one == other)
+    except Exception:  # an object of the learner's may compare in any way
+        return one is other
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is printed, shortened if it is long."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = _inner_text(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
+
+
+def _inner_text(value: Any) -> str:
+    if value is ...:
+        return "..."
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inner_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_inner_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_inner_text, value)))}}}" if value else "set()"
+    if isinstance(value, (str, bool, int, complex, type(None))):
+        return repr(value)
+    return _kind(value)  # its repr may hold an address
+
+
+def _sentence(remark: str) -> str:
+    text = remark[:1].upper() + remark[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _remark(guess: Any, actual: Any) -> str:
+    """Return what is nearly right about a wrong guess of the right kind; "" if nothing is."""
+    if isinstance(guess, list):
+        return _on_list(guess, actual)
+    if isinstance(guess, dict):
+        return _on_entries(guess, actual)
+    real = isinstance(guess, (int, float)) and not isinstance(guess, bool)
+    return _on_number(guess, actual) if real and not isinstance(actual, complex) else ""
+
+
+def _on_number(guess: float, actual: float) -> str:
+    if not (abs(guess) < LARGEST and abs(actual) < LARGEST):  # nor is NaN
+        return ""
+    if isinstance(guess, int) and isinstance(actual, int) and abs(guess - actual) == 1:
+        return "You are off by one."
+    if guess == 0 or actual == 0:
+        return ""
+    if _equal(guess, -actual):
+        return "Only the sign is wrong."
+    for factor in FACTORS:
+        if _equal(guess, factor * actual):
+            return f"You predicted {_times(factor)} the answer."
+        if _equal(factor * guess, actual):
+            return f"The answer is {_times(factor)} your prediction."
+    share = abs(guess - actual) / abs(actual)
+    if share > CLOSE:
+        return ""
+    percent = "less than 1" if share < 0.01 else f"{100 * share:.0f}"
+    return f"That is close: {percent} % too {'high' if guess > actual else 'low'}."
+
+
+def _times(factor: int) -> str:
+    return "twice" if factor == 2 else f"{factor:,} times"
+
+
+def _on_list(guess: list[Any], actual: list[Any]) -> str:
+    if len(guess) != len(actual):
+        lengths = f"The answer has {_count(len(actual))}, and your list has {len(guess):,}."
+        common = min(len(guess), len(actual))
+        if common and _equal(guess[:common], actual[:common]):
+            lengths += f" The first {common:,} are the same."
+        return lengths
+    left = list(actual)
+    for item in guess:
+        found = next((place for place, other in enumerate(left) if _equal(item, other)), None)
+        if found is None:
+            return _on_entries(dict(enumerate(guess)), dict(enumerate(actual)))
+        del left[found]
+    return "The entries are right, but not their order."
+
+
+def _on_entries(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
+    """Count the entries that are right, and name the first that is not."""
+    right = sum(key in guess and _equal(guess[key], actual[key]) for key in actual)
+    more = [key for key in guess if key not in actual]
+    wrong = [key for key in actual if key not in guess or not _equal(guess[key], actual[key])]
+    text = f"{right:,} of {_count(len(actual))} {'is' if right == 1 else 'are'} right."
+    if not wrong:
+        return f"{text} The answer has no entry [{more[0]!r}]."
+    key = wrong[0]
+    said = f"you predicted {_text(guess[key])}" if key in guess else "you made no prediction"
+    return f"{text} The first that is not is [{key!r}]: {said}; it is {_text(actual[key])}."
+
+
+def _count(number: int) -> str:
+    return "1 entry" if number == 1 else f"{number:,} entries"

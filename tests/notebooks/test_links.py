@@ -1,0 +1,280 @@
+"""The links in notebooks and in the guides: their form, and whether local ones lead somewhere.
+
+Nothing is fetched. What can be known without a network is checked: files, headings, the names of
+PyTorch in the addresses of its documentation, and the sections of the tutorial that the lessons
+answer. The rules are as in test_audit.py: each yields what is wrong, and is broken below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import pytest
+import torch
+from regenerate import FOLDER, all_notebooks
+from test_on_github import prose, tokens
+from torch.torch_version import TorchVersion
+
+ROOT = FOLDER.parent
+GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES = [*all_notebooks(), *GUIDES]
+REQUIRED: set[str] = set()  # lessons that must link to PyTorch's documentation
+# Lessons may link to names that a PyTorch older than the pinned one lacks.
+PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
+DOCUMENTATION = "https://docs.pytorch.org/"
+MOVED = re.compile(r"https://(www\.)?(pytorch\.org/(docs|tutorials)|arxiv\.org/pdf|dx\.doi\.org)\b")
+TUTORIAL = "https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html"
+SECTIONS = {
+    "setup",
+    "point-to-point-communication",
+    "collective-communication",
+    "distributed-training",
+    "our-own-ring-allreduce",
+    "advanced-topics",
+    "communication-backends",
+    "initialization-methods",
+}
+TRACKING = re.compile(r"utm_\w+|fbclid|gclid|ref|source")
+SAYS_NOTHING = {"here", "link", "this", "this link", "this page", "click here"}
+BARE = re.compile(r"(?<![(<\[\w\"'])(?:https?://|www\.)\S+")
+
+
+class Link(NamedTuple):
+    """A link on a page; `cell` counts from 1 in a notebook and is 1 in a guide."""
+
+    cell: int
+    text: str
+    url: str
+
+
+class Page(NamedTuple):
+    """A notebook or guide: its file, and its prose in the form of markdown cells."""
+
+    path: Path
+    cells: list[tuple[int, dict]]
+
+    def links(self) -> Iterator[Link]:
+        for number, cell in self.cells:
+            for token in tokens(cell):
+                if token["type"] == "link":
+                    yield Link(number, plain(token), token["attrs"]["url"])
+
+
+def plain(token: dict) -> str:
+    """Return the text of a token without its markup."""
+    inner = "".join(map(plain, token.get("children", ())))
+    return " " if token["type"] == "softbreak" else token.get("raw", "") + inner
+
+
+def read(path: Path) -> Page:
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        return Page(path, [(1, {"source": text})])
+    cells = enumerate(json.loads(text)["cells"], 1)
+    return Page(path, [(number, cell) for number, cell in cells if cell["cell_type"] == "markdown"])
+
+
+def anchors(page: Page) -> set[str]:
+    """Return the anchors of a page's headings: GitHub's of a guide, JupyterLab's of a notebook."""
+    titles = [
+        plain(token)
+        for _, cell in page.cells
+        for token in tokens(cell)
+        if token["type"] == "heading"
+    ]
+    if page.path.suffix == ".ipynb":
+        return {title.replace(" ", "-") for title in titles}
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def outside(page: Page) -> Iterator[Link]:
+    return (link for link in page.links() if urlsplit(link.url).scheme)
+
+
+def well_formed(page: Page) -> Iterator[str]:
+    for link in page.links():
+        scheme, host, path, _, _ = urlsplit(link.url)
+        if re.search(r"%20|[.,;:]$", link.url) or link.url.count("(") != link.url.count(")"):
+            yield f"cell {link.cell} has a broken link: {link.url}"
+        elif (scheme or host) and scheme != "https":
+            yield f"cell {link.cell} has a link that is not https: {link.url}"
+        elif scheme and (not re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", host) or "//" in path):
+            yield f"cell {link.cell} has a link to no host: {link.url}"
+
+
+def straight(page: Page) -> Iterator[str]:
+    """Refuse addresses that are known to redirect, that follow the reader, or that will change."""
+    for link in outside(page):
+        if MOVED.match(link.url):
+            yield f"cell {link.cell} links to an address that has moved: {link.url}"
+        for key, _ in parse_qsl(urlsplit(link.url).query):
+            if TRACKING.fullmatch(key):
+                yield f"cell {link.cell} has {key}= in a link: {link.url}"
+        if re.match(rf"{DOCUMENTATION}docs/(?!stable/)", link.url):
+            yield f"cell {link.cell} links to other documentation than the stable one: {link.url}"
+
+
+def known_to_pytorch(page: Page) -> Iterator[str]:
+    """Refuse documentation of names that PyTorch lacks, and sections that the tutorial lacks."""
+    for link in outside(page):
+        address, _, anchor = link.url.partition("#")
+        if address == TUTORIAL and anchor and anchor not in SECTIONS:
+            yield f"cell {link.cell} links to a section that the tutorial lacks: {anchor}"
+        if address.startswith(f"{DOCUMENTATION}docs/"):
+            generated = re.search(r"/generated/(torch\.[\w.]+)\.html$", address)
+            names = [generated[1]] if generated else []
+            names += [anchor] if anchor.startswith("torch.") else []
+            for name in names:
+                if not (OLD or exists(name)):
+                    yield f"cell {link.cell} links to {name}, which PyTorch does not have"
+
+
+def exists(name: str) -> bool:
+    """Return whether a full name such as torch.distributed.send is one of PyTorch's."""
+    found: Any = None
+    parts = name.split(".")
+    for count, part in enumerate(parts, 1):
+        if found is not None and hasattr(found, part):
+            found = getattr(found, part)
+        else:
+            try:
+                found = importlib.import_module(".".join(parts[:count]))
+            except ImportError:
+                return False
+    return True
+
+
+def local_links_lead_somewhere(page: Page) -> Iterator[str]:
+    for link in page.links():
+        scheme, host, path, _, anchor = urlsplit(link.url)
+        if scheme or host:
+            continue
+        target = page.path.parent / unquote(path) if path else page.path
+        if path.startswith("/") or not target.exists():
+            yield f"cell {link.cell} leads to {path}, which is not there"
+        elif anchor and unquote(anchor) not in anchors(page if not path else read(target)):
+            yield f"cell {link.cell} leads to #{anchor}, which is no heading of {target.name}"
+
+
+def named(page: Page) -> Iterator[str]:
+    """Refuse addresses in the prose, and links whose text says nothing."""
+    for number, cell in page.cells:
+        for found in BARE.findall(prose(cell)):
+            yield f"cell {number} shows an address: {found}"
+    for link in page.links():
+        address = link.url if urlsplit(link.url).scheme else None
+        if link.text.strip().lower().rstrip(".") in {"", *SAYS_NOTHING} or link.text == address:
+            yield f"cell {link.cell} has a link that does not say where it leads: {link.url}"
+
+
+RULES: list[Callable[[Page], Iterator[str]]] = [
+    well_formed,
+    straight,
+    known_to_pytorch,
+    local_links_lead_somewhere,
+    named,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_page_keeps(rule, path):
+    assert list(rule(read(path))) == []
+
+
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_a_lesson_links_to_the_documentation_and_to_its_source(name):
+    urls = [link.url for link in read(FOLDER / f"{name}.ipynb").links()]
+    assert any(url.startswith(f"{DOCUMENTATION}docs/stable/") for url in urls)
+
+
+# From here on the rules themselves are tested.
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Return a function that names the rules which a text breaks, in a guide or a notebook."""
+    (tmp_path / "other.md").write_text("# Other page\n\n## `%%ranks`, in short\n")
+    heading = {"cell_type": "markdown", "source": ["# Other page\n", "\n", "## Two *ranks*"]}
+    (tmp_path / "other.ipynb").write_text(json.dumps({"cells": [heading]}))
+
+    def broken(text: str, suffix: str = ".md") -> list[str]:
+        path = tmp_path / f"page{suffix}"
+        cell = {"cell_type": "markdown", "source": text}
+        path.write_text(text if suffix == ".md" else json.dumps({"cells": [cell]}))
+        return [rule.__name__ for rule in RULES if list(rule(read(path)))]
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no link, `https://in.code` and `[a](nowhere)`",
+        "```\ncurl http://127.0.0.1:8080\n```",
+        "[dist.send](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.send)",
+        "[wait](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Work.wait)",
+        "[DDP](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel."
+        "DistributedDataParallel.html)",
+        f"[ring]({TUTORIAL}#our-own-ring-allreduce), [tutorial]({TUTORIAL})",
+        "[Patarasuk and Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002)",
+        "[rendezvous](https://en.wikipedia.org/wiki/Rendezvous_(computing))",
+        "# One\n\n[up](#one), [other](other.md#other-page), [it](other.md#ranks-in-short)",
+        "[next](other.ipynb#Two-ranks), [next](other.ipynb)",
+    ],
+)
+def test_a_sound_link_is_blamed(broken, text):
+    assert broken(text) == []
+
+
+def test_an_anchor_in_a_notebook_is_jupyterlabs(broken):
+    assert broken("# One two\n\n[up](#One-two)", ".ipynb") == []
+    assert broken("# One two\n\n[up](#one-two)", ".ipynb") == ["local_links_lead_somewhere"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[a](http://docs.pytorch.org/)", "well_formed"),
+        ("[a](//docs.pytorch.org/)", "well_formed"),
+        ("[a](https://docs.pytorch.org/docs/stable/distributed.html.)", "well_formed"),
+        ("[a](https://docs.pytorch.org//docs/stable/)", "well_formed"),
+        ("[a](<https://docs.pytorch.org/a b>)", "well_formed"),
+        ("[a](<https://docs.pytorch.org/(a>)", "well_formed"),
+        ("[a](https://localhost/)", "well_formed"),
+        ("[a](mailto:a@b.org)", "well_formed"),
+        ("[a](https://pytorch.org/docs/stable/distributed.html)", "straight"),
+        ("[a](https://pytorch.org/tutorials/)", "straight"),
+        ("[a](https://docs.pytorch.org/docs/2.13/distributed.html)", "straight"),
+        ("[a](https://docs.pytorch.org/docs/main/distributed.html)", "straight"),
+        ("[a](https://arxiv.org/pdf/2006.15704)", "straight"),
+        ("[a](https://arxiv.org/abs/2006.15704?utm_source=x)", "straight"),
+        (f"[a]({TUTORIAL}#ring)", "known_to_pytorch"),
+        (
+            "[a](https://docs.pytorch.org/docs/stable/d.html#torch.distributed.sent)",
+            "known_to_pytorch",
+        ),
+        ("[a](https://docs.pytorch.org/docs/stable/generated/torch.nope.html)", "known_to_pytorch"),
+        ("[a](nowhere.ipynb)", "local_links_lead_somewhere"),
+        ("[a](/etc/passwd)", "local_links_lead_somewhere"),
+        ("[a](other.md#nothing)", "local_links_lead_somewhere"),
+        ("[a](other.ipynb#two-ranks)", "local_links_lead_somewhere"),
+        ("[a](#nothing)", "local_links_lead_somewhere"),
+        ("see https://docs.pytorch.org/", "named"),
+        ("see www.example.org", "named"),
+        ("see <https://docs.pytorch.org/>", "named"),
+        ("see [here](https://docs.pytorch.org/)", "named"),
+    ],
+)
+def test_a_broken_link_is_not_found(broken, text, rule):
+    if OLD and rule == "known_to_pytorch" and TUTORIAL not in text:
+        pytest.skip("a PyTorch older than the pinned one cannot tell")
+    assert broken(text) == [rule]
+    assert broken(text, ".ipynb") == [rule]

@@ -1,0 +1,223 @@
+"""The scripts that learners take home: each needs torch alone, and is what its lesson shows.
+
+Lesson NN writes a script in a cell, `%%writefile scripts/NN_name.py`, and runs it in a later one,
+`!"{sys.executable}" scripts/NN_name.py`. The script is also a file in notebooks/scripts, which is
+run here as anybody would run it, on a copy, without the kit.
+
+REQUIRED: the lessons that must have a script, by their number.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from regenerate import FOLDER
+from test_audit import lesson, numbered, tags, text
+
+SCRIPTS = sorted((FOLDER / "scripts").glob("[0-9][0-9]_*.py"))
+REQUIRED: set[str] = set()
+LIMIT = 120  # seconds for one run; each takes some on an idle machine
+ALLOWED = {"torch", *sys.stdlib_module_names}
+RUN = re.compile(r'^!"\{sys\.executable\}" scripts/(\w+\.py)(.*)$', re.MULTILINE)
+# What the kit or a launcher may have set, and a learner's shell has not.
+UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|OMP_|PYTHON")
+
+
+def cell_of(notebook: dict, name: str) -> str | None:
+    """Return the text that the notebook writes into a script."""
+    for _, cell in numbered(notebook, "code"):
+        first, _, rest = "".join(cell["source"]).partition("\n")
+        if first.split() == ["%%writefile", f"scripts/{name}"]:
+            return rest.rstrip("\n") + "\n"
+    return None
+
+
+def runs_of(notebook: dict, name: str) -> Iterator[tuple[list[str], str | None]]:
+    """Yield the arguments of each run of a script, and what it printed; None if that may vary."""
+    for _, cell in numbered(notebook, "code"):
+        runs = [r for r in RUN.finditer("".join(cell["source"])) if r[1] == name]
+        if runs:
+            assert len(runs) == 1, "one run a cell, so that each has its own output"
+            printed = "".join(text(output) for output in cell["outputs"]).replace("\r\n", "\n")
+            yield shlex.split(runs[0][2]), None if "nbval-ignore-output" in tags(cell) else printed
+
+
+def same_in_the_cell(notebook: dict, name: str, script: str) -> Iterator[str]:
+    cell = cell_of(notebook, name)
+    if cell is None:
+        yield f"no cell writes scripts/{name}"
+    elif cell != script:
+        yield f"scripts/{name} is not what the cell writes"
+    if not list(runs_of(notebook, name)):
+        yield f"no cell runs scripts/{name}"
+
+
+def torch_alone(notebook: dict, name: str, script: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(script)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+        for found in {name.partition(".")[0] for name in names}:
+            if found not in ALLOWED:
+                yield f"scripts/{name} imports {found or 'a module beside it'}"
+
+
+def guarded(notebook: dict, name: str, script: str) -> Iterator[str]:
+    """Refuse a script that spawned processes would run again."""
+    if 'if __name__ == "__main__":\n' not in script:
+        yield f'scripts/{name} has no if __name__ == "__main__":'
+
+
+RULES = [same_in_the_cell, torch_alone, guarded]
+
+
+def read(script: Path) -> tuple[dict, str, str]:
+    """Return the notebook of a script, its name and its text."""
+    [path] = FOLDER.glob(f"{script.name[:3]}*.ipynb")
+    notebook = json.loads(path.read_text("utf-8"))
+    # Another worker may run the notebook at the same time, which writes the same text again.
+    for _ in range(10):
+        source = script.read_text("utf-8")
+        if source == cell_of(notebook, script.name):
+            break
+        time.sleep(0.1)
+    return notebook, script.name, source
+
+
+def run(script: str, name: str, folder: Path, arguments: list[str]) -> str:
+    """Run a copy of a script where the kit cannot be imported; return what it prints."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / name).write_text(script)
+    blocked = folder / "blocked" / "ddp_kit"  # before the kit on the path, in spawned ranks as well
+    blocked.mkdir(parents=True)
+    (blocked / "__init__.py").write_text("raise ImportError('the kit is not here')\n")
+    environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
+    done = subprocess.run(
+        [sys.executable, f"scripts/{name}", *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(blocked.parent)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_script_keeps(rule, script):
+    assert list(rule(*read(script))) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_script_prints_without_the_kit_what_its_lesson_shows(script, tmp_path):
+    notebook, name, source = read(script)
+    runs = list(runs_of(notebook, name))
+    assert runs, "no cell runs it"
+    for number, (arguments, printed) in enumerate(runs):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = run(source, name, folder, arguments)
+        assert printed in (None, found)
+
+
+def test_every_lesson_has_a_script():
+    assert {script.name[:2] for script in SCRIPTS} >= REQUIRED
+
+
+# From here on the rules themselves are tested.
+
+NAME = "01_lesson.py"
+SCRIPT = """\
+import sys
+import torch
+import torch.multiprocessing as mp
+
+
+def worker(rank):
+    print(f"{rank + torch.ones(1).item():.0f} {sys.argv[1]}")
+
+
+if __name__ == "__main__":
+    mp.spawn(worker, nprocs=1)
+"""
+
+
+def with_script(script: str = SCRIPT) -> dict:
+    notebook = lesson()
+    notebook["cells"][3]["source"] = f"%%writefile scripts/{NAME}\n{script}"
+    notebook["cells"][5]["source"] = f'!"{{sys.executable}}" scripts/{NAME} "a b"'
+    notebook["cells"][5]["outputs"][0]["text"] = ["1 a b\r\n"]
+    return notebook
+
+
+def broken(notebook: dict, script: str = SCRIPT) -> list[str]:
+    return [rule.__name__ for rule in RULES if list(rule(notebook, NAME, script))]
+
+
+def test_a_sound_script_breaks_no_rule():
+    assert broken(with_script()) == []
+    assert broken(with_script(SCRIPT.rstrip("\n"))) == []  # as a notebook keeps it
+
+
+def test_a_run_is_read_from_the_notebook():
+    assert list(runs_of(with_script(), NAME)) == [(["a b"], "1 a b\n")]
+    ignored = with_script()
+    ignored["cells"][5]["metadata"] = {"tags": ["nbval-ignore-output"]}
+    assert list(runs_of(ignored, NAME)) == [(["a b"], None)]
+
+
+def test_a_script_that_differs_from_its_cell_is_found():
+    assert broken(with_script(), SCRIPT + "\n# more\n") == ["same_in_the_cell"]
+
+
+@pytest.mark.parametrize("cell", [3, 5])
+def test_a_script_that_is_not_written_or_not_run_is_found(cell):
+    notebook = with_script()
+    notebook["cells"][cell]["source"] = "print(1)"
+    assert broken(notebook) == ["same_in_the_cell"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ddp_kit as kit",
+        "from ddp_kit.lessons import ddp",
+        "import torchvision",
+        "def f():\n    import numpy.random",
+        "from . import other",
+        "try:\n    import torchvision\nexcept ImportError:\n    pass",
+    ],
+)
+def test_a_script_that_needs_more_than_torch_is_found(line):
+    script = f"{line}\n{SCRIPT}"
+    assert broken(with_script(script), script) == ["torch_alone"]
+
+
+def test_a_script_that_spawned_ranks_would_run_again_is_found():
+    script = SCRIPT.replace('if __name__ == "__main__":', "if True:")
+    assert broken(with_script(script), script) == ["guarded"]
+
+
+def test_the_kit_is_missing_in_a_script_and_in_the_ranks_that_it_spawns(tmp_path):
+    hidden = "    __import__('ddp_kit')\n"
+    outside = SCRIPT.replace("    mp.spawn", f"{hidden}    mp.spawn")
+    inside = SCRIPT.replace("    print", f"{hidden}    print")
+    for number, script in enumerate((SCRIPT, outside, inside)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if script is SCRIPT:
+            assert run(script, NAME, folder, ["a b"]) == "1 a b\n"
+        else:
+            with pytest.raises(AssertionError, match="the kit is not here"):
+                run(script, NAME, folder, ["a b"])

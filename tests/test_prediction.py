@@ -1,0 +1,186 @@
+"""`kit.predict`: what it prints about right, wrong and missing predictions. No processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ddp_kit as kit
+
+SHARED = []
+
+
+class Odd:
+    """An object that cannot be compared."""
+
+    def __eq__(self, other):
+        raise RuntimeError("no")
+
+    __hash__ = None
+
+
+@pytest.fixture
+def said(capsys):
+    def said(*arguments):
+        assert kit.predict(*arguments) is None
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return said
+
+
+@pytest.mark.parametrize("nothing", [..., "...", [..., ...], {"a": ..., "b": [...]}])
+def test_no_prediction_is_taken_for_one(said, nothing):
+    assert said(nothing, 12) == "The answer is 12. You made no prediction.\n"
+
+
+def test_an_empty_list_is_a_prediction(said):
+    assert said([], []) == "Right: [].\n"
+    assert said({}, {}) == "Right: {}.\n"
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "shown"),
+    [
+        (12, 12, "12"),
+        (12.0, 12, "12"),
+        (2_101_248, torch.tensor(2_101_248), "2,101,248"),
+        (0.1, torch.tensor(0.1), "0.1"),
+        (1 / 3, 0.3333333, "0.333333"),
+        (float("nan"), float("nan"), "nan"),
+        (float("inf"), float("inf"), "inf"),
+        (1j, 1j, "1j"),
+        (True, np.bool_(True), "True"),
+        ("Deadlock ", "deadlock", "'deadlock'"),
+        ([0, 6], torch.tensor([0.0, 6.0]), "[0, 6]"),
+        ((0, 1), range(2), "[0, 1]"),
+        ([[1, 2], (3, 4)], np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
+        ({0, 2}, {2: 0, 0: 0}.keys(), "{0, 2}"),
+        (set(), set(), "set()"),
+        ({"a": (1,)}, {"a": [1]}, "{'a': [1]}"),
+        (None, None, "None"),
+        (SHARED.append, SHARED.append, "an object of type builtin_function_or_method"),
+    ],
+)
+def test_a_right_prediction_is_called_wrong(said, guess, actual, shown):
+    assert said(guess, actual) == f"Right: {shown}.\n"
+
+
+def test_a_wrong_prediction_of_which_nothing_is_right(said):
+    assert said(7, 12) == "You predicted 7; it is 12.\n"
+    assert said(True, False) == "You predicted True; it is False.\n"
+    assert said("send", "recv") == "You predicted 'send'; it is 'recv'.\n"
+    assert said({1}, {2, 10}) == "You predicted {1}; it is {10, 2}.\n"
+
+
+@pytest.mark.parametrize("guess", [24, 24.0, torch.tensor(24)])
+def test_a_likely_mistake_is_not_recognized(said, guess):
+    remark = {13: "no", 24: "that counts each message twice"}
+    lines = "You predicted 24; it is 12.\nThat counts each message twice.\n"
+    assert said(guess, 12, remark) == lines
+    assert said(12, 12, remark) == "Right: 12.\n"
+
+
+def test_a_likely_mistake_may_be_a_list_or_of_another_type(said):
+    before = said([1, 0], [0, 1], {(1, 0): "That is before."})
+    assert before == "You predicted [1, 0]; it is [0, 1].\nThat is before.\n"
+    assert said("all", 4, {"all": "how many are that?"}).endswith("\nHow many are that?\n")
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "remark"),
+    [
+        (11, 12, "You are off by one."),
+        (1, 2, "You are off by one."),
+        (24, 12, "You predicted twice the answer."),
+        (3, 12, "The answer is 4 times your prediction."),
+        (512, 4096, "The answer is 8 times your prediction."),
+        (12_000, 12, "You predicted 1,000 times the answer."),
+        (-0.5, 0.5, "Only the sign is wrong."),
+        (11.5, 12, "That is close: 4 % too low."),
+        (12.01, 12, "That is close: less than 1 % too high."),
+        (-11.5, -12.0, "That is close: 4 % too high."),
+    ],
+)
+def test_a_number_is_nearly_right_and_nothing_is_said(said, guess, actual, remark):
+    assert said(guess, actual).splitlines()[1:] == [remark]
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual"),
+    [(0, 5), (5, 0), (7, 12), (float("nan"), 1), (float("inf"), 1), (1, 1j), (10**400, 2.0)],
+)
+def test_a_number_is_far_off_and_called_nearly_right(said, guess, actual):
+    assert len(said(guess, actual).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "remark"),
+    [
+        (
+            [0, 1],
+            [0, 1, 2],
+            "The answer has 3 entries, and your list has 2. The first 2 are the same.",
+        ),
+        ([5, 1], [0], "The answer has 1 entry, and your list has 2."),
+        ([2, 0, 1], [0, 1, 2], "The entries are right, but not their order."),
+        (
+            [0, 1, 1, 4],
+            [0, 1, 2, 3],
+            "2 of 4 entries are right. The first that is not is [2]: you predicted 1; it is 2.",
+        ),
+        (
+            [0, ...],
+            [0, 1],
+            "1 of 2 entries is right. The first that is not is [1]: you predicted ...; it is 1.",
+        ),
+        (
+            {"a": 1},
+            {"a": 1, "b": [2]},
+            "1 of 2 entries is right. The first that is not is ['b']: you made no prediction;"
+            " it is [2].",
+        ),
+        ({0: 1, 1: 2}, {0: 1}, "1 of 1 entry is right. The answer has no entry [1]."),
+    ],
+)
+def test_some_entries_are_right_and_nothing_is_said(said, guess, actual, remark):
+    assert said(guess, actual).splitlines()[1:] == [remark]
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "kinds"),
+    [
+        ("12", 12, "a number, not a string"),
+        (1, True, "True or False, not a number"),
+        (3, [3], "a list, not a number"),
+        ([3], {0: 3}, "a dict, not a list"),
+        (None, "recv", "a string, not None"),
+        (print, {1}, "a set, not an object of type builtin_function_or_method"),
+        (Odd(), 5, "a number, not an object of type Odd"),
+    ],
+)
+def test_a_guess_of_another_type_raises_or_is_not_explained(said, guess, actual, kinds):
+    assert said(guess, actual).splitlines()[1:] == [f"The answer is {kinds}."]
+
+
+def test_objects_that_cannot_be_compared_raise(said):
+    assert (
+        said(Odd(), Odd()) == "You predicted an object of type Odd; it is an object of type Odd.\n"
+    )
+
+
+def test_a_long_value_fills_the_page(said):
+    shown = said([*range(1000)], [*range(1, 1001)]).splitlines()
+    assert all(len(line) < 160 for line in shown)
+    assert shown[0].count(" ...") == 2
+
+
+def test_a_rank_imports_the_code_of_predictions():
+    code = "import sys, ddp_kit; print(any('prediction' in name for name in sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "False\n"
