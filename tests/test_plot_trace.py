@@ -21,7 +21,7 @@ from ddp_kit.errors import PlotError
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
 from ddp_kit.plot.style import LOST, edge_color
 from ddp_kit.plot.timeline_lanes import by_steps, by_time
-from ddp_kit.plot.timeline_marks import count_arrows, shares
+from ddp_kit.plot.timeline_marks import count_arrows, flight_levels, shares
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 from ddp_kit.trace.logical import steps
@@ -294,11 +294,30 @@ def test_logical_table_is_a_row_a_step():
     assert repr(timeline(traces.pipeline(2, batches=1))) == (
         "1 message and 2 collectives on 2 ranks, step by step\n"
         "step  rank 0      rank 1\n"
-        "1     send → 1\n"
-        "2                 recv ← 0\n"
-        "3     all_reduce  all_reduce\n"
-        "4     barrier     barrier"
+        "1     send → 1    recv ← 0\n"
+        "2     all_reduce  all_reduce\n"
+        "3     barrier     barrier"
     )
+
+
+def test_logical_table_shows_how_long_a_call_lasts_and_what_takes_no_step():
+    assert repr(timeline(traces.program(*traces.TREE[:3], "send 2", "send 0"))) == (
+        "4 messages on 5 ranks, step by step\n"
+        "step  rank 0    rank 1    rank 2    rank 3    rank 4\n"
+        "1     recv ← 1  send → 0  recv ← 3  send → 2  send → 0\n"
+        "2     recv ← 2            send → 0            …\n"
+        "3     recv ← 4                                …"
+    )
+    later = traces.program(
+        "isend 1 a, recv 1, wait a, all_reduce b, all_reduce c, wait b, wait c",
+        "irecv 0 a, send 0, wait a, all_reduce b, all_reduce c, wait b, wait c",
+    )
+    assert repr(timeline(later)).split("\n")[1:] == [
+        "step  rank 0                     rank 1",
+        "1     isend → 1, recv ← 1, wait  irecv ← 0, send → 0, wait",
+        f"2     all_reduce {TIMES} 2, wait       all_reduce {TIMES} 2, wait",
+        "3     wait                       wait",
+    ]
 
 
 def test_table_names_what_never_came():
@@ -310,7 +329,8 @@ def test_table_names_what_never_came():
 
 def test_arrow_leads_from_send_to_receive_in_the_senders_colour():
     drawn = arrows(timeline(traces.pipeline(2, batches=1)))
-    assert [(begin[0], end[0]) for begin, end, _ in drawn] == [(1, 2)]
+    assert len(drawn) == 1
+    assert 0.5 < drawn[0][0][0] < drawn[0][1][0] < 1.5  # within the one step it takes
     (begin, end, color) = drawn[0]
     assert 0 < begin[1] < end[1] < 1
     assert color == edge_color(0)
@@ -347,8 +367,107 @@ def test_wait_is_as_long_as_the_steps_before_it():
     lanes = by_steps(traces.pipeline(3, batches=1))
     spans = {(bar.rank, bar.op): (bar.begin, bar.end) for bar in lanes.bars}
     assert spans[0, "send"] == (0.5, 1.5)
-    assert spans[2, "recv"] == (0.5, 4.5)
-    assert spans[0, "all_reduce"] == (1.5, 5.5)
+    assert spans[2, "recv"] == (0.5, 2.5)
+    assert spans[0, "all_reduce"] == (1.5, 3.5)
+
+
+def test_send_is_as_long_as_the_steps_before_its_receive():
+    lanes = by_steps(traces.program(*traces.TREE))
+    sends = {bar.rank: (bar.begin, bar.end) for bar in lanes.bars if bar.op == "send"}
+    assert sends == {1: (0.5, 1.5), 2: (1.5, 2.5), 3: (0.5, 1.5), 4: (0.5, 3.5)}
+    (arrow,) = (arrow for arrow in lanes.arrows if arrow.src == 4)
+    assert 2.5 < arrow.begin < arrow.end < 3.5
+
+
+def test_what_is_in_flight_is_a_thin_line_to_its_wait():
+    trace = traces.program("isend 1 a, recv 1, wait a", "irecv 0 a, wait a, send 0")
+    for lanes in (by_steps(trace), by_time(trace)):
+        flights = {each.op: each for each in lanes.flights}
+        bars = {(bar.rank, bar.op): bar for bar in lanes.bars}
+        assert flights.keys() == {"isend", "irecv"}
+        assert all(each.called and each.waited for each in lanes.flights)
+        assert bars[1, "irecv"].waits
+        assert not bars[0, "recv"].waits
+    # In steps: the message is over before rank 0 waits for it, so that wait is no bar.
+    lanes = by_steps(trace)
+    assert [(f.op, f.begin, f.end) for f in lanes.flights] == [
+        ("isend", 0.5, 2.5),
+        ("irecv", 0.5, 0.5),
+    ]
+    assert [(bar.op, bar.begin, bar.end) for bar in lanes.bars if bar.rank == 1] == [
+        ("irecv", 0.5, 1.5),
+        ("send", 1.5, 2.5),
+    ]
+    assert (0, "isend") not in {(bar.rank, bar.op) for bar in lanes.bars}
+
+
+def markers(picture, marker):
+    return [line for line in picture.axes[1].lines if line.get_marker() == marker]
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
+def test_every_wait_has_a_mark_at_the_end_of_its_flight(timed):
+    trace = traces.program("isend 1 a, isend 1 b, wait a", "recv 0, recv 0")
+    picture = timeline(trace, timed=timed)
+    (waits,), (calls,) = markers(picture, "D"), markers(picture, "o")
+    assert (len(calls.get_xdata()), len(waits.get_xdata())) == (2, 1)  # nobody waits for b
+    assert waits.get_xdata()[0] > calls.get_xdata()[0]
+    assert all(0.2 < y < 1 for y in waits.get_ydata())  # below the bar of rank 0
+    shown = texts(picture)
+    assert "in flight: called, not waited for yet" in shown
+    assert not markers(timeline(traces.program("send 1", "recv 0"), timed=timed), "D")
+
+
+def test_flights_at_the_same_time_are_on_different_levels():
+    both = by_steps(
+        traces.program("isend 1 a, isend 1 b, recv 1, wait a, wait b", "recv 0, recv 0, send 0")
+    )
+    assert flight_levels(both.flights, lane=0.78) == [0, 1]
+    after = by_steps(traces.program("isend 1 a, wait a, isend 1 b, wait b", "recv 0, recv 0"))
+    assert flight_levels(after.flights, lane=0.78) == [0, 0]
+
+
+def test_names_in_bars_are_clear_of_the_lines_of_collectives():
+    picture = timeline(traces.program("all_reduce a, wait a", "all_reduce a, wait a"))
+    (line,) = (
+        line
+        for line in picture.axes[1].lines
+        if len(line.get_xdata()) == 2 and line.get_ydata()[1] == 1
+    )
+    names = [text for text in picture.axes[1].texts if text.get_text().startswith("wait")]
+    assert len(names) == 2
+    picture.draw(picture.canvas.get_renderer())
+    for text in names:
+        box = text.get_window_extent().transformed(picture.axes[1].transData.inverted())
+        assert not box.x0 <= line.get_xdata()[0] <= box.x1
+
+
+def test_arrow_passes_behind_the_bars_between_its_ends():
+    ax = timeline(traces.program("recv 2", "all_reduce", "send 0")).axes[1]
+    (drawn,) = (patch for patch in ax.patches if isinstance(patch, FancyArrowPatch))
+    lanes, *bars = sorted({c.get_zorder() for c in ax.collections if c.get_facecolor().size})
+    assert lanes < drawn.get_zorder() < min(bars)
+
+
+def test_a_picture_is_as_wide_as_its_steps():
+    widths = []
+    for rounds in (1, 3, 6, 40):
+        script = traces.Script(2)
+        for _ in range(rounds):
+            script.message(0, 1)
+        widths.append(timeline(script.trace()).get_size_inches()[0])
+    assert widths[0] < 5
+    assert widths[0] <= widths[1] < widths[2] < widths[3]
+    assert widths[3] == timeline(traces.ring(4, 40)).get_size_inches()[0]
+
+
+def test_narrow_picture_has_room_for_its_title():
+    picture = timeline(
+        traces.program("all_reduce", "all_reduce"), title="A title of some length, " * 3
+    )
+    picture.draw(picture.canvas.get_renderer())
+    (title,) = (text for text in picture.axes[0].texts if text.get_text().startswith("A title"))
+    assert title.get_window_extent().x1 <= picture.bbox.x1
 
 
 def test_wait_that_never_ended_lasts_to_the_end():
@@ -408,9 +527,9 @@ def test_timed_bars_are_milliseconds_since_the_first_rank_began():
     assert lanes.spans[0][0] == 0
     assert repr(picture) == (
         "1 message and 2 collectives on 2 ranks, in time (ms)\n"
-        "        computing  in sends  waiting to receive  in collectives   all\n"
-        "rank 0       3.30     0.200                   0            3.10  6.60\n"
-        "rank 1       3.30         0                1.30            2.00  6.60"
+        "        not in a call  in sends  in receives  in collectives   all\n"
+        "rank 0           3.30     0.200            0            3.10  6.60\n"
+        "rank 1           3.30         0         1.30            2.00  6.60"
     )
 
 
@@ -427,7 +546,8 @@ def test_event_at_the_very_edge_is_drawn():
     script.recv(0, 1, 3)
     picture = timeline(replace(script.trace(), spans=()), timed=True)
     assert len(arrows(picture)) == 1
-    assert len([c for c in picture.axes[1].collections if c.get_facecolor().size]) == 4
+    assert len([c for c in picture.axes[1].collections if c.get_facecolor().size]) == 3
+    assert len(markers(picture, "o")) == 1
 
 
 def test_timed_picture_of_silent_ranks_is_their_spans():
@@ -534,10 +654,10 @@ def test_table_of_a_training_run_counts_its_steps_and_lists_the_calls_of_one():
         "2 to 20, each                3       3\n"
         "after                        1       1\n"
         "Training step 2 of 20, one of 19 with these calls\n"
-        "step  rank 0          rank 1\n"
-        "1     DDP all_reduce  DDP all_reduce\n"
-        "2     DDP all_reduce  DDP all_reduce\n"
-        "3     DDP all_reduce  DDP all_reduce"
+        "step  rank 0              rank 1\n"
+        f"1     DDP all_reduce {TIMES} 3  DDP all_reduce {TIMES} 3\n"
+        "2     …                   …\n"
+        "3     …                   …"
     )
 
 

@@ -34,7 +34,7 @@ class Script:
         start = self.now[rank]
         end = None if took is None else start + int(took * MS)
         where = Frame("Cell In[1]", 3, "worker", f"dist.{op}(x)", True)
-        times = {"start": start, "waited": start, "end": end}
+        times = {"start": start, "waited": start, "end": end, "blocking": "waited" not in given}
         given = {"nbytes": 4096, "dtype": "float32", "where": where, **times, **given}
         method = METHODS.get(op.removeprefix("DDP "), op)
         index = len(self.events[rank])
@@ -123,3 +123,44 @@ def broken(n: int) -> Trace:
     for rank in range(1, n):
         script.add(rank, "barrier", "collective", None)
     return script.trace()
+
+
+def program(*ranks: str, slow: int | None = None) -> Trace:
+    """Return the trace of ranks that make these calls, as in "isend 1 a, recv 2, wait a".
+
+    A call with a name is a call that returns at once; `wait` has that name. "send 1 tag=7" has a
+    tag; "stuck recv 1" never ends. slow: the rank whose calls take a thousand times as long.
+    """
+    world, events = Group("0", tuple(range(len(ranks)))), []
+    for rank, calls in enumerate(ranks):
+        own, named, counts, now = [], {}, {}, 5 * MS
+        for call in filter(None, (part.strip() for part in calls.split(","))):
+            now += MS * (1000 if rank == slow else 1)
+            words = call.split()
+            if words[0] == "wait":
+                index = named.pop(words[1])
+                own[index] = replace(own[index], waited=now, end=now + MS // 2)
+                continue
+            stuck = words[0] == "stuck"
+            op, *given = words[stuck:]
+            kind = {"send": "send", "recv": "recv"}.get(op.removeprefix("i"), "collective")
+            peer = int(given.pop(0)) if kind != "collective" else None
+            tags = [int(word[4:]) for word in given if word.startswith("tag=")]
+            names = [word for word in given if not word.startswith("tag=")]
+            key = kind, peer, *tags
+            counts[key] = counts.get(key, -1) + 1
+            times = {"start": now, "waited": now + 1000, "end": now + MS // 2}
+            if names:
+                named[names[0]] = len(own)
+                times |= {"waited": None, "end": None}
+            times |= {"end": None} if stuck else {}
+            where = {"peer": peer, "tag": tags[0] if tags else 0, "sequence": counts[key]}
+            method = METHODS.get(op, op.removeprefix("i"))
+            event = Event(rank, len(own), op, kind, method, world, **where, **times)
+            own.append(replace(event, blocking=not names))
+        events += own
+    last = max((t for e in events for t in (e.start, e.waited, e.end) if t), default=0)
+    return Trace(len(ranks), tuple(events), spans=((4 * MS, last + MS),) * len(ranks))
+
+
+TREE = ("recv 1, recv 2, recv 4", "send 0", "recv 3, send 0", "send 2", "send 0")

@@ -1,7 +1,7 @@
 // A timeline to zoom into. All data is in the page, so it works without the kernel. This file is the
 // last part of a module that begins with timeline_data.js and timeline_drawing.js.
 
-const NAMES = ["sending", "waiting to receive", "in a collective", "called, not waited for yet"];
+const NAMES = ["in a send", "in a receive", "in a collective", "in flight: called, not waited for yet"];
 const HELP = "Scroll to zoom and drag to move. Click an event to mark it on every rank. "
   + "Keys: + and − zoom, ← and → move, Home shows all, Shift with an arrow goes to the next event.";
 
@@ -36,7 +36,7 @@ function build(el, data) {
   page.all = button("whole run", "show the whole run");
   const shown = new Set(data.kind);
   if (data.flight.some((over, i) => over > data.start[i])) shown.add(3);
-  page.swatches = ["computing", ...NAMES].map((name, number) => {
+  page.swatches = ["not in a call", ...NAMES].map((name, number) => {
     if (number && !shown.has(number - 1)) return null;
     const entry = make(bar, "span"), swatch = make(entry, "i");
     entry.append(name);

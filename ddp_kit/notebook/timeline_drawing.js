@@ -5,11 +5,11 @@ const BIN = 2; // pixels; shorter events are drawn together, as shares of these
 const MOST_LINES = 400; // of messages or of collectives; if more are visible, none is drawn
 const CLOSE = 5; // pixels; lines of collectives that are closer than this would cover the bars
 const LIGHT = {
-  computing: "#e3e8ee", fill: ["#454545", "#bdb3f3", "#8fcdc1"], edge: ["#222222", "#6a5acd", "#2b7f73"],
+  noCall: "#e3e8ee", fill: ["#454545", "#bdb3f3", "#8fcdc1"], edge: ["#222222", "#6a5acd", "#2b7f73"],
   text: ["#ffffff", "#262626", "#262626"], late: "#882255", grid: "#00000014",
 };
 const DARK = {
-  computing: "#3a424c", fill: ["#d6d6d6", "#5b51a8", "#22705f"], edge: ["#ffffff", "#aaa1f5", "#5fcabb"],
+  noCall: "#3a424c", fill: ["#d6d6d6", "#5b51a8", "#22705f"], edge: ["#ffffff", "#aaa1f5", "#5fcabb"],
   text: ["#111111", "#ffffff", "#ffffff"], late: "#ff8fc4", grid: "#ffffff1c",
 };
 
@@ -55,8 +55,8 @@ class Drawing {
     this.names();
     page.swatches.forEach((swatch, number) => {
       if (!swatch) return;
-      swatch.style.background = colors.fill[number - 1] ?? colors.computing;
-      swatch.style.borderColor = colors.edge[number - 1] ?? colors.computing;
+      swatch.style.background = colors.fill[number - 1] ?? colors.noCall;
+      swatch.style.borderColor = colors.edge[number - 1] ?? colors.noCall;
       if (number === 4) swatch.style.borderBottom = `4px solid ${colors.edge[2]}`;
     });
     const [low, top] = this.limits, share = t => `${100 * (t - low) / (top - low)}%`;
@@ -96,7 +96,7 @@ class Drawing {
 
   drawLane(lane, rank, seen) {
     const { pen, colors, data, half, begin, end } = this, y = this.y(rank);
-    pen.fillStyle = colors.computing;
+    pen.fillStyle = colors.noCall;
     this.box(lane.begin, lane.end, y - half, 2 * half);
     const bins = Math.ceil((this.width - LEFT) / BIN);
     const shares = new Float32Array(3 * bins), counts = new Uint32Array(3 * bins);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
@@ -11,18 +9,20 @@ from matplotlib.axes import Axes
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import timeline_marks as marks
-from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
-from ddp_kit.plot.style import fold, significant, swatch, write
-from ddp_kit.plot.timeline_lanes import Lanes, absent, busy, by_steps, by_time, part, unmatched
-from ddp_kit.plot.timeline_names import LEFT, WIDE
-from ddp_kit.plot.timeline_panel import MOST_STEPS, Panel
+from ddp_kit.plot.picture import Picture, open_picture, read_trace
+from ddp_kit.plot.style import PAPER, QUIET, fold, significant, swatch, write
+from ddp_kit.plot.timeline_lanes import Lanes, busy, by_steps, by_time, part
+from ddp_kit.plot.timeline_names import LEFT
+from ddp_kit.plot.timeline_panel import Panel
 from ddp_kit.plot.timeline_steps import Overview, find_training, steps_table
+from ddp_kit.plot.timeline_tables import rank_table, step_table, time_table
 from ddp_kit.trace import Trace
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
-NAMES = {"send": "sending", "recv": "waiting to receive", "collective": "in a collective"}
+NAMES = {"send": "in a send", "recv": "in a receive", "collective": "in a collective"}
+TITLE_CHARACTER, KEY_CHARACTER, KEY_ROW = 0.1, 0.075, 0.22  # inches
 
 
 class Timeline(Picture):
@@ -80,27 +80,28 @@ def timeline(
 
     top, overview = 0.36, None
     if not training:
-        large = Panel(lanes, timed)
+        large = Panel(lanes, timed, TITLE_CHARACTER * len(title) - LEFT)
         xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
         shown, (begin, end) = training.label, training.window
         zero = begin if timed else begin - 0.5  # the first step is 1
-        overview, large = Overview(lanes, training), Panel(part(whole, begin, end, zero), timed)
+        overview = Overview(lanes, training)
+        large = Panel(part(whole, begin, end, zero), timed, is_part=True)
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
         top += overview.whole + 0.28
     top += large.head
     if timed:
-        text_table = _time_table(title, whole)
-        text_table += f"\n{_time_table(shown, large.lanes)}" if training else ""
+        text_table = time_table(title, whole)
+        text_table += f"\n{time_table(shown, large.lanes)}" if training else ""
         text_table += f"\n{cut}" if cut else ""
     elif training:
         text_table = steps_table(title, trace, training)
-        text_table += f"\n{_step_table(shown, trace, whole, (begin, end))}"
+        text_table += f"\n{step_table(shown, trace, whole, (begin, end))}"
     elif large.many:
-        text_table = _rank_table(title, trace, whole)
+        text_table = rank_table(title, trace, whole)
     else:
-        text_table = _step_table(title, trace, whole, whole.limits)
+        text_table = step_table(title, trace, whole, whole.limits)
 
     parts = []
     if training:
@@ -109,17 +110,22 @@ def timeline(
     parts += [_caption_of_many(large.lanes) if large.many else _caption(large, timed), cut]
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
-    lines = fold(" ".join(filter(None, parts)), LEFT + WIDE)
-    full, below = LEFT + WIDE + 0.15, top + large.tall + 0.5
+    key = _key(lanes, timed, large.many)
+    full = LEFT + large.wide + 0.15
+    corners = _place_key(key, full - LEFT)
+    lines = fold(" ".join(filter(None, parts)), full - 0.15)
+    below = top + large.tall + 0.5
+    rows = corners[-1][1] if corners else 0
     picture, sheet = open_picture(
-        title, text_table, full, below + 0.3, lines, lift=0.04, kind=Timeline
+        title, text_table, full, below + rows + 0.3, lines, lift=0.04, kind=Timeline
     )
     picture.trace = trace
     if overview:
         overview.draw(picture, sheet, 0.3)
         write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
     large.draw(picture, sheet, top, xlabel)
-    _key(sheet, LEFT, below + 0.08 - 0.06, lanes, timed)
+    for (text, look), (x, y) in zip(key, corners, strict=True):
+        _draw_key(sheet, LEFT + x, below + 0.02 + y, text, look)
     return picture
 
 
@@ -166,7 +172,10 @@ def _caption(panel: Panel, timed: bool) -> str:
     never = any(arrow.never for arrow in lanes.arrows)
     shared = any(name.end > name.begin for name in panel.names)
     parts = {
-        "One bar per rank." if timed else "An operation takes a step; computing takes none.": True,
+        "One bar per rank."
+        if timed
+        else "Each message or collective takes one step, and a longer bar is a wait. "
+        "Computing takes none.": True,
         f"An arrow is a message{color}.": lanes.arrows,
         f"A vertical line is a collective{when}.": lanes.links,
         "A bracket joins collectives with the same name.": shared,
@@ -199,88 +208,34 @@ def _caption_of_many(lanes: Lanes) -> str:
     return " ".join(parts)
 
 
-def _key(sheet: Axes, x: float, y: float, lanes: Lanes, timed: bool) -> None:
-    """Draw what the bars mean, for the kinds that occur; x, y: inches on the sheet."""
+def _key(lanes: Lanes, timed: bool, many: bool) -> list[tuple[str, tuple]]:
+    """Return the names of what is drawn, each with its look; () is a flight."""
     kinds = {bar.kind for bar in lanes.bars}
-    if timed:
-        swatch(sheet, x, y, "computing", marks.COMPUTING, "none")
-        x += 1.25
-    for kind, text in NAMES.items():
-        if kind in kinds:
-            x = swatch(sheet, x, y, text, *marks.LOOKS[kind])
+    entries: list[tuple[str, tuple]] = [("not in a call", (marks.NO_CALL, "none"))] * timed
+    entries += [(text, marks.LOOKS[kind]) for kind, text in NAMES.items() if kind in kinds]
+    if lanes.flights and not many:
+        entries.append(("in flight: called, not waited for yet", ()))
+    return entries
 
 
-def _step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
-    """Return what happened in a part of the order: one row per step, one column per rank."""
-    at, never = lanes.steps, unmatched(trace)
-    without = {
-        (rank, event.index): f" (without {', '.join(map(str, missing))})"
-        for members in trace.collectives
-        if (missing := absent(trace, members))
-        for rank, event in members.items()
-    }
-    rows: dict[int, list[str]] = {}
-    for event in trace:
-        key = event.rank, event.index
-        if not window[0] <= at[key] + 1 <= window[1]:
-            continue
-        peer = "any" if event.peer is None else event.peer
-        text = event.op + {"send": f" → {peer}", "recv": f" ← {peer}"}.get(event.kind, "")
-        text += f" ({never[key]})" if key in never else without.get(key, "")
-        rows.setdefault(at[key], [""] * trace.world_size)[event.rank] = text
-    header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    lines = [[str(step - min(rows) + 1), *rows[step]] for step in sorted(rows)]
-    if len(lines) > MOST_STEPS:
-        lines = _join_equal(lines)
-    return table(title, header, lines, align="<")
+def _place_key(entries: list[tuple[str, tuple]], width: float) -> list[tuple[float, float]]:
+    """Return the top left corner of each entry of a key, in inches, in rows of that width."""
+    x, y, places = 0.0, 0.0, []
+    for text, _ in entries:
+        if x and x + 0.34 + KEY_CHARACTER * len(text) > width:
+            x, y = 0.0, y + KEY_ROW
+        places.append((x, y))
+        x += 0.6 + KEY_CHARACTER * len(text)
+    return places
 
 
-def _join_equal(lines: list[list[str]]) -> list[list[str]]:
-    """Return one row for rows that follow each other and differ only in their first column."""
-    joined = []
-    for _, group in itertools.groupby(lines, key=lambda line: line[1:]):
-        same = list(group)
-        name = same[0][0] if len(same) == 1 else f"{same[0][0]} to {same[-1][0]}"
-        joined.append([name, *same[0][1:]])
-    return joined
-
-
-def _rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
-    """Return the table of a long trace: one row per rank."""
-    counts = Counter((event.rank, event.kind) for event in trace)
-    never = Counter((rank, mark) for (rank, _), mark in unmatched(trace).items())
-    waited: Counter[int] = Counter()
-    for bar in lanes.bars:
-        waited[bar.rank] += round(bar.end - bar.begin - 1)  # one step is the operation's own
-    sent: Counter[int] = Counter()
-    for message in trace.messages():
-        sent[message.src] += message.nbytes
-    header = ["", "sends", "bytes sent", "receives", "collectives", "steps waited"]
-    found = [m for m in ("never received", "never sent") if any(m == k for _, k in never)]
-    rows = [
-        [
-            f"rank {rank}",
-            f"{counts[rank, 'send']:,}",
-            f"{sent[rank]:,}",
-            f"{counts[rank, 'recv']:,}",
-            f"{counts[rank, 'collective']:,}",
-            f"{waited[rank]:,}",
-            *(f"{never[rank, mark]:,}" for mark in found),
-        ]
-        for rank in range(trace.world_size)
-    ]
-    return table(title, [*header, *found], rows)
-
-
-def _time_table(title: str, lanes: Lanes) -> str:
-    """Return the table of the timed form: milliseconds of each rank."""
-    spent: Counter[tuple[int, str]] = Counter()
-    for bar in lanes.bars:
-        spent[bar.rank, bar.kind] += bar.end - bar.begin
-    rows = []
-    for rank, (begin, end) in enumerate(lanes.spans):
-        waits = [spent[rank, kind] for kind in ("send", "recv", "collective")]
-        rest = max(0.0, end - begin - sum(waits))
-        rows.append([f"rank {rank}", *map(significant, (rest, *waits, end - begin))])
-    header = ["", "computing", "in sends", "waiting to receive", "in collectives", "all"]
-    return table(f"{title} (ms)", header, rows)
+def _draw_key(sheet: Axes, x: float, y: float, text: str, look: tuple) -> None:
+    if look:
+        swatch(sheet, x, y, text, *look)
+        return
+    middle = y + 0.07
+    style = {"color": QUIET, "linewidth": 1.4, "linestyle": "-"}
+    sheet.plot([x + 0.03, x + 0.23], [middle] * 2, **style)
+    sheet.plot([x + 0.03], [middle], markerfacecolor=PAPER, **marks.CALLED, **style)
+    sheet.plot([x + 0.23], [middle], **marks.WAITED, **style)
+    write(sheet, x + 0.34, middle, text, 8.5)

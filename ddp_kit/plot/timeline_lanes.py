@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -10,12 +12,17 @@ from operator import attrgetter
 from ddp_kit.error_text import name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
-from ddp_kit.trace.logical import Key, steps
+from ddp_kit.trace.schedule import START, WAIT, Key, Schedule, schedule
+
+LEAVES, ARRIVES = 0.45, 0.88  # of a step: where its arrows begin and end
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A rank in one operation; kind: that of the Event; never: "never sent", or ""."""
+    """A rank in a call that waits, or in the `wait()` for what an earlier call has started.
+
+    kind: that of the Event. waits: it is a `wait()`. never: "never sent", or "".
+    """
 
     rank: int
     kind: str
@@ -23,6 +30,23 @@ class Bar:
     end: float
     op: str
     never: str = ""
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Flight:
+    """An operation in flight: from a call that returned at once until its `wait()` or its end.
+
+    kind: that of the Event. called, waited: its begin is that call, its end is that `wait()`.
+    """
+
+    rank: int
+    kind: str
+    begin: float
+    end: float
+    op: str
+    called: bool = True
+    waited: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,15 +77,16 @@ class Link:
 class Lanes:
     """All that a timeline shows.
 
-    spans: where each rank's lane begins and ends. steps: the step of each event, without times.
+    spans: where each rank's lane begins and ends. plan: the steps of a picture without times.
     zero: the moment where the axis of a timed picture begins, in nanoseconds.
     """
 
     spans: Sequence[tuple[float, float]]
     bars: Sequence[Bar]
+    flights: Sequence[Flight]
     arrows: Sequence[Arrow]
     links: Sequence[Link]
-    steps: Mapping[Key, int] = field(default_factory=dict)
+    plan: Schedule = field(default_factory=lambda: Schedule([], {}))
     zero: int | None = None
 
     @property
@@ -73,23 +98,53 @@ class Lanes:
 def by_steps(trace: Trace) -> Lanes:
     """Return the order of a run: step s, from 0, is drawn from s + 0.5 to s + 1.5.
 
-    An operation that waits is as long as all steps since its rank's last operation or, if the
-    wait never ended, reaches to the end of the run.
+    A bar is as long as its call or wait or, if that never ended, reaches to the end of the run.
     """
-    at, never = steps(trace), unmatched(trace)
-    places = {key: (step + 1.0, step + 1.0) for key, step in at.items()}
-    bars, last, over = [], dict.fromkeys(range(trace.world_size), 0), max(at.values()) + 1
-    for event in sorted(trace, key=lambda event: at[event.rank, event.index]):
-        key = event.rank, event.index
-        waits = event.kind != "send" and event.waited is not None
-        begin, end = last[event.rank] if waits else at[key], at[key] + 1
-        last[event.rank] = end
-        if event.never_ended:
-            end = over
-        bars.append(_bar(event, begin + 0.5, end + 0.5, never))
+    plan, never = schedule(trace), unmatched(trace)
+    over = max(1, plan.length)
+    bars: list[Bar] = []
+    flights: dict[Key, Flight] = {}
+    for own in plan.actions:
+        for action in own:
+            event, key = action.event, (action.event.rank, action.event.index)
+            begin, end = action.begin + 0.5, action.end + 0.5
+            if action.what == START:
+                done = plan.at[key] + 1.5
+                lane = event.rank, event.kind, begin, done
+                flights[key] = Flight(*lane, short_name(event), waited=False)
+                continue
+            waits = action.what == WAIT
+            if waits:
+                flights[key] = replace(flights[key], end=begin, waited=True)
+            if event.never_ended:
+                end = over + 0.5
+            if end > begin:
+                bars.append(_bar(event, begin, end, never, waits))
+    places = {
+        key: (step + 1.0, step + 1.0)
+        if key in never
+        else (step + 0.5 + LEAVES, step + 0.5 + ARRIVES)
+        for key, step in plan.at.items()
+    }
+    links = [_link(trace, m, at) for m, at in _places(trace, plan)]
     spans = [(0.5, over + 0.5)] * trace.world_size
-    links = [_link(trace, m, [places[r, m[r].index][0] for r in m]) for m in trace.collectives]
-    return Lanes(spans, bars, _arrows(trace, places, never), links, at)
+    arrows = _arrows(trace, places, never)
+    return Lanes(spans, bars, list(flights.values()), arrows, links, plan)
+
+
+def _places(trace: Trace, plan: Schedule) -> list[tuple[dict[int, Event], list[float]]]:
+    """Return the collectives and where each of their ranks is drawn: side by side within a step."""
+    steps = [
+        [plan.at[rank, event.index] for rank, event in members.items()]
+        for members in trace.collectives
+    ]
+    total, seen = Counter(max(at) for at in steps), Counter[int]()
+    places = []
+    for members, at in zip(trace.collectives, steps, strict=True):
+        seen[max(at)] += 1
+        shift = seen[max(at)] / (total[max(at)] + 1)
+        places.append((members, [step + 0.5 + shift for step in at]))
+    return places
 
 
 def by_time(trace: Trace) -> Lanes:
@@ -101,26 +156,31 @@ def by_time(trace: Trace) -> Lanes:
     def ms(moment: int) -> float:
         return (moment - zero) / 1e6
 
-    bars, places = [], {}
+    bars, flights, places = [], [], {}
     for event in trace:
         _, last = spans[event.rank]
         over = event.end if event.end is not None else last
         if event.waited is not None:
-            bars.append(_bar(event, ms(event.waited), ms(over), never))
-        elif event.kind == "send":
-            bars.append(_bar(event, ms(event.start), ms(event.start), never))
+            begin = event.start if event.blocking else event.waited
+            bars.append(_bar(event, ms(begin), ms(over), never, not event.blocking))
         taken = next(t for t in (event.end, event.waited, event.start) if t is not None)
         places[event.rank, event.index] = ms(event.start), ms(taken)
+        if not event.blocking:
+            waited = event.waited is not None
+            until = event.waited if event.waited is not None else taken
+            lane = event.rank, event.kind, ms(event.start), ms(until)
+            flights.append(Flight(*lane, short_name(event), waited=waited))
     links = []
     for members in trace.collectives:
         came = ms(max(event.start for event in members.values()))
         links.append(_link(trace, members, [came] * len(members)))
     spans = [(ms(begin), ms(end)) for begin, end in spans]
-    return Lanes(spans, bars, _arrows(trace, places, never), links, zero=zero)
+    return Lanes(spans, bars, flights, _arrows(trace, places, never), links, zero=zero)
 
 
 def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
     """Return what happened from `begin` to `end`; every place moves by `-zero`."""
+    last = lanes.limits[1]
 
     def inside(at: float | None) -> bool:
         return at is not None and begin <= at <= end
@@ -139,6 +199,18 @@ def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
             if (bar.begin < end and bar.end > begin) or (inside(bar.begin) and inside(bar.end))
         ],
         [
+            replace(
+                each,
+                begin=clip(each.begin),
+                end=clip(each.end),
+                called=inside(each.begin),
+                waited=each.waited and inside(each.end),
+            )
+            for each in lanes.flights
+            if (each.begin < end and each.end > begin)
+            or (each.begin == each.end and begin <= each.begin < (end if end < last else math.inf))
+        ],
+        [
             replace(arrow, begin=move(arrow.begin), end=move(arrow.end))
             for arrow in lanes.arrows
             if inside(arrow.begin) or inside(arrow.end)
@@ -148,7 +220,7 @@ def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
             for link in lanes.links
             if inside(min(at for at, _ in link.points))
         ],
-        lanes.steps,
+        lanes.plan,
         lanes.zero,
     )
 
@@ -160,7 +232,8 @@ def busy(lanes: Lanes) -> tuple[float, float]:
     off if it is longer than what follows, and at most a fifth of what happened is before its end;
     then a small part of it stays. A pause at the end is treated in the same way.
     """
-    moments = sorted(moment for bar in lanes.bars for moment in (bar.begin, bar.end))
+    drawn = (*lanes.bars, *lanes.flights)
+    moments = sorted(moment for each in drawn for moment in (each.begin, each.end))
     begin, end = lanes.limits
     mirrored = [-moment for moment in reversed(moments)]
     return _cut(moments, begin, end), -_cut(mirrored, -end, -begin)
@@ -200,9 +273,15 @@ def absent(trace: Trace, members: dict[int, Event]) -> list[int]:
     return [rank for rank in group.ranks if rank not in members and not dropped[rank]]
 
 
-def _bar(event: Event, begin: float, end: float, never: dict[Key, str]) -> Bar:
+def short_name(event: Event) -> str:
+    """Return the operation; in a batch, which of its calls it is."""
+    in_batch = {"send": "isend", "recv": "irecv"} if event.op == "batch_isend_irecv" else {}
+    return in_batch.get(event.kind, event.op)
+
+
+def _bar(event: Event, begin: float, end: float, never: dict[Key, str], waits: bool) -> Bar:
     mark = never.get((event.rank, event.index), "")
-    return Bar(event.rank, event.kind, begin, end, event.op, mark)
+    return Bar(event.rank, event.kind, begin, end, short_name(event), mark, waits)
 
 
 def _arrows(trace: Trace, places: dict[Key, tuple[float, float]], never: dict[Key, str]):

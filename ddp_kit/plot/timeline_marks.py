@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from ddp_kit.plot.style import DASHES, INK, LOST, PAPER, arrow, bars, edge_color, set_hatch, write
-from ddp_kit.plot.timeline_lanes import Arrow, Bar, Lanes, Link
-from ddp_kit.plot.timeline_names import CHARACTER, COLOR, TYPE, WIDE
+from ddp_kit.plot.timeline_lanes import Arrow, Bar, Flight, Lanes, Link
+from ddp_kit.plot.timeline_names import CHARACTER, COLOR, TYPE
 
 HALF = 0.27  # of a lane: how far a bar reaches from the middle
 HEIGHT = 0.15  # inches of a label
 MARKER = 4.5  # points: where a rank takes part in a collective
+INSET, FIRST, LEVEL = 0.04, 0.07, 0.155  # inches: of the ends of flights, below bars, between two
+CALLED = {"marker": "o", "markersize": 4, "markeredgewidth": 1.1}  # the ends of a flight
+WAITED = {"marker": "D", "markersize": 4}
 MOST_NAMED = 12  # ends without another end; above, they have dashes alone
-COMPUTING = "#e3e8ee"
+NO_CALL = "#e3e8ee"
 # kind: fill, edge, hatch. None is a rank's colour; in grey they still differ.
 LOOKS = {
     "send": ("#454545", "#222222", None),
@@ -53,14 +57,14 @@ class Labels:
 def _draw_lanes(ax: Axes, lanes: Lanes) -> None:
     """Draw the pale bar behind each rank's operations."""
     for rank, (begin, end) in enumerate(lanes.spans):
-        bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), COMPUTING, "none")
+        bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), NO_CALL, "none")
 
 
 # ---- one by one
 
 
 def draw_each(ax: Axes, lanes: Lanes, labels: Labels) -> None:
-    """Draw every bar, link and arrow."""
+    """Draw every bar, flight, link and arrow."""
     _draw_lanes(ax, lanes)
     groups: dict[tuple, list[Bar]] = {}
     for bar in lanes.bars:
@@ -70,10 +74,15 @@ def draw_each(ax: Axes, lanes: Lanes, labels: Labels) -> None:
         drawn = bars(ax, ranges, (rank - HALF, 2 * HALF), *LOOKS[kind], zorder=2)
         if never:
             drawn.set(linestyle=DASHES, edgecolor=LOST, linewidth=1.3)
-    crowded = len(lanes.links) * 2 * MARKER > 0.8 * 72 * WIDE
+    low, high = ax.get_xlim()
+    crowded = len(lanes.links) * 2 * MARKER > 0.8 * 72 * labels.scale * (high - low)
     for link in lanes.links:
         _link(ax, link, crowded)
+        at, ranks = zip(*link.points, strict=True)
+        for rank in range(min(ranks), max(ranks) + 1):
+            labels.take(min(at) - 0.05 / labels.scale, max(at) + 0.05 / labels.scale, rank)
     named = {(bar.rank, bar.never) for bar in lanes.bars if _label(ax, bar, labels)}
+    _draw_flights(ax, lanes, labels)
     few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
     for each in lanes.arrows:
         if each.never:
@@ -82,26 +91,79 @@ def draw_each(ax: Axes, lanes: Lanes, labels: Labels) -> None:
         else:
             side = math.copysign(HALF, each.dst - each.src)
             ends = (each.begin, each.src + side), (each.end, each.dst - side)
-            arrow(ax, *ends, edge_color(each.src))
+            # Below the bars: it passes behind the ranks between its ends.
+            arrow(ax, *ends, edge_color(each.src), zorder=1.5)
 
 
 def _label(ax: Axes, bar: Bar, labels: Labels) -> bool:
     """Write the operation in its bar, if there is room; return whether it says "never"."""
-    if bar.kind == "collective":
+    if bar.kind == "collective" and not bar.waits:
         return False  # its name is above the lanes
-    for text in dict.fromkeys((f"{bar.op}: {bar.never}" if bar.never else bar.op, bar.op)):
-        middle, wide = (bar.begin + bar.end) / 2, (CHARACTER * len(text) + 0.06) / labels.scale
-        if bar.end - bar.begin < wide:
-            continue
-        if not labels.take(middle - wide / 2, middle + wide / 2, bar.rank):
+    names = (f"wait ({bar.op})", "wait") if bar.waits else (bar.op,)
+    never = [f"{names[0]}: {bar.never}"] if bar.never else []
+    for text in (*never, *names):
+        length, wide = bar.end - bar.begin, (CHARACTER * len(text) + 0.06) / labels.scale
+        middles = (bar.begin + share * length for share in (0.5, 0.25, 0.75))
+        room = (
+            middle
+            for middle in middles
+            if min(middle - bar.begin, bar.end - middle) >= wide / 2
+            and labels.take(middle - wide / 2, middle + wide / 2, bar.rank)
+        )
+        if (middle := next(room, None)) is None:
             continue
         fill = LOOKS[bar.kind][0]
         paper = {"boxstyle": "square,pad=0.12", "facecolor": fill, "edgecolor": "none"}
         color = PAPER if bar.kind == "send" else INK
         style = {"color": color, "ha": "center", "bbox": paper, "zorder": 3}
         write(ax, middle, bar.rank, text, TYPE, **style)
-        return text != bar.op
+        return text in never
     return False
+
+
+def _draw_flights(ax: Axes, lanes: Lanes, labels: Labels) -> None:
+    """Draw thin lines below the bars, from a call to its `wait()`; those of one time in levels."""
+    inset, levels = INSET / labels.scale, flight_levels(lanes.flights, labels.lane)
+    lines: dict[str, list[tuple[float, float]]] = {}  # all of a kind as one: they may be hundreds
+    calls: dict[str, list[tuple[float, float]]] = {}
+    waits: dict[str, list[tuple[float, float]]] = {}
+    for each, level in zip(lanes.flights, levels, strict=True):
+        y = each.rank + HALF + (FIRST + LEVEL * level) / labels.lane
+        begin, end = each.begin + inset, each.end - inset
+        if end < begin + inset:  # its wait begins at once
+            end = begin + 2 * inset if each.waited else begin
+        lines.setdefault(each.kind, []).extend([(begin, y), (end, y), (math.nan, math.nan)])
+        if each.called:
+            calls.setdefault(each.kind, []).append((begin, y))
+        if each.waited:
+            waits.setdefault(each.kind, []).append((end, y))
+        at, wide = begin + 0.07 / labels.scale, (CHARACTER * len(each.op) + 0.06) / labels.scale
+        room = each.called and each.kind != "collective" and end - at > wide
+        if room and labels.take(at, at + wide, y):
+            paper = {"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none"}
+            color = LOOKS[each.kind][1]
+            write(ax, at, y, each.op, TYPE, color=color, bbox=paper, zorder=3.3)
+    for points, style in (
+        (lines, {"linestyle": "-", "linewidth": 1.4, "solid_capstyle": "butt"}),
+        (calls, {"linestyle": "", "markerfacecolor": PAPER, **CALLED}),
+        (waits, {"linestyle": "", **WAITED}),
+    ):
+        for kind, places in points.items():
+            ax.plot(*zip(*places, strict=True), color=LOOKS[kind][1], zorder=3.2, **style)
+
+
+def flight_levels(flights: Sequence[Flight], lane: float) -> list[int]:
+    """Return at which level below its bar each flight is drawn, from 0; lane: inches."""
+    most = 1 + max(0, int(((1 - 2 * HALF) * lane - FIRST - 0.04) / LEVEL))
+    over: dict[int, list[float]] = {}  # of each rank, where the last flight of each level ends
+    levels = dict.fromkeys(range(len(flights)), 0)
+    for i in sorted(levels, key=lambda i: (flights[i].begin, i)):
+        ends = over.setdefault(flights[i].rank, [-math.inf] * most)
+        begin, end = flights[i].begin, flights[i].end
+        free = (level for level in range(most) if ends[level] <= begin)
+        levels[i] = next(free, most - 1)
+        ends[levels[i]] = max(ends[levels[i]], end, math.nextafter(begin, math.inf))
+    return list(levels.values())
 
 
 def _link(ax: Axes, link: Link, crowded: bool) -> None:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from ddp_kit.plot.style import LOST, write
 from ddp_kit.plot.timeline_lanes import Link
 
-LEFT, WIDE = 0.75, 7.95  # inches: where the lanes begin on the sheet, and their width
+LEFT, WIDE = 0.75, 7.95  # inches: where the lanes begin on the sheet, and their greatest width
 TYPE, CHARACTER = 7.5, 0.0655  # points; inches of one character
 TIMES = "\N{MULTIPLICATION SIGN}"
 COLOR = "#2b7f73"  # of a collective that every rank of its group called
@@ -35,13 +35,15 @@ class Name:
     whole: bool
 
 
-def place_names(links: Sequence[Link], scale: float, low: float) -> tuple[int, list[Name]]:
+def place_names(
+    links: Sequence[Link], scale: float, low: float, wide: float
+) -> tuple[int, list[Name]]:
     """Return how to write the names of collectives: their slant in degrees, and each name.
 
     Where there is no room for each, neighbours with the same name share one, as in
     "all_reduce x 30". If the names still are too close, they are slanted.
 
-    scale: inches of one unit of the axis; low: where the axis begins.
+    scale: inches of one unit of the axis; low: where the axis begins; wide: its inches.
     """
     tops = sorted(
         (min(link.points, key=lambda p: p[1])[0], link.name, link.whole) for link in links
@@ -59,7 +61,7 @@ def place_names(links: Sequence[Link], scale: float, low: float) -> tuple[int, l
             if slant:
                 first, last = at, at + APART / scale
             else:  # above the names of the ranks there is nothing else
-                at = min(max(at, low - LEFT / scale + half), low + WIDE / scale - half)
+                at = min(max(at, low - LEFT / scale + half), low + wide / scale - half)
                 first, last = at - half, at + half + GAP / scale
             fits = first >= free
             names.append(Name(begin, end, at, text if fits else "", whole))

@@ -9,28 +9,48 @@ from ddp_kit.plot import timeline_marks as marks
 from ddp_kit.plot.picture import Picture
 from ddp_kit.plot.style import chip
 from ddp_kit.plot.timeline_lanes import Lanes
-from ddp_kit.plot.timeline_names import LEFT, WIDE, head_room, place_names, write_names
+from ddp_kit.plot.timeline_names import (
+    CHARACTER,
+    GAP,
+    LEFT,
+    WIDE,
+    head_room,
+    place_names,
+    write_names,
+)
 
 MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
+STEP, NARROW = 0.95, 2.6  # inches: of a step where there is room, and of the narrowest lanes
 
 
 class Panel:
     """The lanes of all ranks over one axis. head: inches of the names above them; tall: inches.
 
-    many: there are too many events to draw them one by one.
+    wide: inches of the axis: as many as the steps need, unless it is time, or a part of a run.
+    at_least: of these. many: there are too many events to draw them one by one.
     """
 
-    def __init__(self, lanes: Lanes, timed: bool) -> None:
+    def __init__(
+        self, lanes: Lanes, timed: bool, at_least: float = NARROW, is_part: bool = False
+    ) -> None:
         begin, end = lanes.limits
         self.lanes, self.timed = lanes, timed
         self.length = 1.003 * ((end - begin) or 1)
-        self.scale = WIDE / self.length
+        self.wide = WIDE
+        if not timed and not is_part:
+            longest = max((len(link.name) for link in lanes.links), default=0)
+            step = max(STEP, CHARACTER * longest + GAP)
+            self.wide = min(WIDE, max(NARROW, at_least, step * (end - begin)))
+        self.scale = self.wide / self.length
         n = len(lanes.spans)
-        self.tall = n * max(0.36, min(0.62, 4.2 / n))
         marks_needed = 2 * len(lanes.arrows) + len(lanes.links)
         long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
         self.many = marks_needed > MOST_MARKS or long
-        slant, names = place_names(lanes.links, self.scale, begin)
+        most = 0.78 if lanes.flights and not self.many else 0.62
+        self.lane = max(0.36, min(most, 6.8 * most / n))
+        # Room for flights below the last lane.
+        self.tall = n * self.lane + (0.12 if lanes.flights and not self.many else 0)
+        slant, names = place_names(lanes.links, self.scale, begin, self.wide)
         if self.many and (slant or not all(name.text for name in names)):
             names = []
         self.slant, self.names = slant, names
@@ -44,16 +64,24 @@ class Panel:
     def draw(self, picture: Picture, sheet: Axes, top: float, xlabel: str) -> None:
         """Draw the lanes, `top` inches below the top of the picture, with their ranks."""
         n = len(self.lanes.spans)
-        lane = self.tall / n
+        lane = self.lane
         for rank in range(n):
             chip(sheet, 0.02, top + (rank + 0.5) * lane - 0.11, 0.62, 0.22, rank, f"rank {rank}")
-        ax = picture.chart(LEFT, top, WIDE, self.tall, "x", xlabel)
+        ax = picture.chart(LEFT, top, self.wide, self.tall, "x", xlabel)
         begin, _ = self.lanes.limits
-        ax.set(xlim=(begin, begin + self.length), ylim=(n - 0.5, -0.5))
+        ax.set(xlim=(begin, begin + self.length), ylim=(self.tall / lane - 0.5, -0.5))
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         locator = MaxNLocator(nbins=12, integer=not self.timed, min_n_ticks=1)
         ax.xaxis.set_major_locator(locator)
+        if not self.timed:  # lines between the steps
+            ax.grid(False)
+            if self.length <= MOST_STEPS + 1:
+                between = [begin + step for step in range(1, round(self.length))]
+                ax.set_xticks(between, minor=True)
+                ax.tick_params(axis="x", which="minor", length=0)
+                style = {"color": "#ececec", "linewidth": 0.8, "linestyle": "-"}
+                ax.grid(True, axis="x", which="minor", **style)
         labels = marks.Labels(self.scale, lane)
         if self.many:
             marks.draw_shares(ax, self.lanes, labels)

@@ -16,7 +16,7 @@ from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, table
 from ddp_kit.plot.style import PAPER, QUIET, bars, rank_color, write
 from ddp_kit.plot.timeline_lanes import Lanes
-from ddp_kit.plot.timeline_marks import COMPUTING, LOOKS, Labels, shares
+from ddp_kit.plot.timeline_marks import LOOKS, NO_CALL, Labels, shares
 from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TIMES, TYPE, WIDE
 from ddp_kit.plot.timeline_panel import MOST_MARKS
 from ddp_kit.trace import Trace
@@ -135,7 +135,7 @@ def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
     if lanes.zero is not None:  # when the last rank begins: steps in a row do not overlap
         begin, end = max(step.begin for step in ranks), max(step.end for step in ranks)
         return (begin - lanes.zero) / 1e6, (end - lanes.zero) / 1e6
-    at = [lanes.steps[event.rank, event.index] for step in ranks for event in step.events]
+    at = [lanes.plan.at[event.rank, event.index] for step in ranks for event in step.events]
     return min(at) + 0.5, max(at) + 1.5
 
 
@@ -169,7 +169,7 @@ class Overview:
         ax.set(xlim=(begin, end), ylim=(self.tall, 0))
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        bars(ax, [(begin, end - begin)], (0, STRIP), COMPUTING, "none")
+        bars(ax, [(begin, end - begin)], (0, STRIP), NO_CALL, "none")
         for look, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
             blocks = [(first, last - first) for first, last in drawn]
             bars(ax, blocks, (0, STRIP), look, PAPER, linewidth=0.4, zorder=2)
@@ -189,7 +189,7 @@ class Overview:
         for rank, (begin, end) in enumerate(self.lanes.spans):
             y = STRIP + 0.06 + rank * self.lane
             floor, tall = y + 0.9 * self.lane, 0.8 * self.lane
-            bars(ax, [(begin, end - begin)], (floor - tall, tall), COMPUTING, "none")
+            bars(ax, [(begin, end - begin)], (floor - tall, tall), NO_CALL, "none")
             at = LEFT - 0.14, 0.1
             bars(sheet, [at], (top + floor - tall, tall), rank_color(rank), "none")
             base = np.full(BINS, floor)
