@@ -92,6 +92,31 @@ def test_taking_turns_works_on_three_ranks_as_the_notebook_answers():
     assert list(kit.run(in_a_cell("take_turns"), world_size=3)) == [20, 0, 10]
 
 
+def immediate_with(*changes: tuple[str, str]) -> FunctionType:
+    """Return the notebook's `immediate` with some lines changed."""
+    (source,) = [source for source in sources("code") if "def immediate(" in source]
+    source = source.partition("\n\n")[0]
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    return define(source)
+
+
+def test_the_notebooks_changes_to_immediate_end_or_hang_as_it_answers():
+    swapped = "    receiving.wait()\n    sending.wait()"
+    waits = immediate_with(("    sending.wait()\n    receiving.wait()", swapped))
+    assert [value["after"].item() for value in kit.run(waits, world_size=3)] == [20, 0, 10]
+    send, receive = "isend(tensor, dst=(rank + 1)", "irecv(received, src=(rank - 1)"
+    calls = immediate_with((send, "HERE"), (receive, send), ("HERE", receive))
+    assert [value["after"].item() for value in kit.run(calls, world_size=3)] == [20, 0, 10]
+    early = immediate_with(
+        ("    sending.wait()\n", ""),
+        ("    receiving = ", "    sending.wait()\n    receiving = "),
+    )
+    with pytest.raises(kit.DeadlockError):
+        kit.run(early, world_size=3)
+
+
 def test_a_message_larger_than_its_tensor_ends_the_receiver():
     def worker(rank, world_size):
         if rank == 0:
