@@ -34,7 +34,7 @@ def immediate(rank: int, world_size: int) -> dict[str, torch.Tensor]:
 
     Returns the tensors of shape (1,): what the rank held before, and what it received.
     """
-    tensor = torch.tensor([10 * rank], device=device())
+    tensor = torch.tensor([10 * rank])  # on the CPU: with nccl, use a batch
     received = torch.empty_like(tensor)
     sending = dist.isend(tensor, dst=(rank + 1) % world_size)
     receiving = dist.irecv(received, src=(rank - 1) % world_size)
