@@ -1,86 +1,246 @@
-"""MNIST without a network, and torchvision with a PyTorch that it was not built for."""
+"""MNIST with and without a network, and torchvision with a PyTorch that it was not built for."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
+import http.client
 import importlib.util
 import os
 import struct
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.error import URLError
 
 from ddp_kit.errors import DataError
 
 if TYPE_CHECKING:
+    import torch
     from torchvision.datasets import MNIST
 
 DIGITS = Path(__file__).parent / "digits"
+# The four files of the full MNIST, and the SHA-256 of each when it is not compressed: a file that
+# somebody has compressed again is as good.
+FILES = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+SIZE = 11_594_722  # bytes of the four files as they are downloaded
+PLACES = ("", "raw", "MNIST/raw")  # below a folder; torchvision uses the last
+SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file or for a lock
 
 
-def mnist(train: bool = True, full: bool = False) -> MNIST:
+def mnist(
+    train: bool = True, full: bool = False, folder: str | os.PathLike[str] | None = None
+) -> MNIST:
     """Return MNIST's handwritten digits as a torchvision dataset, normalised as in the tutorial.
 
     train: return the training digits, else the test digits.
-    full: use all 70,000 digits, which torchvision downloads once into the user's cache; else the
-        first 10,000 training and 2,000 test digits, which are part of the package.
+    full: use all 70,000 digits, else the first 10,000 training and 2,000 test digits, which are
+        part of the package.
+    folder: where the four files of the full MNIST are, compressed or not; by default the folder in
+        the environment variable DDP_KIT_MNIST. Without either they are downloaded once, into the
+        user's cache.
 
     Each item is (image, label): a float32 tensor of shape (1, 28, 28), and an int from 0 to 9.
-    Raises DataError if `full` is set and there is neither an earlier download nor a network, or if
-    an argument is no bool.
+    Raises DataError if a file is missing, damaged or cannot be downloaded, or for a wrong argument.
     Source: MNIST by Y. LeCun and C. Cortes, CC BY-SA 3.0.
     """
     for name, value in (("train", train), ("full", full)):
         if not isinstance(value, bool):
             raise DataError(f"{name} must be True or False, got {value!r}")
+    if folder is not None and not full:
+        raise DataError(f"folder={os.fspath(folder)!r} is for the full MNIST; pass full=True, too")
+    part = "train" if train else "t10k"
+    names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
+    if full:
+        images, labels = _full(names, folder)
+    else:
+        images, labels = (read_idx(DIGITS / f"{name}.gz") for name in names)
     from torchvision import datasets, transforms
 
-    transform = transforms.Compose(
-        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-    )
-    if not full:
-        return _packaged(train, transform)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(cache, "ddp_kit")
-    try:
-        return datasets.MNIST(folder, train=train, transform=transform, download=True)
-    except (RuntimeError, URLError, ConnectionError, TimeoutError):
-        raise DataError(
-            "the full MNIST could not be downloaded, and there is no earlier download; "
-            "connect to a network once, or use kit.mnist(), which needs no network"
-        ) from None
-
-
-def _packaged(train: bool, transform: Callable) -> MNIST:
-    """Return a torchvision MNIST with the package's digits; its own __init__ needs raw files."""
-    from torchvision import datasets
-
-    part = "train" if train else "t10k"
+    # Its own __init__ needs a folder with raw files.
     dataset = datasets.MNIST.__new__(datasets.MNIST)
+    normalise = transforms.Normalize((0.1307,), (0.3081,))
+    transform = transforms.Compose([transforms.ToTensor(), normalise])
     datasets.VisionDataset.__init__(dataset, root="ddp_kit", transform=transform)
-    dataset.train = train
-    dataset.data = read_idx(DIGITS / f"{part}-images-idx3-ubyte.gz")
-    dataset.targets = read_idx(DIGITS / f"{part}-labels-idx1-ubyte.gz").long()
+    dataset.train, dataset.data, dataset.targets = train, images, labels.long()
     return dataset
 
 
-def read_idx(path: Path):
-    """Return the values of a gzipped IDX file of bytes as a uint8 tensor.
+def _full(
+    names: tuple[str, str], folder: str | os.PathLike[str] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two of the four files as tensors; download all four if there is no folder."""
+    own = folder or os.environ.get("DDP_KIT_MNIST")
+    place = Path(own).expanduser() if own else _cache()
+    found = {name: _find(place, name) for name in FILES}
+    missing = [f"{name}.gz" for name in FILES if found[name] is None and (name in names or not own)]
+    if missing and own:
+        raise DataError(
+            f"{place} has neither {' nor '.join(missing)}, compressed or not; "
+            f"kit.mnist looks there and in {' and '.join(PLACES[1:])} below it"
+        )
+    if missing:
+        _download(missing, place / PLACES[-1])
+        found = {name: _find(place, name) for name in FILES}
+    advice = "replace it" if own else "delete it, and the next call downloads it"
+    images, labels = (_read(found[name], name, advice) for name in names)
+    return images, labels
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ddp_kit")
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """Return the file of this name, compressed or not, in one of the usual places; else None."""
+    for place in PLACES:
+        for path in (folder / place / name, folder / place / f"{name}.gz"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _read(path: Path, name: str, advice: str) -> torch.Tensor:
+    """Return the values of one of the four files; raise DataError if it is not the original."""
+    try:
+        data = _original(path.read_bytes(), name)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    if data is None:
+        raise DataError(f"{path} is damaged or not the file of MNIST; {advice}")
+    return _decode(data, path.name)
+
+
+def _original(data: bytes, name: str) -> bytes | None:
+    """Return the content of a file, without compression; None if it is not MNIST's."""
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error):
+            return None
+    return data if hashlib.sha256(data).hexdigest() == FILES[name] else None
+
+
+def _download(files: list[str], folder: Path) -> None:
+    """Download these files into a folder, each in one step: nobody finds half of one.
+
+    Ranks and processes that need the same files wait for the one that downloads them.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder), _progress() as progress:
+            for file in files:
+                if not (folder / file).is_file():  # another process had the lock first
+                    part = folder / f".{file}.{os.getpid()}"
+                    try:
+                        part.write_bytes(_fetch(file, progress))
+                        part.replace(folder / file)
+                    finally:
+                        part.unlink(missing_ok=True)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise DataError(
+            f"the full MNIST could not be downloaded ({reason}); copy {', '.join(files)} from "
+            f"{MIRRORS[0]} into {folder}, or pass folder= the folder that has them, or use "
+            "kit.mnist(), which needs no network"
+        ) from None
+
+
+def _fetch(file: str, progress: Callable[[int], None]) -> bytes:
+    """Return a file from the first mirror that has the original; raise what the last one raised."""
+    failure: Exception = OSError("there is no mirror")
+    for mirror in MIRRORS:
+        try:
+            data, limit = bytearray(), time.monotonic() + LONGEST
+            with urllib.request.urlopen(mirror + file, timeout=SILENCE) as answer:
+                while chunk := answer.read(65536):
+                    data += chunk
+                    progress(len(chunk))
+                    if time.monotonic() > limit:
+                        raise TimeoutError(f"{file} took more than {LONGEST} s")
+            if _original(bytes(data), file.removesuffix(".gz")) is not None:
+                return bytes(data)
+            failure = OSError(f"{mirror}{file} is not the file of MNIST")
+        except (OSError, http.client.HTTPException) as error:
+            failure = error
+    raise failure
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. After LONGEST seconds go on without it, which costs only traffic."""
+    import fcntl
+
+    with open(folder / ".lock", "w") as lock:
+        limit = time.monotonic() + LONGEST
+        while time.monotonic() < limit:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """Show on stderr how much has arrived, in a notebook or a terminal; yield what counts it."""
+    ipython = sys.modules.get("IPython")
+    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    visible = in_notebook or sys.stderr.isatty()
+    done = shown = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done, shown
+        done += nbytes
+        percent = min(100, 100 * done // SIZE)
+        if visible and percent > shown:
+            shown = percent
+            bar = "#" * (percent // 4)
+            text = f"\rDownloading MNIST: [{bar:25}] {percent:3} % of {SIZE / 1e6:.1f} MB"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    try:
+        yield count
+    finally:
+        if shown:
+            print(file=sys.stderr)
+
+
+def read_idx(path: Path) -> torch.Tensor:
+    """Return the values of a gzipped IDX file of bytes as a uint8 tensor."""
+    return _decode(gzip.decompress(path.read_bytes()), path.name)
+
+
+def _decode(data: bytes, name: str) -> torch.Tensor:
+    """Return the values of an IDX file of bytes as a uint8 tensor.
 
     The format: two zero bytes, the type (8 for bytes), the number of dimensions, each
     dimension as a big-endian int32, then the data.
     """
     import torch
 
-    data = gzip.decompress(path.read_bytes())
     zero, kind, dimensions = struct.unpack_from(">HBB", data)
     if zero != 0 or kind != 8:
-        raise DataError(f"{path.name} is not an IDX file of bytes; reinstall ddp_kit")
+        raise DataError(f"{name} is not an IDX file of bytes; reinstall ddp_kit")
     shape = struct.unpack_from(f">{dimensions}i", data, 4)
-    body = bytearray(data[4 + 4 * dimensions :])
+    body = bytearray(memoryview(data)[4 + 4 * dimensions :])
     return torch.frombuffer(body, dtype=torch.uint8).reshape(shape)
 
 

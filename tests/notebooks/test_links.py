@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES = [*all_notebooks(), *GUIDES]
-REQUIRED: set[str] = set()  # lessons that must link to PyTorch's documentation
+REQUIRED: set[str] = {"02_collectives"}  # lessons that must link to PyTorch's documentation
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
 OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
@@ -43,7 +43,7 @@ SECTIONS = {
 }
 TRACKING = re.compile(r"utm_\w+|fbclid|gclid|ref|source")
 SAYS_NOTHING = {"here", "link", "this", "this link", "this page", "click here"}
-BARE = re.compile(r"(?<![(<\[\w\"'])(?:https?://|www\.)\S+")
+BARE = re.compile(r"(?<![(<\[\w\"'/])(?:https?://|www\.)\S+")
 
 
 class Link(NamedTuple):
@@ -225,6 +225,7 @@ def broken(tmp_path):
         "DistributedDataParallel.html)",
         f"[ring]({TUTORIAL}#our-own-ring-allreduce), [tutorial]({TUTORIAL})",
         "[Patarasuk and Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002)",
+        "[the standard](https://www.mpi-forum.org/docs/)",
         "[rendezvous](https://en.wikipedia.org/wiki/Rendezvous_(computing))",
         "# One\n\n[up](#one), [other](other.md#other-page), [it](other.md#ranks-in-short)",
         "[next](other.ipynb#Two-ranks), [next](other.ipynb)",

@@ -31,7 +31,13 @@ LESSONS = {
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "environment",
 }
-REQUIRED: dict[str, set[str]] = {}
+REQUIRED: dict[str, set[str]] = {
+    "02_collectives": {
+        *("own_tensor", "broadcast", "scatter", "gather", "reduce", "all_reduce", "try_op"),
+        *("all_gather", "all_gather_one_tensor", "reduce_scatter", "reduce_scatter_one_tensor"),
+        *("all_to_all", "all_to_all_one_tensor", "barrier", "all_reduce_in_a_group"),
+    },
+}
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
 
 
