@@ -61,6 +61,7 @@ class FrontEnd:
         self.kernel, self.client = kernel, kernel.client
         self.states: dict[str, dict] = {}
         self.other: list[str] = []  # kinds of messages that a cell's output would be made of
+        self.displayed: list[dict] = []
         self._subshell = self._make_subshell() if subshell else None
 
     def _make_subshell(self) -> str:
@@ -69,10 +70,12 @@ class FrontEnd:
         reply = self.client.control_channel.get_msg(timeout=BOUND)
         return reply["content"]["subshell_id"]
 
-    def open(self, code: str) -> None:
-        """Run a cell that makes widgets."""
-        message = self.client.execute(code)
-        self.read_until(lambda: self._ended == message)
+    def open(self, code: str, **metadata: object) -> None:
+        """Run a cell that makes widgets. metadata: what JupyterLab adds to its request."""
+        content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}}
+        request = self.client.session.msg("execute_request", content, metadata=metadata)
+        self.client.shell_channel.send(request)
+        self.read_until(lambda: self._ended == request["header"]["msg_id"])
         self.other.clear()
         if self._subshell:  # ipykernel 7.4 would have the main thread read the first message
             self.kernel.run(FORGET)
@@ -93,6 +96,7 @@ class FrontEnd:
                 self._update(content["comm_id"], content["data"], message["buffers"])
             elif kind in ("stream", "display_data", "execute_result", "error"):
                 self.other.append(kind)
+                self.displayed.append(content.get("data", {}))
             elif kind == "status" and content["execution_state"] == "idle":
                 self._ended = message["parent_header"].get("msg_id")
 
@@ -266,6 +270,34 @@ def test_the_ring_is_shown_step_by_step_without_another_run(shared):
     front.move("world_size", 2)
     front.read_until(lambda: "watch, world_size=2" in front.line)
     assert (front.states[play]["max"], front.states[step]["max"]) == (2, 2)
+
+
+def test_a_cell_of_jupyterlab_shows_no_controls_below_the_picture(shared, tmp_path):
+    shared.run(EXPLORER)
+    front = FrontEnd(shared)
+    front.open(f"view = explorer({str(tmp_path)!r}); view", cellId="a")
+    picture, controls = filter(None, front.displayed)  # the live view leaves an empty one
+    assert set(picture) == {"image/png", "text/plain"}
+    view = "application/vnd.jupyter.widget-view+json"
+    assert set(controls) == {view, "text/plain"}
+    assert controls["text/plain"].startswith("Menus and sliders appear here")
+    assert controls[view]["model_id"] in front.states
+    layout = front.states[front.model(_model_name="ImageModel")]["layout"]
+    layout = front.states[layout.removeprefix("IPY_MODEL_")]
+    assert layout["display"] == "none"  # the picture is above
+    before = front.picture
+    front.move("number", 3)
+    front.read_until(lambda: layout["display"] is None)
+    assert front.picture != before
+    assert shared.value("drawn") == "[1, 3]"
+
+
+def test_a_cell_of_nbval_shows_controls_or_loads_their_code(kernel):
+    kernel.run("from ddp_kit.lessons import ring_allreduce")
+    cell = kernel.run("view = ring_allreduce.explore(1); view")
+    [shown] = filter(None, (c["data"] for c in cell.contents("display_data", "execute_result")))
+    assert set(shown) == {"image/png", "text/plain"}
+    assert kernel.value("import sys; 'ipywidgets' in sys.modules") == "False"
 
 
 def test_ipywidgets_is_loaded_when_controls_are_asked_for(kernel):

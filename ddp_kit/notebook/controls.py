@@ -1,4 +1,4 @@
-"""A picture of a real run and, on request, controls that run it with other settings.
+"""A picture of a real run and, where somebody can use them, controls that run it again.
 
 Lessons import this module in every rank, so it loads ipywidgets only for the controls. A callback
 never runs ranks: it makes a request, which the main thread carries out. Nothing is printed or
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import Result, check_world_size, interruptible, run, view
+from ddp_kit.pool.ipython import has_front_end
 
 if TYPE_CHECKING:
     from ipywidgets import VBox, Widget
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 INTERVAL = 1000  # milliseconds that a step is shown when Play runs
 STAYS = "The picture is from the previous run."
+NO_CONTROLS = "Menus and sliders appear here when this cell runs in JupyterLab."  # on GitHub, say
 PAUSE = 0.05  # seconds without a newer request before one is carried out: a slider sends many
 PATIENCE = 0.25  # seconds after which a request that still waits is reported as queued
 
@@ -31,10 +33,11 @@ Settings = dict[str, Any]
 
 
 class Explorer:
-    """A run with some settings, drawn; `interact()` returns controls that run it with others.
+    """A run with some settings, drawn, and controls that run it with others.
 
     As the last line of a cell it shows its picture, a PNG with the same numbers as text, which
-    stays visible without a kernel.
+    stays visible without a kernel. In JupyterLab, controls follow, with a picture of their own once
+    they are used; `interact()` returns such controls on request.
 
     lesson: the module in which the learner finds the worker.
     settings: their values by name; "world_size" is one of them.
@@ -88,6 +91,17 @@ class Explorer:
         """
         return Panel(self).box
 
+    def _ipython_display_(self) -> None:
+        """Show the picture and the controls; without a front end leave it to `_repr_png_`."""
+        if not has_front_end():
+            raise NotImplementedError
+        from IPython.display import display
+
+        display(self.picture)
+        box = Panel(self, beside_picture=True).box
+        data = box._repr_mimebundle_() | {"text/plain": NO_CONTROLS}
+        display(data, raw=True)
+
     def __repr__(self) -> str:
         return repr(self.picture)
 
@@ -131,9 +145,12 @@ class Request(NamedTuple):
 
 
 class Panel:
-    """Controls of an explorer; `box` holds them all."""
+    """Controls of an explorer; `box` holds them all.
 
-    def __init__(self, explorer: Explorer) -> None:
+    beside_picture: the explorer's picture is on the page already, so show one on the first change.
+    """
+
+    def __init__(self, explorer: Explorer, beside_picture: bool = False) -> None:
         import ipywidgets as widgets
 
         self._explorer = explorer
@@ -159,6 +176,8 @@ class Panel:
         self.box = widgets.VBox([*rows, self._line, self._image])
         self._fit(settings)
         self._show()
+        if beside_picture:
+            self._image.layout.display = "none"
         self._asked = self._request()
         for chooser in [*self._settings.values(), *([self._step] if self._step else [])]:
             chooser.observe(self._on_change, "value")
@@ -191,6 +210,7 @@ class Panel:
                     self._say(f"running on {count(request.settings['world_size'], 'rank')} ...")
                     self._explorer.run(request.settings)
                 self._show(request.step)
+                self._image.layout.display = None
         except KeyboardInterrupt:
             self._latest.forget()
             self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')

@@ -13,6 +13,15 @@ def shell() -> Any:
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
+def has_front_end() -> bool:
+    """Return whether a front end such as JupyterLab runs this cell: somebody can see and click.
+
+    JupyterLab and VS Code name the cell in their request; nbclient, nbconvert and nbval do not.
+    """
+    request = getattr(shell(), "get_parent", dict)()
+    return "cellId" in request.get("metadata", {})
+
+
 def after_cell(call: Callable[[], object]) -> None:
     """Call `call` once, when the cell that runs now has ended and its error is shown.
 
