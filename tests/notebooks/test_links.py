@@ -24,7 +24,10 @@ from torch.torch_version import TorchVersion
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES = [*all_notebooks(), *GUIDES]
-REQUIRED: set[str] = {"02_collectives"}  # lessons that must link to PyTorch's documentation
+REQUIRED = {  # lessons that must link to PyTorch's documentation
+    *("00_start_here", "01_point_to_point", "02_collectives"),
+    *("03_partitioned_sgd", "04_ring_allreduce", "05_your_machine"),
+}
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
 OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
