@@ -1,8 +1,9 @@
-"""Graders of lesson 03: averaged gradients, one by one and in flat buckets."""
+"""Graders of lesson 03: gradients averaged by weight, and in flat buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,19 +13,33 @@ from torch import nn
 from ddp_kit.check.grader import SIZES, Grader, same
 from ddp_kit.error_text import count
 
+# Digits of each rank: their sums are powers of two, so the weights are exact.
+DIGITS = {1: (4,), 2: (1, 3), 3: (1, 2, 5), 4: (9, 1, 4, 2), 5: (1, 8, 2, 4, 1)}
 
-def exercise_3_1(average_gradients: Callable[[nn.Module], Any]) -> None:
-    """Grade `average_gradients(model)` on 1 to 5 ranks; one layer of the model is frozen.
+
+def exercise_3_1(average_weighted: Callable[[nn.Module, int], Any]) -> None:
+    """Grade `average_weighted(model, digits)` on 1 to 5 ranks; one layer of the model is frozen.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("3.1", "average_gradients(model)", average_gradients, collectives=True)
+    grader = Grader("3.1", "average_weighted(model, digits)", average_weighted, collectives=True)
     for world_size in SIZES:
-        grader.run(_average, True, world_size=world_size)
-        check_means(grader, True)
+        digits = DIGITS[world_size]
+        case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
+        grader.run(_average, True, digits, world_size=world_size, case=case)
+        check_means(grader, True, digits, partial(_hint_for_weights, digits))
         gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-        _cost(grader, gradients, "One all_reduce for each gradient is enough.")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, no more than one all_reduce for each gradient")
+        hint = "One all_reduce for each gradient and one for the number of digits are enough."
+        _cost(grader, gradients + 1, hint, also=8)
+    grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, with at most one all_reduce more than there are gradients"
+    )
+
+
+def name_counts(digits: Sequence[int]) -> str:
+    """Return numbers as "1, 2 and 5"."""
+    *most, last = map(str, digits)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
@@ -36,8 +51,9 @@ def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
     for world_size in SIZES:
         for most, buckets in ((100, 1), (10, 3), (1, 6)):
             case = f"average_in_buckets(model, most={most})"
-            grader.run(_average, False, most, world_size=world_size, case=case)
-            check_means(grader, False)
+            given = [most] * world_size
+            grader.run(_average, False, given, world_size=world_size, case=case)
+            check_means(grader, False, [1] * world_size, hint_for_mean)
             _cost(grader, buckets, "One all_reduce for each bucket is enough.")
             reduced = grader.collectives()
             if len(reduced) < buckets and world_size > 1:
@@ -71,31 +87,35 @@ def _gradient(rank: float, parameter: nn.Parameter) -> torch.Tensor | None:
     return 60 * (rank + 1) + torch.arange(parameter.numel()).view_as(parameter).to(parameter.dtype)
 
 
-def _average(rank: int, world_size: int, average: Callable, frozen: bool, *most: int) -> dict:
+def _average(
+    rank: int, world_size: int, average: Callable, frozen: bool, given: Sequence[int]
+) -> dict:
+    """Call an answer with a model and what is given to this rank."""
     layers = model(frozen)
     for parameter in layers.parameters():
         parameter.grad = _gradient(rank, parameter)
     before = {name: parameter.clone() for name, parameter in layers.named_parameters()}
-    average(layers, *most)
+    average(layers, given[rank])
     parameters = dict(layers.named_parameters())
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     changed = [name for name, held in parameters.items() if not torch.equal(held, before[name])]
     return {"gradients": gradients, "changed": changed}
 
 
-def check_means(grader: Grader, frozen: bool) -> None:
-    """Fail unless each gradient is the mean and the model is unchanged."""
+def check_means(
+    grader: Grader, frozen: bool, weights: Sequence[int], hint_for: Callable[..., str]
+) -> None:
+    """Fail unless each gradient is the mean with these weights and the model is unchanged.
+
+    hint_for: returns a hint on gradients that are wrong, from those and what should be there.
+    """
     result, n = grader.result, len(grader.result)
-    past_frozen = False
+    middle = sum(rank * weight for rank, weight in enumerate(weights)) / sum(weights)
     for name, parameter in model(frozen).named_parameters():
-        mean = _gradient((n - 1) / 2, parameter)
+        mean = _gradient(middle, parameter)
         found = [value["gradients"][name] for value in result]
         own = [_gradient(rank, parameter) for rank in range(n)]
-        hint = hint_for_mean(mean, found, own)
-        if past_frozen and all(map(same, own, found)):
-            hint = "The ones before it are right. Skip a parameter without a grad, then continue."
-        grader.compare([mean] * n, found, hint, place=f" in {name}.grad")
-        past_frozen = past_frozen or mean is None
+        grader.compare([mean] * n, found, hint_for(mean, found, own), place=f" in {name}.grad")
     for rank, value in enumerate(result):
         if value["changed"]:
             grader.fail(
@@ -124,7 +144,27 @@ def hint_for_mean(mean: Any, found: list, own: list) -> str:
     return "The mean is the sum over all ranks, divided by the world size, for every gradient."
 
 
-def _cost(grader: Grader, calls: int, hint: str) -> None:
+def _hint_for_weights(digits: Sequence[int], mean: Any, found: list, own: list) -> str:
+    """Return a hint on why these gradients are not the mean over all digits."""
+    n, total = len(found), sum(digits)
+    if mean is None or all(map(same, own, found)):
+        return hint_for_mean(mean, found, own)
+    if all(same(sum(own) / n, have) for have in found):
+        return (
+            "That is the plain mean: it counts every rank alike. Weigh each gradient by the rank's "
+            "share of the digits, before the all_reduce."
+        )
+    if all(same(mean * total, have) for have in found):
+        return f"That is {total} times the mean: divide by the number of digits of all ranks."
+    if all(same(mean / n, have) for have in found):
+        return "The weights add up to 1: do not divide by the world size as well."
+    if all(same(one * d / total, have) for one, d, have in zip(own, digits, found, strict=True)):
+        return "Each rank still has its own part of the mean: add them up with all_reduce."
+    return "The mean over all digits is the sum of digits / total * gradient over the ranks."
+
+
+def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:
+    """Fail if the answer did more than reduce each gradient. also: bytes besides these."""
     reduced = grader.collectives()
     if grader.result.trace.messages():
         grader.fail("right, but it sends messages", hint=hint)
@@ -132,7 +172,7 @@ def _cost(grader: Grader, calls: int, hint: str) -> None:
         if event.op != "all_reduce":
             grader.fail(f"right, but {event.op} was called", hint=hint)
     gradients = grader.result[0]["gradients"].values()
-    nbytes = sum(4 * gradient.numel() for gradient in gradients if gradient is not None)
+    nbytes = also + sum(4 * gradient.numel() for gradient in gradients if gradient is not None)
     grader.check_at_most(
         " in all_reduces by rank 0", sum(event.nbytes for event in reduced), nbytes, "byte", hint
     )

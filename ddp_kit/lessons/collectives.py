@@ -2,7 +2,7 @@
 
 Each worker returns {"before": ..., "after": ...}: the tensors that this rank held.
 Source: "Writing Distributed Applications with PyTorch", section Collective Communication;
-`reduce_scatter`, `all_to_all` and AVG go beyond it.
+`reduce_scatter`, `all_to_all`, AVG and the forms with one tensor instead of a list go beyond it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from ddp_kit import device
 from ddp_kit.error_text import count
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.notebook.controls import Explorer
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # before PyTorch 2.13 they had other names
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 OPS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
@@ -74,12 +80,29 @@ def all_gather(rank: int, world_size: int) -> dict:
     return {"before": tensor, "after": pieces}
 
 
+def all_gather_one_tensor(rank: int, world_size: int) -> dict:
+    """Collect one tensor from every rank in one tensor, on every rank."""
+    tensor = torch.tensor([10.0 * rank], device=device())
+    whole = torch.empty(world_size, device=device())
+    all_gather_single(whole, tensor)
+    return {"before": tensor, "after": whole}
+
+
 def reduce_scatter(rank: int, world_size: int, op: str = "SUM") -> dict:
     """Combine all lists and give rank i only entry i of the result."""
     pieces = list(own_tensor(rank, world_size).split(1))
     before = [piece.clone() for piece in pieces]
     tensor = torch.empty(1, device=device())
     dist.reduce_scatter(tensor, pieces, op=getattr(dist.ReduceOp, op))
+    return {"before": before, "after": tensor}
+
+
+def reduce_scatter_one_tensor(rank: int, world_size: int, op: str = "SUM") -> dict:
+    """Combine all tensors and give rank i only part i of the result."""
+    whole = own_tensor(rank, world_size)
+    before = whole.clone()
+    tensor = torch.empty(1, device=device())
+    reduce_scatter_single(tensor, whole, op=getattr(dist.ReduceOp, op))
     return {"before": before, "after": tensor}
 
 
@@ -91,10 +114,21 @@ def all_to_all(rank: int, world_size: int) -> dict:
     return {"before": pieces, "after": received}
 
 
+def all_to_all_one_tensor(rank: int, world_size: int) -> dict:
+    """Send part i of the tensor to rank i, on every rank."""
+    whole = own_tensor(rank, world_size)
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole)
+    return {"before": whole, "after": received}
+
+
 def all_reduce_in_a_group(rank: int, world_size: int) -> dict:
-    """Sum over the even ranks only. Every rank must call `new_group`, the odd ones too."""
+    """Sum over the even ranks only. Every rank must call `new_group`, the odd ones too.
+
+    Rank r brings 10 to the power of r, so that the digits of a sum name the ranks that are in it.
+    """
     even = dist.new_group(list(range(0, world_size, 2)))
-    tensor = own_tensor(rank, world_size)
+    tensor = torch.tensor([10**rank], device=device())
     before = tensor.clone()
     if rank % 2 == 0:
         dist.all_reduce(tensor, group=even)
@@ -112,12 +146,25 @@ def barrier(rank: int, world_size: int) -> dict[str, int]:
     return {"arrived": arrived, "left": time.monotonic_ns()}
 
 
+def try_op(rank: int, world_size: int, op: str, dtype: torch.dtype = torch.float32) -> str:
+    """Return how the backend refuses an all_reduce with this op and dtype, "" if it takes it."""
+    tensor = torch.ones(2, dtype=dtype, device=device())
+    chosen = getattr(dist.ReduceOp, op)
+    try:
+        dist.all_reduce(tensor, op=chosen(2.0) if op == "PREMUL_SUM" else chosen)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
 def reference(name: str, held: list[torch.Tensor], op: str = "SUM", root: int = 0) -> list:
     """Return what each rank should hold after a collective, computed in this one process.
 
+    name: of the worker. A form with one tensor holds the same numbers as the one with a list.
     held: the `own_tensor` of each rank. root: the `src` or `dst` of those that have one.
     None means that what the rank holds is undefined.
     """
+    name = name.removesuffix("_one_tensor")
     n = len(held)
     stacked = torch.stack(held)  # row: rank, column: entry
     if name == "broadcast":
@@ -130,8 +177,8 @@ def reference(name: str, held: list[torch.Tensor], op: str = "SUM", root: int = 
     if name == "all_to_all":
         return [list(column.split(1)) for column in stacked.T]
     if name == "all_reduce_in_a_group":
-        total = stacked[::2].sum(0)
-        return [held[rank] if rank % 2 else total for rank in range(n)]
+        total = sum(10**rank for rank in range(0, n, 2))
+        return [torch.tensor([10**rank if rank % 2 else total]) for rank in range(n)]
     combined = {
         "SUM": stacked.sum(0),
         "PRODUCT": stacked.prod(0),
@@ -157,7 +204,12 @@ COLLECTIVES: tuple[Callable, ...] = (
     all_to_all,
     all_reduce_in_a_group,
 )
-WITH_OP: tuple[Callable, ...] = (reduce, all_reduce, reduce_scatter)
+ONE_TENSOR: tuple[Callable, ...] = (
+    all_gather_one_tensor,
+    reduce_scatter_one_tensor,
+    all_to_all_one_tensor,
+)
+WITH_OP: tuple[Callable, ...] = (reduce, all_reduce, reduce_scatter, reduce_scatter_one_tensor)
 WITH_ROOT: dict[Callable, str] = {broadcast: "src", scatter: "src", gather: "dst", reduce: "dst"}
 
 
@@ -166,6 +218,19 @@ def agrees(result, expected: list) -> bool:
     return all(
         want is None or _flat(value["after"]) == _flat(want)
         for value, want in zip(result, expected, strict=True)
+    )
+
+
+def greatest_difference(result, expected: list) -> float:
+    """Return how far any number of an "after" is from what `reference` expects.
+
+    Raises ValueError if a rank holds more or fewer numbers than expected.
+    """
+    return max(
+        float(abs(number - right))
+        for value, want in zip(result, expected, strict=True)
+        if want is not None
+        for number, right in zip(_flat(value["after"]), _flat(want), strict=True)
     )
 
 
@@ -222,12 +287,17 @@ def _title(settings: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run every collective with every op, compare with one process, and print one line."""
+    """Run every collective with every op, compare with one process, and print one line.
+
+    An op that the backend refuses is left out; a second line names it.
+    """
     options = lesson_parser("collectives", __doc__).parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         held = [own_tensor(rank, ranks.world_size).cpu() for rank in range(ranks.world_size)]
-        for worker in COLLECTIVES:
-            for op in OPS if worker in WITH_OP else ("SUM",):
+        refused = [op for op in OPS if any(ranks(try_op, op))]
+        taken = [op for op in OPS if op not in refused]
+        for worker in COLLECTIVES + ONE_TENSOR:
+            for op in taken if worker in WITH_OP else ("SUM",):
                 name = worker.__name__
                 result = ranks(worker, *([op] if worker in WITH_OP else []))
                 prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
@@ -235,6 +305,8 @@ def main(argv: list[str] | None = None) -> None:
         last = max(moment["arrived"] for moment in moments)
         prove("nobody left the barrier early", all(m["left"] >= last for m in moments))
         ranks.say(f"collectives: {ranks}, {len(COLLECTIVES)} collectives and the barrier are right")
+        if refused:
+            ranks.say(f"not tried, because the backend refuses it: {', '.join(refused)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Your machine: what PyTorch finds here, and how a process learns which rank it is.
 
 `is_available`, `is_initialized`, a `synchronize()` that is safe to call anywhere, and a worker that
-reads its rank from the environment, however it was started. Source: a note on the first steps with
-`torch.distributed`.
+reads its rank from the environment, however it was started. Source: PyTorch's documentation of
+`torch.distributed`, sections Initialization and Launch utility, and of torchrun.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from ddp_kit.backends import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.pool.rank_handle import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
@@ -37,13 +38,13 @@ __getattr__ = renamed(__name__, told="who_am_i")
 def synchronize() -> str:
     """Wait for the other ranks, if there are any; return why it returned, one of EXITS."""
     if not dist.is_available():
-        return EXITS[0]
+        return "torch has no distributed package"
     if not dist.is_initialized():
-        return EXITS[1]
+        return "there is no process group"
     if dist.get_world_size() == 1:
-        return EXITS[2]
+        return "the world is one rank"
     dist.barrier()
-    return EXITS[3]
+    return "all ranks are here"
 
 
 def without_a_package() -> str:
@@ -70,18 +71,16 @@ def everywhere(rank: int, world_size: int) -> str:
 
 
 def introduce() -> str:
-    """Print and return who this process is, using only its environment variables."""
+    """Return a line that says who this process is, using only its environment variables."""
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
-    total = torch.tensor([rank])
+    total = torch.tensor([rank], device=device())
     dist.all_reduce(total)
-    line = f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
-    print(line + "\n", end="")  # in one piece: under torchrun all ranks write to one stream
-    return line
+    return f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
 
 
-def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> list[str]:
+def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
     No program outlives this call, nor does any process it has started: they are ended by an
@@ -114,19 +113,22 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 60) -> l
 
 
 def who_am_i(rank: int, world_size: int) -> dict[str, int]:
-    """Return this rank's numbers according to the environment and to the process group."""
-    environment = {name: int(os.environ[name]) for name in NAMES}
-    return environment | {"get_rank()": dist.get_rank(), "get_world_size()": dist.get_world_size()}
+    """Return this rank's numbers, according to its environment and to the process group."""
+    numbers = {name: int(os.environ[name]) for name in NAMES}
+    numbers["get_rank()"] = dist.get_rank()
+    numbers["get_world_size()"] = dist.get_world_size()
+    return numbers
 
 
 def come_and_leave(rank: int, world_size: int, late: int, seconds: float = 0.3) -> dict[str, float]:
-    """Call `synchronize` on all ranks, with rank `late` coming `seconds` late.
+    """Call `synchronize` on all ranks, with rank `late` computing for `seconds` before it comes.
 
     Returns when this rank came and when it left, in seconds on the machine's own clock.
     """
     synchronize()
-    if rank == late:
-        time.sleep(seconds)
+    enough = time.monotonic() + (seconds if rank == late else 0)
+    while time.monotonic() < enough:
+        torch.matmul(torch.rand(100, 100), torch.rand(100, 100))
     came = time.monotonic()
     synchronize()
     return {"came": came, "left": time.monotonic()}

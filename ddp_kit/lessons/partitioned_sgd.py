@@ -1,8 +1,8 @@
 """Partitioned SGD: every rank trains on its part of the digits; gradients are averaged.
 
-The tutorial's complete data-parallel training: `Partition`, `DataPartitioner`, `Net` and
-`average_gradients`, with its hyper-parameters. Source: "Writing Distributed Applications with
-PyTorch", section Distributed Training.
+The tutorial's data-parallel training by hand and with `DistributedDataParallel`; --tutorial runs
+its experiment on all 60,000 digits. Source: "Writing Distributed Applications with PyTorch",
+https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html#distributed-training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_kit import compare, device, mnist, progress
 from ddp_kit.error_text import count
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons._digits import (  # noqa: F401 - other lessons and notebooks take them from here
+    accuracy,
+    as_batch,
+    first_digits,
+    flat,
+    slowest,
+)
 from ddp_kit.notebook.controls import Explorer, positive
 
 SEED = 1234
@@ -48,8 +55,7 @@ class DataPartitioner:
     """
 
     def __init__(self, data: Dataset, sizes: Sequence[float], seed: int = SEED) -> None:
-        self.data = data
-        self.partitions: list[list[int]] = []
+        self.data, self.partitions = data, []
         index = list(range(len(data)))
         Random(seed).shuffle(index)
         for size in sizes:
@@ -85,17 +91,16 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a dataset as one batch: images (count, 1, 28, 28), labels (count,)."""
-    images, labels = zip(*(digits[i] for i in range(len(digits))), strict=True)
-    return torch.stack(images).to(device()), torch.tensor(labels, device=device())
+def partition_dataset(rank: int, world_size: int, full: bool = False) -> DataLoader:
+    """Load this rank's part of the digits, 128 // world_size in a batch.
 
-
-def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first training digits as one batch."""
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
-    return as_batch(Partition(mnist(), range(count)))
+    full: of all 60,000 training digits, else of the 10,000 that are part of the package.
+    """
+    digits = mnist(full=full)
+    part = DataPartitioner(digits, [1 / world_size] * world_size).use(rank)
+    images, labels = as_batch(part)  # transformed once, instead of once an epoch
+    batch_size = GLOBAL_BATCH // world_size  # 128 / world_size would be a float
+    return DataLoader(TensorDataset(images, labels), batch_size=batch_size, shuffle=True)
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -118,16 +123,7 @@ def average_gradients_flat(model: nn.Module) -> None:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Do nothing: each rank keeps its own gradients, as a single process would."""
-
-
-def partition_dataset(rank: int, world_size: int) -> DataLoader:
-    """Load this rank's part of the digits, 128 // world_size in a batch."""
-    part = DataPartitioner(mnist(), [1 / world_size] * world_size).use(rank)
-    images, labels = as_batch(part)  # transformed once, instead of once an epoch
-    # A batch size must be a whole number: 128 / world_size would be a float.
-    batch_size = GLOBAL_BATCH // world_size
-    return DataLoader(TensorDataset(images, labels), batch_size=batch_size, shuffle=True)
+    """Average nothing: each rank keeps its own."""
 
 
 def train(
@@ -137,14 +133,15 @@ def train(
     average: Callable[[nn.Module], None] = average_gradients,
     lr: float = 0.01,
     momentum: float = 0.5,
+    full: bool = False,
 ) -> dict:
     """Train one replica on this rank's part of the digits.
 
-    Returns "losses" (mean training loss of each epoch), "accuracy" (on the 2,000 test digits,
-    0 to 1), and "parameters" (all of them, one flat tensor).
+    full: use all of MNIST. Returns "losses" (mean training loss of each epoch), "accuracy" (on
+    the test digits, 0 to 1), and "parameters" (all of them, one flat tensor).
     """
     torch.manual_seed(SEED)  # the same start on every rank
-    batches = partition_dataset(rank, world_size)
+    batches = partition_dataset(rank, world_size, full)
     model = Net().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     losses = []
@@ -152,46 +149,65 @@ def train(
         total = 0.0
         for images, labels in batches:
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images.to(device())), labels.to(device()))
-            total += loss.item()
+            loss = F.nll_loss(model(images), labels)
             loss.backward()
             average(model)
             optimizer.step()
+            total += loss.item()
         losses.append(total / len(batches))
-    return {"losses": losses, "accuracy": accuracy(model), "parameters": flat(model.parameters())}
+    parameters = flat(model.parameters())
+    return {"losses": losses, "accuracy": accuracy(model, full), "parameters": parameters}
 
 
-def train_alone(epochs: int = 3, lr: float = 0.01, momentum: float = 0.5) -> dict:
-    """Train in this one process, on all digits, without any communication: the reference."""
-    return train(0, 1, epochs, keep_gradients, lr, momentum)
+def train_ddp(
+    rank: int, world_size: int, epochs: int = 3, lr: float = 0.01, momentum: float = 0.5
+) -> torch.Tensor:
+    """Train like `train`, with DDP in place of `average_gradients`; return all parameters, flat."""
+    torch.manual_seed(SEED)
+    batches = partition_dataset(rank, world_size)
+    model = DistributedDataParallel(Net().to(device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for _ in progress(range(epochs)):
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(images), labels)
+            loss.backward()  # DDP averages the gradients in here
+            optimizer.step()
+    return flat(model.parameters())
 
 
 def first_steps(
-    rank: int, world_size: int, lr: float = 0.03, steps: int = 24, batches: int = 8
+    rank: int,
+    world_size: int,
+    lr: float = 0.03,
+    average: Callable[[nn.Module], None] = average_gradients_flat,
+    steps: int = 24,
 ) -> list[float]:
-    """Train one replica for some steps, cycling through the first few batches.
+    """Train one replica for some steps, cycling through the first eight batches.
 
-    A batch has 128 digits for all ranks together. Dropout is off, so that training takes the same
-    course on 1, 2, 4 and 8 ranks, up to rounding. Returns this rank's loss in each step.
+    A batch has 128 digits for all ranks together. Dropout is off, so that 1, 2, 4 and 8 ranks take
+    the same course, up to rounding. Returns the loss of the whole batch in each step.
     """
     torch.manual_seed(SEED)
-    model = Net().to(device()).eval()
+    model = Net().to(device()).eval()  # without dropout
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    images, labels = (part.split(GLOBAL_BATCH) for part in first_digits(GLOBAL_BATCH * batches))
+    images, labels = (part.split(GLOBAL_BATCH) for part in first_digits(8 * GLOBAL_BATCH))
     losses = []
     for step in range(steps):
-        x, y = images[step % batches][rank::world_size], labels[step % batches][rank::world_size]
+        x, y = images[step % 8][rank::world_size], labels[step % 8][rank::world_size]
         optimizer.zero_grad()
         loss = F.nll_loss(model(x), y)
         loss.backward()
-        average_gradients_flat(model)
+        average(model)
         optimizer.step()
-        losses.append(loss.item())
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        losses.append(whole.item() / world_size)
     return losses
 
 
 def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
-    """Train for 24 steps and draw each rank's loss; `interact()` adds controls.
+    """Train for 24 steps and draw the loss of the whole batch; `interact()` adds controls.
 
     Raises PoolError for an invalid choice.
     """
@@ -203,28 +219,15 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
         {"world_size": world_size, "lr": lr},
         choices=lambda settings: {"world_size": range(1, max(8, world_size) + 1), "lr": rates},
         ask=lambda settings: (first_steps, settings["lr"]),
-        draw=lambda result, settings: plot.losses(result, _title(settings), xlabel="step"),
+        draw=lambda result, settings: plot.losses(
+            [result[0]], _title(settings), "step", "loss of the whole batch"
+        ),
     )
 
 
 def _title(settings: dict) -> str:
     ranks = count(settings["world_size"], "rank")
     return f"The first steps of {ranks} with learning rate {settings['lr']:g}"
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module) -> float:
-    """Return the fraction of test digits that the model classifies correctly."""
-    model.eval()
-    images, labels = as_batch(mnist(train=False))
-    right = (model(images).argmax(1) == labels).sum().item()
-    model.train()
-    return right / len(labels)
-
-
-def flat(tensors) -> torch.Tensor:
-    """Return many tensors as one flat copy on the CPU."""
-    return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
 
 
 def mean_gradient(
@@ -238,7 +241,7 @@ def mean_gradient(
     Dropout is off: each rank would draw a mask of its own.
     """
     torch.manual_seed(SEED)
-    model = Net().to(device()).eval()
+    model = Net().to(device()).eval()  # without dropout
     images, labels = first_digits(per_rank * world_size)
     shard = slice(rank * per_rank, (rank + 1) * per_rank)
     F.nll_loss(model(images[shard]), labels[shard]).backward()
@@ -251,15 +254,23 @@ def whole_batch_gradient(count: int) -> torch.Tensor:
     return mean_gradient(0, 1, per_rank=count, average=keep_gradients)
 
 
+VARIANTS = {
+    "no communication": (lambda model: model, keep_gradients),
+    "one all_reduce per parameter": (lambda model: model, average_gradients),
+    "one flat all_reduce": (lambda model: model, average_gradients_flat),
+    "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
+}
+
+
 def train_beside_ddp(rank: int, world_size: int, steps: int = 20) -> list[torch.Tensor]:
     """Train one replica by `average_gradients` and one by DDP; return both, each flat."""
+    images, labels = first_digits(32 * world_size)
     replicas = []
     for name in ("one all_reduce per parameter", "DistributedDataParallel"):
         wrap, average = VARIANTS[name]
         torch.manual_seed(SEED)
         model = wrap(Net().to(device()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-        images, labels = first_digits(32 * world_size)
         for _ in range(steps):
             optimizer.zero_grad()
             F.nll_loss(model(images[rank::world_size]), labels[rank::world_size]).backward()
@@ -267,18 +278,6 @@ def train_beside_ddp(rank: int, world_size: int, steps: int = 20) -> list[torch.
             optimizer.step()
         replicas.append(flat(model.parameters()))
     return replicas
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    return model
-
-
-VARIANTS = {
-    "no communication": (_plain, keep_gradients),
-    "one all_reduce per parameter": (_plain, average_gradients),
-    "one flat all_reduce": (_plain, average_gradients_flat),
-    "DistributedDataParallel": (DistributedDataParallel, keep_gradients),
-}
 
 
 def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[float]]:
@@ -306,26 +305,42 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
     return seconds
 
 
-def slowest(result) -> dict[str, list[float]]:
-    """Return the seconds of the slowest rank, step by step, from a run of `step_seconds`."""
-    return {
-        name: [max(step) for step in zip(*(rank[name] for rank in result), strict=True)]
-        for name in result[0]
-    }
+def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
+    """Train as the tutorial does; print the mean loss of each epoch, and the test accuracy.
+
+    All 60,000 digits, learning rate 0.01, momentum 0.5. Raises DataError as `kit.mnist` does.
+    """
+    mnist(full=True)  # an error comes before any rank starts
+    start = time.perf_counter()
+    replicas = ranks(train, epochs, average_gradients, 0.01, 0.5, True)
+    seconds = time.perf_counter() - start
+    by_epoch = zip(*(replica["losses"] for replica in replicas), strict=True)
+    for epoch, losses in enumerate(by_epoch, 1):
+        ranks.say(f"epoch {epoch:2}  loss {sum(losses) / len(losses):.4f}")
+    ranks.say(f"{ranks}: {replicas[0]['accuracy']:.2%} of the test digits, in {seconds:.0f} s")
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train, compare with one process and with DDP, and print one line."""
     parser = lesson_parser("partitioned_sgd", __doc__)
-    parser.add_argument("--epochs", type=int, default=1, help="passes over the digits (default 1)")
+    parser.add_argument("--epochs", type=int, help="passes over the digits (default 1)")
+    parser.add_argument(
+        "--tutorial",
+        action="store_true",
+        help="train as the tutorial does: 10 epochs on all 60,000 digits of MNIST; takes minutes",
+    )
     options = parser.parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        if options.tutorial:
+            repeat_tutorial(ranks, 10 if options.epochs is None else options.epochs)
+            return
         whole = compare(ranks(mean_gradient), whole_batch_gradient(32 * ranks.world_size))
         prove("the mean of the shards' gradients is the batch's gradient", whole)
         both = ranks(train_beside_ddp)
         equal = compare([by_hand for by_hand, _ in both], both[0][1])
         prove("average_gradients equals DDP", equal)
-        replicas = [replica["parameters"] for replica in ranks(train, options.epochs)]
+        epochs = 1 if options.epochs is None else options.epochs
+        replicas = [replica["parameters"] for replica in ranks(train, epochs)]
         same = compare(replicas, replicas[0], rtol=0, atol=0)
         prove("all replicas are equal to the last bit", same)
         ranks.say(f"partitioned_sgd: {ranks}, replicas bit-equal, gradients equal one process")

@@ -14,95 +14,163 @@ def gradients(model):
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_a_sum_instead_of_a_mean():
-    def average_gradients(model):
+def digits_of_all(digits):
+    total = torch.tensor(float(digits))
+    dist.all_reduce(total)
+    return total
+
+
+def test_the_plain_mean_counts_every_rank_alike():
+    def average_weighted(model, digits):
         for gradient in gradients(model):
             dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
-    assert text.startswith("exercise 3.1, average_gradients(model) on 2 ranks: wrong result\n")
-    assert "rank 1 should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad but holds [180," in text
-    assert "\nThat is the sum. Divide it by the world size in place: `a" in text
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert text.startswith(
+        "exercise 3.1, average_weighted(model, digits) with 1 and 3 digits on 2 ranks: wrong result"
+    )
+    assert "rank 1 should hold [105, 106, 107, 108, 109, 110] in 0.weight.grad but holds [90," in (
+        text
+    )
+    assert "\nThat is the plain mean: it counts every rank alike. Weigh each gradient" in text
 
 
-def test_a_mean_that_knows_of_four_ranks_only():
-    def average_gradients(model):
+def test_a_weighted_sum_that_is_not_divided():
+    def average_weighted(model, digits):
+        for gradient in gradients(model):
+            gradient *= digits
+            dist.all_reduce(gradient)
+
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert "with 1 and 3 digits on 2 ranks: wrong result\n" in text
+    assert text.endswith("That is 4 times the mean: divide by the number of digits of all ranks.")
+
+
+def test_a_weighted_mean_that_is_divided_by_the_world_size_too():
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
+        for gradient in gradients(model):
+            gradient *= digits / total / dist.get_world_size()
+            dist.all_reduce(gradient)
+
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert text.endswith("add up to 1: do not divide by the world size as well.")
+
+
+def test_parts_of_the_mean_that_nobody_adds_up():
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
+        for gradient in gradients(model):
+            gradient *= digits / total
+
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert text.endswith("has its own part of the mean: add them up with all_reduce.")
+
+
+def test_gradients_that_are_left_alone():
+    text = error_text(kit.check.exercise_3_1, lambda model, digits: None)
+    assert "\nEach rank still has its own gradient." in text
+
+
+def test_a_weight_after_the_sum_is_too_late():
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for gradient in gradients(model):
             dist.all_reduce(gradient)
-            gradient /= 4
+            gradient *= digits / total
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: wrong result\n" in text
-    assert text.endswith("\nThat is the sum divided by 4, but the world size is 2.")
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert text.endswith("is the sum of digits / total * gradient over the ranks.")
 
 
 def test_a_mean_that_ends_at_a_frozen_layer():
-    def average_gradients(model):
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for parameter in model.parameters():
             if parameter.grad is None:
                 return
+            parameter.grad *= digits / total
             dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
+    text = error_text(kit.check.exercise_3_1, average_weighted)
     assert "in 2.weight.grad but holds " in text
-    assert text.endswith("Skip a parameter without a grad, then continue.")
+    assert "\nEach rank still has its own gradient." in text
 
 
-def test_a_mean_that_does_not_know_of_frozen_layers():
-    def average_gradients(model):
+def test_a_frozen_layer_that_gets_a_gradient():
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.requires_grad_()
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad *= digits / total
             dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
-    assert "on 2 ranks: it raised an error\nranks 0 and 1 raised TypeError" in text
-    assert " of average_gradients: dist.all_reduce(parameter.grad)" in text
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert "should hold None in 1.weight.grad but holds [0, 0" in text
+    assert text.endswith("Leave a parameter alone if its grad is None.")
 
 
 def test_a_mean_of_the_parameters_too():
-    def average_gradients(model):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-                parameter.data /= 2
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
+        for gradient in gradients(model):
+            gradient *= digits / total
+            dist.all_reduce(gradient)
+        next(model.parameters()).data /= 2
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
+    text = error_text(kit.check.exercise_3_1, average_weighted)
     assert "the gradients are right, but rank 0 changed 0.weight\n" in text
 
 
 def test_a_mean_by_reduce_and_broadcast():
-    def average_gradients(model):
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for gradient in gradients(model):
+            gradient *= digits / total
             dist.reduce(gradient, dst=0)
             dist.broadcast(gradient, src=0)
-            gradient /= dist.get_world_size()
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
+    text = error_text(kit.check.exercise_3_1, average_weighted)
     assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in text
 
 
 def test_a_mean_that_moves_twice_the_bytes():
-    def average_gradients(model):
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for gradient in gradients(model):
-            wide = gradient.double()
+            wide = gradient.double() * digits / total
             dist.all_reduce(wide)
-            gradient.copy_(wide / dist.get_world_size())
+            gradient.copy_(wide)
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
-    assert (
-        "right, but 104 bytes were sent in all_reduces by rank 0 where 52 would be enough" in text
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert "right, but 108 bytes were sent in all_reduces by rank 0 where 60 would be enough" in (
+        text
     )
 
 
-def test_a_mean_that_nobody_waits_for(capsys):
-    def average_gradients(model):
+def test_digits_that_are_counted_again_for_each_gradient():
+    def average_weighted(model, digits):
         for gradient in gradients(model):
-            dist.all_reduce(gradient, async_op=True)
-            gradient /= dist.get_world_size()
+            count = torch.tensor(digits, dtype=torch.uint8)
+            dist.all_reduce(count)
+            gradient *= digits / count
+            dist.all_reduce(gradient)
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert "right, but all_reduce was called 8 times where 5 would be enough" in text
+
+
+def test_a_mean_that_nobody_waits_for(capsys):
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
+        for gradient in gradients(model):
+            gradient *= digits / total
+            dist.all_reduce(gradient, async_op=True)
+
+    text = error_text(kit.check.exercise_3_1, average_weighted)
     assert (
         "on 2 ranks: some operations were started but never waited for\nranks 0 and 1 never" in text
     )
@@ -111,33 +179,35 @@ def test_a_mean_that_nobody_waits_for(capsys):
 
 
 def test_a_mean_by_messages():
-    def average_gradients(model):
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
         for gradient in gradients(model):
+            gradient *= digits / total
             ring_allreduce.chunked_ring(gradient)
-            gradient /= dist.get_world_size()
 
-    text = error_text(kit.check.exercise_3_1, average_gradients)
+    text = error_text(kit.check.exercise_3_1, average_weighted)
     assert "on 2 ranks: right, but it sends messages\nOne all_reduce for each" in text
 
 
 def test_one_flat_mean_is_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
-    def average_gradients(model):
-        flat = torch.cat([gradient.view(-1) for gradient in gradients(model)])
+    def average_weighted(model, digits):
+        mine = [gradient.view(-1) * digits for gradient in gradients(model)]
+        flat = torch.cat([*mine, torch.tensor([digits])])  # the count travels with them
         dist.all_reduce(flat)
-        pieces = flat.split([gradient.numel() for gradient in gradients(model)])
+        *pieces, total = flat.split([*(gradient.numel() for gradient in gradients(model)), 1])
         for gradient, piece in zip(gradients(model), pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient) / dist.get_world_size())
+            gradient.copy_(piece.view_as(gradient) / total)
 
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
-        kit.check.exercise_3_1(average_gradients)
+        kit.check.exercise_3_1(average_weighted)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
     assert capsys.readouterr().out == (
         "Exercise 3.1: right on 1, 2, 3, 4 and 5 ranks, "
-        "no more than one all_reduce for each gradient.\n"
+        "with at most one all_reduce more than there are gradients.\n"
     )
 
 

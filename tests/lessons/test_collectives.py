@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit.lessons import collectives
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_collectives.ipynb"
 
 
 def test_the_reference_is_worked_out_by_hand():
     held = [torch.tensor([0.0, 1.0]), torch.tensor([10.0, 11.0])]
     after = {
         name: [None if want is None else collectives._flat(want) for want in answer]
-        for name in [worker.__name__ for worker in collectives.COLLECTIVES]
+        for name in [worker.__name__ for worker in collectives.COLLECTIVES + collectives.ONE_TENSOR]
         for answer in [collectives.reference(name, held)]
     }
     assert after == {
@@ -24,7 +33,10 @@ def test_the_reference_is_worked_out_by_hand():
         "all_gather": [[0, 10], [0, 10]],
         "reduce_scatter": [[10], [12]],
         "all_to_all": [[0, 10], [1, 11]],
-        "all_reduce_in_a_group": [[0, 1], [10, 11]],
+        "all_reduce_in_a_group": [[1], [10]],
+        "all_gather_one_tensor": [[0, 10], [0, 10]],
+        "reduce_scatter_one_tensor": [[10], [12]],
+        "all_to_all_one_tensor": [[0, 10], [1, 11]],
     }
     ops = {op: collectives.reference("all_reduce", held, op)[0].tolist() for op in collectives.OPS}
     assert ops == {
@@ -43,9 +55,53 @@ def test_a_wrong_answer_does_not_agree():
     assert not collectives.agrees(result, collectives.reference("all_reduce", held, "SUM"))
 
 
+def test_the_greatest_difference_is_found_on_any_rank_and_at_any_place():
+    expected = [torch.tensor([1.0, 2.0]), None, [torch.tensor([3.0]), torch.tensor([4.0])]]
+    result = [{"after": value} for value in expected]
+    result[1] = {"after": torch.tensor([9.0])}  # a rank whose tensor is undefined
+    assert collectives.greatest_difference(result, expected) == 0
+    result[2] = {"after": torch.tensor([3.0, 3.5])}
+    assert collectives.greatest_difference(result, expected) == 0.5
+    result[0] = {"after": torch.tensor([3.0, 2.0])}
+    assert collectives.greatest_difference(result, expected) == 2
+    result[0] = {"after": torch.tensor([1.0])}
+    with pytest.raises(ValueError, match="longer"):
+        collectives.greatest_difference(result, expected)
+
+
+def test_forms_with_one_tensor_agree_with_those_with_a_list():
+    for single in collectives.ONE_TENSOR:
+        listed = getattr(collectives, single.__name__.removesuffix("_one_tensor"))
+        found = [collectives._flat(value["after"]) for value in kit.run(single, world_size=3)]
+        assert found == [collectives._flat(v["after"]) for v in kit.run(listed, world_size=3)]
+
+
+def test_gloo_refuses_some_ops_for_some_dtypes():
+    refused = {
+        (op, dtype)
+        for op in (*collectives.OPS, "BAND", "PREMUL_SUM")
+        for dtype in (torch.float32, torch.int64)
+        if any(kit.run(collectives.try_op, op, dtype, world_size=2, backend="gloo"))
+    }
+    assert refused == {
+        ("AVG", torch.int64),
+        ("BAND", torch.float32),
+        ("PREMUL_SUM", torch.float32),
+        ("PREMUL_SUM", torch.int64),
+    }
+
+
+def test_an_op_that_the_backend_refuses_is_left_out_and_named(monkeypatch, capsys):
+    monkeypatch.setattr(collectives, "OPS", ("SUM", "BAND"))
+    collectives.main(["--world-size", "2", "--backend", "gloo"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "not tried, because the backend refuses it: BAND"
+
+
 def test_the_group_is_a_true_subset():
     result = kit.run(collectives.all_reduce_in_a_group)
-    assert [value["after"][0].item() for value in result] == [20, 10, 20, 30]
+    # No sum equals a number that a rank started with: pictures colour numbers by value.
+    assert [value["after"].item() for value in result] == [101, 10, 101, 1000]
 
 
 def test_any_rank_can_be_the_root():
@@ -55,3 +111,21 @@ def test_any_rank_can_be_the_root():
         result = kit.run(worker, *op, 2, world_size=3)
         name = worker.__name__
         assert collectives.agrees(result, collectives.reference(name, held, root=2)), name
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of 2.13")
+def test_the_table_in_the_notebook_has_the_arguments_of_every_collective():
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    rows = [line for cell in cells for line in cell["source"] if line.startswith("| [")]
+    listed = {}
+    for names, arguments in (row.split(" | ")[:2] for row in rows):
+        for name, parameters in zip(
+            re.findall(r"\[(\w+)\]", names), re.findall("`(.+?)`", arguments), strict=True
+        ):
+            listed[name] = parameters.replace("op=SUM", f"op={dist.ReduceOp.SUM!r}").split(", ")
+    assert len(rows) == 9
+    assert len(listed) == 12
+    for name, parameters in listed.items():
+        signature = inspect.signature(getattr(dist, name)).parameters.values()
+        bare = [parameter.replace(annotation=parameter.empty) for parameter in signature]
+        assert parameters == list(map(str, bare)), name

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from inspect import getsource
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +14,8 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit.lessons import environment
+
+SCRIPT = Path(__file__).parents[2] / "notebooks" / "scripts" / "05_your_machine.py"
 
 
 def test_synchronize_returns_by_each_of_its_exits():
@@ -35,20 +37,23 @@ def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
         environment.main(["--world-size", "2"])
 
 
-def test_the_same_worker_prints_the_same_from_a_cell_and_under_torchrun(tmp_path):
-    script = tmp_path / "hello.py"
-    script.write_text(
-        "import os, torch, torch.distributed as dist\n"
-        + getsource(environment.introduce)
-        + "dist.init_process_group('gloo')\nintroduce()\ndist.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(script)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+def launched(*options: str) -> list[str]:
+    """Return what the script of the lesson prints on ranks of torchrun, which see no GPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, str(SCRIPT)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
-    result = kit.run(lambda rank, world_size: environment.introduce(), world_size=2)
-    assert sorted(out.stdout.splitlines()) == list(result), out.stderr
-    assert result[1] == "rank 1 of 2, local rank 1, sum of all ranks 1"
+    assert (out.returncode, out.stderr) == (0, "")
+    return out.stdout.splitlines()
+
+
+def test_a_worker_says_the_same_in_the_kit_and_in_the_script_under_torchrun():
+    result = kit.run(lambda rank, world_size: environment.introduce(), world_size=3)
+    assert result[1] == "rank 1 of 3, local rank 1, sum of all ranks 3"
+    assert launched("--nproc-per-node", "3") == list(result), "in the order of the ranks"
+
+
+def test_the_script_runs_in_a_world_of_one():
+    assert launched("--nproc-per-node", "1") == ["rank 0 of 1, local rank 0, sum of all ranks 0"]
 
 
 def test_programs_run_side_by_side_and_their_lines_are_sorted():

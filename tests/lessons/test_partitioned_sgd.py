@@ -46,6 +46,84 @@ def test_replicas_drift_without_averaging():
     assert not torch.equal(result[0]["parameters"], result[1]["parameters"])
 
 
+def test_ddp_trains_as_average_gradients_does():
+    by_hand = kit.run(partitioned_sgd.train, 1, world_size=2)[0]["parameters"]
+    by_ddp = kit.run(partitioned_sgd.train_ddp, 1, world_size=2)
+    kit.compare(by_ddp, by_hand).check()
+
+
+def test_the_whole_batch_takes_the_same_course_on_every_number_of_ranks():
+    one, two, four = (kit.run(partitioned_sgd.first_steps, world_size=n) for n in (1, 2, 4))
+    assert one[0][-1] < 0.6 * one[0][0]
+    for result in (two, four):
+        for losses in result:
+            assert losses == pytest.approx(one[0], rel=1e-3)
+
+
+def test_an_epoch_of_all_digits_has_the_tutorials_batches(monkeypatch):
+    asked = []
+
+    def mnist(full):
+        asked.append(full)
+        return [(torch.zeros(1, 28, 28), 0)] * 640
+
+    monkeypatch.setattr(partitioned_sgd, "mnist", mnist)
+    batches = partitioned_sgd.partition_dataset(3, 4, full=True)
+    assert asked == [True]
+    assert (len(batches), batches.batch_size) == (5, 32)
+
+
+class FakeRanks:
+    """Stands for four ranks: notes what they are asked to run, and returns losses for it."""
+
+    def __init__(self):
+        self.asked, self.lines = [], []
+
+    def __call__(self, worker, epochs, *args):
+        self.asked.append((worker, epochs, *args))
+        return [
+            {"losses": [rank + 1.0 / (epoch + 1) for epoch in range(epochs)], "accuracy": 0.9712}
+            for rank in range(4)
+        ]
+
+    def __str__(self):
+        return "4 ranks"
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def test_the_tutorial_is_repeated_with_its_settings(monkeypatch):
+    ranks = FakeRanks()
+    monkeypatch.setattr(partitioned_sgd, "mnist", lambda full: None)
+    partitioned_sgd.repeat_tutorial(ranks)
+    average = partitioned_sgd.average_gradients
+    assert ranks.asked == [(partitioned_sgd.train, 10, average, 0.01, 0.5, True)]
+    assert ranks.lines[:2] == ["epoch  1  loss 2.5000", "epoch  2  loss 2.0000"]
+    assert len(ranks.lines) == 11
+    assert ranks.lines[-1].startswith("4 ranks: 97.12% of the test digits, in ")
+
+
+def test_the_tutorial_without_its_digits_starts_no_rank(monkeypatch):
+    def mnist(full):
+        raise kit.DataError("there are no digits")
+
+    ranks = FakeRanks()
+    monkeypatch.setattr(partitioned_sgd, "mnist", mnist)
+    with pytest.raises(kit.DataError):
+        partitioned_sgd.repeat_tutorial(ranks)
+    assert ranks.asked == []
+
+
+def test_the_option_for_the_tutorial_proves_nothing_else(monkeypatch, capsys):
+    monkeypatch.setattr(
+        partitioned_sgd, "repeat_tutorial", lambda ranks, epochs: ranks.say(f"{ranks}, {epochs}")
+    )
+    partitioned_sgd.main(["--tutorial", "--world-size", "1"])
+    partitioned_sgd.main(["--tutorial", "--world-size", "1", "--epochs", "2"])
+    assert capsys.readouterr().out == "1 rank, 10\n1 rank, 2\n"
+
+
 def test_main_says_which_mistake_it_is_where_gradients_are_summed(monkeypatch):
     monkeypatch.setattr(partitioned_sgd, "mean_gradient", summed_gradient)
     whole = partitioned_sgd.flat([torch.arange(9.0)])
