@@ -1,6 +1,9 @@
 """Pictures: what is drawn, in which colour, and what the text table says."""
 
 import ast
+import io
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from IPython.core.pylabtools import print_figure
-from matplotlib.colors import to_hex
-from matplotlib.patches import Rectangle
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from PIL import Image
 
 from ddp_kit import plot
 from ddp_kit.errors import PlotError
@@ -26,7 +30,17 @@ from ddp_kit.plot import (
     support,
     tensors,
 )
-from ddp_kit.plot.style import byte_size, luminance, significant, text_color
+from ddp_kit.plot.style import (
+    COLLECTIVE,
+    LOST,
+    RECV,
+    SEND,
+    TIMES,
+    byte_size,
+    luminance,
+    significant,
+    text_color,
+)
 from ddp_kit.plot.tensors import _text
 from ddp_kit.pool import Result
 from ddp_kit.trace import Trace
@@ -132,7 +146,47 @@ def test_rank_has_the_same_colour_in_every_picture():
         assert first_step[(rank + 1) % n] == rank_color(rank)
 
 
+def distance(one, other):
+    """Return how different two colours are: the distance in CIELAB, under daylight."""
+
+    def lab(color):
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)
+        ]
+        to_xyz = (0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505)
+        white = 0.9505, 1.0, 1.089
+        x, y, z = (
+            math.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116
+            for v in (np.dot(row, linear) / w for row, w in zip(to_xyz, white, strict=True))
+        )
+        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+    return math.dist(lab(one), lab(other))
+
+
 # ---- the figure
+
+
+def test_picture_has_paper_of_its_own_on_a_dark_page():
+    for picture in one_of_each(3):
+        image = Image.open(io.BytesIO(picture._repr_png_()))
+        assert "A" not in image.convert().getbands()
+        assert "transparency" not in image.info
+        corners = [(0, 0), (image.width - 1, 0), (image.width - 1, image.height - 1)]
+        assert {image.convert("RGB").getpixel(corner) for corner in corners} == {(255, 255, 255)}
+
+
+def test_picture_is_as_wide_as_what_it_shows():
+    few = [{"before": t(rank), "after": t(0)} for rank in range(2)]
+    many = [{"before": torch.arange(12), "after": torch.arange(12)} for _ in range(2)]
+    small, large = (tensors(held, title="x").get_size_inches()[0] for held in (few, many))
+    assert small < 4 < 6 < large
+    title = "A title that is longer than what the picture shows"
+    for picture in (tensors(few, title=title), ring(ring_history(2), title=title)):
+        picture.draw(picture.canvas.get_renderer())
+        (drawn,) = (text for text in picture.axes[0].texts if text.get_text() == title)
+        assert drawn.get_window_extent().x1 <= picture.bbox.x1
+        assert drawn.get_window_extent().x1 > 0.9 * picture.bbox.x1
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -448,6 +502,24 @@ def test_changed_cells_wear_the_colour_of_the_left_neighbour():
     assert drawn == one_step * (2 * (n - 1)) + [rank_color(0)]
 
 
+def test_arrow_leads_into_each_changed_cell_and_a_chunk_moves_down_by_one_rank():
+    n = 4
+    picture = ring(ring_history(n))
+    tips = [
+        patch._posA_posB[1]
+        for patch in picture.axes[0].patches
+        if isinstance(patch, FancyArrowPatch)
+    ]
+    assert len(tips) == n * 2 * (n - 1)
+    found = sorted({round(y, 3) for _, y in tips[: n * (n - 1)]})  # of the reduce-scatter
+    rows = [found.index(round(y, 3)) for _, y in tips[: n * (n - 1)]]
+    columns = [(r - 1 - step) % n for step in range(n - 1) for r in range(n)]
+    path = [row for row, column in zip(rows, columns, strict=True) if column == 0]
+    assert path == [1, 2, 3]
+    assert [text for text in texts(picture) if text in "0123"].count("0") == 2 * n - 1 + 2 * n - 1
+    assert not any(isinstance(p, FancyArrowPatch) for p in ring(ring_history(7)).axes[0].patches)
+
+
 def test_unchanged_cells_have_no_outline():
     start = torch.ones(2, 2, dtype=torch.long)
     still = [torch.stack([row, row, row]) for row in start]
@@ -546,7 +618,7 @@ def test_second_panel_is_the_ratio_to_the_first_series():
     assert list(one.get_ydata()) == [1, 1]
     assert list(ratio.get_xdata()) == [4096, 1_000_000]
     assert list(ratio.get_ydata()) == pytest.approx([2, 3])
-    assert below.get_ylabel() == "times\nthe first"
+    assert below.get_ylabel() == f"{TIMES} built-in"
 
 
 def test_one_series_has_no_ratio():
@@ -559,7 +631,24 @@ def test_series_wear_no_colour_of_a_rank():
     picture = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)})
     drawn = {to_hex(line.get_color()) for line in picture.axes[1].lines}
     assert len(drawn) == 6
-    assert not drawn & {rank_color(rank) for rank in range(16)}
+    taken = [rank_color(rank) for rank in range(8)] + [
+        LOST,
+        *(look[1] for look in (SEND, RECV, COLLECTIVE)),
+    ]
+    for color in drawn:
+        assert min(distance(color, other) for other in taken) > 25
+
+
+def test_least_and_greatest_size_have_a_tick_and_no_two_ticks_overlap():
+    sizes = [4096 * 4**power for power in range(8)] + [100_000_000]
+    picture = bandwidth({name: [(size, size * 1e-9) for size in sizes] for name in "ab"})
+    labels = picture.axes[2].get_xticklabels()
+    shown = [label.get_text() for label in labels]
+    assert (shown[0], shown[-1]) == ("4.1 kB", "100 MB")
+    assert len(shown) == 8  # 67 MB is too close to 100 MB
+    picture.draw(picture.canvas.get_renderer())
+    spans = sorted(label.get_window_extent().intervalx.tolist() for label in labels)
+    assert all(one[1] < two[0] for one, two in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize(
@@ -653,17 +742,17 @@ def test_scaling_says_what_it_cannot_draw(arguments, message):
 
 # ---- step times
 
-TIMES = {"DDP": [0.010, 0.030, 0.012], "by hand": [0.0205]}
+STEP_TIMES = {"DDP": [0.010, 0.030, 0.012], "by hand": [0.0205]}
 
 
 def test_step_times_table_is_the_median():
-    assert repr(step_times(TIMES)) == (
+    assert repr(step_times(STEP_TIMES)) == (
         "Time of one step\n         median (ms)\nDDP             12.0\nby hand         20.5"
     )
 
 
 def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
-    picture = step_times(TIMES)
+    picture = step_times(STEP_TIMES)
     ax = picture.axes[1]
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([12, 20.5])
     assert list(ax.lines[0].get_xdata()) == pytest.approx([10, 30])
@@ -672,11 +761,19 @@ def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
     assert ax.get_xlabel() == "time of one step (ms)"
 
 
-def test_values_stand_clear_of_bar_and_line():
-    ddp, by_hand = step_times(TIMES).axes[1].texts
-    assert (ddp.get_text(), by_hand.get_text()) == ("12.0 ms", "20.5 ms")
-    assert ddp.get_position()[0] > 30
-    assert by_hand.get_position()[0] > 20.5
+def test_medians_are_a_column_beside_the_bars():
+    picture = step_times(STEP_TIMES)
+    shown = {text.get_text(): text for text in picture.axes[0].texts}
+    picture.draw(picture.canvas.get_renderer())
+    chart = picture.axes[1].get_window_extent()
+    ends = {shown[text].get_window_extent().x1 for text in ("median", "12.0 ms", "20.5 ms")}
+    assert max(ends) - min(ends) < 1
+    for name in ("12.0 ms", "20.5 ms"):
+        assert shown[name].get_window_extent().x0 > chart.x1
+    rows = [text.get_window_extent() for text in picture.axes[1].get_yticklabels()]
+    values = [shown[name].get_window_extent() for name in ("12.0 ms", "20.5 ms")]
+    for row, value in zip(rows, values, strict=True):
+        assert row.y0 - 2 < (value.y0 + value.y1) / 2 < row.y1 + 2
 
 
 @pytest.mark.parametrize(

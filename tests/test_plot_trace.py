@@ -19,7 +19,7 @@ from matplotlib.patches import Circle, FancyArrowPatch
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
-from ddp_kit.plot.style import LOST, edge_color
+from ddp_kit.plot.style import LOST, blend, edge_color
 from ddp_kit.plot.timeline_lanes import by_steps, by_time
 from ddp_kit.plot.timeline_marks import count_arrows, flight_levels, shares
 from ddp_kit.trace import Trace
@@ -887,6 +887,24 @@ def test_messages_table_has_exact_bytes_and_sums():
     )
     assert texts(picture).count("1 MB") == 4
     assert texts(picture).count("0 B") == 2
+
+
+def test_pictures_with_the_same_limit_can_be_compared():
+    few, many = (traces.ring(2, rounds) for rounds in (1, 2))
+    fill = {to_hex(patch.get_facecolor()) for patch in messages(few).axes[0].patches}
+    assert "#33475b" in fill  # the darkest
+    half = messages(few, limit=8192)
+    fill = {to_hex(patch.get_facecolor()) for patch in half.axes[0].patches}
+    assert "#33475b" not in fill
+    assert blend("#e8edf2", "#33475b", 0.5) in fill
+    assert repr(half).endswith("The darkest cell would be 8.2 kB.")
+    assert "#33475b" in {
+        to_hex(patch.get_facecolor()) for patch in messages(many, limit=8192).axes[0].patches
+    }
+    with pytest.raises(
+        PlotError, match="limit must be at least 8,192, the most bytes of a pair, got 1"
+    ):
+        messages(many, limit=1)
 
 
 def test_message_of_no_bytes_is_not_no_message():

@@ -9,11 +9,22 @@ from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
-from ddp_kit.plot.style import DASHES, EDGE, LOST, bars, byte_size, fold, significant, swatch, write
+from ddp_kit.plot.style import (
+    COLLECTIVE,
+    DASHES,
+    LOST,
+    bars,
+    byte_size,
+    fold,
+    significant,
+    swatch,
+    write,
+)
 from ddp_kit.trace.events import Event
 
 OP = "DDP all_reduce"
-HIDDEN, OPEN = ("#8fb8b0", EDGE, None), ("#f3c9cf", EDGE, "/////")  # fill, edge, hatch
+# An all_reduce is a collective; only what its rank waits for is late.
+HIDDEN, OPEN = (COLLECTIVE[0], COLLECTIVE[1], None), ("#f3c9cf", LOST, "/////")
 LEFT, TOP, WIDE, ROW = 1.45, 0.62, 6.4, 0.32  # inches
 MOST_BARS = 40
 

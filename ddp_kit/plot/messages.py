@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
+from ddp_kit.plot.picture import Picture, open_picture, read_trace, room_for, table
 from ddp_kit.plot.style import NOTHING, PAPER, QUIET, blend, box, byte_size, chip, fold, write
 from ddp_kit.trace import Trace
 
@@ -15,14 +15,17 @@ FEW, MANY, SUM = "#e8edf2", "#33475b", "#f4f4f4"  # no rank has one of these
 LEFT, TOP, CHIP, GAP = 0.95, 0.82, 0.6, 0.1  # inches
 
 
-def messages(source: Any, title: str | None = None) -> Picture:
+def messages(source: Any, title: str | None = None, limit: int | None = None) -> Picture:
     """Draw how many bytes each rank sent to each other one, point to point.
 
     source: a trace, or a result or an error, whose `trace` is taken. Rows are senders and
     columns receivers, with the sums of both; more bytes make a darker cell. What collectives
     move is not included, and the caption says so.
+    limit: the bytes of the darkest cell, by default the most of any pair. Pictures with the same
+        limit can be compared.
 
-    Raises PlotError if there is no trace, or no message was sent.
+    Raises PlotError if there is no trace, no message was sent, or a pair has more bytes than
+    `limit`.
     """
     trace = read_trace(source)
     found = trace.messages()
@@ -34,10 +37,13 @@ def messages(source: Any, title: str | None = None) -> Picture:
         sent[message.src, message.dst] += message.nbytes
     if title is None:
         title = f"Who sent how many bytes to whom, in {count(len(found), 'message')}"
+    most = max(sent.values())
+    if limit is not None and not limit >= most:
+        raise PlotError(f"limit must be at least {most:,}, the most bytes of a pair, got {limit!r}")
     matrix = [[sent.get((src, dst)) for dst in range(n)] for src in range(n)]
     gave = [sum(filter(None, row)) for row in matrix]
     took = [sum(filter(None, column)) for column in zip(*matrix, strict=True)]
-    caption = _caption(trace)
+    caption = _caption(trace, limit)
     ranks = [f"rank {rank}" for rank in range(n)]
     numbers = [
         [*row, total] for row, total in zip([*matrix, took], [*gave, sum(gave)], strict=True)
@@ -50,13 +56,13 @@ def messages(source: Any, title: str | None = None) -> Picture:
 
     wide = max(0.45, min(0.85, 7.4 / (n + 1)))
     tall, size = min(0.42, 0.8 * wide), 9 if wide > 0.62 else 7.2
-    width = max(LEFT + (n + 1) * wide + GAP, 5.8)
+    width = max(LEFT + (n + 1) * wide + GAP, room_for(title) + 0.04)
     below = TOP + (n + 1) * tall + GAP + 0.12
     lines = fold(caption, width)
     picture, ax = open_picture(title, text_table, width, below, lines, lift=0.1)
     write(ax, LEFT, TOP - 0.42, "to", 9, color=QUIET)
     write(ax, 0.02, TOP - 0.13, "from", 9, color=QUIET)
-    most = max(sent.values()) or 1
+    darkest = limit or most or 1
     xs = [LEFT + i * wide + (GAP if i == n else 0) for i in range(n + 1)]
     ys = [TOP + i * tall + (GAP if i == n else 0) for i in range(n + 1)]
     narrow = min(CHIP, wide - 0.12)
@@ -72,18 +78,19 @@ def messages(source: Any, title: str | None = None) -> Picture:
                 style = {"color": "#a6a6a6", "ha": "center"}
                 write(ax, x + wide / 2, y + tall / 2, NOTHING, size, **style)
             else:
-                fill = SUM if n in (i, j) else blend(FEW, MANY, nbytes / most)
+                fill = SUM if n in (i, j) else blend(FEW, MANY, nbytes / darkest)
                 box(ax, x, y, wide, tall, fill, text=byte_size(nbytes), size=size, **edge)
     write(ax, xs[n] + wide / 2, TOP - 0.18, "all", 9, color=QUIET, ha="center")
     write(ax, 0.16 + CHIP / 2, ys[n] + tall / 2, "all", 9, color=QUIET, ha="center")
     return picture
 
 
-def _caption(trace: Trace) -> str:
+def _caption(trace: Trace, limit: int | None) -> str:
     lost, collectives, dropped = len(trace.lost), len(trace.collectives), sum(trace.dropped)
     were, are = "was" if lost == 1 else "were", "is" if collectives == 1 else "are"
     parts = {
         "Rows: senders; columns: receivers; bytes of the tensors that were sent.": True,
+        f"The darkest cell would be {byte_size(limit or 0)}.": limit is not None,
         f"{count(lost, 'message')} {were} never received.": lost,
         f"{count(collectives, 'collective')} {are} not included.": collectives,
         f"The {dropped:,} oldest events were dropped and are not shown.": dropped,

@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -19,6 +21,8 @@ from ddp_kit.renamed import RenamedAttribute
 from ddp_kit.trace import Trace
 
 DPI = 110
+TITLE_SIZE = 11.5  # points
+NARROW = 3.4  # inches: narrower, a caption would be a column
 NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
 LEADER = 0.24  # inches, from the chart to the names
 
@@ -51,6 +55,13 @@ def read_named(name: str, values: Any, content: str) -> Mapping[str, Any]:
     if not values:
         raise PlotError(f"{name} is empty: there is nothing to draw")
     return values
+
+
+def room_for(title: str) -> float:
+    """Return the inches of the narrowest picture that a title and a caption fit into."""
+    font = FontProperties(family=FAMILY, weight="bold")
+    path = TextPath((0, 0), title, size=TITLE_SIZE, prop=font)
+    return max(NARROW, 1.04 * path.get_extents().x1 / 72)  # whole pixels make letters wider
 
 
 class _Canvas(FigureCanvasAgg):
@@ -150,7 +161,7 @@ def open_picture(
     sheet = picture.add_axes((0, 0, 1, 1))
     sheet.set(xlim=(0, width), ylim=(height, 0))
     sheet.set_axis_off()
-    write(sheet, left, 0.12, title, 11.5, weight="bold")
+    write(sheet, left, 0.12, title, TITLE_SIZE, weight="bold")
     for i, line in enumerate(caption):
         write(sheet, left, below + lift + 0.17 * i, line, 8.5, color=QUIET)
     return picture, sheet

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, room_for, table
 from ddp_kit.plot.style import (
     PAPER,
     QUIET,
@@ -39,8 +39,9 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     in every chunk, so that a sum's digits name the ranks in it: 1011 is ranks 0, 1 and 3.
 
     More ranks make a cell darker, and a complete sum has a colour of its own; a cell that changed
-    in this step is outlined in the colour of the left neighbour, which sent it. Above six ranks
-    the numbers are left out, and the caption says so.
+    in this step is outlined in the colour of the left neighbour, which sent it, and an arrow leads
+    into it: a chunk, which is a column, moves down by one rank from panel to panel. Above six
+    ranks numbers and arrows are left out, and the caption says so.
 
     Raises PlotError if the result is empty, a shape is wrong, or a cell is not a whole number.
     """
@@ -60,12 +61,13 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     ]
     text_table = table(title, ["", *(f"rank {r}" for r in range(n))], rows, align="<")
 
-    gap, head, top, labels = 0.18, 0.25, 0.38, 0.2  # inches; labels: the numbers of ranks
+    gap, top, labels = 0.18, 0.38, 0.2  # inches; labels: the numbers of ranks
+    head = 0.42 if n <= MOST_NUMBERS else 0.25
     wide, tall, size, across = _measure(n)
     stride = max(labels + n * wide + gap, 1.4)  # room for the name of a step
     bands = math.ceil(n / across)  # rows of panels per phase
     panel = head + n * tall + gap
-    width = max(across * stride - gap, 5.8)
+    width = max(across * stride - gap, room_for(title))
     below = top + bands * (1 if n == 1 else 2) * panel + 0.16 - 0.08
     caption = fold(_caption(n), width)
     picture, ax = open_picture(title, text_table, width, below, caption, lift=0.02, left=0)
@@ -74,7 +76,9 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
         slot = step if step < n else bands * across + step - n + 1
         x = labels + slot % across * stride
         y = top + head + slot // across * panel
-        write(ax, x, y - 0.13, name)
+        write(ax, x, y + 0.12 - head, name)
+        for c in range(n) if n <= MOST_NUMBERS else ():
+            write(ax, x + (c + 0.5) * wide, y - 0.11, str(c), 7.5, color=QUIET, ha="center")
         for r in range(n):
             if r % math.ceil(0.12 / tall) == 0:
                 write(ax, x - 0.06, y + (r + 0.5) * tall, str(r), 8, color=QUIET, ha="right")
@@ -84,7 +88,12 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
                 text = str(value) if n <= MOST_NUMBERS else ""
                 box(ax, *place, _fill(value, n), PAPER, text, size, linewidth=1)
                 if changed[step][r][c]:
-                    _outline(ax, *place, rank_color((r - 1) % n))
+                    sender = (r - 1) % n
+                    _outline(ax, *place, rank_color(sender))
+                    if n <= MOST_NUMBERS:
+                        middle, edge = x + (c + 0.5) * wide, y + r * tall
+                        ends = (middle, edge - 0.06), (middle, edge + 0.065)
+                        arrow(ax, *ends, edge_color(sender), 1.6, mutation_scale=7)
     if n > 1:
         _key(ax, 0.02, top + head + bands * panel, n)
     return picture
@@ -127,7 +136,7 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
 
     left, top, tall, gap = 0.8, 0.75, 0.34, 0.3  # inches; the gap is an arrow's length
     wide = 0.09 * n + 0.3
-    width = max(left + n * wide + 1.6, 6.0)
+    width = max(left + n * wide + 1.6, room_for(title))
     caption = "Columns are chunks. A number's digits name the ranks in it."
     caption += " An arrow is a message of the trace." if n > 1 else ""
     below = top + n * (tall + gap) + 0.1
@@ -248,4 +257,6 @@ def _caption(n: int) -> str:
         text = f"Rows: ranks; columns: chunks; numbers left out above {MOST_NUMBERS} ranks"
     if n > 1:
         text += "; an outline in the left neighbour's colour marks a cell just received from it"
+    if 1 < n <= MOST_NUMBERS:
+        text += ". Follow a column: its arrow moves down by one rank from panel to panel"
     return text + "."

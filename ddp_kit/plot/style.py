@@ -1,7 +1,19 @@
 """How every picture looks: colours, type, boxes, arrows, and numbers as text.
 
 Nothing here reads or sets rcParams: a learner's `plt.style.use("dark_background")` does not
-change these pictures, and they do not change hers.
+change these pictures, and they do not change hers. A picture has paper of its own, and so it can
+be read on a dark page.
+
+A colour means one thing in every picture:
+
+- a rank, or the device it has, has the colour of `rank_color`, and so has what comes from it: its
+  messages as arrows, its numbers, its losses;
+- what a rank is in has a fill and a hatch: dark grey is a send, hatched violet a receive, dotted
+  green a collective, and pale blue no call (`SEND`, `RECV`, `COLLECTIVE`, `NO_CALL`);
+- wine (`LOST`) is what went wrong or came late;
+- a setting or an implementation has an earthy colour of `series_color`, which is far from all of
+  these, and a marker of its own;
+- what only has a size is a tone of grey or slate: darker is more.
 """
 
 from __future__ import annotations
@@ -20,6 +32,7 @@ INK, QUIET, PAPER = "#262626", "#666666", "#ffffff"
 EDGE = "#3f4f5f"  # of bars that belong to no rank
 LOST = "#882255"  # what went wrong or came late
 DASHES = (0, (3, 2))
+TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"  # in place of a number
 FAMILY = "DejaVu Sans"  # comes with matplotlib, so a picture is the same on every machine
 WIDTH = 9.0  # inches; wider pictures are scaled down by the notebook
@@ -58,8 +71,14 @@ def edge_color(rank: int) -> str:
     return blend("#000000", color, 0.75) if luminance(color) > 0.6 else color
 
 
-# Things that are not ranks (an implementation, a setting) must not have a rank's colour.
-_SERIES = ("#333333", "#882255", "#44aa99", "#6a5acd", "#999933", "#cc6677")
+# What a rank is in: fill, edge, hatch. In grey they still differ.
+SEND = ("#454545", "#222222", None)
+RECV = ("#dfdaf8", "#6a5acd", "/////")
+COLLECTIVE = ("#b9e0da", "#2b7f73", ".....")
+NO_CALL = "#e3e8ee"
+
+# Earthy: at least 25 units of CIELAB away from the eight colours above and from what a rank is in.
+_SERIES = ("#703010", "#688098", "#888038", "#104000", "#a89088", "#c87060")
 
 
 def series_color(index: int) -> str:

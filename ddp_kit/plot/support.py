@@ -19,7 +19,7 @@ LOOKS = {
     "refused": ("#d9d9d9", "✗", "refused"),
     "wrong": ("#882255", "≠", "a wrong answer"),
     "died": ("#333333", "†", "a rank died"),
-    "hung": ("#6a5acd", "∞", "hung"),
+    "hung": ("#703010", "∞", "hung"),
 }
 EDGE = "#a6a6a6"
 BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3  # inches

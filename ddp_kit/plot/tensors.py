@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, room_for, table
 from ddp_kit.plot.style import (
     DASHES,
     INK,
@@ -81,7 +81,7 @@ def tensors(
     below = top + sum(tall) + ROW_GAP * len(tall)
     rows = [[f"{name} {r}", *(_cell_text(cell) for cell in row)] for r, row in enumerate(cells)]
     text_table = table(title, ["", *stages], rows, align="<")
-    width = max(total, 6)
+    width = max(total, room_for(title))
     lines = fold(_caption(stages[0], cells, origin, name), width)
     full, lower = width + 0.02, below + 0.04
     picture, ax = open_picture(title, text_table, full, lower, lines, lift=0.06, left=0)

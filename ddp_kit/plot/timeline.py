@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import timeline_marks as marks
-from ddp_kit.plot.picture import Picture, open_picture, read_trace
-from ddp_kit.plot.style import PAPER, QUIET, fold, significant, swatch, write
+from ddp_kit.plot.picture import Picture, open_picture, read_trace, room_for
+from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, fold, significant, swatch, write
 from ddp_kit.plot.timeline_lanes import Lanes, busy, by_steps, by_time, part
 from ddp_kit.plot.timeline_names import LEFT
 from ddp_kit.plot.timeline_panel import Panel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
 NAMES = {"send": "in a send", "recv": "in a receive", "collective": "in a collective"}
-TITLE_CHARACTER, KEY_CHARACTER, KEY_ROW = 0.1, 0.075, 0.22  # inches
+KEY_CHARACTER, KEY_ROW = 0.075, 0.22  # inches
 
 
 class Timeline(Picture):
@@ -80,7 +80,7 @@ def timeline(
 
     top, overview = 0.36, None
     if not training:
-        large = Panel(lanes, timed, TITLE_CHARACTER * len(title) - LEFT)
+        large = Panel(lanes, timed, room_for(title) - LEFT)
         xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
         shown, (begin, end) = training.label, training.window
@@ -211,7 +211,7 @@ def _caption_of_many(lanes: Lanes) -> str:
 def _key(lanes: Lanes, timed: bool, many: bool) -> list[tuple[str, tuple]]:
     """Return the names of what is drawn, each with its look; () is a flight."""
     kinds = {bar.kind for bar in lanes.bars}
-    entries: list[tuple[str, tuple]] = [("not in a call", (marks.NO_CALL, "none"))] * timed
+    entries: list[tuple[str, tuple]] = [("not in a call", (NO_CALL, "none"))] * timed
     entries += [(text, marks.LOOKS[kind]) for kind, text in NAMES.items() if kind in kinds]
     if lanes.flights and not many:
         entries.append(("in flight: called, not waited for yet", ()))

@@ -9,9 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from ddp_kit.plot.style import DASHES, INK, LOST, PAPER, arrow, bars, edge_color, set_hatch, write
+from ddp_kit.plot.style import (
+    COLLECTIVE,
+    DASHES,
+    INK,
+    LOST,
+    NO_CALL,
+    PAPER,
+    RECV,
+    SEND,
+    arrow,
+    bars,
+    edge_color,
+    set_hatch,
+    write,
+)
 from ddp_kit.plot.timeline_lanes import Arrow, Bar, Flight, Lanes, Link
-from ddp_kit.plot.timeline_names import CHARACTER, COLOR, TYPE
+from ddp_kit.plot.timeline_names import CHARACTER, TYPE
 
 HALF = 0.27  # of a lane: how far a bar reaches from the middle
 HEIGHT = 0.15  # inches of a label
@@ -20,13 +34,7 @@ INSET, FIRST, LEVEL = 0.04, 0.07, 0.155  # inches: of the ends of flights, below
 CALLED = {"marker": "o", "markersize": 4, "markeredgewidth": 1.1}  # the ends of a flight
 WAITED = {"marker": "D", "markersize": 4}
 MOST_NAMED = 12  # ends without another end; above, they have dashes alone
-NO_CALL = "#e3e8ee"
-# kind: fill, edge, hatch. None is a rank's colour; in grey they still differ.
-LOOKS = {
-    "send": ("#454545", "#222222", None),
-    "recv": ("#dfdaf8", "#6a5acd", "/////"),
-    "collective": ("#b9e0da", COLOR, "....."),
-}
+LOOKS = {"send": SEND, "recv": RECV, "collective": COLLECTIVE}  # by the kind of an Event
 BINS = 60
 MOST_ARROWS = 64  # in a whole picture of many events
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from ddp_kit.plot.style import LOST, write
+from ddp_kit.plot.style import COLLECTIVE, LOST, TIMES, write
 from ddp_kit.plot.timeline_lanes import Link
 
 LEFT, WIDE = 0.75, 7.95  # inches: where the lanes begin on the sheet, and their greatest width
 TYPE, CHARACTER = 7.5, 0.0655  # points; inches of one character
-TIMES = "\N{MULTIPLICATION SIGN}"
-COLOR = "#2b7f73"  # of a collective that every rank of its group called
 SLANT = 35  # degrees, of names that are close together
 APART, GAP = 0.23, 0.08  # inches from one name to the next: between slanted ones, level ones
 
@@ -89,7 +87,7 @@ def write_names(ax: Axes, slant: int, names: Sequence[Name], lane: float) -> Non
     if _are_shared(names):
         y = top - 0.03 / lane
     for name in names:
-        color = COLOR if name.whole else LOST
+        color = COLLECTIVE[1] if name.whole else LOST
         if name.end > name.begin and name.text:
             xs, ys = (name.begin, name.begin, name.end, name.end), (foot, top, top, foot)
             ax.plot(xs, ys, color=color, linewidth=0.9, linestyle="-", clip_on=False)

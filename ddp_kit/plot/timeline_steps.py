@@ -14,10 +14,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, table
-from ddp_kit.plot.style import PAPER, QUIET, bars, rank_color, write
+from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, TIMES, bars, rank_color, write
 from ddp_kit.plot.timeline_lanes import Lanes
-from ddp_kit.plot.timeline_marks import LOOKS, NO_CALL, Labels, shares
-from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TIMES, TYPE, WIDE
+from ddp_kit.plot.timeline_marks import LOOKS, Labels, shares
+from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TYPE, WIDE
 from ddp_kit.plot.timeline_panel import MOST_MARKS
 from ddp_kit.trace import Trace
 from ddp_kit.trace.training_steps import TrainingStep, training_steps

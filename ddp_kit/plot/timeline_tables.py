@@ -7,9 +7,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from ddp_kit.plot.picture import table
-from ddp_kit.plot.style import significant
+from ddp_kit.plot.style import TIMES, significant
 from ddp_kit.plot.timeline_lanes import Lanes, absent, short_name, unmatched
-from ddp_kit.plot.timeline_names import TIMES
 from ddp_kit.plot.timeline_panel import MOST_STEPS
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event

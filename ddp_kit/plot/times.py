@@ -16,6 +16,8 @@ from ddp_kit.plot.style import (
     INK,
     NOTHING,
     PAPER,
+    QUIET,
+    TIMES,
     byte_size,
     fold,
     marker,
@@ -57,8 +59,8 @@ def bandwidth(series: Mapping[str, Pairs], title: str | None = None) -> Picture:
     name_lines(ax, names, _ends(points), [series_color(i) for i in range(len(points))])
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
-        top = TOP + tall + gap
-        below = picture.chart(LEFT, top, wide, small, "both", xlabel, "times\nthe first")
+        top, ratio = TOP + tall + gap, "\n".join(fold(f"{TIMES} {next(iter(points))}", 1.15))
+        below = picture.chart(LEFT, top, wide, small, "both", xlabel, ratio)
         first, *others = points.values()
         ratios = [{n: t / first[n] for n, t in times.items() if n in first} for times in others]
         shown = [ratio for line in ratios for ratio in line.values()]
@@ -148,21 +150,26 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     names = ["\n".join(fold(name, 2.2, 9.5)) for name in samples]
     left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
     wide, height = 5.4, 0.42 * len(names)  # inches
-    caption = ["Bar and number: the median. Thin line: the fastest to the slowest step."]
-    full, below = left + wide + 0.3, TOP + height + 0.75 - 0.17
-    picture, _ = open_picture(title, text_table, full, below, caption, lift=0.09)
-    ax = picture.chart(left, TOP, wide, height, "x", "time of one step (ms)")
+    caption = ["Bar: the median. Thin line: from the fastest to the slowest step."]
+    values = [f"{significant(middle)} ms" for middle in medians]
+    right = 0.2 + 0.079 * max(map(len, values))
+    top = TOP + 0.16  # below the heading of the medians
+    full, below = left + wide + right + 0.1, top + height + 0.75 - 0.17
+    picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.09)
+    at = left + wide + right
+    write(sheet, at, top - 0.1, "median", 8.5, color=QUIET, ha="right")
+    for row, value in enumerate(values):
+        write(sheet, at, top + (row + 0.5) * height / len(values), value, ha="right")
+    ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
     rows_at = range(len(names))
     ax.barh(rows_at, medians, height=0.56, color="#9fb4c9", linewidth=0)
-    longest = max(max(values) for values in samples.values()) or 1
-    for row, (middle, values) in enumerate(zip(medians, samples.values(), strict=True)):
-        low, high = min(values), max(values)
+    longest = max(max(each) for each in samples.values()) or 1
+    for row, each in enumerate(samples.values()):
+        low, high = min(each), max(each)
         ax.plot([low, high], [row] * 2, color=EDGE, linewidth=1.1, linestyle="-", marker="")
         for end in (low, high) if low < high else ():
             ax.plot([end] * 2, [row - 0.1, row + 0.1], color=EDGE, linewidth=1.1)
-        at = max(middle, high) + 0.012 * longest
-        write(ax, at, row, f"{significant(middle)} ms")
-    ax.set(xlim=(0, longest * 1.17), ylim=(len(names) - 0.5, -0.5))
+    ax.set(xlim=(0, longest * 1.03), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticks(rows_at, names)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
@@ -236,10 +243,10 @@ def _log_log(ax: Axes, sizes: list[int], values: list[float]) -> None:
     ax.set(xscale="log", yscale="log")
     low, high = math.log(sizes[0]), math.log(sizes[-1])
     margin = 0.04 * (high - low) or 0.5
-    ticks: list[int] = []
+    ticks = sorted({sizes[0], sizes[-1]})  # these always
     for n in sizes:
-        if not ticks or math.log(n / ticks[-1]) >= 0.1 * (high - low):
-            ticks.append(n)
+        if all(abs(math.log(n / at)) >= 0.1 * (high - low) for at in ticks):
+            ticks = sorted([*ticks, n])
     ax.set_xlim(math.exp(low - margin), math.exp(high + margin))
     _ticks(ax.xaxis, ticker.FixedLocator(ticks), byte_size)
     locator, ratio = _log_limits(ax, values)
