@@ -34,13 +34,13 @@ def said(capsys):
     return said
 
 
-@pytest.mark.parametrize("nothing", [..., "...", [..., ...], {"a": ..., "b": [...]}])
+@pytest.mark.parametrize("nothing", [..., "...", [..., ...], (..., ...), {"a": ..., "b": [...]}])
 def test_no_prediction_is_taken_for_one(said, nothing):
     assert said(nothing, 12) == "The answer is 12. You made no prediction.\n"
 
 
 def test_an_empty_list_is_a_prediction(said):
-    assert said([], []) == "Right: [].\n"
+    assert said([], ()) == "Right: ().\n"
     assert said({}, {}) == "Right: {}.\n"
 
 
@@ -59,6 +59,8 @@ def test_an_empty_list_is_a_prediction(said):
         ("Deadlock ", "deadlock", "'deadlock'"),
         ([0, 6], torch.tensor([0.0, 6.0]), "[0, 6]"),
         ((0, 1), range(2), "[0, 1]"),
+        ([True, False], (True, False), "(True, False)"),
+        ([5], (np.int64(5),), "(5,)"),
         ([[1, 2], (3, 4)], np.array([[1, 2], [3, 4]]), "[[1, 2], [3, 4]]"),
         ({0, 2}, {2: 0, 0: 0}.keys(), "{0, 2}"),
         (set(), set(), "set()"),

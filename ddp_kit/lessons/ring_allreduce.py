@@ -14,7 +14,7 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -24,7 +24,9 @@ from ddp_kit import device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.notebook.controls import Explorer
 
-SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 40_000_000, 100_000_000)  # bytes
+SIZES = (4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
+ROUNDS, LARGE, ROUNDS_IF_LARGE = 30, 10_000_000, 10  # LARGE: bytes; each round takes long
+Sample = tuple[int, list[float]]  # bytes, and the seconds of each round
 
 
 def neighbours() -> tuple[int, int]:
@@ -120,7 +122,7 @@ def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], 
 
 def count(rank: int, world_size: int, ring: Callable, numel: int) -> None:
     """Run `ring` once on `numel` float32; the run's trace then contains its messages."""
-    ring(example(rank, world_size, (numel,), torch.float32))
+    ring(torch.zeros(numel, device=device()))
 
 
 def watch(rank: int, world_size: int) -> torch.Tensor:
@@ -160,46 +162,74 @@ def expected_cost(ring: Callable, world_size: int, nbytes: int) -> tuple[int, fl
     return 2 * (world_size - 1), 2 * (world_size - 1) / world_size * nbytes
 
 
-def measure(rank: int, world_size: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Time each ring and `dist.all_reduce` in turn, from barrier to barrier, in seconds."""
-    tensor = torch.zeros(nbytes // 4, device=device())
-    kept = torch.empty_like(tensor)
+def measure(
+    rank: int, world_size: int, sizes: Sequence[int], rounds: int
+) -> dict[str, dict[int, list[float]]]:
+    """Time `dist.all_reduce` and each ring; return this rank's seconds by name, size and round.
+
+    A round times every size and every contestant once, so that whatever else the machine does
+    slows all of them down alike. Each call starts at a barrier, which is not timed. The first
+    round is left out, because it opens connections; there is one more than `rounds`.
+    """
+    tensors = [torch.zeros(nbytes // 4, device=device()) for nbytes in sizes]
+    kept = torch.empty_like(tensors[-1])
     contestants: dict[str, Callable] = {
         "built-in all_reduce": dist.all_reduce,
         "whole ring": whole_ring,
         "chunked ring": chunked_ring,
-        "preposted ring": lambda tensor: preposted_ring(tensor, kept),
+        "preposted ring": lambda tensor: preposted_ring(tensor, kept[: len(tensor)]),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(rounds + 1):
-        for name, contestant in contestants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            contestant(tensor)
-            dist.barrier()
-            if round_:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+    seconds: dict[str, dict[int, list[float]]] = {
+        name: {nbytes: [] for nbytes in sizes} for name in contestants
+    }
+    for round_ in range(1 + rounds):
+        for nbytes, tensor in zip(sizes, tensors, strict=True):
+            for name, contestant in contestants.items():
+                dist.barrier()
+                start = time.perf_counter()
+                contestant(tensor)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                if round_:
+                    seconds[name][nbytes].append(time.perf_counter() - start)
     return seconds
 
 
-def bandwidth(run: Callable, sizes=SIZES, rounds: int = 3) -> dict[str, list[tuple[int, float]]]:
-    """Time each contestant at each message size; return median seconds on the slowest rank.
+def samples(
+    run: Callable, sizes: Sequence[int] = SIZES, rounds: int | None = None
+) -> dict[str, list[Sample]]:
+    """Time each contestant at each size: the slowest rank's seconds of every round.
 
-    run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor.
+    run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor, ascending.
+    rounds: by default 30, and 10 from 10 MB on.
     """
-    series: dict[str, list[tuple[int, float]]] = {}
-    for nbytes in sizes:
-        per_rank = list(run(measure, nbytes, rounds))
+    small = [nbytes for nbytes in sizes if nbytes < LARGE]
+    large = [nbytes for nbytes in sizes if nbytes >= LARGE]
+    series: dict[str, list[Sample]] = {}
+    for some, many in (small, ROUNDS), (large, ROUNDS_IF_LARGE):
+        per_rank = list(run(measure, some, rounds or many)) if some else [{}]
         for name in per_rank[0]:
-            slowest = max(median(seconds[name]) for seconds in per_rank)
-            series.setdefault(name, []).append((nbytes, slowest))
+            for nbytes in some:
+                by_round = zip(*(seconds[name][nbytes] for seconds in per_rank), strict=True)
+                series.setdefault(name, []).append((nbytes, [max(times) for times in by_round]))
     return series
+
+
+def bandwidth(
+    run: Callable, sizes: Sequence[int] = SIZES, rounds: int | None = None
+) -> dict[str, list[tuple[int, float]]]:
+    """Return the medians of `samples`: for each contestant, pairs of bytes and seconds."""
+    found = samples(run, sizes, rounds)
+    return {
+        name: [(nbytes, median(seconds)) for nbytes, seconds in points]
+        for name, points in found.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Compare each ring with `dist.all_reduce`, count its messages, and print one line."""
     parser = lesson_parser("ring_allreduce", __doc__)
-    parser.add_argument("--measure", action="store_true", help="also time 4 kB to 100 MB")
+    parser.add_argument("--measure", action="store_true", help="also time 4 kB to 40 MB")
     options = parser.parse_args(argv or [])
     with open_ranks(options.world_size, options.backend, options.trace) as ranks:
         n = ranks.world_size

@@ -6,7 +6,7 @@ It prints plain text, the same for the same values, so that nbval can compare it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 LONGEST = 60  # characters of a value that are printed
@@ -50,18 +50,19 @@ def _lines(guess: Any, actual: Any, nearly: dict[Any, str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return tensors, arrays and their numbers as numbers and lists, and tuples as lists."""
+    """Return tensors, arrays and their numbers as numbers and lists, also inside of others."""
     if hasattr(value, "tolist"):  # of PyTorch and NumPy
         value = value.tolist()
     if isinstance(value, (list, tuple, range)):
-        return [_plain(item) for item in value]
+        items = [_plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
 
 
 def _is_no_prediction(guess: Any) -> bool:
-    if isinstance(guess, (list, dict)) and guess:
+    if isinstance(guess, (list, tuple, dict)) and guess:
         items: Iterable[Any] = guess.values() if isinstance(guess, dict) else guess
         return all(_is_no_prediction(item) for item in items)
     return guess is ... or (isinstance(guess, str) and guess == "...")
@@ -72,7 +73,9 @@ def _kind(value: Any) -> str:
         return "True or False"
     if isinstance(value, (int, float, complex)):
         return "a number"
-    for kind, name in ((str, "a string"), (list, "a list"), (dict, "a dict"), (Set, "a set")):
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    for kind, name in ((str, "a string"), (dict, "a dict"), (Set, "a set")):
         if isinstance(value, kind):
             return name
     return "None" if value is None else f"an object of type {type(value).__name__}"
@@ -93,7 +96,7 @@ def _equal(one: Any, other: Any) -> bool:
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
     if isinstance(one, str):
         return one.strip().casefold() == other.strip().casefold()
-    if isinstance(one, list):
+    if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
@@ -118,6 +121,8 @@ def _inner_text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, list):
         return f"[{', '.join(map(_inner_text, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_inner_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_inner_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, Set):
@@ -134,7 +139,7 @@ def _sentence(remark: str) -> str:
 
 def _remark(guess: Any, actual: Any) -> str:
     """Return what is nearly right about a wrong guess of the right kind; "" if nothing is."""
-    if isinstance(guess, list):
+    if isinstance(guess, (list, tuple)):
         return _on_list(guess, actual)
     if isinstance(guess, dict):
         return _on_entries(guess, actual)
@@ -167,7 +172,7 @@ def _times(factor: int) -> str:
     return "twice" if factor == 2 else f"{factor:,} times"
 
 
-def _on_list(guess: list[Any], actual: list[Any]) -> str:
+def _on_list(guess: Sequence[Any], actual: Sequence[Any]) -> str:
     if len(guess) != len(actual):
         lengths = f"The answer has {_count(len(actual))}, and your list has {len(guess):,}."
         common = min(len(guess), len(actual))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import plot
 from ddp_kit.lessons import ring_allreduce
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def test_rings_are_exact_where_sizes_do_not_divide():
@@ -67,6 +73,40 @@ def test_bandwidth_measures_every_contestant():
         assert all(seconds > 0 for _, seconds in points)
 
 
+def test_small_tensors_are_timed_in_more_rounds_than_large_ones():
+    asked = []
+
+    def run(measure, sizes, rounds):
+        asked.append((measure, sizes, rounds))
+        by_size = {nbytes: [0.001 * rounds, 0.2] for nbytes in sizes}
+        slower = {nbytes: [0.1, 0.1] for nbytes in sizes}
+        return [{"whole ring": by_size}, {"whole ring": slower}]
+
+    measured = ring_allreduce.samples(run, sizes=(4_000, 400_000, 40_000_000))
+    assert [sizes for _, sizes, _ in asked] == [[4_000, 400_000], [40_000_000]]
+    assert [rounds for _, _, rounds in asked] == [30, 10]
+    slowest = [0.1, 0.2]  # the slowest rank of each round
+    assert measured == {"whole ring": [(4_000, slowest), (400_000, slowest), (40_000_000, slowest)]}
+
+
+def test_only_rings_that_copy_sums_leave_the_same_bits_on_every_rank():
+    def summed(rank, world_size, ring):
+        tensor = 1 / torch.arange(1.0 + rank, 1001 + rank)
+        ring(tensor)
+        return tensor
+
+    def alike(ring):
+        first, *others = kit.run(summed, ring, world_size=4)
+        return all(torch.equal(first, other) for other in others)
+
+    rings = ring_allreduce.RINGS
+    assert {ring.__name__: alike(ring) for ring in rings} == {
+        "whole_ring": False,
+        "chunked_ring": True,
+        "preposted_ring": True,
+    }
+
+
 def test_a_step_shows_the_messages_that_travelled_in_it():
     result = kit.run(ring_allreduce.watch, world_size=2)
     assert [repr(plot.ring_step(result, step)) for step in (0, 1, 2)] == [
@@ -93,3 +133,18 @@ def test_a_ring_that_is_too_large_for_one_picture_of_a_step_says_so():
     held = [torch.full((17, 9), 10**rank) for rank in range(9)]
     with pytest.raises(ValueError, match="at most 8 ranks, got 9"):
         plot.ring_step(held, 1)
+
+
+def test_the_lesson_gives_a_skeleton_and_not_the_homework():
+    lesson = (NOTEBOOKS / "04_ring_allreduce.ipynb").read_text("utf-8")
+    solution = (NOTEBOOKS / "solutions" / "04_ring_allreduce.ipynb").read_text("utf-8")
+    homework = "(rank - step - 1) % n"
+    assert homework in solution
+    assert homework not in lesson
+    (skeleton,) = [
+        "".join(c["source"]) for c in json.loads(lesson)["cells"] if c["id"] == "skeleton"
+    ]
+    cell: dict = {"dist": dist, "torch": torch, "neighbours": ring_allreduce.neighbours}
+    exec(skeleton, cell)
+    with pytest.raises(kit.ExerciseError, match="Every rank still holds what it started with"):
+        kit.check.exercise_4_1(cell["my_ring"])

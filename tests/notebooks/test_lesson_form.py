@@ -16,7 +16,7 @@ from regenerate import FOLDER
 from test_audit import display, lesson, numbered, text
 
 # To be rewritten; each is checked as soon as it is.
-PENDING = ("00", "01", "02", "03", "04")
+PENDING = ("00", "01", "03", "04", "05")
 LESSONS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
 NONE_MADE = "You made no prediction."
 COMMENTED_OUT = re.compile(r"^\s*#\s*([\w.]+ = )?[\w.]+\(.*\)\s*$", re.MULTILINE)

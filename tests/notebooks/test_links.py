@@ -24,7 +24,10 @@ from torch.torch_version import TorchVersion
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES = [*all_notebooks(), *GUIDES]
-REQUIRED: set[str] = {"02_collectives"}  # lessons that must link to PyTorch's documentation
+REQUIRED = {  # lessons that must link to PyTorch's documentation
+    *("00_start_here", "01_point_to_point", "02_collectives"),
+    *("03_partitioned_sgd", "04_ring_allreduce", "05_your_machine"),
+}
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
 OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
@@ -109,6 +112,14 @@ def well_formed(page: Page) -> Iterator[str]:
             yield f"cell {link.cell} has a link to no host: {link.url}"
 
 
+def seen_in_jupyterlab(page: Page) -> Iterator[str]:
+    """Refuse links that JupyterLab does not colour: it gives code the colour of plain text."""
+    for number, cell in page.cells if page.path.suffix == ".ipynb" else ():
+        for token in tokens(cell):
+            if token["type"] == "link" and [t["type"] for t in token["children"]] == ["codespan"]:
+                yield f"cell {number} has a link without a link's colour: [`{plain(token)}`]"
+
+
 def straight(page: Page) -> Iterator[str]:
     """Refuse addresses that are known to redirect, that follow the reader, or that will change."""
     for link in outside(page):
@@ -180,6 +191,7 @@ RULES: list[Callable[[Page], Iterator[str]]] = [
     known_to_pytorch,
     local_links_lead_somewhere,
     named,
+    seen_in_jupyterlab,
 ]
 
 
@@ -238,6 +250,13 @@ def test_a_sound_link_is_blamed(broken, text):
 def test_an_anchor_in_a_notebook_is_jupyterlabs(broken):
     assert broken("# One two\n\n[up](#One-two)", ".ipynb") == []
     assert broken("# One two\n\n[up](#one-two)", ".ipynb") == ["local_links_lead_somewhere"]
+
+
+def test_a_link_that_jupyterlab_shows_as_code_is_not_found(broken):
+    text = "[`dist.send`](https://docs.pytorch.org/)"
+    assert broken(text) == []
+    assert broken(text, ".ipynb") == ["seen_in_jupyterlab"]
+    assert broken(f"{text[:-1]}#torch.distributed.send)".replace("`", ""), ".ipynb") == []
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,23 @@ LESSONS = {
     "05_your_machine": "environment",
 }
 REQUIRED: dict[str, set[str]] = {
+    "01_point_to_point": {
+        *("blocking", "immediate", "exchange", "read_too_early", "written_too_early"),
+        *("from_anyone", "last_two", "token"),
+    },
     "02_collectives": {
         *("own_tensor", "broadcast", "scatter", "gather", "reduce", "all_reduce", "try_op"),
         *("all_gather", "all_gather_one_tensor", "reduce_scatter", "reduce_scatter_one_tensor"),
         *("all_to_all", "all_to_all_one_tensor", "barrier", "all_reduce_in_a_group"),
+    },
+    "03_partitioned_sgd": {
+        *("Partition", "DataPartitioner", "Net", "partition_dataset", "average_gradients"),
+        *("average_gradients_flat", "train", "train_ddp", "mean_gradient", "first_steps"),
+    },
+    "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
+    "05_your_machine": {
+        *("synchronize", "without_a_package", "everywhere", "come_and_leave"),
+        *("who_am_i", "introduce"),
     },
 }
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
