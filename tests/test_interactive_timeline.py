@@ -70,6 +70,14 @@ def test_times_begin_with_the_first_rank_and_missing_ones_are_nan():
     assert [math.isnan(waited) for waited in ring["waited"]] == [False, True] * 3
 
 
+def test_a_call_that_waits_itself_is_never_in_flight():
+    trace = traces.program("send 1, isend 1 a, wait a", "recv 0, recv 0")
+    waited = columns(pack(trace, {}))["waited"]
+    assert list(waited[:1]) == [0]  # though some time passed between the call and its wait
+    assert waited[1] > 0
+    assert trace.events[0].waited > trace.events[0].start
+
+
 def test_lanes_contain_their_events_in_a_trace_without_spans():
     trace = replace(traces.pipeline(3), spans=())
     state = pack(trace, {})

@@ -38,6 +38,7 @@ from ddp_kit.plot.style import (
     TIMES,
     byte_size,
     luminance,
+    series_color,
     significant,
     text_color,
 )
@@ -420,6 +421,24 @@ def test_losses_table_has_two_decimals():
     )
 
 
+def test_losses_of_settings_have_names_and_no_colour_of_a_rank():
+    compared = {"1 rank": [2.3, 1.0], "4 ranks, learning rate 0.3": [2.3, float("nan")]}
+    picture = losses(compared, xlabel="step")
+    assert repr(picture) == (
+        "Training loss, step by step\n"
+        "                            first step  last step\n"
+        "1 rank                            2.30       1.00\n"
+        "4 ranks, learning rate 0.3        2.30        nan"
+    )
+    ax = picture.axes[1]
+    assert [text.get_text() for text in ax.texts] == list(compared)
+    lines = [line for line in ax.lines if line.get_label() in compared]
+    assert [to_hex(line.get_color()) for line in lines] == [series_color(0), series_color(1)]
+    assert "4 ranks, learning rate 0.3: nan in step 2." in texts(picture)
+    picture.draw(picture.canvas.get_renderer())
+    assert all(text.get_window_extent().x1 <= picture.bbox.x1 for text in ax.texts)
+
+
 def test_coinciding_lines_stay_visible():
     ax = losses(EQUAL_LOSSES).axes[1]
     lines = [line for line in ax.lines if line.get_label().startswith("rank")]
@@ -475,6 +494,8 @@ def test_infinite_loss_is_named_at_its_last_finite_point():
         ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
         ([None], "rank 0 must return a sequence of losses, got None"),
         ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
+        ({}, "result is empty"),
+        ({"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
     ],
 )
 def test_losses_says_what_it_cannot_draw(result, message):
@@ -621,6 +642,31 @@ def test_second_panel_is_the_ratio_to_the_first_series():
     assert below.get_ylabel() == f"{TIMES} built-in"
 
 
+def test_samples_are_drawn_by_their_median_and_quartiles_and_a_model_dashed():
+    samples = {"built-in": [(1000, [0.001, 0.002, 0.009, 0.003, 0.004]), (2000, [0.005] * 3)]}
+    picture = bandwidth(samples, model={"built-in": [(500, 0.0015), (1000, 0.002), (4000, 0.02)]})
+    assert repr(picture) == (
+        "Time of one call by message size (ms)\n"
+        "bytes  built-in  built-in, model\n"
+        "1,000      3.00             2.00\n"
+        "2,000      5.00                \N{EN DASH}"
+    )
+    line, *spreads, model = picture.axes[1].lines
+    assert list(line.get_ydata()) == pytest.approx([3, 5])
+    assert [bar.get_ydata() for bar in spreads] == [pytest.approx([2, 4]), pytest.approx([5, 5])]
+    assert model.get_linestyle() == "--"
+    assert list(model.get_xdata()) == [500, 1000, 4000]
+    assert {to_hex(each.get_color()) for each in (*spreads, model)} == {series_color(0)}
+    said = "Thin bar: from the first to the third quartile. Dashed: the model."
+    assert said in " ".join(texts(picture))
+    assert len(bandwidth(SERIES).axes[1].lines) == len(SERIES)
+
+
+def test_model_of_no_series_is_an_error():
+    with pytest.raises(PlotError, match="model has 'tree', but the series are built-in, by hand"):
+        bandwidth(SERIES, model={"tree": [(1, 1.0)]})
+
+
 def test_one_series_has_no_ratio():
     picture = bandwidth({"built-in": SERIES["built-in"]})
     assert len(picture.axes) == 2
@@ -659,6 +705,7 @@ def test_least_and_greatest_size_have_a_tick_and_no_two_ticks_overlap():
         ({"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
         ({"a": [(0, 1.0)]}, "'a' has 1.0 for 0 bytes"),
         ({"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
+        ({"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
     ],
 )
 def test_bandwidth_says_what_it_cannot_draw(series, message):

@@ -392,10 +392,10 @@ def test_what_is_in_flight_is_a_thin_line_to_its_wait():
     lanes = by_steps(trace)
     assert [(f.op, f.begin, f.end) for f in lanes.flights] == [
         ("isend", 0.5, 2.5),
-        ("irecv", 0.5, 0.5),
+        ("irecv", 0.5, 0.95),
     ]
     assert [(bar.op, bar.begin, bar.end) for bar in lanes.bars if bar.rank == 1] == [
-        ("irecv", 0.5, 1.5),
+        ("irecv", 0.95, 1.5),  # it has room to be in flight
         ("send", 1.5, 2.5),
     ]
     assert (0, "isend") not in {(bar.rank, bar.op) for bar in lanes.bars}

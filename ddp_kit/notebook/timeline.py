@@ -79,9 +79,10 @@ def pack(trace: Trace, cell_names: dict[str, str]) -> dict[str, Any]:
     lanes: for each rank, when its worker `begin`s and `end`s, how many `events` it has, by how much
         its `clock` may be wrong, and its colours. Times are nanoseconds since the first rank began.
     rows: the columns of all events, one after the other, by rank and then in the order of the
-        calls: `start` (float64); `waited` and `end`, counted from the start, NaN for None
-        (float32); `partner` (int32), which is the row of a message's other side, or the number of
-        a collective in `trace.collectives`; `call` (uint32), which counts in `calls`.
+        calls: `start` (float64); `waited`, which is 0 for a call that waits itself, and `end`,
+        counted from the start, NaN for None (float32); `partner` (int32), which is the row of a
+        message's other side, or the number of a collective in `trace.collectives`; `call`
+        (uint32), which counts in `calls`.
     calls: the different calls, each with its `name`, `kind`, `op`, `line`, `source`, `data` and
         `peer`.
     notes: what went wrong in a collective, by its number.
@@ -107,13 +108,18 @@ def pack(trace: Trace, cell_names: dict[str, str]) -> dict[str, Any]:
     nan = float("nan")
     columns = [
         np.array([event.start - zero for event in events], "<f8"),
-        np.array([nan if e.waited is None else e.waited - e.start for e in events], "<f4"),
+        np.array([nan if e.waited is None else _begin(e) - e.start for e in events], "<f4"),
         np.array([nan if e.end is None else e.end - e.start for e in events], "<f4"),
         partners,
         np.array([calls.number(event) for event in events], "<u4"),
     ]
     rows = b"".join(column.tobytes() for column in columns)
     return {"lanes": lanes, "rows": rows, "calls": calls.found, "notes": _notes(trace)}
+
+
+def _begin(event: Event) -> int | None:
+    """Return when a rank began to wait: a call that waits itself is never in the background."""
+    return event.start if event.blocking and event.waited is not None else event.waited
 
 
 def _lanes(trace: Trace, events: list[Event]) -> list[dict[str, Any]]:

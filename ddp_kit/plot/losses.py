@@ -1,15 +1,24 @@
-"""The loss of every rank as it trains: lines."""
+"""The loss of every rank, or of every setting, as it trains: lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import NAME_HEIGHT, Picture, name_lines, open_picture, read_ranks, table
-from ddp_kit.plot.style import PAPER, edge_color, fold, marker, rank_color
+from ddp_kit.plot.picture import (
+    LEADER,
+    NAME_HEIGHT,
+    Picture,
+    name_lines,
+    open_picture,
+    read_named,
+    read_ranks,
+    table,
+)
+from ddp_kit.plot.style import PAPER, edge_color, fold, marker, rank_color, series_color
 
 LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches
 MOST_MARKERS = 12  # points of a line; above, only its end is marked
@@ -17,7 +26,7 @@ DASH = 3.5  # points of each rank's colour in one period where all lines coincid
 
 
 def losses(
-    result: Iterable[Sequence[float]],
+    result: Iterable[Sequence[float]] | Mapping[str, Sequence[float]],
     title: str | None = None,
     xlabel: str = "epoch",
     ylabel: str = "training loss",
@@ -25,74 +34,80 @@ def losses(
     """Draw one line of losses per rank; lines that coincide show all their colours.
 
     result[rank] is a sequence of numbers (a list, a 1-d tensor), the first one at x = 1;
-    lengths may differ. The caption names the first loss of each rank that is NaN or infinite, and
-    so cannot be drawn. Raises PlotError if the result, or one rank's sequence, is empty or is not
-    a sequence of numbers.
+    lengths may differ. Or result maps the names of what is compared, such as "4 ranks", to such
+    sequences: then the lines have those names, and no colour of a rank.
+
+    The caption names the first loss of each line that is NaN or infinite, and so cannot be drawn.
+    Raises PlotError if the result, or one of its sequences, is empty or is not a sequence of
+    numbers.
     """
-    lines = [_read(rank, value) for rank, value in enumerate(read_ranks(result))]
+    if isinstance(result, Mapping):
+        of, given = "", read_named("result", result, "each name to a list of losses")
+        lines = {str(name): _read(f"{name!r} must be", value) for name, value in given.items()}
+        fills = edges = [series_color(i) for i in range(len(lines))]
+    else:
+        of, ranks = " of each rank", range(len(values := read_ranks(result)))
+        lines = {f"rank {r}": _read(f"rank {r} must return", values[r]) for r in ranks}
+        fills, edges = [rank_color(r) for r in ranks], [edge_color(r) for r in ranks]
     if title is None:
-        title = f"{ylabel[:1].upper()}{ylabel[1:]} of each rank, {xlabel} by {xlabel}"
-    rows = [[f"rank {r}", f"{y[0]:.2f}", f"{y[-1]:.2f}"] for r, y in enumerate(lines)]
+        title = f"{ylabel[:1].upper()}{ylabel[1:]}{of}, {xlabel} by {xlabel}"
+    rows = [[name, f"{y[0]:.2f}", f"{y[-1]:.2f}"] for name, y in lines.items()]
     text_table = table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
 
     height = max(TALL, NAME_HEIGHT * len(lines))
-    ends = [_note_end(rank, y, xlabel) for rank, y in enumerate(lines)]
+    ends = [_note_end(name, y, xlabel) for name, y in lines.items()]
     caption = fold(" ".join(filter(None, ends)), LEFT + WIDE)
-    size = LEFT + WIDE + 0.85, TOP + height + 0.5
+    right = max(0.85, LEADER + 0.15 + 0.076 * max(map(len, lines)))
+    size = LEFT + WIDE + right, TOP + height + 0.5
     picture, _ = open_picture(title, text_table, *size, caption)
     ax = picture.chart(LEFT, TOP, WIDE, height, "y", xlabel, ylabel)
-    for rank, y in enumerate(lines):
-        _line(ax, rank, y, len(lines))
-    longest = max(map(len, lines))
+    for i, (name, y) in enumerate(lines.items()):
+        _line(ax, i, name, y, len(lines), fills[i], edges[i])
+    longest = max(map(len, lines.values()))
     margin = 0.03 * (longest - 1) or 0.5
     ax.set_xlim(1 - margin, longest + margin)
     ax.margins(y=0.07)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.ticklabel_format(axis="y", useOffset=False)
-    names = [f"rank {rank}" for rank in range(len(lines))]
-    name_lines(ax, names, [_end(ax, y) for y in lines], [edge_color(r) for r in range(len(lines))])
+    name_lines(ax, list(lines), [_end(ax, y) for y in lines.values()], edges)
     return picture
 
 
-def _read(rank: int, value: Sequence[float]) -> list[float]:
+def _read(who: str, value: Sequence[float]) -> list[float]:
     try:
         numbers = value.tolist() if hasattr(value, "tolist") else list(value)
         numbers = [float(n.tolist() if hasattr(n, "tolist") else n) for n in numbers]
     except (TypeError, ValueError):
         numbers = []
     if not numbers:
-        raise PlotError(f"rank {rank} must return a sequence of losses, got {value!r}")
+        raise PlotError(f"{who} a sequence of losses, got {value!r}")
     return numbers
 
 
-def _line(ax, rank: int, y: list[float], ranks: int) -> None:
-    """Draw a hairline and dashes over it.
+def _line(ax, i: int, name: str, y: list[float], total: int, color: str, edge: str) -> None:
+    """Draw the i-th of the lines: a hairline and dashes over it.
 
-    Rank r is drawn for (ranks - r) of the `ranks` parts of a period: where lines coincide, each
-    higher rank covers one part less of the ones below, and all colours show in equal shares.
+    Line i is drawn for (total - i) of the `total` parts of a period: where lines coincide, each
+    later one covers one part less of the ones below, and all colours show in equal shares.
     """
-    color, edge = rank_color(rank), edge_color(rank)
     x = range(1, len(y) + 1)
     ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
-    on, off = DASH * (ranks - rank), DASH * rank
-    dashes = (0, (on / 2.2, off / 2.2)) if rank else "-"
+    on, off = DASH * (total - i), DASH * i
+    dashes = (0, (on / 2.2, off / 2.2)) if i else "-"
     style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
-    # Smaller for higher ranks, so that lower ones show behind them.
-    marks = {
-        "marker": marker(rank),
-        "markersize": widest - (widest - 5.5) * rank / max(1, ranks - 1),
-    }
+    # Smaller for later lines, so that earlier ones show behind them.
+    marks = {"marker": marker(i), "markersize": widest - (widest - 5.5) * i / max(1, total - 1)}
     marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
     marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
-    ax.plot(x, y, label=f"rank {rank}", zorder=3 + rank / 100, **style, **marks)
+    ax.plot(x, y, label=name, zorder=3 + i / 100, **style, **marks)
 
 
-def _note_end(rank: int, y: list[float], xlabel: str) -> str:
-    """Return from where on a rank's losses cannot be drawn; "" if all can."""
+def _note_end(name: str, y: list[float], xlabel: str) -> str:
+    """Return from where on the losses of a line cannot be drawn; "" if all can."""
     bad = next((x for x, loss in enumerate(y, start=1) if not math.isfinite(loss)), None)
-    return "" if bad is None else f"Rank {rank}: {y[bad - 1]:g} in {xlabel} {bad}."
+    return "" if bad is None else f"{name[:1].upper()}{name[1:]}: {y[bad - 1]:g} in {xlabel} {bad}."
 
 
 def _end(ax, y: list[float]) -> tuple[float, float]:

@@ -142,6 +142,9 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
     below = top + n * (tall + gap) + 0.1
     lines = fold(caption, width)
     picture, ax = open_picture(title, text_table, width, below, lines, left=0)
+    for c in range(n):
+        at = left + c * wide + 0.09, top - 0.1  # beside the arrow of a chunk
+        write(ax, *at, str(c), 7.5, color=QUIET, ha="center")
     for r in range(n):
         y = top + r * (tall + gap)
         chip(ax, 0, y + tall / 2 - 0.11, 0.6, 0.22, r, f"rank {r}")

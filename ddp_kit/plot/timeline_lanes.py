@@ -14,7 +14,8 @@ from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Key, Schedule, schedule
 
-LEAVES, ARRIVES = 0.45, 0.88  # of a step: where its arrows begin and end
+LEAVES, ARRIVES = 0.5, 0.88  # of a step: where its arrows begin and end
+STARTING = 0.45  # of a step: what calls that return at once take before a wait that follows
 
 
 @dataclass(frozen=True)
@@ -99,25 +100,30 @@ def by_steps(trace: Trace) -> Lanes:
     """Return the order of a run: step s, from 0, is drawn from s + 0.5 to s + 1.5.
 
     A bar is as long as its call or wait or, if that never ended, reaches to the end of the run.
+    What a rank starts and waits for at once is in flight for the first part of the step.
     """
     plan, never = schedule(trace), unmatched(trace)
     over = max(1, plan.length)
     bars: list[Bar] = []
     flights: dict[Key, Flight] = {}
     for own in plan.actions:
+        started = -1  # where the rank came to when it last started something
         for action in own:
             event, key = action.event, (action.event.rank, action.event.index)
             begin, end = action.begin + 0.5, action.end + 0.5
             if action.what == START:
+                started = action.begin
                 done = plan.at[key] + 1.5
                 lane = event.rank, event.kind, begin, done
                 flights[key] = Flight(*lane, short_name(event), waited=False)
                 continue
             waits = action.what == WAIT
-            if waits:
-                flights[key] = replace(flights[key], end=begin, waited=True)
             if event.never_ended:
                 end = over + 0.5
+            if waits and end > begin and started == action.begin:
+                begin += STARTING
+            if waits:
+                flights[key] = replace(flights[key], end=begin, waited=True)
             if end > begin:
                 bars.append(_bar(event, begin, end, never, waits))
     places = {

@@ -20,7 +20,8 @@ from ddp_kit.plot.timeline_names import (
 )
 
 MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
-STEP, NARROW = 0.95, 2.6  # inches: of a step where there is room, and of the narrowest lanes
+STEP, STARTS = 0.95, 1.3  # inches of a step where there is room; of one with a flight within it
+NARROW = 2.6  # inches of the narrowest lanes
 
 
 class Panel:
@@ -39,7 +40,8 @@ class Panel:
         self.wide = WIDE
         if not timed and not is_part:
             longest = max((len(link.name) for link in lanes.links), default=0)
-            step = max(STEP, CHARACTER * longest + GAP)
+            at_once = any(0 < each.end - each.begin < 1 for each in lanes.flights)
+            step = max(STARTS if at_once else STEP, CHARACTER * longest + GAP)
             self.wide = min(WIDE, max(NARROW, at_least, step * (end - begin)))
         self.scale = self.wide / self.length
         n = len(lanes.spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
@@ -31,31 +31,69 @@ Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
 
 
-def bandwidth(series: Mapping[str, Pairs], title: str | None = None) -> Picture:
+def bandwidth(
+    series: Mapping[str, Iterable[tuple[int, float | Sequence[float]]]],
+    title: str | None = None,
+    model: Mapping[str, Pairs] | None = None,
+) -> Picture:
     """Draw time against message size for each series, and each as a ratio to the first.
 
-    series maps a name to pairs (nbytes, seconds), one pair per size. Both axes are
-    logarithmic; time is drawn in milliseconds. With two or more series, a second panel shows
-    how many times as long as the first series each of the others takes, at the sizes both have.
+    series maps a name to pairs (nbytes, seconds), one pair per size. In place of seconds there may
+    be a list of samples: their median is drawn, with a thin bar from the first to the third
+    quartile. Both axes are logarithmic; time is drawn in milliseconds. With two or more series, a
+    second panel shows how many times as long as the first series each of the others takes, at the
+    sizes both have.
+    model: maps names of series to pairs (nbytes, seconds), which are drawn as dashed lines.
 
-    Raises PlotError if there is no series, a series is empty or has a size twice, or a number
-    is not positive.
+    Raises PlotError if there is no series, a series is empty or has a size twice, a number is not
+    positive, or the model has a name that is no series.
     """
     read_named("series", series, "each name to pairs (nbytes, seconds)")
-    points = {name: _points(name, pairs, "bytes", 1000) for name, pairs in series.items()}
+    given = {name: [(n, _as_list(each)) for n, each in pairs] for name, pairs in series.items()}
+    for name, pairs in given.items():
+        for n, each in pairs:
+            if not each:
+                raise PlotError(f"{name!r} has no samples for {n} bytes")
+    points, low, high = (
+        {
+            name: _points(name, [(n, pick(each)) for n, each in pairs], "bytes", 1000)
+            for name, pairs in given.items()
+        }
+        for pick in (median, _first_quartile, _third_quartile)
+    )
+    modelled = {}
+    for name, pairs in (model or {}).items():
+        if name not in points:
+            raise PlotError(f"model has {name!r}, but the series are {', '.join(points)}")
+        modelled[name] = _points(f"{name}, model", pairs, "bytes", 1000)
     title = "Time of one call by message size" if title is None else title
     wide, tall, gap, small = 5.9, 2.5, 0.22, 1.15  # inches
     names, right = _names(points)
     compare = len(points) > 1
     height = TOP + tall + (gap + small if compare else 0) + 0.55
-    text_table = _table(f"{title} (ms)", "bytes", points)
-    picture, _ = open_picture(title, text_table, LEFT + wide + right, height)
     sizes = sorted(set().union(*points.values()))
+    columns = points | {
+        f"{name}, model": {n: time for n, time in line.items() if n in sizes}
+        for name, line in modelled.items()
+    }
+    text_table = _table(f"{title} (ms)", "bytes", columns)
+    many = any(len(each) > 1 for pairs in given.values() for _, each in pairs)
+    notes = ["Thin bar: from the first to the third quartile."] * many
+    caption = " ".join(notes + ["Dashed: the model."] * bool(modelled))
+    size = LEFT + wide + right, height
+    picture, _ = open_picture(title, text_table, *size, fold(caption, size[0]))
     xlabel = "message size (bytes)"
     ax = picture.chart(LEFT, TOP, wide, tall, "both", "" if compare else xlabel, "time (ms)")
-    _log_log(ax, sizes, [time for times in points.values() for time in times.values()])
-    for i, times in enumerate(points.values()):
+    lines = [*low.values(), *high.values(), *modelled.values()]
+    _log_log(ax, sizes, [time for times in lines for time in times.values()])
+    for i, (name, times) in enumerate(points.items()):
         _line(ax, i, times)
+        style = {"color": series_color(i), "marker": "", "zorder": 2.5}
+        for n in times if many else ():
+            ax.plot([n, n], [low[name][n], high[name][n]], linewidth=1.1, linestyle="-", **style)
+        if name in modelled:
+            line = modelled[name]
+            ax.plot(list(line), list(line.values()), linewidth=1.4, linestyle=(0, (4, 2)), **style)
     name_lines(ax, names, _ends(points), [series_color(i) for i in range(len(points))])
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
@@ -174,6 +212,18 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
     return picture
+
+
+def _as_list(seconds: float | Sequence[float]) -> list[float]:
+    return list(seconds) if isinstance(seconds, Iterable) else [seconds]
+
+
+def _first_quartile(values: list[float]) -> float:
+    return quantiles(values, method="inclusive")[0] if len(values) > 1 else values[0]
+
+
+def _third_quartile(values: list[float]) -> float:
+    return quantiles(values, method="inclusive")[2] if len(values) > 1 else values[0]
 
 
 def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, float]:
