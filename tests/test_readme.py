@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -58,6 +59,15 @@ def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
     assert {str(path.relative_to(ROOT)) for path in lessons} <= set(links)
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_a_lesson_and_the_table_name_different_minutes():
+    rows = re.findall(r"^\| \[\w+\]\((notebooks/\w+\.ipynb)\) \| (\d+) \|", README, re.MULTILINE)
+    assert len(rows) == 12
+    for path, minutes in rows:
+        first = json.loads((ROOT / path).read_text(encoding="utf8"))["cells"][0]["source"]
+        said = re.search(r"\*\*(?:About )?(\w+) minutes", "".join(first))[1]
+        assert {"Thirty": "30", "Forty": "40"}.get(said, said) == minutes, path
 
 
 def test_contributing_names_a_file_or_folder_that_does_not_exist():

@@ -168,8 +168,10 @@ def measure(
     """Time `dist.all_reduce` and each ring; return this rank's seconds by name, size and round.
 
     A round times every size and every contestant once, so that whatever else the machine does
-    slows all of them down alike. Each call starts at a barrier, which is not timed. The first
-    round is left out, because it opens connections; there is one more than `rounds`.
+    slows all of them down alike. Every other round goes from the largest size to the smallest,
+    because a small call right after a much larger one takes longer. Each call starts at a barrier,
+    which is not timed. The first round is left out, because it opens connections; there is one
+    more than `rounds`.
     """
     tensors = [torch.zeros(nbytes // 4, device=device()) for nbytes in sizes]
     kept = torch.empty_like(tensors[-1])
@@ -182,8 +184,9 @@ def measure(
     seconds: dict[str, dict[int, list[float]]] = {
         name: {nbytes: [] for nbytes in sizes} for name in contestants
     }
+    pairs = list(zip(sizes, tensors, strict=True))
     for round_ in range(1 + rounds):
-        for nbytes, tensor in zip(sizes, tensors, strict=True):
+        for nbytes, tensor in pairs[:: 1 if round_ % 2 else -1]:
             for name, contestant in contestants.items():
                 dist.barrier()
                 start = time.perf_counter()

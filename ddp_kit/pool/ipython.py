@@ -16,7 +16,7 @@ def shell() -> Any:
 def has_front_end() -> bool:
     """Return whether a front end such as JupyterLab runs this cell: somebody can see and click.
 
-    JupyterLab and VS Code name the cell in their request; nbclient, nbconvert and nbval do not.
+    JupyterLab names the cell in its request to run it; nbclient, nbconvert and nbval do not.
     """
     request = getattr(shell(), "get_parent", dict)()
     return "cellId" in request.get("metadata", {})
