@@ -907,6 +907,14 @@ def test_pictures_with_the_same_limit_can_be_compared():
         messages(many, limit=1)
 
 
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_no_cell_of_the_matrix_is_cut_off(n):
+    picture = messages(traces.ring(n, 1), title="x")
+    picture.draw(picture.canvas.get_renderer())
+    ends = [patch.get_window_extent().x1 for patch in picture.axes[0].patches]
+    assert max(ends) + 2 < picture.bbox.x1
+
+
 def test_message_of_no_bytes_is_not_no_message():
     script = traces.Script(2)
     script.message(0, 1, nbytes=0)

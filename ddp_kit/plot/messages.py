@@ -56,7 +56,7 @@ def messages(source: Any, title: str | None = None, limit: int | None = None) ->
 
     wide = max(0.45, min(0.85, 7.4 / (n + 1)))
     tall, size = min(0.42, 0.8 * wide), 9 if wide > 0.62 else 7.2
-    width = max(LEFT + (n + 1) * wide + GAP, room_for(title) + 0.04)
+    width = max(LEFT + (n + 1) * wide + GAP, room_for(title)) + 0.04  # for the last edge
     below = TOP + (n + 1) * tall + GAP + 0.12
     lines = fold(caption, width)
     picture, ax = open_picture(title, text_table, width, below, lines, lift=0.1)
