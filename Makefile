@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes in which `make test` runs tests: two for each of two cores, because tests also wait.
+# Four need up to 11 GB of memory; with less, take three.
+WORKERS ?= 4
 
 # The stamp holds the path of the checkout, because the scripts in the environment hold it too:
 # after the checkout is moved or copied, or its Python is removed, everything is installed again.
@@ -13,7 +16,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab check test style browser lesson notebooks bench verdicts clean
+.PHONY: help install lab check test style long browser lesson notebooks bench gpu verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -70,7 +73,10 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+long: $(STAMP)  ## run the tests that repeat others: more notebooks, scripts and world sizes
+	@$(BIN)/python -m pytest -m long -n 2 --dist load
 
 browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium
 	@$(BIN)/python -m pytest -m "long or not long" -n 2 --dist load tests/browser
@@ -91,6 +97,9 @@ notebooks: $(STAMP)  ## execute every notebook again and save it
 
 bench: $(STAMP) $(if $(PEERS),$(VENV)-peers/.installed)  ## measure the speed; PEERS=1 compares with other tools, ARGS=--record saves the result
 	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers $(VENV)-peers/bin/python) $(ARGS)
+
+gpu: $(STAMP)  ## run every lesson on the GPUs of this machine; writes tests/benchmarks/GPU.md
+	@$(BIN)/python tests/benchmarks/gpu.py
 
 verdicts: $(STAMP)  ## run the wrong programs under each tool; ARGS=--record saves the result
 	@$(BIN)/python tests/wrong_programs/score.py $(ARGS)

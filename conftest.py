@@ -1,11 +1,24 @@
-"""Which notebooks `pytest` runs, and what it prints as soon as a test fails."""
+"""Which notebooks `pytest` runs, how quickly their Python starts, and what a failure prints."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import tempfile
+import weakref
 from pathlib import Path
 
+import nbval.kernel
 import pytest
+from jupyter_client import KernelManager
+
+# The processes that tests start import PyTorch without gc. Ranks of `kit.torchrun` get `sys.path`.
+QUICK_IMPORTS = str(Path(__file__).parent / "tests" / "quick_imports")
+if QUICK_IMPORTS not in sys.path:
+    sys.path.append(QUICK_IMPORTS)
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([QUICK_IMPORTS, *given])
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -14,9 +27,35 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if own else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exercises and solutions to `make long`, unless the command line names them.
+
+    tests/check/test_exercise_notebooks.py runs their cells without a kernel for each notebook.
+    """
+    folders = ("exercises", "solutions")
+    if any(folder in argument for argument in config.args for folder in folders):
+        return
+    for item in items:
+        if item.path.suffix == ".ipynb" and item.path.parent.name in folders:
+            item.add_marker("long")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fork the ranks of notebooks; see tests/quick_imports/forked_spawn.py."""
+    os.environ.pop("DDP_KIT_FORKED_SPAWN", None)
+    if item.path.suffix == ".ipynb" and sys.platform == "linux":
+        # DistributedDataParallel imports torch._dynamo, which takes a second.
+        has_ddp = "DistributedDataParallel(" in item.path.read_text("utf-8")
+        os.environ["DDP_KIT_FORKED_SPAWN"] = "torch._dynamo" if has_ddp else ""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name each failure as soon as it happens."""
+    """Name each failure as soon as it happens, and have nbval start kernels as below."""
+    if sys.platform == "linux":
+        nbval.kernel.KernelManager = _manager_without_ports
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_NamesFailures(reporter))
@@ -30,3 +69,15 @@ class _NamesFailures:
         if report.failed:
             self._reporter.ensure_newline()
             self._reporter.write_line(f"{report.when} of {report.nodeid} failed", red=True)
+
+
+def _manager_without_ports(**given: object) -> KernelManager:
+    """Return a manager whose kernel is connected by files.
+
+    Ports are chosen seconds before the kernel has imported what it needs to listen on them. By
+    then a rank of another test may have one, and the kernel dies.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="nbval-")
+    manager = KernelManager(transport="ipc", ip=f"{folder.name}/kernel", **given)
+    weakref.finalize(manager, folder.cleanup)
+    return manager

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import hashlib
-import http.client
 import importlib.util
 import os
 import struct
 import sys
-import time
-import urllib.request
-import zlib
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_kit.download import FILES, download, original
 from ddp_kit.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,21 +19,7 @@ if TYPE_CHECKING:
     from torchvision.datasets import MNIST
 
 DIGITS = Path(__file__).parent / "digits"
-# The four files of the full MNIST, and the SHA-256 of each when it is not compressed: a file that
-# somebody has compressed again is as good.
-FILES = {
-    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-}
-MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
-SIZE = 11_594_722  # bytes of the four files as they are downloaded
 PLACES = ("", "raw", "MNIST/raw")  # below a folder; torchvision uses the last
-SILENCE, LONGEST = 30, 600  # seconds: without a byte of a download, and for one file or for a lock
 
 
 def mnist(
@@ -61,8 +41,11 @@ def mnist(
     for name, value in (("train", train), ("full", full)):
         if not isinstance(value, bool):
             raise DataError(f"{name} must be True or False, got {value!r}")
-    if folder is not None and not full:
-        raise DataError(f"folder={os.fspath(folder)!r} is for the full MNIST; pass full=True, too")
+    if folder is not None:
+        if not isinstance(folder, (str, os.PathLike)) or not str(folder):
+            raise DataError(f"folder must be the path of a folder, got {folder!r}")
+        if not full:
+            raise DataError(f"folder={str(folder)!r} is for the full MNIST; pass full=True, too")
     part = "train" if train else "t10k"
     names = (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte")
     if full:
@@ -84,17 +67,22 @@ def _full(
     names: tuple[str, str], folder: str | os.PathLike[str] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two of the four files as tensors; download all four if there is no folder."""
-    own = folder or os.environ.get("DDP_KIT_MNIST")
-    place = Path(own).expanduser() if own else _cache()
-    found = {name: _find(place, name) for name in FILES}
-    missing = [f"{name}.gz" for name in FILES if found[name] is None and (name in names or not own)]
+    own = os.environ.get("DDP_KIT_MNIST") if folder is None else folder
+    try:
+        place = Path(own).expanduser() if own else _cache()
+        found = {name: _find(place, name) for name in FILES}
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        where = f"the folder {str(own)!r}" if own else "the cache in the home directory"
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{where} cannot be searched for MNIST: {reason}") from None
+    missing = [name for name in FILES if found[name] is None and (name in names or not own)]
     if missing and own:
         raise DataError(
-            f"{place} has neither {' nor '.join(missing)}, compressed or not; "
+            f"{place} lacks {' and '.join(missing)}, compressed or not; "
             f"kit.mnist looks there and in {' and '.join(PLACES[1:])} below it"
         )
     if missing:
-        _download(missing, place / PLACES[-1])
+        download([f"{name}.gz" for name in missing], place / PLACES[-1])
         found = {name: _find(place, name) for name in FILES}
     advice = "replace it" if own else "delete it, and the next call downloads it"
     images, labels = (_read(found[name], name, advice) for name in names)
@@ -117,110 +105,12 @@ def _find(folder: Path, name: str) -> Path | None:
 def _read(path: Path, name: str, advice: str) -> torch.Tensor:
     """Return the values of one of the four files; raise DataError if it is not the original."""
     try:
-        data = _original(path.read_bytes(), name)
+        data = original(path.read_bytes(), name)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
     if data is None:
         raise DataError(f"{path} is damaged or not the file of MNIST; {advice}")
     return _decode(data, path.name)
-
-
-def _original(data: bytes, name: str) -> bytes | None:
-    """Return the content of a file, without compression; None if it is not MNIST's."""
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error):
-            return None
-    return data if hashlib.sha256(data).hexdigest() == FILES[name] else None
-
-
-def _download(files: list[str], folder: Path) -> None:
-    """Download these files into a folder, each in one step: nobody finds half of one.
-
-    Ranks and processes that need the same files wait for the one that downloads them.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder), _progress() as progress:
-            for file in files:
-                if not (folder / file).is_file():  # another process had the lock first
-                    part = folder / f".{file}.{os.getpid()}"
-                    try:
-                        part.write_bytes(_fetch(file, progress))
-                        part.replace(folder / file)
-                    finally:
-                        part.unlink(missing_ok=True)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise DataError(
-            f"the full MNIST could not be downloaded ({reason}); copy {', '.join(files)} from "
-            f"{MIRRORS[0]} into {folder}, or pass folder= the folder that has them, or use "
-            "kit.mnist(), which needs no network"
-        ) from None
-
-
-def _fetch(file: str, progress: Callable[[int], None]) -> bytes:
-    """Return a file from the first mirror that has the original; raise what the last one raised."""
-    failure: Exception = OSError("there is no mirror")
-    for mirror in MIRRORS:
-        try:
-            data, limit = bytearray(), time.monotonic() + LONGEST
-            with urllib.request.urlopen(mirror + file, timeout=SILENCE) as answer:
-                while chunk := answer.read(65536):
-                    data += chunk
-                    progress(len(chunk))
-                    if time.monotonic() > limit:
-                        raise TimeoutError(f"{file} took more than {LONGEST} s")
-            if _original(bytes(data), file.removesuffix(".gz")) is not None:
-                return bytes(data)
-            failure = OSError(f"{mirror}{file} is not the file of MNIST")
-        except (OSError, http.client.HTTPException) as error:
-            failure = error
-    raise failure
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. After LONGEST seconds go on without it, which costs only traffic."""
-    import fcntl
-
-    with open(folder / ".lock", "w") as lock:
-        limit = time.monotonic() + LONGEST
-        while time.monotonic() < limit:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
-        yield
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
-    """Show on stderr how much has arrived, in a notebook or a terminal; yield what counts it."""
-    ipython = sys.modules.get("IPython")
-    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-    visible = in_notebook or sys.stderr.isatty()
-    done = shown = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done, shown
-        done += nbytes
-        percent = min(100, 100 * done // SIZE)
-        if visible and percent > shown:
-            shown = percent
-            bar = "#" * (percent // 4)
-            text = f"\rDownloading MNIST: [{bar:25}] {percent:3} % of {SIZE / 1e6:.1f} MB"
-            print(text, end="", file=sys.stderr, flush=True)
-
-    try:
-        yield count
-    finally:
-        if shown:
-            print(file=sys.stderr)
 
 
 def read_idx(path: Path) -> torch.Tensor:

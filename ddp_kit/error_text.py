@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddp_kit.renamed import RenamedAttribute
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where an object is in the memory of its rank
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class RankFailure:
     def key(self) -> tuple:
         """Equal for two ranks that failed in the same way at the same line."""
         where = self.where
-        own = self.type, self.message, where and (where.file, where.line)
+        message = _ADDRESS.sub("", self.message)
+        own = self.type, message, where and (where.file, where.line)
         linked = [one.key if one else None for one in (self.cause, self.handling, *self.members)]
         return (*own, self.notes, *linked) if self.notes or any(linked) else own
 

@@ -9,7 +9,7 @@
     ├── ModelError            a cost cannot be computed from the given numbers
     ├── PlotError             a picture cannot be drawn from the given arguments
     ├── CompareError          two values cannot be compared
-    ├── RankError             ranks raised                .failures: {rank: RankFailure}
+    ├── RankError             ranks raised                .failures: {rank: RankFailure}, .hint
     ├── RankDiedError         a rank's process ended      .rank, .exitcode, .failures
     ├── RunTimeoutError       a run exceeded timeout=     .unfinished
     ├── DeadlockError         ranks wait forever          .fact, .waits, .returned, .dropped, .hint,
@@ -177,6 +177,7 @@ class RankError(RunError):
     failures: every rank that raised, by rank.
     waits: where the ranks were that had neither raised nor returned.
     cell_names: the notebook's names of the files in which cells were compiled.
+    hint: what usually helps, in a sentence; "" if nothing is known; settable.
     """
 
     def __init__(
@@ -185,12 +186,13 @@ class RankError(RunError):
         waits: Iterable[Wait] = (),
         cell_names: dict[str, str] | None = None,
     ):
-        self.failures = dict(sorted(failures.items()))
+        self.failures, self.hint = dict(sorted(failures.items())), ""
         waits = tuple(waits)
         super().__init__(waits, cell_names, failures, waits, cell_names)
 
     def _format(self, text: TextFormatter) -> list[str]:
-        return text.failures(self.failures.values()) + self._format_waits(text)
+        hint = [self.hint] if self.hint else []
+        return text.failures(self.failures.values()) + self._format_waits(text) + hint
 
     def _lines(self) -> list[str]:
         return [f"{type(self).__name__}:", *self._format(TracebackFormatter(self.cell_names))]

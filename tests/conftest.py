@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 from multiprocessing import resource_tracker
 
+import forked_ranks as forked
 import psutil
 import pytest
-from kernels import kernel, shared  # noqa: F401 - fixtures
-from processes import alive
+from forked_ranks import forked_ranks  # noqa: F401 - a fixture
+from kernels import forked_spawn, kernel, shared  # noqa: F401 - fixtures
+from processes import BOUND, alive
 
 import ddp_kit as kit
 from ddp_kit.pool import pool as pool_module
@@ -25,10 +27,14 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def shared_pools() -> list[kit.WorkerPool]:
+    return [*pool_module._shared.values(), *forked.shared_pools.values()]
+
+
 def children() -> list[psutil.Process]:
-    """Return living descendants, except the shared pool's ranks and multiprocessing's helper."""
-    known = {resource_tracker._resource_tracker._pid}
-    for pool in pool_module._shared.values():
+    """Return living descendants, except the shared pools' ranks and multiprocessing's helpers."""
+    known = {resource_tracker._resource_tracker._pid, forked.server()}
+    for pool in shared_pools():
         known |= {rank.process.pid for rank in pool._processes.ranks}
         known |= {rank.process.launcher for rank in pool._processes.ranks if pool._backend == "mpi"}
     return [
@@ -43,7 +49,7 @@ def no_process_survives():
     """Fail a test that leaves a process alive, and end that process."""
     before = set(children())
     yield
-    _, left = psutil.wait_procs([c for c in children() if c not in before], timeout=3)
+    _, left = psutil.wait_procs([c for c in children() if c not in before], timeout=BOUND)
     for process in left:
         process.kill()
     assert not left, f"left alive: {left}"
@@ -52,7 +58,7 @@ def no_process_survives():
 @pytest.fixture(scope="session", autouse=True)
 def end_of_session():
     yield
-    for pool in pool_module._shared.values():
+    for pool in shared_pools():
         pool.close()
 
 

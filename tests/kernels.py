@@ -28,6 +28,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 ENVIRONMENT["DDP_KIT_WARM"] = "0"  # only tests/test_warm_start.py starts kernels that warm up
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
 
+# See quick_imports/forked_spawn.py.
+FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if sys.platform == "linux" else {}
+
 SET_UP = """
 import ctypes, os, pathlib, time
 import torch, torch.distributed as dist
@@ -56,7 +59,7 @@ class Cell:
         self.ended = False
         self.messages: list[tuple[str, dict]] = []
 
-    def read_until(self, seen: Callable[[Cell], bool], seconds: float = 60) -> Cell:
+    def read_until(self, seen: Callable[[Cell], bool], seconds: float = 300) -> Cell:
         """Read messages until `seen(self)` or the end of the cell; fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (self.ended or seen(self)):
@@ -71,11 +74,11 @@ class Cell:
             self.ended = content.get("execution_state") == "idle"
         return self
 
-    def asked(self, seconds: float = 60) -> str:
+    def asked(self, seconds: float = 300) -> str:
         """Wait until the cell asks its reader for a line; return the prompt."""
         return self._client.get_stdin_msg(timeout=seconds)["content"]["prompt"]
 
-    def finish(self, seconds: float = 60) -> Cell:
+    def finish(self, seconds: float = 300) -> Cell:
         return self.read_until(lambda cell: False, seconds)
 
     def contents(self, *kinds: str) -> list[dict]:
@@ -125,7 +128,7 @@ class Kernel:
 
     def get_ready(self) -> None:
         self.process = psutil.Process(self.manager.provisioner.pid)
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=300)
         self.run(self.set_up)
 
     def send(self, code: str, allow_stdin: bool = True) -> Cell:
@@ -167,12 +170,19 @@ def kernel(tmp_path) -> Iterator[Kernel]:
         own.end()
 
 
+@pytest.fixture
+def forked_spawn(monkeypatch) -> None:
+    """Let the kernel of a test that is not about processes fork its ranks."""
+    for name, value in FORKED.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Iterator[Kernel]:
-    """One kernel with four warm ranks. Its tests let all ranks live, so that none is replaced:
-    a process that a test starts and leaves fails that test.
+    """One kernel with four warm, forked ranks. Its tests let all ranks live, so that none is
+    replaced: a process that a test starts and leaves fails that test.
     """
-    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"), **FORKED)
     try:
         kernel.ranks(4)
         yield kernel
@@ -216,7 +226,7 @@ def start_stuck(kernel: Kernel, worker: str, folder: Path) -> tuple[Cell, list[p
     ranks = kernel.ranks(2)
     folder.mkdir()
     cell = kernel.send(f"kit.run({worker}, {str(folder)!r}, world_size=2)")
-    wait_until(lambda: len(list(folder.iterdir())) == 2, 30, f"both ranks are in {worker}")
+    wait_until(lambda: len(list(folder.iterdir())) == 2, BOUND, f"both ranks are in {worker}")
     if worker in ("recv", "sleep", "frozen"):
         wait_until_calm(ranks)
     return cell, ranks
@@ -237,7 +247,7 @@ def call(folder: Path, *arguments: str | Path) -> str:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

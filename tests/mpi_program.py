@@ -1,4 +1,7 @@
-"""Ranks that mpiexec starts for `test_mpi.py`: `python -m tests.mpi_program SCENARIO FOLDER`."""
+"""Ranks that mpiexec starts for `test_mpi.py`: `python -m tests.mpi_program SCENARIO FOLDER`.
+
+Several scenarios are separated by commas; all but the last destroy their group.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ LIMIT = timedelta(seconds=20)
 def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> tuple[int, int]:
     """Initialise the default group; return rank and world size."""
     torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)  # of the store
     rank, world_size, _, _ = mpi.rank_info()
     size = size or world_size
     mpi.register()
@@ -125,7 +129,7 @@ def untidy(folder: Path) -> None:
     dist.irecv(torch.empty(1), (rank + 1) % size, tag=4)
     dist.isend(torch.ones(1_000_000), (rank + 1) % size, tag=5)
     dist.barrier()
-    (folder / f"done-{rank}").write_text("")
+    (folder / f"done-untidy-{rank}").write_text("")
 
 
 def again(folder: Path) -> None:
@@ -136,7 +140,7 @@ def again(folder: Path) -> None:
         dist.all_reduce(tensor)
         assert tensor.item() == sum(range(size))
         dist.destroy_process_group()
-    (folder / f"done-{rank}").write_text("")
+    (folder / f"done-again-{rank}").write_text("")
 
 
 def fewer(folder: Path) -> None:
@@ -151,7 +155,7 @@ def fewer(folder: Path) -> None:
         from mpi4py import MPI  # every process that mpiexec starts must initialise MPI
 
         assert MPI.COMM_WORLD.Get_size() == size
-    (folder / f"done-{rank}").write_text("")
+    (folder / f"done-fewer-{rank}").write_text("")
 
 
 def wrong(folder: Path) -> None:
@@ -175,20 +179,23 @@ def wrong(folder: Path) -> None:
     dist.init_process_group(mpi.NAME, store=dist.HashStore(), rank=rank, world_size=size)
     dist.new_group([0])
     dist.barrier()
-    (folder / f"done-{rank}").write_text("")
+    dist.destroy_process_group()
+    (folder / f"done-wrong-{rank}").write_text("")
 
 
 def beside(folder: Path) -> None:
     """The program uses mpi4py itself, and imports it first."""
     from mpi4py import MPI
 
-    rank, size = start(folder)
+    rank, size = start(folder / "beside")
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert MPI.COMM_WORLD.allreduce(rank) == sum(range(size))
     work.wait()
-    (folder / f"done-{rank}").write_text("")
+    dist.destroy_process_group()
+    (folder / f"done-beside-{rank}").write_text("")
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    for scenario in sys.argv[1].split(","):
+        globals()[scenario](Path(sys.argv[2]))

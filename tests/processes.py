@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-BOUND = 5.0  # seconds that an interrupt or an end may take; far more than they need
+BOUND = 60.0  # seconds that an interrupt or an end may take; far more than they need
 
 
 def alive(process: psutil.Process) -> bool:
@@ -44,13 +44,17 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 
 def wait_until_calm(ranks: list[psutil.Process]) -> None:
-    """Return once the ranks have used no CPU time for a while: they are blocked in native code."""
+    """Return once the ranks have slept for a while: they are blocked in native code.
+
+    On a busy machine a rank may use no CPU time although it could run.
+    """
     calm, before = 0, None
 
     def settled() -> bool:
         nonlocal calm, before
+        asleep = all(rank.status() == psutil.STATUS_SLEEPING for rank in ranks)
         now = [sum(rank.cpu_times()[:2]) for rank in ranks]
-        calm, before = (calm + 1 if now == before else 0), now
+        calm, before = (calm + 1 if asleep and now == before else 0), now
         return calm == 15
 
-    wait_until(settled, 30, "the ranks are blocked")
+    wait_until(settled, BOUND, "the ranks are blocked")

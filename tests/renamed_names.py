@@ -29,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+gc.unfreeze()  # `gc.get_objects` leaves out what quick_imports has frozen
 SUFFIX = "_renamed"
 CALLERS = {  # the modules of Python code that use the names
     "torch.autograd",

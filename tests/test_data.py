@@ -6,18 +6,21 @@ import functools
 import gzip
 import hashlib
 import http.server
+import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import ddp_kit as kit
-from ddp_kit import data
+from ddp_kit import data, download
+from ddp_kit.trace.rank import recorder
 
 
 def test_digits_are_a_torchvision_dataset():
@@ -52,9 +55,13 @@ def test_a_dataset_travels_to_a_rank_and_back():
 
 
 class Mirror(http.server.BaseHTTPRequestHandler):
-    """Serves the packaged digits; below /missing/, /other/ and /half/ it is a bad mirror."""
+    """Serves the packaged digits; below /missing/, /other/, /half/ and /stuck/ it is a bad mirror.
+
+    Below /stuck/ it sends one byte, and the others when `given_up` is set.
+    """
 
     requests: list[str] = []
+    given_up: threading.Event
 
     def do_GET(self):
         self.requests.append(self.path)
@@ -68,6 +75,10 @@ class Mirror(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if way == ["other"]:
             content = content[::-1]
+        if way == ["stuck"]:
+            self.wfile.write(content[:1])
+            self.given_up.wait(20)
+            content = content[1:]
         self.wfile.write(content[: len(content) // 2] if way == ["half"] else content)
 
     def log_message(self, *arguments):
@@ -77,12 +88,13 @@ class Mirror(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def mirror(monkeypatch, tmp_path):
     """Serve what takes the place of the full MNIST, with an empty cache; return the handler."""
-    handler = type("Own", (Mirror,), {"requests": []})
+    handler = type("Own", (Mirror,), {"requests": [], "given_up": threading.Event()})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    monkeypatch.setattr(data, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/",))
+    monkeypatch.setattr(download, "MIRRORS", (f"http://127.0.0.1:{server.server_port}/",))
     yield handler
+    handler.given_up.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -96,10 +108,12 @@ def sha256(name):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     """Let the packaged digits pass for the full MNIST, and the cache be empty."""
-    monkeypatch.setattr(data, "FILES", {name: sha256(name) for name in data.FILES})
+    for name in download.FILES:
+        monkeypatch.setitem(download.FILES, name, sha256(name))
     packed = [path.stat().st_size for path in data.DIGITS.glob("*.gz")]
-    monkeypatch.setattr(data, "SIZE", sum(packed))
-    monkeypatch.setattr(data, "MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
+    monkeypatch.setattr(download, "SIZE", sum(packed))
+    monkeypatch.setattr(download, "MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DDP_KIT_MNIST", raising=False)
 
@@ -131,8 +145,8 @@ def test_without_a_network_one_sentence_says_which_files_go_where(raw):
     text = str(caught.value)
     assert "\n" not in text
     assert str(raw) in text
-    assert all(f"{name}.gz" in text for name in data.FILES)
-    assert data.MIRRORS[0] in text
+    assert all(f"{name}.gz" in text for name in download.FILES)
+    assert download.MIRRORS[0] in text
 
 
 @pytest.mark.parametrize(
@@ -162,7 +176,10 @@ def test_a_folder_without_a_file_downloads_another(tmp_path, mirror):
     fill(tmp_path / "own", compressed=True)
     (tmp_path / "own" / "t10k-images-idx3-ubyte.gz").unlink()
     assert_digits(kit.mnist(full=True, folder=tmp_path / "own"))  # which does not need it
-    with pytest.raises(kit.DataError, match=r"own has neither t10k-images-idx3-ubyte\.gz, comp"):
+    with pytest.raises(kit.DataError, match="own lacks t10k-images-idx3-ubyte, compressed or"):
+        kit.mnist(train=False, full=True, folder=tmp_path / "own")
+    (tmp_path / "own" / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(kit.DataError, match="images-idx3-ubyte and t10k-labels-idx1-ubyte, comp"):
         kit.mnist(train=False, full=True, folder=tmp_path / "own")
     assert mirror.requests == []
 
@@ -181,7 +198,7 @@ def test_a_damaged_file_is_read(tmp_path, raw, compressed, damage):
 def test_a_download_happens_twice_or_leaves_more_than_the_four_files(mirror, raw, capsys):
     assert_digits(kit.mnist(full=True))
     assert len(kit.mnist(train=False, full=True)) == 2_000
-    files = sorted(f"{name}.gz" for name in data.FILES)
+    files = sorted(f"{name}.gz" for name in download.FILES)
     assert sorted(path[1:] for path in mirror.requests) == files
     assert sorted(path.name for path in raw.iterdir()) == [".lock", *files]
     assert capsys.readouterr() == ("", "")  # it is no terminal
@@ -195,23 +212,73 @@ def test_a_terminal_sees_no_progress(mirror, monkeypatch, capsys):
     assert shown.count("\r") <= 100
 
 
-def test_ranks_that_need_it_at_once_download_it_several_times(mirror):
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: kit.mnist(full=True), range(4)))
-    for digits in found:
-        assert_digits(digits)
+class Board:
+    """What a rank shows in the live view."""
+
+    def __init__(self):
+        self.shown = []
+
+    def show_progress(self, done, total, label=""):
+        self.shown.append((done, total, label))
+
+
+def test_a_rank_shows_no_progress_in_the_live_view(mirror, monkeypatch, capsys):
+    board = Board()
+    monkeypatch.setattr(recorder, "current", board)
+    kit.mnist(full=True)
+    label = "downloading MNIST: percent of 1.9 MB"
+    assert board.shown[-2:] == [(100, 100, label), (None, None, "")]
+    percents = [done for done, _, _ in board.shown[:-1]]
+    assert percents == sorted(set(percents))
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_need_it_at_once_download_it_several_times(mirror, tmp_path):
+    def load(rank, world_size, mirrors, files, cache):
+        environment = {"XDG_CACHE_HOME": cache, "no_proxy": "127.0.0.1"}
+        with (
+            patch.object(download, "MIRRORS", mirrors),
+            patch.dict(download.FILES, files),
+            patch.dict(os.environ, environment),
+        ):
+            torch.distributed.barrier()
+            return len(kit.mnist(full=True))
+
+    arguments = download.MIRRORS, download.FILES, str(tmp_path / "cache")
+    assert list(kit.run(load, *arguments, world_size=2)) == [10_000, 10_000]
     assert len(mirror.requests) == 4
 
 
 @pytest.mark.parametrize("bad", ["missing", "other", "half"])
 def test_a_bad_mirror_is_the_end_or_leaves_something(mirror, monkeypatch, raw, bad):
-    (good,) = data.MIRRORS
-    monkeypatch.setattr(data, "MIRRORS", (f"{good}{bad}/",))
+    (good,) = download.MIRRORS
+    monkeypatch.setattr(download, "MIRRORS", (f"{good}{bad}/",))
     with pytest.raises(kit.DataError, match="could not be downloaded"):
         kit.mnist(full=True)
     assert [path.name for path in raw.iterdir()] == [".lock"]
-    monkeypatch.setattr(data, "MIRRORS", (f"{good}{bad}/", good))
+    monkeypatch.setattr(download, "MIRRORS", (f"{good}{bad}/", good))
     assert_digits(kit.mnist(full=True))
+
+
+def test_a_mirror_that_sends_almost_nothing_is_waited_for_longer_than_the_limit(
+    mirror, monkeypatch
+):
+    (good,) = download.MIRRORS
+    monkeypatch.setattr(download, "MIRRORS", (f"{good}stuck/",))
+    monkeypatch.setattr(download, "SILENCE", 5)
+    monkeypatch.setattr(download, "LONGEST", 0)  # so that the first byte is too late
+    with pytest.raises(kit.DataError, match=r"train-images-idx3-ubyte\.gz took more than 0 s"):
+        kit.mnist(full=True)
+
+
+def test_a_download_that_was_killed_leaves_a_part_for_ever(mirror, raw):
+    raw.mkdir(parents=True)
+    for file in (".train-images-idx3-ubyte.gz.123", ".t10k-labels-idx1-ubyte.gz.45"):
+        (raw / file).write_bytes(b"half")
+    (raw / "notes.gz.1").write_text("not ours")
+    kit.mnist(full=True)
+    files = [f"{name}.gz" for name in download.FILES]
+    assert {path.name for path in raw.iterdir()} == {".lock", "notes.gz.1", *files}
 
 
 def test_an_interrupt_leaves_half_a_file(mirror, monkeypatch, raw):
@@ -227,6 +294,25 @@ def test_an_interrupt_leaves_half_a_file(mirror, monkeypatch, raw):
 def test_a_folder_for_the_packaged_digits_is_ignored():
     with pytest.raises(kit.DataError, match="pass full=True, too"):
         kit.mnist(folder="digits")
+
+
+@pytest.mark.parametrize("folder", [5, "", b"digits", ["digits"]])
+def test_a_folder_that_is_no_path_is_looked_up(folder, mirror):
+    said = re.escape(f"folder must be the path of a folder, got {folder!r}")
+    for full in (True, False):
+        with pytest.raises(kit.DataError, match=said):
+            kit.mnist(full=full, folder=folder)
+    assert mirror.requests == []
+
+
+@pytest.mark.parametrize("folder", ["~nosuchuser/x", "x" * 5000], ids=["user", "long"])
+def test_a_folder_that_cannot_exist_raises_what_is_no_data_error(folder, monkeypatch):
+    said = "cannot be searched for MNIST: |lacks "  # Python 3.14 looks for a name of any length
+    with pytest.raises(kit.DataError, match=said):
+        kit.mnist(full=True, folder=folder)
+    monkeypatch.setenv("DDP_KIT_MNIST", folder)
+    with pytest.raises(kit.DataError, match=said):
+        kit.mnist(full=True)
 
 
 def test_a_damaged_file_is_named(tmp_path):

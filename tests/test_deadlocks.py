@@ -32,6 +32,8 @@ from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank import recorder
 from ddp_kit.verdict import graph
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def name_of(parameter):
     return getattr(parameter, "__name__", "")
@@ -301,8 +303,8 @@ def test_a_deadlock_is_ended_and_explained(worker, world_size, fact):
     kit.run(loads_ddp, world_size=world_size)  # that takes seconds, once
     began = time.monotonic()
     with pytest.raises(kit.DeadlockError) as caught:
-        kit.run(worker, world_size=world_size, timeout=30)
-    assert time.monotonic() - began < 10
+        kit.run(worker, world_size=world_size, timeout=60)
+    assert time.monotonic() - began < 30
     assert fact in str(caught.value).splitlines()[0]
     assert caught.value.trace.events
     for wait in caught.value.waits:
@@ -377,8 +379,8 @@ def test_ranks_that_disagree_are_ended_and_the_error_says_how(worker, fact):
     kit.run(lambda rank, world_size: None, world_size=2)  # warm
     began = time.monotonic()
     with pytest.raises(kit.MismatchError) as caught:
-        kit.run(worker, world_size=2, timeout=30)
-    assert time.monotonic() - began < 10
+        kit.run(worker, world_size=2, timeout=60)
+    assert time.monotonic() - began < 30
     assert str(caught.value).startswith(fact)
     assert caught.value.result is None
 
@@ -718,16 +720,19 @@ def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):
 # --- waits with a time limit ----------------------------------------------------------------
 
 
+LIMIT = 3  # seconds of such a wait; it must be judged before they are over
+
+
 def waits_for_a_while(rank, world_size):
     if rank == 0:
-        dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=1.5))
+        dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=LIMIT))
 
 
 def asks_again_and_again(rank, world_size):
     store = distributed_c10d._get_default_store()
     for _ in range(2 if rank == 0 else 0):
         with pytest.raises(RuntimeError):
-            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=LIMIT))
 
 
 def raises_another_error(rank, world_size):
@@ -739,21 +744,21 @@ def raises_another_error(rank, world_size):
 
 def waits_for_a_slow_rank(rank, world_size):
     waits_for_a_while(rank, world_size)
-    time.sleep(2.5)
+    time.sleep(1.5 * LIMIT)
 
 
 def asks_twice(rank, world_size):
     store = distributed_c10d._get_default_store()
     for step in range(2 if rank == 0 else 0):
         try:
-            store.wait(["nobody sets it"], datetime.timedelta(seconds=1.5))
+            store.wait(["nobody sets it"], datetime.timedelta(seconds=LIMIT))
         except RuntimeError:
             if step:
                 raise
             dist.send(torch.zeros(1), 1)
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
-        time.sleep(2.5)
+        time.sleep(1.5 * LIMIT)
 
 
 LIMITED = (

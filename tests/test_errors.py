@@ -36,6 +36,14 @@ def test_equal_failures_are_merged_and_others_are_not():
     )
 
 
+def test_failures_that_differ_in_an_address_are_reported_for_each_rank():
+    failures = [failure(rank, f"bad op: <object at 0x7f{rank}a>") for rank in range(3)]
+    error = kit.RankError(dict(enumerate(failures)))
+    assert str(error).startswith("ranks 0, 1 and 2 raised ValueError: bad op: <object at 0x7f0a>")
+    error = kit.RankError({rank: failure(rank, f"bad flag 0x{rank}") for rank in range(2)})
+    assert "rank 1 raised ValueError: bad flag 0x1" in str(error)
+
+
 def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
     error = kit.RankError({0: failure(0)}, cell_names={"cell-file": "Cell In[7]"})
     assert "cell-file" not in str(error)

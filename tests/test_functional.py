@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
 from ddp_kit.trace import Board, InternTable, Snapshot, recording
@@ -111,10 +111,35 @@ def test_the_bytes_of_a_redistribute_are_those_of_its_collective(before, after, 
     trace = kit.run(worker, before, after, world_size=2).trace
     events = [event for event in of_rank(trace) if event.method != "new_group"]
     assert [event.nbytes for event in events] == ([nbytes] if method else [])
-    assert [event.op.startswith(method) for event in events] == [True] * len(events)
+    assert [event.op.startswith(f"redistribute {method}") for event in events] == [True] * len(
+        events
+    )
     assert {line(event) for event in events} <= {
         "tensor.redistribute(mesh, [after]).to_local().sum()"
     }
+
+
+def test_what_dtensor_calls_is_named_after_what_the_learner_has_called():
+    def worker(rank, world_size):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.arange(4.0).view(2, 2), mesh, [Shard(0)])
+        copies = distribute_tensor(torch.arange(4.0).view(2, 2), mesh, [Replicate()])
+        DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=True)
+        tensor.full_tensor().sum()
+        tensor.redistribute(placements=[Shard(1)]).to_local()
+        summand = tensor.T @ copies
+        summand.relu()
+
+    events = [e for e in of_rank(kit.run(worker, world_size=2).trace) if e.method != "new_group"]
+    assert [(event.call, line(event).partition("(")[0]) for event in events] == [
+        ("distribute_tensor scatter(src=0)", "tensor = distribute_tensor"),
+        ("distribute_tensor broadcast(src=0)", "copies = distribute_tensor"),
+        *[("from_local all_gather_object", "DTensor.from_local")] * 2,
+        ("from_local broadcast(src=0)", "DTensor.from_local"),
+        ("full_tensor all_gather_into_tensor", "tensor.full_tensor"),
+        ("redistribute all_gather_into_tensor", "tensor.redistribute"),
+        ("all_reduce", "summand.relu"),  # which nobody has written
+    ]
 
 
 def test_collectives_of_a_backward_have_the_line_that_calls_it():
@@ -179,7 +204,8 @@ def test_a_dtensor_that_nobody_uses_is_not_reported(capsys):
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         tensor.redistribute(mesh, [Replicate()], async_op=True)
 
-    assert "all_reduce" in {event.op for event in kit.run(worker, world_size=2).trace}
+    called = {event.op for event in kit.run(worker, world_size=2).trace}
+    assert "redistribute all_reduce" in called
     assert capsys.readouterr().out == ""
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import subprocess
 import sys
 from dataclasses import replace
 
-import nbformat
 import numpy as np
 import pytest
 import traces
-from nbconvert import HTMLExporter
 
 import ddp_kit as kit
 from ddp_kit.notebook.timeline import NEVER, UNKNOWN, pack
@@ -152,36 +149,3 @@ def test_a_still_timeline_loads_no_widgets():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
-
-
-def still_picture_in_html(output: dict) -> bool:
-    """Return whether nbconvert, and so a book, shows the PNG of an output instead of a widget."""
-    cell = nbformat.v4.new_code_cell("picture.interact()", outputs=[nbformat.from_dict(output)])
-    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
-    return "data:image/png;base64" in html and "widget-view" not in html
-
-
-def test_the_cell_shows_a_widget_and_keeps_the_still_picture_with_its_text(shared):
-    shared.run(
-        "def exchange(rank, world_size):\n"
-        "    dist.all_reduce(torch.ones(3))\n"
-        "picture = kit.plot.timeline(kit.run(exchange, world_size=2))"
-    )
-    cell = shared.run("picture.interact()")
-    [shown] = cell.contents("execute_result")
-    data = shown["data"]
-    assert set(data) == {
-        "text/plain",
-        "image/png",
-        "application/vnd.jupyter.widget-view+json",
-    }
-    assert data["text/plain"] == shared.value("picture")
-    assert data["text/plain"].startswith("1 collective on 2 ranks, step by step\n")
-    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
-    assert still_picture_in_html({"output_type": "execute_result", **shown})
-    [opened] = [each for each in cell.contents("comm_open") if each["data"]["buffer_paths"]]
-    state = opened["data"]["state"]
-    assert state["_model_module"] == "anywidget"
-    assert state["calls"][0]["line"].endswith("line 2, in exchange")
-    assert state["calls"][0]["line"].startswith("Cell In[")
-    assert opened["data"]["buffer_paths"] == [["rows"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from kernels import ROOT, call
+from nbconvert import HTMLExporter
 
 from ddp_kit.lessons import point_to_point
 
@@ -168,6 +170,7 @@ def test_a_failing_rank_is_reported_with_the_lines_of_its_cell(shared):
         assert cell.stderr == ""
 
 
+@pytest.mark.usefixtures("forked_spawn")
 def test_a_deadlock_reads_as_in_the_readme_below_its_picture(kernel):
     readme = (ROOT / "README.md").read_text(encoding="utf8")
     stuck = readme[readme.index("## When a run is stuck") :]
@@ -231,6 +234,39 @@ def test_a_picture_is_one_output_with_its_numbers_as_text(shared):
     outputs = cell.contents("execute_result", "display_data", "stream")
     assert [set(output["data"]) for output in outputs] == [{"image/png", "text/plain"}]
     assert "11" in outputs[0]["data"]["text/plain"]
+
+
+def still_picture_in_html(output: dict) -> bool:
+    """Return whether nbconvert, and so a book, shows the PNG of an output instead of a widget."""
+    cell = nbformat.v4.new_code_cell("picture.interact()", outputs=[nbformat.from_dict(output)])
+    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    return "data:image/png;base64" in html and "widget-view" not in html
+
+
+def test_a_cell_shows_a_widget_and_keeps_the_still_picture_with_its_text(shared):
+    shared.run(
+        "def exchange(rank, world_size):\n"
+        "    dist.all_reduce(torch.ones(3))\n"
+        "picture = kit.plot.timeline(kit.run(exchange, world_size=2))"
+    )
+    cell = shared.run("picture.interact()")
+    [shown] = cell.contents("execute_result")
+    data = shown["data"]
+    assert set(data) == {
+        "text/plain",
+        "image/png",
+        "application/vnd.jupyter.widget-view+json",
+    }
+    assert data["text/plain"] == shared.value("picture")
+    assert data["text/plain"].startswith("1 collective on 2 ranks, step by step\n")
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert still_picture_in_html({"output_type": "execute_result", **shown})
+    [opened] = [each for each in cell.contents("comm_open") if each["data"]["buffer_paths"]]
+    state = opened["data"]["state"]
+    assert state["_model_module"] == "anywidget"
+    assert state["calls"][0]["line"].endswith("line 2, in exchange")
+    assert state["calls"][0]["line"].startswith("Cell In[")
+    assert opened["data"]["buffer_paths"] == [["rows"]]
 
 
 def test_torchvision_before_mnist_and_mnist_in_a_rank(shared):

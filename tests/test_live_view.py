@@ -197,7 +197,7 @@ def run_on_terminal(script: Path, columns: int) -> tuple[str, str]:
                 shown += os.read(ours, 1 << 16)
             except OSError:  # the other end is closed everywhere
                 break
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()
@@ -205,7 +205,8 @@ def run_on_terminal(script: Path, columns: int) -> tuple[str, str]:
     return printed, shown.decode()
 
 
-def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
+def test_a_terminal_has_one_line_that_is_wiped(tmp_path):
+    """That a pipe has none is tested with the README's example."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     expected = "[rank 0] printed by 0\n[rank 1] printed by 1\nafter\n"
@@ -216,15 +217,10 @@ def test_a_terminal_has_one_line_that_is_wiped_and_a_pipe_has_none(tmp_path):
     began = "2 ranks: 2 importing torch"
     assert began in lines
     assert any(line.endswith("[rank 0] printed by 0") for line in lines)
-    waiting = r"\d+ s  2 ranks: 1 waiting in recv 0\.\d s, 1 computing( 1 s)?"
+    waiting = r"\d+ s  2 ranks: 1 waiting in recv \d+\.\d s, 1 computing( \d+ s)?"
     assert any(re.fullmatch(waiting, line) for line in lines)
     assert any(line.endswith(f" s  [rank 1] {'█' * 10}{'░' * 10} 1 of 2") for line in lines)
     assert "\n" not in shown
-
-    done = subprocess.run(
-        [sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout, done.stderr) == (expected, "")
 
 
 class Terminal:
@@ -352,6 +348,7 @@ def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
     assert newest_line(printed) == shown
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatch, pool):
     titles: list[tuple[int, str]] = []
 
@@ -366,13 +363,14 @@ def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatc
     ranks = pool._processes.ranks
     for rank in ranks:
         rank.psutil.kill()
-    wait_until(lambda: not any(rank.alive for rank in ranks), 10, "all ranks were killed")
+    wait_until(lambda: not any(rank.alive for rank in ranks), 100, "all ranks were killed")
     monkeypatch.setattr(pool_view, "open_view", Watching)
     pool.run(lambda rank, world_size: None, world_size=2)
     assert set(titles) <= {(2, "2 ranks are starting"), (2, "2 ranks at work")}
     assert titles[0] == (2, "2 ranks are starting")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path):
     seen: list[list[str]] = []
 

@@ -69,6 +69,19 @@ def test_names_stay_on_each_rank_until_reset(notebook):
     assert "NameError: name 'held'" in notebook.raises("%%ranks\nheld").rendered
 
 
+def test_a_name_that_only_the_notebook_has_is_not_explained(notebook):
+    notebook.run("only_here = 2\nimport statistics as stats")
+    missing = notebook.raises("%%ranks -n 2\nonly_here * rank").rendered
+    hint = "only_here is defined in the notebook, but not on the ranks: copy it with %ranks push"
+    assert missing.count(f"{hint} only_here.") == 1
+    module = notebook.raises("%%ranks\nstats.mean([rank])").rendered
+    assert "stats is defined in the notebook, but not on the ranks: import it in a %%r" in module
+    for name in ("nowhere", "get_ipython", "In", "Out"):  # the last three are IPython's
+        assert "is defined in the notebook" not in notebook.raises(f"%%ranks\n{name}").rendered
+    notebook.run("%ranks push only_here")
+    assert notebook.run("%%ranks\nonly_here * rank").stdout == "rank 0: 0\nrank 1: 2\n"
+
+
 def test_only_some_ranks_run_the_cell(notebook):
     cell = notebook.run("%%ranks --only 3,1\nmine = rank\nmine, world_size")
     assert cell.stdout == "rank 1: (1, 4)\nrank 3: (3, 4)\n"
@@ -271,12 +284,15 @@ def test_the_help_begins_with_the_name_of_the_magic(notebook):
     assert notebook.value(help_begins) == "['::', '%%ranks']"
 
 
-def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(kernel):
+@pytest.mark.usefixtures("forked_spawn")
+def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(
+    kernel,
+):
     kernel.run("%load_ext ddp_kit")
     ranks = kernel.ranks(2)
-    late = kernel.raises("%%ranks -n 2 --timeout 0.5\nheld = 3\nif rank: time = 1; time.sleep()")
+    late = kernel.raises("%%ranks -n 2 --timeout 60\nheld = 3\nif rank: time = 1; time.sleep()")
     assert late.error["ename"] == "RankError"  # rank 0 has returned, so nobody was stopped
-    late = kernel.raises("%%ranks --timeout 0.5\nimport time\nif rank: time.sleep(60)")
+    late = kernel.raises("%%ranks --timeout 3\nimport time\nif rank: time.sleep(60)")
     assert late.error["ename"] == "RunTimeoutError"
     assert_gone(ranks[1:], "a timeout")
     after = kernel.run("%%ranks\nheld if rank == 0 else 'held' in globals()")
@@ -301,10 +317,14 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     assert "line 3, in <module>\n    dist.recv(torch.zeros(1), src=1 - rank)" in stuck.rendered
     assert stuck.rendered.endswith("wait for them after the sends.")
     assert kernel.value("len(_ranks.waits)") == "2"
+    assert kernel.raises("%ranks debug").rendered == (
+        "PoolError: %ranks debug shows ranks that raised, and none did: the last run that failed "
+        "ended with a DeadlockError"
+    )
     alone = kernel.raises("%%ranks -n 2 --only 0\ndist.barrier()")
     assert "for rank 1, which has returned without calling it" in alone.rendered
     assert alone.rendered.endswith(
-        "--only leaves out the other ranks, and what they would have done."
+        "--only leaves out ranks: let all that communicate run the cell."
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import math
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import ddp_kit as kit
 from ddp_kit import model
 from ddp_kit.errors import ModelError
 from ddp_kit.model import Link
@@ -16,6 +21,7 @@ from ddp_kit.model import Link
 ALL_REDUCES = [model.naive_ring, model.chunked_ring, model.tree, model.halving_doubling]
 NAMES = [cost.__name__ for cost in ALL_REDUCES]
 LINK, GAMMA = Link(0.3, 0.01), 0.002
+MIB = 2**20
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31]
 every_cost = pytest.mark.parametrize("cost", ALL_REDUCES, ids=NAMES)
 
@@ -60,26 +66,24 @@ def tree_rounds(n):
         yield [(r - d, r, whole(n), "copy") for r in range(n) if r % (2 * d) == d]
 
 
-def halving_rounds(n):
+def halving_rounds(n, near_first=False):
     """Pieces: n of them, whatever n is; they are halved as the bits of the rank say."""
     core = max(2**level for level in range(n.bit_length()) if 2**level <= n)
     if core < n:
         yield [(rank, rank - core, whole(core), "add") for rank in range(core, n)]
     held = {rank: list(range(core)) for rank in range(core)}
-    distance = core // 2
-    while distance:
+    distances = [2**level for level in range(core.bit_length() - 1)]
+    distances = distances if near_first else distances[::-1]
+    for distance in distances:
         given = {}
         for rank, pieces in held.items():
             middle = len(pieces) // 2
             halves = pieces[:middle], pieces[middle:]
             held[rank], given[rank] = halves if rank < rank ^ distance else halves[::-1]
         yield [(rank, rank ^ distance, pieces, "add") for rank, pieces in given.items()]
-        distance //= 2
-    distance = 1
-    while distance < core:
+    for distance in reversed(distances):
         yield [(rank, rank ^ distance, pieces, "copy") for rank, pieces in held.items()]
         held = {rank: held[rank] + held[rank ^ distance] for rank in held}
-        distance *= 2
     if core < n:
         yield [(rank - core, rank, whole(core), "copy") for rank in range(core, n)]
 
@@ -151,6 +155,23 @@ def test_two_levels_differ_from_messages_sent_one_by_one(hosts, per_host):
     seconds, held = send_all(n, n, 840, two_level_rounds(hosts, per_host), link=link)
     assert complete(held)
     assert model.two_level(n, 840, per_host, LINK, slow, GAMMA) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("near_first", [False, True])
+@pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (8, 8), (16, 4), (32, 8)])
+def test_halving_and_doubling_on_hosts_differs_from_messages_sent_one_by_one(
+    n, per_host, near_first
+):
+    slow = Link(2.0, 0.1)
+
+    def link(src, dst):
+        same = src // per_host == dst // per_host
+        return LINK if same else Link(slow.alpha, slow.beta * per_host)  # they share the slow one
+
+    seconds, held = send_all(n, n, 840, halving_rounds(n, near_first), gamma=0, link=link)
+    assert complete(held)
+    found = model.halving_doubling_on_hosts(n, 840, per_host, LINK, slow, near_first)
+    assert found == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("n", RANKS)
@@ -256,6 +277,35 @@ def test_two_levels_of_one_differ_from_a_plain_ring():
         assert model.two_level(6, 600, per_host, fast, slow) == model.chunked_ring(6, 600, 1, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("n", "per_host", "near_first", "seconds"),
+    [
+        (4, 2, False, 2 * (10 + 2 * 200 * 1) + 2 * (1 + 100 * 0.1)),  # both ranks send a half away
+        (4, 2, True, 2 * (1 + 200 * 0.1) + 2 * (10 + 2 * 100 * 1)),  # and here a quarter
+        (8, 4, False, 2 * (10 + 4 * 200) + 2 * (1 + 10) + 2 * (1 + 5)),
+        (8, 4, True, 2 * (1 + 20) + 2 * (1 + 10) + 2 * (10 + 4 * 50)),
+        (4, 1, False, 2 * (10 + 200) + 2 * (10 + 100)),  # nobody shares a link
+        (4, 4, False, 2 * (1 + 20) + 2 * (1 + 10)),  # one host
+        (4, 8, False, 2 * (1 + 20) + 2 * (1 + 10)),
+    ],
+)
+def test_halving_and_doubling_pays_for_links_that_it_shares_in_another_way(
+    n, per_host, near_first, seconds
+):
+    found = model.halving_doubling_on_hosts(n, 400, per_host, Link(1, 0.1), Link(10, 1), near_first)
+    assert found == pytest.approx(seconds)
+
+
+def test_a_hierarchy_loses_against_ranks_that_all_send_their_halves_away():
+    inside, between = Link(2e-6, 1 / 200e9), Link(5e-6, 1 / 25e9)
+    hosts = {"nbytes": 25 * MIB, "per_host": 8, "inside": inside, "between": between}
+    for n in (16, 64, 1024, 4096):
+        far = model.halving_doubling_on_hosts(n, **hosts)
+        near = model.halving_doubling_on_hosts(n, **hosts, near_first=True)
+        assert near < model.two_level(n, **hosts) < far
+    assert far == pytest.approx(16.8e-3, rel=0.01)
+
+
 def test_two_levels_do_not_save_latency_between_hosts():
     fast, slow = Link(1, 0), Link(100, 0)
     assert model.two_level(32, 0, 8, fast, slow) == 2 * 7 * 1 + 2 * 3 * 100
@@ -281,6 +331,10 @@ def test_two_levels_do_not_save_latency_between_hosts():
         (
             lambda: model.two_level(4, 1, 0, LINK, LINK),
             "per_host must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: model.halving_doubling_on_hosts(6, 1, 2, LINK, LINK),
+            "n and per_host must be powers of two, got 6 and 2",
         ),
         (
             lambda: model.on_cores(model.tree, 2, 1, 1, 1, cores=0),
@@ -325,12 +379,56 @@ def per_byte(n, nbytes):
     return nbytes
 
 
-def test_buckets_lose_bytes_or_are_cut_elsewhere():
-    mib = 2**20
-    assert model.buckets(60 * mib) == [mib, 25 * mib, 25 * mib, 9 * mib]
-    assert model.buckets(3 * mib, 0.5) == [mib / 2] * 6
-    assert model.buckets(100) == [100]
-    assert model.buckets(0) == []
+@pytest.mark.parametrize(
+    ("nbytes", "bucket_cap_mb", "sizes"),
+    [
+        (60 * MIB, None, [MIB, 25 * MIB, 25 * MIB, 9 * MIB]),
+        (
+            60 * MIB,
+            25,
+            [25 * MIB, 25 * MIB, 10 * MIB],
+        ),  # a limit that is set is the first one's too
+        (3 * MIB, 0.5, [MIB / 2] * 6),
+        (100, None, [100]),
+        (0, None, []),
+        ([2 * MIB, MIB, MIB], None, [2 * MIB, 2 * MIB]),  # parameters are not cut
+        ([MIB / 2, MIB, MIB], 1, [1.5 * MIB, MIB]),  # closed once the limit is reached
+        ([MIB / 2, MIB / 2, MIB], 1, [MIB, MIB]),
+        ([], 1, []),
+    ],
+)
+def test_buckets_lose_bytes_or_are_cut_elsewhere(nbytes, bucket_cap_mb, sizes):
+    assert model.buckets(nbytes, bucket_cap_mb) == sizes
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [None, 25, 1, 0.5])
+def test_buckets_differ_from_those_of_ddp(bucket_cap_mb):
+    def of_ddp(rank, world_size):
+        layers = [nn.Linear(300, 300) for _ in range(9)]
+        module = nn.Sequential(*layers, nn.Linear(300, 3_000))
+        ready = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: ready.append(p.grad.nbytes))
+        ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+        ddp(torch.ones(1, 300)).sum().backward()  # after it the buckets are formed
+        ready.clear()
+        sent = []
+
+        def note_size(_, bucket):
+            sent.append(bucket.buffer().nbytes)
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        ddp.register_comm_hook(None, note_size)
+        ddp(torch.ones(1, 300)).sum().backward()
+        ddp(torch.ones(1, 300))  # a forward logs what the one before has formed
+        logged = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        return ready, sent, [int(size) for size in logged.split(", ")]
+
+    for ready, sent, logged in kit.run(of_ddp, world_size=2, backend="gloo"):
+        assert len(ready) == 20
+        assert model.buckets(ready, bucket_cap_mb) == logged == sent
 
 
 @pytest.mark.parametrize(
@@ -358,7 +456,7 @@ def test_a_step_of_one_rank_waits_for_somebody():
 
 def test_overlap_costs_time_or_wins_more_than_there_is():
     for n in RANKS:
-        for cap in (0.1, 1, 25, 1000):
+        for cap in (None, 0.1, 1, 25, 1000):
             buckets = model.buckets(1e8, cap)
             cost = partial(model.chunked_ring, alpha=1e-4, beta=1e-9)
             talking = sum(cost(n, size) for size in buckets)
@@ -384,6 +482,19 @@ def test_large_messages_drown_small_ones_in_the_fit():
     assert model.fit(points)[0] == pytest.approx(5e-5, rel=0.02)
 
 
+def test_half_and_twice_the_time_are_not_equally_wrong_in_the_fit():
+    sizes = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)
+    noise = (0.25, 4, 1, 1, 1, 0.5, 2)
+    points = [(n, up * (5e-5 + 2e-9 * n)) for n, up in zip(sizes, noise, strict=True)]
+    alpha, beta = model.fit(points)
+    misses = [math.log(seconds / (alpha + beta * n)) for n, seconds in points]
+    assert sum(misses) == pytest.approx(0, abs=1e-9)  # as much too high as too low
+    by_hand = sum(miss**2 for miss in misses)
+    for up, more in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99), (1.01, 0.99), (0.99, 1.01)):
+        other = [math.log(t / (up * alpha + more * beta * n)) for n, t in points]
+        assert sum(miss**2 for miss in other) > by_hand
+
+
 def test_a_latency_or_a_time_a_byte_is_negative():
     alpha, beta = model.fit([(4, 1e-3), (4_000, 0.5e-3)])
     assert alpha > 0
@@ -399,11 +510,15 @@ def test_a_link_is_not_found_in_times_of_its_own(cost):
     link = model.fit_link(points, cost)
     assert link.alpha == pytest.approx(5e-5)
     assert link.beta == pytest.approx(2e-9)
+    assert model.fit_link([*points, (1, 1e3, 5e-6)], cost) == link  # one rank sends nothing
 
 
 def test_the_model_loads_torch_or_another_package():
-    for node in ast.walk(ast.parse(Path(model.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.module.split(".")[0] not in ("torch", "numpy")
-            assert not node.module.startswith("ddp_kit") or node.module == "ddp_kit.errors"
-        assert not isinstance(node, ast.Import) or node.names[0].name == "math"
+    for path in Path(model.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                package, _, module = node.module.partition(".")
+                assert package not in ("torch", "numpy")
+                assert package != "ddp_kit" or module.split(".")[0] in ("errors", "model")
+            if isinstance(node, ast.Import):
+                assert node.names[0].name == "math"

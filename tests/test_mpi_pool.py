@@ -28,7 +28,7 @@ from ddp_kit.pool.launchers import mpiexec
 pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 
 
-run = functools.partial(kit.run, world_size=3, backend="mpi")
+run = functools.partial(kit.run, world_size=2, backend="mpi")
 
 
 def total(rank, world_size):
@@ -38,35 +38,27 @@ def total(rank, world_size):
     return tensor.item(), os.getpid()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_ranks_of_another_file():
+    kit.shutdown()
+
+
 def test_runs_are_warm_and_bring_back_values_output_and_trace():
     first, second = run(total), run(total)
-    assert [value for value, _ in first] == [6.0] * 3
-    assert first.output == tuple(f"rank {rank} over mpi4py\n" for rank in range(3))
+    assert [value for value, _ in first] == [3.0] * 2
+    assert first.output == tuple(f"rank {rank} over mpi4py\n" for rank in range(2))
     assert [pid for _, pid in first] == [pid for _, pid in second]
     (call,) = second.trace.collectives
     assert {rank: event.call for rank, event in call.items()} == dict.fromkeys(
-        range(3), "all_reduce"
+        range(2), "all_reduce"
     )
     assert all(event.waited and event.end for event in call.values())
 
 
 def test_a_smaller_world_uses_the_warm_processes():
     pids = [pid for _, pid in run(total)]
-    assert list(kit.run(total, world_size=2, backend="mpi")) == [(3.0, pid) for pid in pids[:2]]
+    assert list(kit.run(total, world_size=1, backend="mpi")) == [(1.0, pids[0])]
     assert [pid for _, pid in run(total)] == pids
-
-
-def test_messages_of_any_source_are_matched_in_the_trace():
-    def worker(rank, world_size):
-        tensor = torch.tensor([rank])
-        if rank:
-            dist.send(tensor, 0, tag=rank)
-            return None
-        return [dist.recv(tensor, tag=tag) for tag in (2, 1)]
-
-    result = run(worker)
-    assert result[0] == [2, 1]
-    assert [(m.src, m.dst, m.tag) for m in result.trace.messages()] == [(1, 0, 1), (2, 0, 2)]
 
 
 def test_a_message_whose_work_was_dropped_still_arrives():
@@ -75,11 +67,9 @@ def test_a_message_whose_work_was_dropped_still_arrives():
         if rank == 0:
             dist.isend(tensor, 1)
             dist.barrier()
-        elif rank == 1:
-            dist.barrier()
-            dist.recv(tensor, 0)
         else:
             dist.barrier()
+            dist.recv(tensor, 0)
         return tensor.sum().item()
 
     result = run(worker)
@@ -95,7 +85,7 @@ def test_ddp_leaves_the_mean_gradient_and_shows_its_buckets():
         return model.weight.grad.item()
 
     result = run(worker)
-    assert list(result) == [1.0] * 3
+    assert list(result) == [0.5] * 2
     ops = [event.op for event in result.trace if event.rank == 0]
     assert ops == ["DistributedDataParallel", "DDP broadcast", "DDP all_reduce"]
 
@@ -109,16 +99,16 @@ def test_an_exception_comes_back_from_its_rank():
     with pytest.raises(kit.RankError) as caught:
         run(worker)
     assert list(caught.value.failures) == [1]
-    assert [value for value, _ in run(total)] == [6.0] * 3
+    assert [value for value, _ in run(total)] == [3.0] * 2
 
 
 def test_a_deadlock_is_ended_and_explained():
     def ring(rank, world_size):
         dist.recv(torch.zeros(1), (rank + 1) % world_size)
 
-    with pytest.raises(kit.DeadlockError, match="none of them can ever send"):
+    with pytest.raises(kit.DeadlockError, match="neither can ever send"):
         run(ring, timeout=60)
-    assert [value for value, _ in run(total)] == [6.0] * 3
+    assert [value for value, _ in run(total)] == [3.0] * 2
 
 
 def test_ranks_that_disagree_are_reported():
@@ -127,7 +117,7 @@ def test_ranks_that_disagree_are_reported():
 
     with pytest.raises(kit.MismatchError):
         run(worker, timeout=60)
-    assert [value for value, _ in run(total)] == [6.0] * 3
+    assert [value for value, _ in run(total)] == [3.0] * 2
 
 
 def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
@@ -138,27 +128,13 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
 
     ends = {
         "killed": "rank 1 died: ended by SIGKILL",
-        200: "exited with code 200",
         0: "exited with code 0",
     }
     for end, message in ends.items():
         with pytest.raises(kit.RankDiedError, match=message) as caught:
             run(worker, end, timeout=60)
         assert caught.value.rank == 1
-    assert [value for value, _ in run(total)] == [6.0] * 3
-
-
-def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
-    seen: list[str] = []
-
-    class Watching(view.NoView):
-        def update(self, lines):
-            seen.extend(line.doing for line in lines)
-
-    monkeypatch.setattr(view, "open_view", Watching)
-    assert [value for value, _ in kit.run(total, world_size=4, backend="mpi")] == [10.0] * 4
-    assert "starting under mpiexec" in seen[:4]
-    assert set(seen[:4]) <= {"starting under mpiexec", "ready"}, "one may have been quick"
+    assert [value for value, _ in run(total)] == [3.0] * 2
 
 
 def test_an_interrupt_ends_the_run_and_the_pool_works():
@@ -171,7 +147,7 @@ def test_an_interrupt_ends_the_run_and_the_pool_works():
 
     with pytest.raises(KeyboardInterrupt):
         run(waits, os.getpid(), timeout=60)
-    assert [value for value, _ in run(total)] == [6.0] * 3
+    assert [value for value, _ in run(total)] == [3.0] * 2
 
 
 def test_an_interrupt_while_mpiexec_starts_ends_what_it_has_started(monkeypatch):
@@ -212,14 +188,14 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(temporary, tmp_path):
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
     try:
-        wait_until((tmp_path / "pids").exists, 60, "the ranks have run")
+        wait_until((tmp_path / "pids").exists, 300, "the ranks have run")
         ranks = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
     finally:
         parent.kill()
         parent.wait()
-    _, left = psutil.wait_procs(ranks, timeout=10)
+    _, left = psutil.wait_procs(ranks, timeout=60)
     assert not left
-    wait_until(lambda: not list(temporary.glob("ompi.*")), 10, "Open MPI's files are gone")
+    wait_until(lambda: not list(temporary.glob("ompi.*")), 300, "Open MPI's files are gone")
 
 
 def test_a_wait_that_only_its_timeout_can_end_is_not_explained():
@@ -231,6 +207,33 @@ def test_a_wait_that_only_its_timeout_can_end_is_not_explained():
     with pytest.raises(kit.DeadlockError, match="ends by its own time limit") as caught:
         run(worker, timeout=60)
     assert "Timed out waiting 2000ms for barrier" in caught.value.failures[0].message
+
+
+# The pool keeps three ranks after this one, so the tests above come first.
+def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
+    seen: list[str] = []
+
+    class Watching(view.NoView):
+        def update(self, lines):
+            seen.extend(line.doing for line in lines)
+
+    monkeypatch.setattr(view, "open_view", Watching)
+    assert [value for value, _ in kit.run(total, world_size=3, backend="mpi")] == [6.0] * 3
+    assert "starting under mpiexec" in seen[:3]
+    assert set(seen[:3]) <= {"starting under mpiexec", "ready"}, "one may have been quick"
+
+
+def test_messages_of_any_source_are_matched_in_the_trace():
+    def worker(rank, world_size):
+        tensor = torch.tensor([rank])
+        if rank:
+            dist.send(tensor, 0, tag=rank)
+            return None
+        return [dist.recv(tensor, tag=tag) for tag in (2, 1)]
+
+    result = kit.run(worker, world_size=3, backend="mpi")
+    assert result[0] == [2, 1]
+    assert [(m.src, m.dst, m.tag) for m in result.trace.messages()] == [(1, 0, 1), (2, 0, 2)]
 
 
 def test_bare_ranks_are_recorded_from_their_first_run_on():
@@ -269,7 +272,7 @@ def test_a_closed_pool_leaves_neither_processes_nor_files(temporary):
         assert "mpi" in "".join(launcher.cmdline())
         patterns = segments(ranks)
         assert list(temporary.glob("ddp_kit-pool-*")), "this test looks in the wrong folder"
-    assert psutil.wait_procs([*ranks, launcher], timeout=5)[1] == []
+    assert psutil.wait_procs([*ranks, launcher], timeout=60)[1] == []
     assert [path for name in patterns for path in Path("/dev/shm").glob(name)] == []
     assert list(temporary.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """Pictures: what is drawn, in which colour, and what the text table says."""
 
 import ast
+import functools
 import io
 import itertools
 import math
@@ -20,9 +21,12 @@ from PIL import Image
 from ddp_kit import plot
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import (
+    attention,
     bandwidth,
     losses,
     memory,
+    pipeline,
+    placements,
     rank_color,
     ring,
     scaling,
@@ -33,16 +37,18 @@ from ddp_kit.plot import (
 from ddp_kit.plot.style import (
     COLLECTIVE,
     LOST,
+    PAPER,
     RECV,
     SEND,
     TIMES,
     byte_size,
     luminance,
+    marker,
     series_color,
     significant,
     text_color,
 )
-from ddp_kit.plot.tensors import _text
+from ddp_kit.plot.tensors import number_text
 from ddp_kit.pool import Result
 from ddp_kit.trace import Trace
 
@@ -83,7 +89,16 @@ def one_of_each(n):
             {f"way {i}": [(2, 1e-3 * (i + 1)), (4096, 1.0)] for i in range(n)}, {"x": [(2, 1)]}
         ),
         support({"here": {(f"way {i}", "float32"): "works" for i in range(n)}, "there": "no"}),
+        placements(list(torch.arange(2 * n).view(n, 2).split(1)), torch.arange(2 * n).view(n, 2)),
+        attention([[(0, range(r, r + 1), range(r + 1), r + 1)] for r in range(n)]),
+        pipeline([[("F", 0, rank, rank + 1), ("B", 0, n, n + 2)] for rank in range(n)]),
     ]
+
+
+@functools.cache
+def drawn(n):
+    """Return the bytes and the text of one of each: drawing them takes seconds."""
+    return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(n)]
 
 
 def texts(picture):
@@ -190,11 +205,19 @@ def test_picture_is_as_wide_as_what_it_shows():
         assert drawn.get_window_extent().x1 > 0.9 * picture.bbox.x1
 
 
+@pytest.mark.parametrize("title", ["Short", "A title that is wider than the boxes"])
+def test_boxes_fill_the_width_of_a_picture(title):
+    picture = tensors([{"before": t(rank), "after": t(0)} for rank in range(2)], title=title)
+    picture.draw(picture.canvas.get_renderer())
+    right = max(patch.get_window_extent().x1 for patch in picture.axes[0].patches)
+    assert 0.8 * picture.bbox.x1 < right <= picture.bbox.x1
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_same_data_gives_the_same_bytes_and_text(n):
-    for one, two in zip(one_of_each(n), one_of_each(n), strict=True):
-        assert one._repr_png_() == two._repr_png_()
-        assert repr(one) == repr(two) == str(one) == one.text_table
+    for picture, before in zip(one_of_each(n), drawn(n), strict=True):
+        assert (picture._repr_png_(), repr(picture)) == before
+        assert repr(picture) == str(picture) == picture.text_table
 
 
 def test_pictures_of_eight_ranks_fit_a_notebook():
@@ -214,7 +237,7 @@ def test_ipythons_printer_draws_the_same_bytes():
 
 
 def test_a_dark_style_changes_no_byte():
-    light = [picture._repr_png_() for picture in one_of_each(1)]
+    light = [png for png, _ in drawn(1)]
     with matplotlib.rc_context():
         matplotlib.style.use(["ggplot", "dark_background"])
         dark = [picture._repr_png_() for picture in one_of_each(1)]
@@ -245,9 +268,46 @@ def test_plot_imports_no_pyplot_and_no_process():
 def test_public_names_are_these():
     assert plot.__all__ == sorted(plot.__all__)
     assert plot.__all__ == [
-        *("Picture", "bandwidth", "buckets", "losses", "memory", "messages", "rank_color", "ring"),
-        *("ring_step", "scaling", "step_times", "support", "tensors", "timeline", "waits"),
+        *(
+            "Picture",
+            "attention",
+            "bandwidth",
+            "buckets",
+            "losses",
+            "memory",
+            "messages",
+            "pipeline",
+        ),
+        *(
+            "placements",
+            "rank_color",
+            "ring",
+            "ring_step",
+            "scaling",
+            "step_times",
+            "support",
+            "tensors",
+        ),
+        *("timeline", "waits"),
     ]
+
+
+@pytest.mark.parametrize("title", ["", " "])
+def test_a_picture_may_have_no_title(title):
+    held = [{"before": t(1), "after": t(0)}]
+    for picture in (tensors(held, title=title), ring(ring_history(2), title=title)):
+        assert picture._repr_png_()
+
+
+def test_a_title_of_a_hundred_words_is_cut_where_a_notebook_ends():
+    title = "word " * 100 + "end"
+    held = [{"before": t(1), "after": t(0)}]
+    for picture in (tensors(held, title=title), losses(EQUAL_LOSSES, title=title)):
+        assert repr(picture).startswith(f"{title}\n")
+        (shown,) = (text for text in texts(picture) if text.startswith("word word"))
+        assert shown.endswith(" ...")
+        png = Image.open(io.BytesIO(picture._repr_png_()))
+        assert 8.5 < png.width / picture.dpi < 9.3
 
 
 def test_title_replaces_the_default():
@@ -262,7 +322,7 @@ def test_title_replaces_the_default():
     [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
 )
 def test_input_of_the_wrong_type_is_a_plot_error(draw):
-    given = (7, 0) if draw is plot.ring_step else (7,)
+    given = (7, 0) if draw in (plot.ring_step, plot.placements) else (7,)
     with pytest.raises(PlotError, match=r"(needs|must map) .* got (7|int)") as caught:
         draw(*given)
     for former in (ValueError, TypeError):  # what these functions raised before
@@ -402,6 +462,124 @@ def test_tensors_says_what_it_cannot_draw(result, message):
         tensors(result)
 
 
+# ---- placements
+
+WHOLE = torch.arange(1.0, 9).view(4, 2)
+
+
+def test_parts_are_found_by_value_and_equal_ones_have_one_colour():
+    held = [WHOLE[:2], WHOLE[:2], WHOLE[2:], WHOLE[2:]]
+    picture = placements(held, WHOLE, mesh=(2, 2), names=("dp", "tp"), title="[Shard, Replicate]")
+    assert repr(picture) == (
+        "[Shard, Replicate]\n"
+        "        holds\n"
+        "rank 0  [0:2, :] = 1 2; 3 4\n"
+        "rank 1  [0:2, :] = 1 2; 3 4\n"
+        "rank 2  [2:4, :] = 5 6; 7 8\n"
+        "rank 3  [2:4, :] = 5 6; 7 8"
+    )
+    colors = [color for _, color in boxes(picture)]
+    assert colors == [rank_color(0)] * 8 + [rank_color(2)] * 8
+    assert {"tp \N{RIGHTWARDS ARROW}", "\N{LEFTWARDS ARROW} dp"} <= {
+        text.strip() for text in texts(picture)
+    }
+
+
+def test_summands_wholes_and_nothing_are_told_apart():
+    stages = [
+        {"a": WHOLE / 2, "b": WHOLE, "c": WHOLE[:, :0]},
+        {"a": WHOLE / 2, "b": WHOLE, "c": WHOLE[1:2, 1:]},
+    ]
+    lines = repr(placements(stages, WHOLE)).split("\n")
+    half = "a summand = 0.5 1; 1.5 2; 2.5 3; 3.5 4"
+    assert lines[1:] == [
+        "        a                                       b                         c",
+        f"rank 0  {half}  all = 1 2; 3 4; 5 6; 7 8  nothing",
+        f"rank 1  {half}  all = 1 2; 3 4; 5 6; 7 8  [1:2, 1:2] = 4",
+    ]
+    caption = " ".join(texts(placements(stages, WHOLE)))
+    assert "Pale: a summand" in caption
+    assert "Dashed: the rest of the tensor" in caption
+    assert "Dashed" not in " ".join(texts(placements([WHOLE], WHOLE)))
+
+
+def test_the_colours_after_a_change_name_the_rank_that_held_a_number_before():
+    stages = [{"rows": row, "columns": WHOLE[:2, r : r + 1]} for r, row in enumerate(WHOLE[:2])]
+    drawn = boxes(placements(stages, WHOLE[:2]))
+    by_origin = {"1": 0, "2": 0, "3": 1, "4": 1}
+    assert [text for text, _ in drawn] == ["1", "2", "3", "4", "1", "3", "2", "4"]
+    assert [color for _, color in drawn] == [rank_color(by_origin[text]) for text, _ in drawn]
+
+
+def test_sums_are_grey_and_what_several_ranks_held_is_white():
+    whole = t(11, 11, 7)  # equal numbers are told apart by their places
+    stages = [{"a": whole / 2, "b": whole[:2]}, {"a": whole / 2, "b": whole[2:]}]
+    picture = placements(stages, whole)
+    assert [color for _, color in boxes(picture)[6:]] == [NEW] * 3
+    assert "Grey and bold: a new number, held by no rank at “a”." in " ".join(texts(picture))
+    stages = [{"a": whole, "b": whole[:2]}, {"a": whole, "b": whole[2:]}]
+    picture = placements(stages, whole)
+    assert {color for _, color in boxes(picture)} == {SHARED}
+    assert "White: held by several ranks at “a”." in " ".join(texts(picture))
+
+
+def test_a_large_tensor_shows_who_held_its_blocks():
+    whole = torch.arange(400.0).view(20, 20)
+    stages = [{"a": rows, "b": whole} for rows in whole.split(10)]
+    drawn = [to_hex(patch.get_facecolor()) for patch in placements(stages, whole).axes[0].patches]
+    shown = [color for color in drawn if color in (rank_color(0), rank_color(1))]
+    assert shown == [rank_color(r) for r in (0, 0, 1, 1, 0, 0, 1, 1, 0, 1)]  # and of the chips
+
+
+def test_a_large_tensor_has_outlines_and_no_numbers():
+    whole = torch.arange(400.0).view(20, 20)
+    picture = placements(list(whole.split(5)), whole)
+    assert repr(picture).split("\n")[2:4] == ["rank 0  [0:5, :]", "rank 1  [5:10, :]"]
+    assert boxes(picture) == []
+    assert "too large for its numbers" in " ".join(texts(picture))
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4), (4, 2)])
+def test_placements_are_no_wider_than_a_notebook(mesh):
+    whole = 1000 * torch.arange(1.0, 65).view(8, 8)
+    stages = [{"before": row, "after": whole} for row in whole.split(1)]
+    assert placements(stages, whole, mesh=mesh).get_size_inches()[0] <= 9.1
+
+
+def test_a_vector_has_one_index():
+    picture = placements([t(1, 2), t(3)], t(1, 2, 3))
+    assert repr(picture).split("\n")[2:] == ["rank 0  [0:2] = 1 2", "rank 1  [2:3] = 3"]
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "message"),
+    [
+        ([], {}, "the result is empty"),
+        (
+            [t(7, 8)],
+            {},
+            r"rank 0 holds a tensor of shape \(1, 2\) that is in no place of the whole",
+        ),
+        ([t(1)], {"whole": t(1, 1)}, "that is in 2 places of the whole"),
+        (
+            [t(1)],
+            {"whole": torch.zeros(2, 2, 2)},
+            "the whole tensor must be a tensor of at most two",
+        ),
+        (
+            [t(1)],
+            {"mesh": (2, 2)},
+            r"mesh must have a place for each of 1 rank .* got \(2, 2\)",
+        ),
+        ([{"a": t(1)}, {"b": t(1)}], {}, "every rank must have the same stages"),
+        (["one"], {}, "what rank 0 holds must be a tensor of at most two dimensions, got 'one'"),
+    ],
+)
+def test_placements_say_what_they_cannot_draw(held, more, message):
+    with pytest.raises(PlotError, match=message):
+        placements(held, **{"whole": t(1, 2, 3), **more})
+
+
 # ---- losses
 
 
@@ -452,6 +630,13 @@ def test_coinciding_lines_stay_visible():
     assert [line.get_zorder() for line in lines] == sorted({ln.get_zorder() for ln in lines})
 
 
+@pytest.mark.parametrize(("gap", "styles"), [(0.1, ["-", "-"]), (0.01, ["-", "--"])])
+def test_lines_that_never_meet_are_solid(gap, styles):
+    ax = losses([[1.0, 2.0], [1.0 + gap, 3.0]]).axes[1]
+    lines = [line for line in ax.lines if line.get_label().startswith("rank")]
+    assert [line.get_linestyle() for line in lines] == styles
+
+
 def test_names_of_coinciding_lines_do_not_overlap():
     picture = losses([[1.0, 1.0]] * 8)
     ax = picture.axes[1]
@@ -494,6 +679,7 @@ def test_infinite_loss_is_named_at_its_last_finite_point():
         ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
         ([None], "rank 0 must return a sequence of losses, got None"),
         ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
+        ([[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
         ({}, "result is empty"),
         ({"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
     ],
@@ -614,7 +800,7 @@ SERIES = {
 
 def test_bandwidth_table_has_three_digits_and_exact_sizes():
     assert repr(bandwidth(SERIES)) == (
-        "Time of one call by message size (ms)\n"
+        "Time of one call by tensor size (ms)\n"
         "bytes        built-in  by hand\n"
         "4,096           0.123    0.247\n"
         "1,000,000        2.00     6.00\n"
@@ -628,7 +814,7 @@ def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
     assert list(above.lines[0].get_xdata()) == [4096, 1_000_000]
     assert list(above.lines[0].get_ydata()) == pytest.approx([0.1234, 2])
     assert above.get_ylabel() == "time (ms)"
-    assert below.get_xlabel() == "message size (bytes)"
+    assert below.get_xlabel() == "size of the tensor"
     assert [label.get_text() for label in below.get_xticklabels()] == ["4.1 kB", "1 MB", "100 MB"]
     assert [text.get_text() for text in above.texts] == ["built-in", "by hand"]
 
@@ -642,11 +828,36 @@ def test_second_panel_is_the_ratio_to_the_first_series():
     assert below.get_ylabel() == f"{TIMES} built-in"
 
 
+@pytest.mark.parametrize("ratio", [1.001, 1.2, 2, 6, 50, 5000])
+def test_ratio_of_one_has_a_tick_and_no_two_ticks_overlap(ratio):
+    picture = bandwidth({"a": [(1, 1.0), (100, 1.0)], "b": [(1, 1.0), (100, ratio)]})
+    labels = [each for each in picture.axes[2].get_yticklabels() if each.get_text()]
+    assert "1" in [each.get_text() for each in labels]
+    assert len(labels) >= 2
+    picture.draw(picture.canvas.get_renderer())
+    spans = sorted(label.get_window_extent().intervaly.tolist() for label in labels)
+    assert all(one[1] < two[0] for one, two in itertools.pairwise(spans))
+
+
+def test_series_that_are_left_out_do_not_change_the_colours_of_the_others():
+    series = {name: [(1, 1.0), (2, 2.0)] for name in ("built-in", "ring", "tree")}
+    picture = bandwidth(series, only=["tree", "ring"])
+    assert repr(picture).splitlines()[1] == "bytes  ring  tree"
+    _, above, below = picture.axes
+    looks = [(to_hex(line.get_color()), line.get_marker()) for line in above.lines]
+    assert looks == [(series_color(i), marker(i)) for i in (1, 2)]
+    assert below.get_ylabel() == f"{TIMES} ring"
+    assert [to_hex(line.get_color()) for line in below.lines] == [series_color(1), series_color(2)]
+    for only in ([], ["tree", "bush"]):
+        with pytest.raises(PlotError, match=r"only must have names .* \(built-in, ring, tree\)"):
+            bandwidth(series, only=only)
+
+
 def test_samples_are_drawn_by_their_median_and_quartiles_and_a_model_dashed():
     samples = {"built-in": [(1000, [0.001, 0.002, 0.009, 0.003, 0.004]), (2000, [0.005] * 3)]}
     picture = bandwidth(samples, model={"built-in": [(500, 0.0015), (1000, 0.002), (4000, 0.02)]})
     assert repr(picture) == (
-        "Time of one call by message size (ms)\n"
+        "Time of one call by tensor size (ms)\n"
         "bytes  built-in  built-in, model\n"
         "1,000      3.00             2.00\n"
         "2,000      5.00                \N{EN DASH}"
@@ -662,15 +873,73 @@ def test_samples_are_drawn_by_their_median_and_quartiles_and_a_model_dashed():
     assert len(bandwidth(SERIES).axes[1].lines) == len(SERIES)
 
 
+def test_dashed_series_have_other_colours_than_those_they_share():
+    series = {name: [(4, 1e-3), (8, 2e-3)] for name in ("gloo, 2", "mpi, 2", "gloo, 4", "mpi, 4")}
+    dashed = {"gloo, 4": "gloo, 2", "mpi, 4": "mpi, 2"}
+    model = {name: [(4, 0.5e-3), (8, 4e-3)] for name in series}
+    picture = bandwidth(series, dashed=dashed, model=model, residuals=True)
+    _, above, below = picture.axes
+    looks = [(to_hex(each.get_color()), each.get_linestyle()) for each in above.lines]
+    assert looks[::2] == [
+        (series_color(i), style) for i, style in ((0, "-"), (1, "-"), (0, "--"), (1, "--"))
+    ]
+    assert [color for color, _ in looks[1::2]] == [series_color(i) for i in (0, 1, 0, 1)]
+    assert "Dotted: the model." in " ".join(texts(picture))
+    hollow = [each.get_markerfacecolor() == PAPER for each in above.lines[::2]]
+    assert hollow == [False, False, True, True]
+    one, *residuals = below.lines
+    assert list(one.get_ydata()) == [1, 1]
+    assert [list(each.get_ydata()) for each in residuals] == [pytest.approx([2, 0.5])] * 4
+    assert below.get_ylabel() == f"{TIMES} the model"
+    assert [label.get_text() for label in below.get_yticklabels()] == ["0.5", "1", "2"]
+
+
+def test_residuals_of_a_single_series_are_not_drawn():
+    picture = bandwidth({"a": [(4, 1.0)]}, model={"a": [(4, 2.0)]}, residuals=True)
+    assert list(picture.axes[2].lines[1].get_ydata()) == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dashed": {"by hand": "slow"}}, "dashed must map names of series (built-in, by hand) to"),
+        ({"dashed": {"slow": "by hand"}}, "dashed must map names of series (built-in, by hand) to"),
+        ({"dashed": {"by hand": "by hand"}}, "dashed must map names of series"),
+        ({"residuals": True}, "residuals need a model of each series that is drawn, at each size"),
+        (
+            {"residuals": True, "only": ["built-in"], "model": {"built-in": [(4096, 1.0)]}},
+            "residuals need a model",
+        ),
+    ],
+)
+def test_bandwidth_says_which_names_it_does_not_know(given, message):
+    with pytest.raises(PlotError, match=re.escape(message)):
+        bandwidth(SERIES, **given)
+
+
 def test_model_of_no_series_is_an_error():
     with pytest.raises(PlotError, match="model has 'tree', but the series are built-in, by hand"):
         bandwidth(SERIES, model={"tree": [(1, 1.0)]})
 
 
+def test_model_that_is_no_mapping_or_has_several_values_for_a_size_is_an_error():
+    with pytest.raises(PlotError, match="model must map names of series to pairs"):
+        bandwidth(SERIES, model=[("built-in", 1)])
+    with pytest.raises(PlotError, match="'by hand, model' has 2 values for 4 bytes: give one"):
+        bandwidth(SERIES, model={"by hand": [(4, [1.0, 2.0])]})
+
+
+def test_tensors_are_samples_and_numbers():
+    samples = [0.001, 0.002, 0.009]
+    plain = bandwidth({"a": [(1000, samples), (2000, 0.005)]})
+    drawn = bandwidth({"a": [(torch.tensor(1000), t(*samples)), (2000, torch.tensor(0.005))]})
+    assert repr(drawn) == repr(plain)
+
+
 def test_one_series_has_no_ratio():
     picture = bandwidth({"built-in": SERIES["built-in"]})
     assert len(picture.axes) == 2
-    assert picture.axes[1].get_xlabel() == "message size (bytes)"
+    assert picture.axes[1].get_xlabel() == "size of the tensor"
 
 
 def test_series_wear_no_colour_of_a_rank():
@@ -706,6 +975,15 @@ def test_least_and_greatest_size_have_a_tick_and_no_two_ticks_overlap():
         ({"a": [(0, 1.0)]}, "'a' has 1.0 for 0 bytes"),
         ({"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
         ({"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
+        ({"a": [(4, [-1.0, 1.0, 2.0, 3.0, 4.0])]}, "'a' has -1.0 for 4 bytes"),
+        ({"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
+        ({"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
+        ({"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
+        ({"a": [(4, "fast")]}, "'a' has 'fast' for 4 bytes"),
+        ({"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
+        ({"a": [(4, t([1.0, 2.0]))]}, r"'a' has \[1.0, 2.0\] for 4 bytes"),
+        ({"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
+        ({"a": [4, 5]}, r"'a' must have pairs \(bytes, number\), got \[4, 5\]"),
     ],
 )
 def test_bandwidth_says_what_it_cannot_draw(series, message):
@@ -747,6 +1025,36 @@ def test_prediction_is_a_line_measurement_a_filled_mark_publication_a_hollow_one
     assert to_hex(published.get_markeredgecolor()) != "#ffffff"
     assert list(measured.get_xdata()) == [2, 4]
     assert list(measured.get_ydata()) == pytest.approx([5, 20])
+
+
+def test_a_publication_about_a_line_has_its_colour_and_others_have_none():
+    papers = {"tree, by somebody": [(256, 0.25)], "Somebody 2018": [(256, 0.2)]}
+    ring_line, tree_line, about_tree, other = scaling(PREDICTED, None, papers).axes[1].lines
+    assert to_hex(about_tree.get_markeredgecolor()) == to_hex(tree_line.get_color())
+    lines = {to_hex(line.get_color()) for line in (ring_line, tree_line)}
+    assert to_hex(other.get_markeredgecolor()) not in lines
+
+
+def test_pictures_with_one_order_give_a_name_one_colour():
+    tree = {"tree": PREDICTED["tree"]}
+    both = scaling(PREDICTED, order=["ring", "tree"]).axes[1].lines[1]
+    alone = scaling(tree, order=["ring", "tree"]).axes[1].lines[0]
+    assert to_hex(alone.get_color()) == to_hex(both.get_color())
+    assert to_hex(scaling(tree).axes[1].lines[0].get_color()) != to_hex(both.get_color())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ((3, 5, 8), [3, 5, 8]),  # few enough to name each
+        ((3, 5, 100), [4, 8, 16, 32, 64]),
+        ((2, 2**14), [2**p for p in range(1, 15, 2)]),
+        ((13,), [13]),
+    ],
+)
+def test_an_axis_of_ranks_names_others_than_few_ranks_or_powers_of_two(ranks, named):
+    ax = scaling({"ring": [(n, n / 1000) for n in ranks]}).axes[1]
+    assert list(ax.xaxis.get_majorticklocs()) == named
 
 
 def test_the_key_says_which_is_which_and_leaves_out_what_is_not_drawn():
@@ -829,6 +1137,10 @@ def test_medians_are_a_column_beside_the_bars():
         ({}, "times is empty"),
         ({"DDP": []}, "'DDP' has no samples"),
         ({"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
+        ({"DDP": [math.nan]}, "'DDP' has a step of nan seconds"),
+        ({"DDP": [10**400]}, "'DDP' has a step of 1000"),
+        ({"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
+        ({"DDP": None}, "'DDP' has a step of None seconds"),
     ],
 )
 def test_step_times_says_what_it_cannot_draw(times, message):
@@ -865,6 +1177,12 @@ def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
     assert [text.get_text() for text in second.texts] == ["1.5 kB", "4 kB"]
 
 
+def test_bars_that_differ_by_a_thousandth_have_different_labels():
+    held = {"gather": [{"batch": 764_240}], "loss": [{"batch": 765_440}]}
+    [ax] = memory(held).axes[1:]
+    assert [text.get_text() for text in ax.texts] == ["764 kB", "765 kB"]
+
+
 def test_a_kind_has_its_look_whatever_the_others_hold():
     full, less = (
         memory({"a": [{"x": 1, "y": 2, "z": 3}]}),
@@ -877,17 +1195,52 @@ def test_a_kind_has_its_look_whatever_the_others_hold():
     assert "y" not in texts(less)
 
 
+def test_known_kinds_look_the_same_whatever_stands_beside_them():
+    def looks(*kinds):
+        bars = memory({"a": [dict.fromkeys(kinds, 1)]}).axes[1].patches
+        found = [(to_hex(bar.get_facecolor()), bool(bar.get_hatch())) for bar in bars]
+        assert len(set(found)) == len(kinds)
+        return dict(zip(kinds, found, strict=True))
+
+    known = "parameters", "gathered parameters", "gradients", "optimizer states", "activations"
+    alone = looks(*known)
+    beside = looks("batch", "shard", *reversed(known), "optimizer", "x", "y", "z", "last")
+    assert {kind: beside[kind] for kind in known} == alone
+    few = looks("parameters", "gradients", "activations")
+    assert few == {kind: alone[kind] for kind in few}
+    fill = beside["batch"][0]
+    assert (beside["batch"], beside["shard"]) == ((fill, False), (fill, True))
+
+
 def test_a_device_wears_its_own_colour_and_its_memory_none_of_a_ranks():
     picture = memory(HELD)
     chips = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
     assert chips == [rank_color(0), rank_color(1)]
     fills = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
     assert not fills & {rank_color(rank) for rank in range(16)}
+    assert not fills & {series_color(index) for index in range(6)}
 
 
 def test_devices_that_hold_nothing_at_all_are_drawn():
     last = repr(memory({"end": [{"batch": 0}, {}]})).split("\n")[2:]
     assert last == ["end       0       0", "end       1       0"]
+
+
+def test_memory_of_ranks_speaks_of_ranks():
+    picture = memory({"a step": [{"batch": 8}] * 2}, name="rank")
+    assert repr(picture).splitlines()[:2] == [
+        "What each rank holds after each step (bytes)",
+        "        rank  batch  in all",
+    ]
+    assert {"rank 0", "rank 1"} <= set(texts(picture))
+    assert "device" not in " ".join(texts(picture))
+
+
+@pytest.mark.parametrize(("count", "shown"), [(3, "in the forward"), (6, "in the\nforward")])
+def test_a_name_below_a_bar_is_cut_only_if_the_bars_are_narrow(count, shown):
+    steps = ["in the forward", *map(str, range(1, count))]
+    (labels, *_) = memory({step: [{"activations": 1}] for step in steps}).axes[1].get_xticklabels()
+    assert labels.get_text() == shown
 
 
 @pytest.mark.parametrize(
@@ -932,7 +1285,7 @@ def test_memory_draws_no_two_kinds_alike():
     ],
 )
 def test_number_in_a_box_is_short(value, text):
-    assert _text(value) == text
+    assert number_text(value) == text
 
 
 @pytest.mark.parametrize(
@@ -962,6 +1315,7 @@ PLACES = {
     "mpi": {("send", "float32"): "died: SIGSEGV", ("send", "bool"): "refused: not today"},
     "nccl": "it needs a GPU",
 }
+UNTRIED = {"send": "documented", "AVG": "excluded: it says so", "barrier": "not run"}
 
 
 def test_support_table_has_a_table_for_each_place_and_the_reason_for_one_that_is_missing():
@@ -996,6 +1350,15 @@ def test_each_outcome_has_a_sign_and_the_key_explains_it():
     assert "nccl: it needs a GPU" in shown
 
 
+def test_what_was_not_tried_looks_like_what_was():
+    drawn = support({"nccl": {(op, "float32"): how for op, how in UNTRIED.items()}})
+    rows = [line.split(maxsplit=1) for line in drawn.text_table.splitlines()[-3:]]
+    assert rows == [["send", "documented"], ["AVG", "excluded"], ["barrier", "not run"]]
+    shown = texts(drawn)
+    for meaning in ("documented, not run", "documented as missing, not run", "not run"):
+        assert shown.count(meaning) == 1
+
+
 def test_a_cell_that_nobody_asked_for_is_empty():
     drawn = support({"gloo": {("send", "float32"): "works", ("barrier", "any"): "works"}})
     assert texts(drawn).count("✓") == 3  # of four cells two, and the key
@@ -1008,10 +1371,23 @@ def test_places_that_are_all_missing_are_listed_in_words():
     assert not drawn.axes[0].patches
 
 
-def test_outcomes_wear_no_colour_of_a_rank():
-    fills = {to_hex(patch.get_facecolor()) for patch in support(PLACES).axes[0].patches}
-    assert len(fills) == 6
+def test_outcomes_wear_no_colour_of_a_rank_or_a_series():
+    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
+    drawn = support(PLACES | {"nccl": untried})
+    fills = {to_hex(patch.get_facecolor()) for patch in drawn.axes[0].patches}
+    assert len(fills) == 9
     assert not fills & {rank_color(rank) for rank in range(16)}
+    assert not fills & {series_color(index) for index in range(6)}
+
+
+def test_the_key_of_all_outcomes_fits_into_the_picture():
+    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
+    drawn = support(PLACES | {"nccl": untried})
+    drawn.draw(drawn.canvas.get_renderer())
+    for key in ("works", "hung", "documented, not run", "not run"):
+        (entry,) = (text for text in drawn.axes[0].texts if text.get_text() == key)
+        place = entry.get_window_extent()
+        assert (place.x1 <= drawn.bbox.x1, place.y0 >= drawn.bbox.y0) == (True, True)
 
 
 def test_four_places_of_eleven_columns_fit_a_notebook():
@@ -1030,3 +1406,148 @@ def test_four_places_of_eleven_columns_fit_a_notebook():
 def test_support_says_what_it_cannot_draw(places, message):
     with pytest.raises(PlotError, match=re.escape(message)):
         support(places)
+
+
+CAUSAL = [
+    [(0, range(0, 4), range(0, 4), 16)],
+    [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
+]
+
+
+def test_attention_table_has_the_pairs_of_each_step():
+    assert repr(attention(CAUSAL, title="Two ranks")) == (
+        "Two ranks (pairs)\n"
+        "        step 0  step 1  in all\n"
+        "rank 0      16       0      16\n"
+        "rank 1       4       8      12"
+    )
+
+
+def test_a_score_has_the_colour_of_the_rank_that_computes_it_and_a_step_lasts_as_long_as_any():
+    _, matrix, work = attention(CAUSAL).axes
+    drawn = [
+        (to_hex(bars.get_facecolor()[0]), bars.get_paths()[0].get_extents().bounds)
+        for bars in matrix.collections
+    ]
+    assert drawn == [
+        (rank_color(0), (0, 0, 4, 4)),
+        (rank_color(1), (4, 4, 2, 2)),
+        (rank_color(1), (0, 4, 4, 2)),
+    ]
+    masked = [patch.get_xy()[:3].tolist() for patch in matrix.patches]
+    assert masked == [[[0, 0], [4, 0], [4, 4]], [[4, 4], [6, 4], [6, 6]]]
+    spans = [
+        (bars.get_paths()[0].get_extents().x0, bars.get_paths()[0].get_extents().x1)
+        for bars in work.collections
+    ]
+    assert spans == [(0, 16), (0, 16), (0, 16), (0, 4), (16, 24), (16, 16), (16, 24), (16, 24)]
+
+
+def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
+    def caption(*ranks):
+        sheet = attention(ranks).axes[0]
+        return " ".join(text.get_text() for text in sheet.texts)
+
+    everything = [(0, range(0, 4), range(0, 4), 16), (1, range(0, 4), range(4, 8), 16)]
+    for words in ("Pale: computed, but masked", "Grey: a rank waits"):
+        assert words in caption(*CAUSAL)
+        assert words not in caption(everything, everything)
+    assert "Dashed: all ranks are done." in caption(everything, everything)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([], "there is no rank to draw"),
+        ([[], []], "no rank computes anything"),
+        ([CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. with ranges, got 3"),
+        ([[(0, 4, 4, 16)]], "rank 0 must list"),
+        ([[(-1, range(4), range(4), 16)]], "rank 0 must list"),
+    ],
+)
+def test_attention_says_what_it_cannot_draw(result, message):
+    with pytest.raises(PlotError, match=message):
+        attention(result)
+
+
+# ---- pipeline
+
+CELLS = [
+    [("F", 0, 10.0, 10.5), ("F", 1, 10.5, 11.0), ("B", 0, 12.5, 13.5), ("B", 1, 14.0, 15.0)],
+    [("F", 0, 10.5, 11.0), ("B", 0, 11.0, 12.0), ("F", 1, 12.0, 12.5), ("B", 1, 12.5, 13.5)],
+]
+
+
+def cells_of(picture):
+    """Return (x, width, fill) of each cell."""
+    drawn = []
+    for bars in picture.axes[1].collections:
+        (path,) = bars.get_paths()
+        x, width = path.get_extents().x0, path.get_extents().width
+        drawn.append((float(x), float(width), to_hex(bars.get_facecolor()[0])))
+    return drawn
+
+
+def test_pipeline_table_has_the_order_and_no_times():
+    later = [[(kind, i, 9 * a, 9 * b) for kind, i, a, b in rank] for rank in CELLS]
+    for cells in (CELLS, later):
+        assert repr(pipeline(cells)) == (
+            "What each rank of the pipeline computed\n"
+            "        kind and micro-batch\n"
+            "rank 0  F0 F1 B0 B1\n"
+            "rank 1  F0 B0 F1 B1"
+        )
+
+
+def test_cells_begin_and_end_where_they_were_measured():
+    picture = pipeline(CELLS, unit="ms")
+    wide = [(x, width) for x, width, _ in cells_of(picture)]
+    assert wide == [(0, 0.5), (0.5, 0.5), (2.5, 1), (4, 1), (0.5, 0.5), (1, 1), (2, 0.5), (2.5, 1)]
+    assert [text.get_text() for text in picture.axes[1].texts] == [*"0101", *"0011"]
+    assert picture.axes[1].get_xlabel() == "time (ms)"
+    assert picture.axes[1].get_xlim() == (0, 5)
+    assert "the bubble: 40.0 % of the time" in " ".join(texts(picture))  # 6 of 10 are busy
+
+
+def test_stages_of_a_rank_are_named_and_later_ones_are_paler():
+    cells = [[("F", 0, 0, 1, 0), ("F", 0, 1, 2, 2)], [("F", 0, 1, 2, 1), ("I", 0, 2, 3, 1)], []]
+    picture = pipeline(cells)
+    assert repr(picture).split("\n")[1:] == [
+        "        stage, kind and micro-batch",
+        "rank 0  0F0 2F0",
+        "rank 1  1F0 1I0",
+        "rank 2  nothing",
+    ]
+    first, later, other, half = (fill for *_, fill in cells_of(picture))
+    assert first == other
+    assert luminance(later) > luminance(first)
+    assert half not in (first, later)
+    key = {text for text in texts(picture) if "ward" in text}
+    assert key == {"forward", "backward of the input"}
+    fills = {fill for *_, fill in cells_of(picture)}
+    assert not fills & {rank_color(rank) for rank in range(16)}
+
+
+def test_a_number_that_does_not_fit_is_left_out():
+    cells = [[("F", 7, 0, 100), ("F", 8, 100, 100.1)]]
+    assert [text.get_text() for text in pipeline(cells).axes[1].texts] == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([], "the result is empty"),
+        ([[], []], "no rank has a cell: there is nothing to draw"),
+        ([[("G", 0, 0, 1)]], r"with the kind \"F\", \"B\", \"I\" or \"W\", got \('G', 0, 0, 1\)"),
+        ([[("F", 0, 1)]], "a cell must be"),
+        ([[7]], "a cell must be .* got 7"),
+        ([7], "a rank's cells must be a list, got 7"),
+        ([[("F", 0, 0, "1")]], "must be finite numbers, got"),
+        ([[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
+        ([[("F", 0, 2, 1)]], "must follow each other"),
+        ([[("F", 0, 0, 2), ("F", 1, 1, 3)]], "begins before 2, or ends before it begins"),
+    ],
+)
+def test_a_pipeline_says_what_it_cannot_draw(cells, message):
+    with pytest.raises(PlotError, match=message):
+        pipeline(cells)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,7 +129,14 @@ def one_of_each(n):
         messages(traces.mixed(n, 3)),
         waits(ring_deadlock(n)),
         buckets(ddp(([(0, 3), (2, 6)], 4))),
+        buckets(ddp(([(0, 3), (2, 6)], 4)), began=4 * MS),
     ]
+
+
+@functools.cache
+def drawn(n):
+    """Return the bytes and the text of one of each: drawing them takes seconds."""
+    return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(n)]
 
 
 def texts(picture):
@@ -245,13 +255,12 @@ def test_message_to_its_own_rank_ends():
 
 
 def test_same_trace_gives_the_same_bytes_and_text():
-    for one, two in zip(one_of_each(2), one_of_each(2), strict=True):
-        assert one._repr_png_() == two._repr_png_()
-        assert repr(one) == repr(two)
+    for picture, before in zip(one_of_each(2), drawn(2), strict=True):
+        assert (picture._repr_png_(), repr(picture)) == before
 
 
 def test_a_dark_style_changes_no_byte_and_rcparams_stay():
-    light = [picture._repr_png_() for picture in one_of_each(2)]
+    light = [png for png, _ in drawn(2)]
     before = dict(matplotlib.rcParams)
     with matplotlib.rc_context():
         matplotlib.style.use(["ggplot", "dark_background"])
@@ -272,6 +281,13 @@ def test_title_replaces_the_default():
     for picture in (timeline(trace, title="Mine"), messages(trace, title="Mine")):
         assert repr(picture).startswith("Mine\n")
         assert "Mine" in texts(picture)
+
+
+@pytest.mark.parametrize("title", ["", " "])
+def test_a_picture_of_a_trace_may_have_no_title(title):
+    trace = traces.pipeline(2)
+    for picture in (timeline(trace, title=title), messages(trace, title=title)):
+        assert picture._repr_png_()
 
 
 @pytest.mark.parametrize("draw", [timeline, messages, buckets])
@@ -416,6 +432,14 @@ def test_every_wait_has_a_mark_at_the_end_of_its_flight(timed):
     shown = texts(picture)
     assert "in flight: called, not waited for yet" in shown
     assert not markers(timeline(traces.program("send 1", "recv 0"), timed=timed), "D")
+
+
+def test_ticks_of_a_timed_timeline_are_round_numbers():
+    script = traces.Script(2)
+    script.compute(1, 800)
+    script.message(0, 1)
+    ticks = timeline(script.trace(), timed=True).axes[1].get_xticks()
+    assert {round(b - a) for a, b in itertools.pairwise(ticks)} == {100}  # not 80
 
 
 def test_flights_at_the_same_time_are_on_different_levels():
@@ -897,14 +921,17 @@ def test_pictures_with_the_same_limit_can_be_compared():
     fill = {to_hex(patch.get_facecolor()) for patch in half.axes[0].patches}
     assert "#33475b" not in fill
     assert blend("#e8edf2", "#33475b", 0.5) in fill
-    assert repr(half).endswith("The darkest cell would be 8.2 kB.")
+    assert repr(half).endswith("The darkest shade stands for 8.2 kB.")
     assert "#33475b" in {
         to_hex(patch.get_facecolor()) for patch in messages(many, limit=8192).axes[0].patches
     }
-    with pytest.raises(
-        PlotError, match="limit must be at least 8,192, the most bytes of a pair, got 1"
-    ):
-        messages(many, limit=1)
+
+
+@pytest.mark.parametrize("limit", [1, "10", [1], math.inf, math.nan, 10**309])
+def test_limit_that_is_too_low_or_no_finite_number_is_an_error(limit):
+    said = "limit must be a finite number of at least 8,192, the most bytes of a pair, got "
+    with pytest.raises(PlotError, match=re.escape(f"{said}{limit!r}")):
+        messages(traces.ring(2, 2), limit=limit)
 
 
 @pytest.mark.parametrize("n", [2, 4, 16])
@@ -913,6 +940,46 @@ def test_no_cell_of_the_matrix_is_cut_off(n):
     picture.draw(picture.canvas.get_renderer())
     ends = [patch.get_window_extent().x1 for patch in picture.axes[0].patches]
     assert max(ends) + 2 < picture.bbox.x1
+
+
+def borders(picture):
+    """Return where the lines between hosts cross a chart from end to end: its rows or columns."""
+    lines = [line for ax in picture.axes for line in ax.lines if line.get_linewidth() >= 1.8]
+    level = [line.get_ydata()[0] for line in lines if len(set(line.get_ydata())) == 1]
+    return len(lines), level
+
+
+def test_hosts_are_separated_by_heavy_lines():
+    trace = traces.ring(6, 1)
+    assert borders(timeline(trace)) == (0, [])
+    number, level = borders(timeline(trace, per_host=2))
+    assert (number, level) == (2, pytest.approx([1.65, 3.65], abs=0.02))  # below rank 1's flights
+    assert borders(timeline(traces.pipeline(6), timed=True, per_host=4)) == (1, [3.5])
+    assert borders(messages(trace, per_host=3))[0] == 2
+    assert "Heavy lines" not in repr(messages(trace))
+    sent = sum(message.nbytes for message in trace.messages())
+    assert (
+        f"Heavy lines separate hosts of 3 ranks each; {sent // 3:,} of {sent:,} bytes went from "
+        "host to host." in repr(messages(trace, per_host=3))
+    )
+    assert repr(messages(trace, per_host=6)) == repr(messages(trace))  # there is one host
+
+
+def test_the_last_host_may_have_fewer_ranks():
+    trace = traces.ring(6, 1)
+    assert "Heavy lines separate hosts of at most 4 ranks; " in repr(messages(trace, per_host=4))
+    captions = " ".join(texts(timeline(trace, per_host=4)))
+    assert "Heavy lines separate hosts of at most 4 ranks." in captions
+    assert "Heavy lines separate hosts of 3 ranks each." in " ".join(
+        texts(timeline(trace, per_host=3))
+    )
+
+
+@pytest.mark.parametrize("draw", [messages, timeline])
+@pytest.mark.parametrize("per_host", [0, -1, 1.5, "2"])
+def test_impossible_number_of_ranks_on_a_host_is_an_error(draw, per_host):
+    with pytest.raises(PlotError, match="per_host must be at least 1, the ranks of each host, got"):
+        draw(traces.ring(2, 1), per_host=per_host)
 
 
 def test_message_of_no_bytes_is_not_no_message():
@@ -997,6 +1064,36 @@ def test_buckets_table_shows_what_is_hidden():
         "bucket 1  1,000,000        2.00          6.00            0             4.00\n"
         "Backward 1 of 1. Computing ended at 2.00 ms; rank 0 then waited 4.00 ms."
     )
+
+
+def test_buckets_start_when_backward_began_and_computing_has_a_bar():
+    trace = ddp(([(0, 3), (2, 6)], 4))
+    began = trace.events[0].start - 5 * MS
+    picture = buckets(trace, began=began)
+    assert repr(picture) == (
+        "DDP backward on rank 0: 29% of all_reduce hidden behind computing\n"
+        "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"
+        "bucket 0  1,000,000        5.00          8.00         2.00             1.00\n"
+        "bucket 1  1,000,000        7.00          11.0            0             4.00\n"
+        "Backward 1 of 1. Computing ended at 7.00 ms; rank 0 then waited 4.00 ms."
+    )
+    chart = picture.axes[1]
+    assert chart.get_xlabel() == "time since backward began (ms)"
+    names = [label.get_text() for label in chart.get_yticklabels()]
+    assert names == ["computing", "bucket 0, 1 MB", "bucket 1, 1 MB"]
+    [computing] = [bar for bar in drawn_bars(chart) if bar[1] < -0.5]
+    assert computing[0] == pytest.approx(0)
+    assert computing[2] == pytest.approx(7)
+    with pytest.raises(PlotError, match=r"first bucket was ready, got 1\.00 ms after"):
+        buckets(trace, began=trace.events[0].start + MS)
+
+
+def drawn_bars(ax):
+    """Return (left, top, width) of each bar in axes."""
+    paths = [path for drawn in ax.collections for path in drawn.get_paths()]
+    boxes = [path.get_extents() for path in paths]
+    boxes += [patch.get_bbox() for patch in ax.patches]
+    return [(box.x0, min(box.y0, box.y1), box.width) for box in boxes]
 
 
 def test_last_backward_is_shown_and_step_picks_another():

@@ -80,6 +80,67 @@ def test_a_wrong_prediction_of_which_nothing_is_right(said):
     assert said({1}, {2, 10}) == "You predicted {1}; it is {10, 2}.\n"
 
 
+@pytest.mark.parametrize(
+    ("guess", "actual", "line"),
+    [
+        (6_000_000.0, 12_000_000, "You predicted 6,000,000; it is 12,000,000."),
+        (1_000_002.0, 1_000_000, "You predicted 1,000,002; it is 1,000,000."),
+        (1_234_567.8, 7, "You predicted 1,234,568; it is 7."),
+        (1e15, 7, "You predicted 1e+15; it is 7."),
+        (0.1000002, 0.1000004, "You predicted 0.1000002; it is 0.1000004."),
+        ([2e6], [1e6], "You predicted [2000000]; it is [1000000]."),
+        ([0.1000002], [0.1000004], "You predicted [0.1000002]; it is [0.1000004]."),
+        (5e-13, 1e-13, "You predicted 5e-13; it is 1e-13."),
+    ],
+)
+def test_different_numbers_look_equal_or_are_hard_to_read(said, guess, actual, line):
+    assert said(guess, actual).splitlines()[0] == line
+
+
+def test_entries_that_differ_look_equal(said):
+    line = said([1, 0.1000002], [1, 0.1000004]).splitlines()[1]
+    assert line.endswith("is [1]: you predicted 0.1000002; it is 0.1000004.")
+
+
+def test_zero_is_wrong_for_what_rounding_leaves_of_it(said):
+    assert said(0, 0.1 + 0.2 - 0.3) == "Right: 5.55112e-17.\n"
+    assert said(0, 1e-11).startswith("You predicted 0; it is 1e-11.")
+
+
+@pytest.mark.parametrize(
+    ("guess", "shown"),
+    [
+        pytest.param(10**5000, "1e+5000", id="10**5000"),
+        pytest.param(-(10**400), "-1e+400", id="-10**400"),
+        ([3 * 10**5000], "[3e+5000]"),
+        (10**45 - 1, ",".join(["999"] * 15)),
+        (torch.Tensor, "the class Tensor"),
+        (np.ndarray, "the class ndarray"),
+        (torch.eye(2).to_sparse(), "an object of type Tensor"),
+        (torch.ones(2, device="meta"), "an object of type Tensor"),
+        ({print: 1}, "{an object of type builtin_function_or_method: 1}"),
+    ],
+)
+def test_an_odd_prediction_raises_or_shows_an_address(said, guess, shown):
+    assert said(guess, 7).splitlines()[0] == f"You predicted {shown}; it is 7."
+
+
+def test_a_key_that_is_a_function_shows_an_address(said):
+    line = said({print: 1}, {print: 2}).splitlines()[1]
+    function = "an object of type builtin_function_or_method"
+    assert line.endswith(f"is [{function}]: you predicted 1; it is 2.")
+    assert said({0: 1, print: 1}, {0: 1}).endswith(f"The answer has no entry [{function}].\n")
+
+
+@pytest.mark.parametrize(
+    ("nearly", "shown"), [("x", "'x'"), ({5: 3}, "{5: 3}"), ([24], "[24]"), (5, "5")]
+)
+def test_remarks_that_are_none_are_not_explained(nearly, shown):
+    with pytest.raises(kit.CompareError, match="nearly must map wrong predictions") as caught:
+        kit.predict(7, 12, nearly)
+    assert str(caught.value).endswith(f", got {shown}")
+
+
 @pytest.mark.parametrize("guess", [24, 24.0, torch.tensor(24)])
 def test_a_likely_mistake_is_not_recognized(said, guess):
     remark = {13: "no", 24: "that counts each message twice"}
@@ -130,6 +191,7 @@ def test_a_number_is_far_off_and_called_nearly_right(said, guess, actual):
             "The answer has 3 entries, and your list has 2. The first 2 are the same.",
         ),
         ([5, 1], [0], "The answer has 1 entry, and your list has 2."),
+        ([0], [0, 1], "The answer has 2 entries, and your list has 1. The first one is the same."),
         ([2, 0, 1], [0, 1, 2], "The entries are right, but not their order."),
         (
             [0, 1, 1, 4],
@@ -148,6 +210,12 @@ def test_a_number_is_far_off_and_called_nearly_right(said, guess, actual):
             " it is [2].",
         ),
         ({0: 1, 1: 2}, {0: 1}, "1 of 1 entry is right. The answer has no entry [1]."),
+        (
+            {"b": 1},
+            {"a": 1},
+            "0 of 1 entry is right. The first that is not is ['a']: you made no prediction;"
+            " it is 1.",
+        ),
     ],
 )
 def test_some_entries_are_right_and_nothing_is_said(said, guess, actual, remark):

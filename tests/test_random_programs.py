@@ -6,13 +6,16 @@ import os
 import random
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from reference_executor import Machine, Tape, random_program
 
 import ddp_kit as kit
 
-PROGRAMS = int(os.environ.get("DDP_KIT_RANDOM_PROGRAMS", "80"))
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+PROGRAMS = int(os.environ.get("DDP_KIT_RANDOM_PROGRAMS", "200"))  # of `make long`
 WORLD_SIZE = 4
 DEADLOCKS = 8  # of 200 programs: each costs fresh ranks
 
@@ -65,9 +68,9 @@ def outcome(program, chance):
     return found.pop() if len(found) == 1 else None
 
 
-def random_programs(chance):
-    """Yield programs, each with how it ends."""
-    left = Counter({"ended": PROGRAMS, "DeadlockError": PROGRAMS * DEADLOCKS // 200})
+def random_programs(chance, number):
+    """Yield programs, each with how it ends. number: of those that end."""
+    left = Counter({"ended": number, "DeadlockError": number * DEADLOCKS // 200})
     while sum(left.values()) > left["DeadlockError"]:
         program = random_program(Tape(chance.randbytes(110)), "cpu:gloo")
         if len(program) != WORLD_SIZE:
@@ -81,9 +84,12 @@ def random_programs(chance):
             yield program, expected
 
 
-def test_a_program_on_real_ranks_is_judged_differently_from_the_reference():
+@pytest.mark.parametrize(
+    ("seed", "number"), [(2, 40), pytest.param(3, PROGRAMS, marks=pytest.mark.long)]
+)
+def test_a_program_on_real_ranks_is_judged_differently_from_the_reference(seed, number):
     seen = Counter()
-    for program, expected in random_programs(random.Random(2)):
+    for program, expected in random_programs(random.Random(seed), number):
         try:
             kit.run(obey, plain(program), world_size=WORLD_SIZE, timeout=60)
             verdict = "ended"
@@ -91,5 +97,5 @@ def test_a_program_on_real_ranks_is_judged_differently_from_the_reference():
             verdict = type(error).__name__
         assert verdict == expected, (program, seen)
         seen[verdict] += 1
-    assert seen["ended"] >= PROGRAMS
-    assert seen["DeadlockError"] >= PROGRAMS * DEADLOCKS // 200
+    assert seen["ended"] >= number
+    assert seen["DeadlockError"] >= number * DEADLOCKS // 200

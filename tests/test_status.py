@@ -8,6 +8,7 @@ import re
 import time
 
 import psutil
+import pytest
 from processes import ended, wait_until
 
 import ddp_kit as kit
@@ -50,24 +51,31 @@ def test_a_pool_shows_its_ranks_their_state_and_their_memory():
     assert found.ranks[0].pid not in {one.pid for pool in kit.status().pools for one in pool.ranks}
 
 
-def test_a_run_that_is_going_on_is_shown(monkeypatch, pool):
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
     seen: list[object] = []
 
     class Watching(view.NoView):
         def update(self, lines):
             seen.append(last())
+            if {rank.state for rank in seen[-1].ranks} == {"running"}:
+                (tmp_path / "seen").touch()
+
+    def until_seen(rank, world_size):
+        while not (tmp_path / "seen").exists():
+            time.sleep(0.01)
 
     monkeypatch.setattr(view, "open_view", Watching)
-    pool.run(lambda rank, world_size: time.sleep(0.5))
+    pool.run(until_seen, timeout=60)
     assert seen[-1].running
-    assert any("running" in {rank.state for rank in one.ranks} for one in seen)
     assert str(seen[-1]).startswith("WorkerPool: 2 ranks, gloo, running")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_were_killed_or_are_unreadable_raise_nothing(monkeypatch, pool):
     first, second = map(psutil.Process, pool.run(pid))
     first.kill()
-    wait_until(lambda: last().ranks[0].state == "ended", 10, "rank 0 was killed")
+    wait_until(lambda: last().ranks[0].state == "ended", 100, "rank 0 was killed")
     monkeypatch.setattr(pool._processes.ranks[1].psutil, "memory_full_info", _refuse)
     shown = last()
     assert [rank.state for rank in shown.ranks] == ["ended", "idle"]
@@ -82,6 +90,7 @@ def _refuse():
     raise psutil.AccessDenied
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_shared_pool_comes_first_and_nothing_is_said_plainly(monkeypatch, pool):
     kit.run(pid, world_size=1)
     shared, *_, own = kit.status().pools
@@ -110,6 +119,7 @@ def in_loop(call, until, seconds=30):
     return asyncio.run(cell())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_the_last_run_left_out_end_after_a_while(monkeypatch):
     monkeypatch.setattr(pool_module, "UNUSED", 0.3)
     with kit.WorkerPool(1) as pool:
@@ -122,6 +132,7 @@ def test_ranks_that_the_last_run_left_out_end_after_a_while(monkeypatch):
         assert (again[0], len(set(again))) == (three[0], 3)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_pool_keeps_the_ranks_it_was_made_for_and_those_of_its_last_run(pool):
     pool.run(pid, world_size=1)
     assert pool._keep == 2
@@ -132,6 +143,7 @@ def test_a_pool_keeps_the_ranks_it_was_made_for_and_those_of_its_last_run(pool):
     assert pool_module._shared["spawn"]._keep == 1
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_are_used_hold_names_or_are_together_and_end_all_the_same(monkeypatch):
     with kit.WorkerPool(1) as pool:
         processes = pool._processes
@@ -150,6 +162,7 @@ def test_ranks_are_used_hold_names_or_are_together_and_end_all_the_same(monkeypa
         assert len(processes.ranks) == 3, "mpiexec would end all of them"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_loop_looks_although_an_earlier_one_was_closed(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
@@ -158,6 +171,7 @@ def test_a_loop_looks_although_an_earlier_one_was_closed(monkeypatch):
         in_loop(lambda: pool.run(pid), lambda: len(pool._processes.ranks) == 1)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_are_kept_for_names_only_as_long_as_they_have_any(monkeypatch):
     with kit.WorkerPool(2) as pool:
         monkeypatch.setitem(pool_module._shared, "spawn", pool)
@@ -172,6 +186,7 @@ def test_ranks_are_kept_for_names_only_as_long_as_they_have_any(monkeypatch):
         assert not keep_names("spawn", {0, 1})
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_nobody_looks_in_a_script_or_during_a_run(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
@@ -193,6 +208,6 @@ def test_in_a_notebook_unused_ranks_end_between_two_cells_unless_they_hold_names
     assert kernel.run("%%ranks\nkept").stdout == "rank 0: 0\nrank 1: 1\nrank 2: 2\n"
     kernel.run("%ranks reset")
     kernel.run("kit.run(pid, world_size=1)")
-    wait_until(lambda: ended(three[1:], 0), 30, "the unused ranks have ended")
+    wait_until(lambda: ended(three[1:], 0), 100, "the unused ranks have ended")
     assert three[0].is_running()
     assert len(kernel.ranks(3)) == 3

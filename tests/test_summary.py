@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
-import struct
 import sys
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -18,8 +13,11 @@ from traces import MS, Script
 
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
+from ddp_kit.lessons.device_mesh import sent_by_tcp
 from ddp_kit.trace import Group, RankTrace, Trace
 from ddp_kit.trace.bytes_sent import bytes_sent
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def rows(trace, **given):
@@ -237,18 +235,6 @@ def test_the_trace_of_an_error_has_a_summary():
     assert summary.steps == 4
 
 
-def sent_by_tcp():
-    """Return how many bytes this process has sent through its connections; Linux counts them."""
-    total = 0
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # it was closed, or is no connection
-            if stat.S_ISSOCK(os.stat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += struct.unpack_from("Q", info, 200)[0]
-    return total
-
-
 def send_in_every_way(rank, world_size, size):
     def ones(times=1):
         return torch.ones(times * size)
@@ -276,7 +262,7 @@ def send_in_every_way(rank, world_size, size):
         before = sent_by_tcp()
         call()
         dist.barrier()  # whoever has passed it has received everything
-        counted.append(sent_by_tcp() - before)
+        counted.append((sent_by_tcp() - before).total())
     return counted
 
 

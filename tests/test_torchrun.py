@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import os
+import re
 import shlex
 import signal
 import socket
@@ -21,6 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import BOUND
 
 import ddp_kit as kit
 from ddp_kit.lessons import beyond_one_machine
@@ -40,7 +43,7 @@ def nothing_is_left(monkeypatch, tmp_path_factory):
     # From 2.15 on, torchrun makes PyTorch's cache for compiled code, which is not ours to remove.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
     yield
-    assert psutil.wait_procs(agents(), timeout=10)[1] == []
+    assert psutil.wait_procs(agents(), timeout=BOUND)[1] == []
     assert os.listdir(folder) == []
     os.rmdir(folder)
 
@@ -60,44 +63,72 @@ def command(process):
         return ""
 
 
-def test_it_returns_what_run_returns(capsys):
-    factor = 10
+class Shown(view.NoView):
+    """A view that remembers what every rank was doing, and for how long."""
+
+    def __init__(self, _world_size=0):
+        self.lines: list[list[view.RankLine]] = []
+
+    def update(self, lines):
+        self.lines.append(list(lines))
+
+
+@functools.cache
+def a_run():
+    """Return the result of a run, what it printed, and what it showed: once for several tests."""
+    factor, shown = 10, Shown()
 
     def worker(rank, world_size, added):
         total = torch.tensor([rank])
         dist.all_reduce(total)
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
         print(f"sum {total.item()}")
         print("to stderr", file=sys.stderr)
-        return factor * total.item() + added
+        time.sleep(1)  # long enough to be seen
+        return factor * total.item() + added, os.environ["RANK"], type(world_size)
 
-    result = torchrun(worker, 5)
-    assert list(result) == [15, 15]
+    numbers = {"nproc_per_node": 2, "nnodes": 1, "max_restarts": 0}
+    numbers = {name: numpy.int64(number) for name, number in numbers.items()}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(view, "open_view", lambda world_size: shown)
+        patch.setenv("PET_NNODES", "2")
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
+        result = kit.torchrun(worker, 5, **numbers)
+    return result, out.getvalue(), shown.lines
+
+
+def test_it_returns_what_run_returns():
+    result, printed, _ = a_run()
+    assert [value[:2] for value in result] == [(15, "0"), (15, "1")]
     assert result.output == ("sum 1\nto stderr\n",) * 2
-    assert [event.op for event in result.trace] == ["all_reduce"] * 2
+    assert [event.op for event in result.trace] == ["all_reduce", "all_reduce", "barrier"] * 2
     lines = ["[rank 0] sum 1", "[rank 0] to stderr", "[rank 1] sum 1", "[rank 1] to stderr"]
-    assert capsys.readouterr().out.splitlines() == lines
+    assert printed.splitlines()[:4] == lines
 
 
-def test_nothing_is_shown_while_torchrun_starts(monkeypatch):
-    seen: list[list[view.RankLine]] = []
+def test_torchruns_own_variables_in_the_notebook_change_nothing():
+    result, _, _ = a_run()  # which had PET_NNODES=2
+    assert [value[1] for value in result] == ["0", "1"]
 
-    class Watching(view.NoView):
-        def update(self, lines):
-            seen.append(list(lines))
 
-    monkeypatch.setattr(view, "open_view", Watching)
-    torchrun(lambda rank, world_size: time.sleep(0.5))
+def test_nothing_is_shown_while_torchrun_starts():
+    _, _, seen = a_run()
     doing = [[line.doing for line in lines] for lines in seen]
     assert doing[0] == ["starting under torchrun"] * 2
-    assert doing[-1] == ["computing"] * 2
+    assert ["computing"] * 2 in doing
     waits = [lines[0].seconds for lines in seen if lines[0].doing == "starting under torchrun"]
     assert max(filter(None, waits), default=0) >= 1, "it takes longer than a second"
 
 
-def test_a_whole_number_of_numpy_is_refused():
-    numbers = {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}
-    numbers = {name: numpy.int64(number) for name, number in numbers.items()}
-    assert list(kit.torchrun(lambda rank, world_size: type(world_size), **numbers)) == [int]
+def test_work_that_nobody_waited_for_is_reported_as_by_run():
+    _, printed, _ = a_run()
+    assert "ranks 0 and 1 never waited for all_reduce, which may still be in flight" in printed
+
+
+def test_a_whole_number_of_numpy_is_refused_or_reaches_the_worker():
+    result, _, _ = a_run()  # which was asked for with such numbers
+    assert [value[2] for value in result] == [int, int]
 
 
 def test_a_lesson_runs_by_name_with_its_options_and_its_trace(capsys):
@@ -122,7 +153,9 @@ def test_a_file_runs_as_a_program_of_its_own(tmp_path, monkeypatch):
         """)
     )
     monkeypatch.chdir(tmp_path)
-    assert torchrun("train.py", "--epochs", "1").output == ("found ['--epochs', '1'] 2\n",) * 2
+    result = kit.torchrun("train.py", "--epochs", "1", nproc_per_node=1)
+    assert list(result) == [None]
+    assert result.output == ("found ['--epochs', '1'] 1\n",)
 
 
 def test_a_deadlock_is_reported():
@@ -157,16 +190,6 @@ def test_a_rank_that_raises_is_reported_with_its_line_and_the_waits_of_the_other
     assert [wait.op for wait in caught.value.waits] == ["barrier"]
 
 
-def test_work_that_nobody_waited_for_is_reported_as_by_run(capsys):
-    def worker(rank, world_size):
-        dist.all_reduce(torch.ones(1), async_op=True)
-        dist.barrier()
-
-    torchrun(worker)
-    printed = capsys.readouterr().out
-    assert "ranks 0 and 1 never waited for all_reduce, which may still be in flight" in printed
-
-
 def test_a_rank_that_is_killed_is_reported_with_its_signal():
     def worker(rank, world_size):
         if rank == 1:
@@ -191,7 +214,7 @@ def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, c
 
 def test_the_time_limit_ends_a_run():
     with pytest.raises(kit.RunTimeoutError, match=r"did not end within 0\.5 s"):
-        torchrun(lambda rank, world_size: time.sleep(60), timeout=0.5)
+        kit.torchrun(lambda rank, world_size: time.sleep(60), nproc_per_node=1, timeout=0.5)
 
 
 def test_an_interrupt_ends_a_run_and_its_agent_and_loses_no_output(capsys):
@@ -257,7 +280,7 @@ def beside_the_notebook(monkeypatch, tmp_path):
 
 
 on_two_hosts = functools.partial(
-    kit.torchrun, nproc_per_node=1, nnodes=2, master_addr="127.0.0.1", join_timeout=90
+    kit.torchrun, nproc_per_node=1, nnodes=2, master_addr="127.0.0.1", join_timeout=300
 )
 
 
@@ -287,7 +310,7 @@ def test_what_a_rank_on_another_host_raises_is_reported_here():
     def worker(rank, world_size):
         if rank == 1:
             raise ValueError("boom")
-        dist.barrier()
+        time.sleep(600)  # gloo does not end it
 
     with OtherHost(), pytest.raises(kit.RankError) as caught:
         on_two_hosts(worker)
@@ -313,11 +336,16 @@ def test_a_deadlock_with_a_rank_on_another_host_is_reported():
 @pytest.mark.parametrize(
     ("ends", "failed"),
     [
-        (lambda: sys.exit(3), "SystemExit: 3"),
-        (threading.Lock, "TypeError: the worker returned a lock"),
-        (lambda: sys.exit(0), None),
+        pytest.param(lambda: sys.exit(3), "SystemExit: 3", id="exit"),
+        # These two are told as on this host.
+        pytest.param(
+            threading.Lock,
+            "TypeError: the worker returned a lock",
+            id="lock",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(lambda: sys.exit(0), None, id="success", marks=pytest.mark.long),
     ],
-    ids=["exit", "cannot be sent", "success"],
 )
 def test_how_a_worker_ends_on_another_host_is_reported(ends, failed):
     def worker(rank, world_size):
@@ -347,7 +375,10 @@ def test_a_host_that_never_joins_is_reported_in_one_sentence(capsys):
             beyond_one_machine.my_place,
             **{"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "join_timeout": 3},
         )
-    assert "--node-rank 1" in capsys.readouterr().out
+    command = capsys.readouterr().out
+    assert "--node-rank 1" in command
+    [port] = re.findall(r"--master-port (\d+)", command)
+    assert 20000 <= int(port) < 30000  # an outgoing connection may take a larger one meanwhile
 
 
 def test_an_impossible_rendezvous_is_refused_before_anything_starts():
@@ -358,6 +389,20 @@ def test_an_impossible_rendezvous_is_refused_before_anything_starts():
         port = taken.getsockname()[1]
         with pytest.raises(kit.PoolError, match=f"port {port} of this host is unavailable"):
             two_hosts(master_addr="127.0.0.1", master_port=port)
+
+
+def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
+    create = socket.create_server
+
+    def refuse(address, **options):
+        if address[1]:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    message = r"20000 and 29999 are unavailable \(Address already in use\); set master_port= to a"
+    with pytest.raises(kit.PoolError, match=message):
+        torchrun(beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -397,12 +442,6 @@ def test_a_file_that_the_kit_did_not_write_is_not_overwritten(tmp_path, monkeypa
             beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1", master_port=port
         )
     assert file.read_text() == "important = True\n"
-
-
-def test_torchruns_own_variables_in_the_notebook_change_nothing(monkeypatch):
-    monkeypatch.setenv("PET_NNODES", "2")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
-    assert [place["RANK"] for place in torchrun(beyond_one_machine.my_place)] == [0, 1]
 
 
 def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():

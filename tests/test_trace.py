@@ -29,6 +29,8 @@ from ddp_kit.trace import (
 )
 from ddp_kit.trace.rank import recorder
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 WORLD = Group("0", (0, 1))
 
 
@@ -543,7 +545,7 @@ def test_a_bar_is_as_full_as_the_loop_has_come(done, total, bar):
 def test_the_time_that_a_rank_was_blocked_is_its_waits():
     def worker(rank, world_size):
         if rank == 0:
-            time.sleep(0.3)
+            time.sleep(1)  # rank 1 is there, even if it comes 0.8 s later
             dist.send(torch.zeros(1), 1)
         else:
             dist.recv(torch.zeros(1), 0)

@@ -267,7 +267,7 @@ def test_torchrun_and_spawned_ranks_write_the_same(tmp_path):
     command += ["--nproc-per-node", "2", "-m", "ddp_kit.lessons.collectives"]
     command += ["--backend", "gloo", "--trace", str(theirs)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    out = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert out.returncode == 0, out.stderr
     assert files(theirs) == files(own)
     for number in range(len(list(own.iterdir()))):

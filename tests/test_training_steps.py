@@ -286,7 +286,7 @@ def train_with_a_slow_first_bucket(rank, world_size):
         future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
 
         def take(future):
-            time.sleep(0.0 if bucket.is_last() else 0.1)
+            time.sleep(0.0 if bucket.is_last() else 0.3)
             return future.value()[0]
 
         return future.then(take)

@@ -339,6 +339,18 @@ def test_a_deadlock_is_explained_wrongly(program, fact, lines, hint):
     assert str(error).splitlines() == [fact, *lines, hint]
 
 
+def test_a_worker_for_two_ranks_on_more_is_only_told_to_count():
+    two = "If the worker is meant for two ranks, pass world_size=2."
+    four = Group("0", (0, 1, 2, 3))
+    for other in (recv(0, group=four), send(1, group=four)):
+        pair = [[send(1, group=four)], [recv(0, group=four)]]
+        error = deadlock(states_of(*pair, [other], [other]))
+        assert str(error).splitlines()[-1] == f"{COUNT} {two}"
+    # With a single rank stuck, or rank 1 as well, something else is wrong.
+    assert deadlock(states_of([send(1)], [recv(0)], [recv(0)])).hint == COUNT
+    assert deadlock(states_of([], [recv(0)], [recv(0)])).hint == COUNT
+
+
 def test_an_isend_that_nobody_waited_for_in_a_ring_is_explained_as_a_cycle():
     states = states_of([recv(1)], [recv(0)], [])
     states[1] = replace(states[1], given_up={(1, 0, 0, THREE): {0: ISEND}})

@@ -4,6 +4,8 @@
 NotImplementedError for a stub, or ExerciseError for an answer that is not right yet.
 """
 
+from ddp_kit.check.backends import exercise_9_1, exercise_9_2, exercise_9_3
+from ddp_kit.check.beyond_one_machine import exercise_10_1, exercise_10_2, exercise_10_3
 from ddp_kit.check.collectives import (
     exercise_2_1,
     exercise_2_2,
@@ -11,10 +13,32 @@ from ddp_kit.check.collectives import (
     exercise_2_4,
     exercise_2_5,
 )
-from ddp_kit.check.ddp import exercise_8_1, exercise_8_2
+from ddp_kit.check.context_parallel import (
+    exercise_16_1,
+    exercise_16_2,
+    exercise_16_3,
+    exercise_16_4,
+)
+from ddp_kit.check.data_parallel import exercise_7_1, exercise_7_2
+from ddp_kit.check.ddp import exercise_8_1, exercise_8_3, exercise_8_6
+from ddp_kit.check.ddp_mistakes import exercise_8_2, exercise_8_4, exercise_8_5
+from ddp_kit.check.device_mesh import exercise_12_1, exercise_12_2, exercise_12_3
+from ddp_kit.check.environment import exercise_5_1, exercise_5_2
+from ddp_kit.check.fully_sharded import exercise_13_3
+from ddp_kit.check.init_methods import exercise_6_1, exercise_6_2, exercise_6_3
 from ddp_kit.check.partitioned_sgd import exercise_3_1, exercise_3_2
+from ddp_kit.check.pipeline_parallel import exercise_15_1, exercise_15_2, exercise_15_3
 from ddp_kit.check.point_to_point import exercise_1_1, exercise_1_2, exercise_1_3, exercise_1_4
 from ddp_kit.check.ring_allreduce import exercise_4_1, exercise_4_2
+from ddp_kit.check.tensor_parallel import exercise_14_1, exercise_14_2, exercise_14_3, exercise_14_4
+from ddp_kit.check.what_happens_at_1024 import (
+    exercise_11_1,
+    exercise_11_2,
+    exercise_11_3,
+    exercise_11_4,
+)
+from ddp_kit.check.which_one_when import exercise_17_1, exercise_17_2, exercise_17_3, exercise_17_4
+from ddp_kit.check.zero import exercise_13_1, exercise_13_2, exercise_13_4
 
 __all__ = [
     "exercise_1_1",
@@ -30,8 +54,51 @@ __all__ = [
     "exercise_3_2",
     "exercise_4_1",
     "exercise_4_2",
+    "exercise_5_1",
+    "exercise_5_2",
+    "exercise_6_1",
+    "exercise_6_2",
+    "exercise_6_3",
+    "exercise_7_1",
+    "exercise_7_2",
     "exercise_8_1",
     "exercise_8_2",
+    "exercise_8_3",
+    "exercise_8_4",
+    "exercise_8_5",
+    "exercise_8_6",
+    "exercise_9_1",
+    "exercise_9_2",
+    "exercise_9_3",
+    "exercise_10_1",
+    "exercise_10_2",
+    "exercise_10_3",
+    "exercise_11_1",
+    "exercise_11_2",
+    "exercise_11_3",
+    "exercise_11_4",
+    "exercise_12_1",
+    "exercise_12_2",
+    "exercise_12_3",
+    "exercise_13_1",
+    "exercise_13_2",
+    "exercise_13_3",
+    "exercise_13_4",
+    "exercise_14_1",
+    "exercise_14_2",
+    "exercise_14_3",
+    "exercise_14_4",
+    "exercise_15_1",
+    "exercise_15_2",
+    "exercise_15_3",
+    "exercise_16_1",
+    "exercise_16_2",
+    "exercise_16_3",
+    "exercise_16_4",
+    "exercise_17_1",
+    "exercise_17_2",
+    "exercise_17_3",
+    "exercise_17_4",
 ]
 
 

@@ -1,22 +1,24 @@
-"""Graders of lesson 08: buckets sent during backward, and a sampler of your own."""
+"""Graders of lesson 08: gradients in buckets, of several batches, and DDP by hand."""
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.partitioned_sgd import hint_for_mean, small_layers
-from ddp_kit.error_text import count, name_ranks
+from ddp_kit.error_text import count
+from ddp_kit.errors import RankError
+from ddp_kit.trace import Event
 
 BUCKETS = 3
-SEEDS = (7, 1000)  # further apart than the epochs are
+BATCHES = 4
+_PLACE = " in weight.grad"
 _ONCE = "Call all_reduce once per bucket in each backward, and do not convert the gradients."
 _START = (
     "Call all_reduce with async_op=True in the hook, as soon as the bucket's last gradient is "
@@ -59,88 +61,181 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward")
 
 
-def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
-    """Grade the class `OwnSampler(data, seed)` on 1 to 5 ranks and several lengths.
+_FROZEN = (
+    "A frozen parameter gets no gradient, and PyTorch refuses to set a hook on it: set one only "
+    "where parameter.requires_grad is true."
+)
+_TIED = (
+    "A weight that two layers share has one gradient. module.parameters() names it once; set one "
+    "hook on each parameter that is trained."
+)
+
+
+def exercise_8_3(accumulate: Callable[[nn.Module, list[torch.Tensor]], Any]) -> None:
+    """Grade `accumulate(model, batches)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler, collectives=True)
+    grader = Grader("8.3", "accumulate(model, batches)", accumulate, collectives=True)
     for world_size in SIZES:
-        for length in (12, 10, 23, 2):
-            case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
-            result = grader.run(_deal, length, world_size=world_size, case=case)
-            if len(result.trace):
-                grader.fail(
-                    f"{result.trace.events[0].op} was called",
-                    hint="A sampler needs no communication. All ranks draw the same order from the "
-                    "same seed, and each takes its own part.",
-                )
-            _check_hands(grader, length)
-            first, other, again, reseeded = (
-                [dealt["hands"][i] for dealt in result] for i in range(4)
-            )
-            if length >= 10:  # fewer may be shuffled alike twice
-                _check_shuffled(grader, "epochs 0 and 1 have", first, other)
-                _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
-            if any(dealt["seeded"] for dealt in result):
-                grader.fail(
-                    "it changed the random state of the whole process",
-                    hint="Seed a torch.Generator of the sampler's own, and pass it to "
-                    "torch.randperm.",
-                )
-            if first != again:
-                grader.fail(
-                    "epoch 0 has a different order the second time",
-                    hint="The order must depend only on seed and epoch: create and seed a new "
-                    "torch.Generator for each epoch.",
-                )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
-
-
-def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
-    """Fail if two orders are the same; on a single rank, also if one is only rotated."""
-    if hands == others:
-        grader.fail(
-            f"{whose} the same order",
-            hint="Draw the order from the seed plus the epoch given to set_epoch.",
+        result = grader.run(_accumulate, world_size=world_size)
+        own = [
+            torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))
+        ]
+        mean = sum(own[1:], own[0]) / world_size
+        found = list(result)
+        grader.compare(
+            [mean] * world_size, found, _hint_for_batches(mean, found, own), place=_PLACE
         )
-    order, other = hands[0], others[0]
-    if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
-        grader.fail(
-            f"{whose} the same order, only starting at a different position",
-            hint="Shuffle again: seed a torch.Generator with the seed plus the epoch, and pass it "
-            "to torch.randperm.",
-        )
+        calls = [event for event in grader.collectives() if event.op == "DDP all_reduce"]
+        if len(calls) > 1:
+            grader.fail(
+                f"right, but DDP called all_reduce {len(calls)} times where once would be enough",
+                hint="Call the model and backward under no_sync() for all batches but the last. "
+                "DDP decides in the forward.",
+            )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with one all_reduce for four batches")
 
 
-def _check_hands(grader: Grader, length: int) -> None:
-    """Fail unless all ranks get equally many positions, and each position goes to a rank."""
-    result = grader.result
-    each = -(-length // len(result))
-    for epoch in range(2):
-        hands = [dealt["hands"][epoch] for dealt in result]
-        gets = [f"rank {rank} gets {hand}" for rank, hand in enumerate(hands)]
-        if wrong := [rank for rank, hand in enumerate(hands) if len(hand) != each]:
+def exercise_8_6(own_ddp: Callable[[nn.Module], Any]) -> None:
+    """Grade the class `OwnDDP(module)` on 1 to 5 ranks, in two backwards of one model.
+
+    The model has a weight that two layers share, a frozen layer and a buffer.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    hints = {RankError: _hint_for_frozen}
+    grader = Grader("8.6", "OwnDDP(module)", own_ddp, hints, collectives=True)
+    tensors, trained = _tensors(_Tied()), list(_trained(_Tied()))
+    for world_size in SIZES:
+        result = grader.run(_train_own, world_size=world_size)
+        for name, tensor in tensors.items():
+            found = [value["start"][name] for value in result]
+            hint = "All ranks must start with rank 0's: broadcast each parameter and buffer."
+            place = f" in {name} after OwnDDP(module)"
+            grader.compare([tensor] * world_size, found, hint, place=place)
+        calls = [event for event in grader.collectives() if event.op == "all_reduce"]
+        if len(calls) > 2 * len(trained):
             grader.fail(
-                f"{name_ranks(wrong)} should get {count(each, 'position')}",
-                *gets,
-                hint="All ranks must get equally many, or one would wait in its last all_reduce. "
-                "First extend the order from its beginning, as often as needed; then deal it out.",
+                f"two backwards called all_reduce {len(calls)} times for {len(trained)} gradients",
+                hint=_TIED,
             )
-        if beyond := sorted(set(chain(*hands)) - set(range(length))):
+        for step in range(2):
+            for name in trained:
+                own = [_own_shared_gradients(rank, step)[name] for rank in range(world_size)]
+                mean = sum(own[1:], own[0]) / world_size
+                found = [value["gradients"][step][name] for value in result]
+                place = f" in {name}.grad after backward {step + 1}"
+                grader.compare(
+                    [mean] * world_size, found, hint_for_mean(mean, found, own), place=place
+                )
+        _check_overlap(grader, calls)
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with tied and frozen weights, during backward")
+
+
+def _check_overlap(grader: Grader, calls: list[Event]) -> None:
+    """Fail unless some gradients left before the last one was ready, and nobody waited for them."""
+    began = 0
+    for step, (last_ready, done) in enumerate(grader.result[0]["moments"]):
+        sent = [event for event in calls if began <= event.start]
+        if sent and sent[0].start > last_ready:
             grader.fail(
-                f"there is no position {beyond[0]}",
-                *gets,
-                hint=f"Shuffle the positions 0 to {length - 1}, then extend the order from its "
-                "beginning.",
+                f"right, but no all_reduce of backward {step + 1} began before the last gradient "
+                "was ready",
+                hint="Start the all_reduce in the hook: it is called when its gradient is ready.",
             )
-        if missing := sorted(set(range(length)) - set(chain(*hands))):
+        if any(event.waited is not None and event.waited < done for event in sent):
             grader.fail(
-                f"no rank gets position {missing[0]}",
-                *gets,
-                hint="Every position must go to a rank. All ranks must shuffle alike, so seed a "
-                "torch.Generator; and no two may take the same part of the order.",
+                f"right, but backward {step + 1} waited for an all_reduce",
+                hint="Call all_reduce with async_op=True, and put the Work object into self.works: "
+                "`finish_gradient_synchronization` waits for it.",
             )
+        began = done
+
+
+def _hint_for_frozen(error: RankError) -> str:
+    messages = [failure.message for failure in error.failures.values()]
+    return _FROZEN if any("doesn't require gradient" in message for message in messages) else ""
+
+
+class _Tied(nn.Module):
+    """Linear layers of whole numbers: the last one has the first one's weight, one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = small_layers(2, 2, 2, 2)
+        self.first, self.frozen, self.last = layers
+        self.last.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("shift", torch.ones(2))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.first(x)) + self.shift)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters and buffers by name; a shared weight has one name."""
+    both = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in both.items()}
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _loss(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int) -> torch.Tensor:
+    """Return a loss whose gradients differ between ranks, those of biases, too."""
+    return (rank + 1 + 10 * step) * model(torch.ones(1, 2)).sum()
+
+
+def _own_shared_gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
+    module = _Tied()
+    _loss(module, rank, step).backward()
+    return {name: parameter.grad for name, parameter in _trained(module).items()}
+
+
+def _train_own(rank: int, world_size: int, own_ddp: Callable) -> dict:
+    """Wrap a module that starts differently on each rank, and run backward twice."""
+    module = _Tied()
+    ready: list[int] = []
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor += rank
+    for parameter in _trained(module).values():
+        parameter.register_post_accumulate_grad_hook(lambda _: ready.append(time.monotonic_ns()))
+    model = own_ddp(module)
+    start, gradients, moments = _tensors(module), [], []
+    for step in range(2):
+        module.zero_grad()
+        _loss(model, rank, step).backward()
+        moments.append((ready[-1], time.monotonic_ns()))
+        model.finish_gradient_synchronization()
+        named = _trained(module).items()
+        gradients.append({name: parameter.grad.clone() for name, parameter in named})
+    return {"start": start, "gradients": gradients, "moments": moments}
+
+
+def _hint_for_batches(mean: torch.Tensor, found: list, own: list[torch.Tensor]) -> str:
+    if all(torch.equal(mean * BATCHES, have) for have in found):
+        return "That is the sum over the batches. Divide each loss by the number of batches."
+    if len(own) > 1 and all(map(torch.equal, own, found)):
+        return "Each rank still has its own gradient: the last batch must not be under no_sync()."
+    return "It is the mean over all batches of all ranks, of the gradient of model(x).mean()."
+
+
+def _batches(rank: int) -> list[torch.Tensor]:
+    """Return batches of shape (2, 3), whose means are divisible by all world sizes."""
+    start = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    return [960 * (rank + 1) * (number + start) for number in range(BATCHES)]
+
+
+def _accumulate(rank: int, world_size: int, accumulate: Callable) -> torch.Tensor:
+    layer = nn.Linear(3, 1, bias=False)
+    accumulate(DistributedDataParallel(layer), _batches(rank))
+    return layer.weight.grad if layer.weight.grad is not None else torch.zeros(1, 3)
 
 
 def _check_gradients(grader: Grader, step: int) -> None:
@@ -196,14 +291,3 @@ def _backwards(rank: int, world_size: int, average_in_backward: Callable) -> dic
         gradients.append([parameter.grad.clone() for parameter in layers.parameters()])
     names = [name for name, _ in layers.named_parameters()]
     return {"names": names, "gradients": gradients, "moments": moments}
-
-
-def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dict:
-    """Deal four hands of positions, and check whether torch's global random state changed."""
-    before = torch.get_rng_state()
-    sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
-    hands = []
-    for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
-        dealer.set_epoch(epoch)
-        hands.append([operator.index(position) for position in dealer])  # it may be a tensor
-    return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}

@@ -7,6 +7,7 @@ import io
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from ddp_kit.trace import Event
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
+STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 IN_PLACE = (
     "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
     "new one."
@@ -43,7 +45,8 @@ class Grader:
     """Grades one answer: runs it case by case, and fails with a message that helps.
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: the learner's function or class. hints: what to try if a run fails with such an error.
+    answer: the learner's function or class. hints: what to try if a run fails with such an error,
+    or functions of the error that return it.
     collectives: whether the answer may call collectives.
 
     Raises ExerciseError if the answer cannot be called in this form.
@@ -54,7 +57,7 @@ class Grader:
         number: str,
         form: str,
         answer: Callable[..., Any],
-        hints: dict[type[Exception], str] | None = None,
+        hints: dict[type[Exception], str | Callable[[Any], str]] | None = None,
         collectives: bool = False,
     ) -> None:
         self.number, self.form, self.answer = number, form, answer
@@ -103,7 +106,9 @@ class Grader:
         except tuple(_FAILED) as error:
             self._printed.append(printed.getvalue())
             _raise_if_stub(error, self.number)
-            self.fail(_FAILED[type(error)], hint=self._hints.get(type(error), ""), error=error)
+            hint = self._hints.get(type(error), "")
+            hint = hint(error) if callable(hint) else hint
+            self.fail(_FAILED[type(error)], hint=hint, error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise

@@ -1,10 +1,9 @@
-"""The eight steps of `nn.DataParallel`: PyTorch's own on GPUs, stand-ins on virtual devices."""
+"""`nn.DataParallel` by hand, on GPUs or on virtual devices, and its eight steps one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,9 @@ from torch.func import functional_call
 from ddp_kit import device
 
 LOSS = F.nll_loss
+
+# The parameters and buffers of the network on one device, by name.
+Replica: TypeAlias = dict[str, torch.Tensor]
 
 
 def devices(count: int) -> list[torch.device]:
@@ -31,24 +33,15 @@ def virtual(count: int) -> list[torch.device]:
 
 
 def are_real(places: Sequence[torch.device]) -> bool:
-    """Return whether the devices differ, so that PyTorch's own functions can run on them."""
+    """Return whether the devices differ, so that they are GPUs and not virtual devices."""
     return len(set(places)) > 1
 
 
 def scatter(batch: torch.Tensor, places: Sequence[torch.device]) -> list[torch.Tensor]:
     """Cut the batch into chunks; the first stays on device 0, the others are copied."""
-    if are_real(places):
-        return list(nn.parallel.scatter(batch, places))
-    first, *others = batch.chunk(len(places))
-    return [first, *(chunk.clone() for chunk in others)]
-
-
-@dataclass(frozen=True)
-class Replica:
-    """The network on one device: a function that calls it, and its parameters there."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    parameters: list[torch.Tensor]
+    chunks = batch.chunk(len(places))
+    others = [chunks[i].to(places[i], copy=True) for i in range(1, len(chunks))]
+    return [chunks[0], *others]
 
 
 def replicate(model: nn.Module, places: Sequence[torch.device]) -> list[Replica]:
@@ -56,40 +49,40 @@ def replicate(model: nn.Module, places: Sequence[torch.device]) -> list[Replica]
 
     Backward goes through the copies and sums the gradients of all replicas on device 0.
     """
-    names = [name for name, _ in model.named_parameters()]
-    if are_real(places):
-        modules = nn.parallel.replicate(model, places)
-        return [Replica(m, [attrgetter(name)(m) for name in names]) for m in modules]
-    replicas = []
-    for index in range(len(places)):
-        copy = torch.clone if index else lambda tensor: tensor.view_as(tensor)
-        parameters = {name: copy(p) for name, p in model.named_parameters()}
-        buffers = {name: copy(b) for name, b in model.named_buffers()}
-        replicas.append(Replica(_caller(model, parameters | buffers), list(parameters.values())))
-    return replicas
-
-
-def _caller(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Callable:
-    return lambda shard: functional_call(model, tensors, (shard,))
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    first = {name: tensor.view_as(tensor) for name, tensor in tensors.items()}
+    return [first] + [
+        {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}
+        for place in places[1:]
+    ]
 
 
 def parallel_apply(
-    replicas: Sequence[Replica], shards: Sequence[torch.Tensor], places: Sequence[torch.device]
+    model: nn.Module, replicas: Sequence[Replica], shards: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Call each replica with its shard: in one thread per GPU, else one after the other."""
-    if are_real(places):
-        used = places[: len(replicas)]
-        return nn.parallel.parallel_apply([r.forward for r in replicas], shards, devices=used)
-    return [replica.forward(shard) for replica, shard in zip(replicas, shards, strict=True)]
+    """Call the model once for each device, with that device's replica and shard."""
+    both = zip(replicas, shards, strict=True)
+    return [functional_call(model, replica, shard) for replica, shard in both]
 
 
-def gather(outputs: Sequence[torch.Tensor], places: Sequence[torch.device]) -> torch.Tensor:
-    """Concatenate all outputs on device 0; a single one is already there."""
-    if len(outputs) == 1:
-        return outputs[0]
-    if are_real(places):
-        return nn.parallel.gather(outputs, places[0])
-    return torch.cat(list(outputs))
+def gather(outputs: Sequence[torch.Tensor], place: torch.device) -> torch.Tensor:
+    """Concatenate all outputs on one device."""
+    return torch.cat([output.to(place) for output in outputs])
+
+
+class ByHand(nn.Module):
+    """A wrapper that computes what `nn.DataParallel` does, on GPUs or on virtual devices."""
+
+    def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.module, self.places = module, places
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for the whole batch, on device 0."""
+        shards = scatter(batch, self.places)
+        replicas = replicate(self.module, self.places[: len(shards)])
+        outputs = parallel_apply(self.module, replicas, shards)
+        return gather(outputs, self.places[0])
 
 
 def eight_steps(
@@ -110,13 +103,14 @@ def eight_steps(
     yield "scatter", "shard", [[shard] for shard in shards]
 
     replicas = replicate(model, places[: len(shards)])
-    copies = [replica.parameters for replica in replicas]
+    names = [name for name, _ in model.named_parameters()]
+    copies = [[replica[name] for name in names] for replica in replicas]
     yield "replicate", "replica", copies
 
-    outputs = parallel_apply(replicas, shards, places)
+    outputs = parallel_apply(model, replicas, shards)
     yield "parallel apply", "outputs", [[output] for output in outputs]
 
-    gathered = gather(outputs, places)
+    gathered = gather(outputs, places[0])
     del shards, replicas, outputs  # what backward needs of them stays, as on GPUs
     yield "gather", "gathered, loss", [[gathered]]
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device
-from ddp_kit.lessons.partitioned_sgd import SEED
+from ddp_kit.lessons._ddp_by_hand import DistributedDataParallel, Replicated
+from ddp_kit.lessons.partitioned_sgd import SEED, average_gradients
 from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
+
+if TYPE_CHECKING:
+    from ddp_kit.plot.picture import Picture
+    from ddp_kit.pool.result import Result
 
 USUAL_CAPS = (0.5, 1, 2, 4, 25)  # MiB; the last is DDP's default
 
@@ -42,6 +48,27 @@ class Stack(nn.Module):
         return x
 
 
+def one_backward(rank: int, world_size: int, hooks: bool) -> None:
+    """Run one backward of four layers and average their gradients by hand, for the trace.
+
+    hooks: average each gradient during the backward, and not all of them after it.
+    """
+    widths = (512, 768, 640, 896, 512)
+    layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
+    module = nn.Sequential(*layers).to(device())
+    x = torch.ones(512, 512, device=device())
+    module(x).sum().backward()  # warms up
+    module.zero_grad()
+    model = (DistributedDataParallel if hooks else Replicated)(module)
+    loss = model(x).sum()
+    dist.barrier()
+    loss.backward()
+    if hooks:
+        model.finish_gradient_synchronization()
+    else:
+        average_gradients(model)
+
+
 def watch(
     rank: int,
     world_size: int,
@@ -65,24 +92,49 @@ def watch(
         notes[-1].append(f"-> bucket {bucket.index()}: {', '.join(held)}")
         return allreduce_hook(group, bucket)  # what DDP does without a hook
 
-    ddp = DistributedDataParallel(
-        model, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=find_unused_parameters
-    )
-    ddp.register_comm_hook(None, note_and_reduce)
+    options = {"find_unused_parameters": find_unused_parameters}
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **options)
+    wrapped.register_comm_hook(None, note_and_reduce)
     for _ in range(2):
         notes.append([])
-        ddp(torch.ones(1, 512, device=device())).sum().backward()
+        wrapped(torch.ones(1, 512, device=device())).sum().backward()
     return notes
 
 
 def backwards(
     rank: int, world_size: int, bucket_cap_mb: float | None = None, steps: int = 10
-) -> None:
-    """Run some backwards of a Stack of 4 MiB on 256 rows, for the trace."""
-    ddp = DistributedDataParallel(Stack().to(device()), bucket_cap_mb=bucket_cap_mb)
+) -> list[int]:
+    """Run some backwards of a Stack of 4 MiB on 256 rows, for the trace.
+
+    Returns when each of them began, in nanoseconds of `time.monotonic_ns()`.
+    """
+    stack = Stack().to(device())
+    model = nn.parallel.DistributedDataParallel(stack, bucket_cap_mb=bucket_cap_mb)
     x = torch.ones(256, 512, device=device())
+    began = []
     for _ in range(steps):
-        ddp(x).sum().backward()
+        loss = model(x).sum()
+        began.append(time.monotonic_ns())
+        loss.backward()
+    return began
+
+
+def on_one_axis(*results: Result) -> list[Picture]:
+    """Draw the buckets of a typical backward of rank 0 from each run of `backwards`.
+
+    The pictures have the same time axis, which starts when backward begins.
+    """
+    from ddp_kit import plot  # ranks do not need it
+
+    pictures = []
+    for result in results:
+        step = typical(result.trace)
+        pictures.append(plot.buckets(result, step=step, began=result[0][step]))
+    charts = [picture.axes[1] for picture in pictures]  # axes[0] is the sheet of paper
+    longest = max(chart.get_xlim()[1] for chart in charts)
+    for chart in charts:
+        chart.set_xlim(0, longest)
+    return pictures
 
 
 def typical(trace: Trace) -> int:
@@ -95,10 +147,8 @@ def typical(trace: Trace) -> int:
 def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     """Run ten backwards of a Stack and draw the buckets of a typical one on rank 0.
 
-    The drawing's `interact()` adds controls. Raises PoolError for an invalid choice.
+    In JupyterLab, controls follow. Raises PoolError for an invalid choice.
     """
-    from ddp_kit import plot  # ranks do not need it
-
     caps = positive("bucket_cap_mb", bucket_cap_mb, USUAL_CAPS)
     return Explorer(
         "ddp",
@@ -108,7 +158,7 @@ def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
             "world_size": range(1, max(4, world_size) + 1),
         },
         ask=lambda settings: (backwards, settings["bucket_cap_mb"]),
-        draw=lambda result, settings: plot.buckets(result, step=typical(result.trace)),
+        draw=lambda result, settings: on_one_axis(result)[0],
     )
 
 
@@ -120,7 +170,7 @@ OPTIONS = {
 
 
 def step_seconds(
-    rank: int, world_size: int, bytes_per_second: float | None = None, steps: int = 20
+    rank: int, world_size: int, bytes_per_second: float | None = None, steps: int = 30
 ) -> dict[str, list[float]]:
     """Time forward and backward of a Stack with each of OPTIONS, in turn.
 
@@ -134,7 +184,7 @@ def step_seconds(
         models = {}
         for name, options in OPTIONS.items():
             stack = Stack(spare="find_unused_parameters" in options).to(device())
-            models[name] = DistributedDataParallel(stack, **options)
+            models[name] = nn.parallel.DistributedDataParallel(stack, **options)
             if bytes_per_second:
                 models[name].register_comm_hook((wire, bytes_per_second), carry_slowly)
         for step in range(steps + 3):

@@ -38,14 +38,3 @@ def accuracy(model: nn.Module, full: bool = False) -> float:
 def flat(tensors) -> torch.Tensor:
     """Return many tensors as one flat copy on the CPU."""
     return torch.cat([tensor.detach().view(-1) for tensor in tensors]).cpu()
-
-
-def slowest(result) -> dict[str, list[float]]:
-    """Return the seconds of the slowest rank, step by step.
-
-    result: seconds per step of each rank, by name, as from a lesson's `step_seconds`.
-    """
-    return {
-        name: [max(step) for step in zip(*(rank[name] for rank in result), strict=True)]
-        for name in result[0]
-    }

@@ -8,38 +8,27 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-class RecordingStore(dist.Store):
-    """A store that passes all calls on to another one and records those that read or write.
-
-    notes: (call, key, bytes), in the order of the calls; values: what was written, by key.
-    """
+class ForwardingStore(dist.Store):
+    """A store that passes all calls on to another one."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self.store = store
-        self.notes: list[tuple[str, str, int]] = []
-        self.values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
         """Write a value."""
-        self.notes.append(("set", key, len(value)))
-        self.values[key] = bytes(value)
         self.store.set(key, value)
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
         """Wait until all keys have been written."""
-        self.notes.extend(("wait", key, 0) for key in keys)
         self.store.wait(keys, *timeout)
 
     def get(self, key: str) -> bytes:
-        """Read a value."""
-        value = self.store.get(key)
-        self.notes.append(("get", key, len(value)))
-        return value
+        """Wait until a value has been written, and read it."""
+        return self.store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
-        self.notes.append(("add", key, 0))
+        """Add to a counter, and return its new value."""
         return self.store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -48,7 +37,6 @@ class RecordingStore(dist.Store):
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Replace a value if it is the expected one."""
-        self.notes.append(("set", key, len(desired)))
         return self.store.compare_set(key, expected, desired)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -67,6 +55,40 @@ class RecordingStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long `wait` and `get` may take."""
         self.store.set_timeout(timeout)
+
+
+class RecordingStore(ForwardingStore):
+    """A store that also records the calls that read, write or wait.
+
+    notes: (call, key, bytes), in the order of the calls; values: what was written, by key.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.notes: list[tuple[str, str, int]] = []
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        self.notes.append(("set", key, len(value)))
+        self.values[key] = bytes(value)
+        super().set(key, value)
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """Wait until all keys have been written."""
+        self.notes.extend(("wait", key, 0) for key in keys)
+        super().wait(keys, *timeout)
+
+    def get(self, key: str) -> bytes:
+        """Wait until a value has been written, and read it."""
+        value = super().get(key)
+        self.notes.append(("get", key, len(value)))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its new value."""
+        self.notes.append(("add", key, 0))
+        return super().add(key, amount)
 
 
 def ranks_in(keys: Sequence[str]) -> list[int]:

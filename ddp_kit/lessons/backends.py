@@ -1,8 +1,8 @@
 """Backends: what each of them can do on this machine, and what a message costs.
 
-Each operation is tried on real ranks with each dtype, and its numbers are checked.
-Sources: the backend tables of "Writing Distributed Applications with PyTorch" and of notes on
-`torch.distributed`; mlbench's comparison of communication backends (2020), for the costs.
+Each operation is tried on real ranks with each dtype, and its numbers are checked. Sources: section
+Communication Backends of "Writing Distributed Applications with PyTorch"; MLBench, "Communication
+Backends, Raw performance benchmarking" (2020), for the old table and for the costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from statistics import median
+from statistics import fmean, median, pstdev
 
 import psutil
 import torch
@@ -29,6 +29,7 @@ from ddp_kit.lessons._backend_probes import (  # noqa: F401 - the notebook uses 
     WITHOUT_DTYPE,
     Cells,
     attempt,
+    has_answer,
     probe,
     refusals,
 )
@@ -42,8 +43,8 @@ PLACES = {
     "nccl on GPUs": "nccl",
 }
 EVERYWHERE = ("float32", "float64", "int64", "int32", "uint8")  # dtypes of all backends
+NCCL_DTYPES = (*EVERYWHERE, "float16", "bfloat16", "float8_e4m3fn", "bool")  # PyTorch maps them
 SIZES = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)  # bytes
-SMALL = 1_000_000  # bytes; below this a round is quick, and many are needed
 ALPHA, BETA = "\N{GREEK SMALL LETTER ALPHA}", "\N{GREEK SMALL LETTER BETA}"
 Series = list[tuple[int, float]]
 
@@ -77,6 +78,39 @@ def probe_here() -> dict[str, Cells | str]:
         run = partial(pool.run, world_size=world_size, backend=backend, timeout=LIMIT)
         found[place] = probe(run) if reason is None else reason
     return found
+
+
+def nccl_documented() -> Cells:
+    """Return what is documented about nccl, for each cell of a probe; nothing is run.
+
+    Sources: the table of backends and the notes on ReduceOp in the documentation of
+    `torch.distributed`, and the map ncclDataType in NCCLUtils.hpp, which comes with PyTorch. It
+    sends a bool as a uint8, and ProcessGroupNCCL refuses AVG of bools. "not run" is what none of
+    them says.
+    """
+    cells = {}
+    for name in OPERATIONS:
+        op = name.split()[-1]
+        for kind in DTYPES:
+            dtype = getattr(torch, kind)
+            complex_refused = dtype.is_complex and op in ("PRODUCT", "MIN", "MAX")
+            if op in BITWISE or complex_refused or (op, kind) == ("AVG", "bool"):
+                cells[name, kind] = "excluded"
+            elif kind in NCCL_DTYPES and has_answer(op, dtype):
+                cells[name, kind] = "documented"
+            else:
+                cells[name, kind] = "not run"
+    return cells | {("barrier", "any"): "documented", ("objects", "any"): "not run"}
+
+
+def accepts(rank: int, world_size: int, backend: str) -> str:
+    """Call all_reduce with a CPU tensor, in a group with this backend; return how it went."""
+    group = dist.new_group(backend=backend)
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return f"refused: {error}"
+    return "works"
 
 
 def started_by(rank: int, world_size: int) -> str:
@@ -143,32 +177,35 @@ def measure(
     operation: Callable[[torch.Tensor], None],
     sizes: Iterable[int],
     dtype: torch.dtype = torch.float32,
-    most: int = 10,
-) -> list[float]:
-    """Time an operation at each size on this rank: the median of several rounds, in seconds.
+    most: int = 30,
+) -> list[list[float]]:
+    """Time rounds of an operation at each size on this rank; return the seconds of each round.
 
-    Each round starts with a barrier, and the first round warms up. most: rounds at small
-    sizes; large ones get three.
+    A round takes the sizes in turn, so that a busy second of the machine slows all of them and not
+    one. A barrier comes before each time. most: rounds below 1 MB; above there are at most eight.
     """
-    medians = []
-    for nbytes in sizes:
-        tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())
-        seconds = []
-        for _ in range(1 + (most if nbytes < SMALL else 3)):
+    tensors = [
+        torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())
+        for nbytes in sizes
+    ]
+    samples = [[] for _ in tensors]
+    for turn in range(1 + most):
+        for tensor, seconds in zip(tensors, samples, strict=True):
+            if tensor.nbytes >= 1_000_000 and turn > 8:
+                continue
             dist.barrier()
             start = time.perf_counter()
             operation(tensor)
             if tensor.is_cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        medians.append(median(seconds[1:]))
-    return medians
+    return [seconds[1:] for seconds in samples]  # the first round warms up
 
 
-def series(
+def samples(
     run: Callable, operation: str, sizes: Iterable[int] = SIZES, dtype: torch.dtype = torch.float32
-) -> Series:
-    """Return pairs of bytes and seconds on the slowest rank; a round trip counts half.
+) -> list[tuple[int, list[float]]]:
+    """Return bytes with the seconds of each round on its slowest rank; a round trip counts half.
 
     run: calls a worker on all ranks, such as `functools.partial(kit.run, world_size=2)`.
     operation: a name in TIMED.
@@ -176,8 +213,51 @@ def series(
     sizes = tuple(sizes)
     per_rank = list(run(measure, TIMED[operation], sizes, dtype))
     share = 0.5 if operation == "send and back" else 1.0
-    slowest = (share * max(times) for times in zip(*per_rank, strict=True))
+    slowest = [
+        [share * max(times) for times in zip(*rounds, strict=True)]
+        for rounds in zip(*per_rank, strict=True)
+    ]
     return list(zip(sizes, slowest, strict=True))
+
+
+def series(
+    run: Callable, operation: str, sizes: Iterable[int] = SIZES, dtype: torch.dtype = torch.float32
+) -> Series:
+    """Return pairs of bytes and median seconds; arguments as in `samples`."""
+    return [(nbytes, median(seconds)) for nbytes, seconds in samples(run, operation, sizes, dtype)]
+
+
+def fit_by_hand(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Return alpha and beta of the line that is closest on a logarithmic scale, to about 5 %.
+
+    points: pairs of bytes and seconds. `ddp_kit.model.fit` searches more finely.
+    """
+    fits = []
+    for k in [10 ** (i / 50) for i in range(451)]:  # bytes: from 1 to 1,000,000,000
+        logs = [math.log(seconds / (1 + nbytes / k)) for nbytes, seconds in points]
+        fits.append((pstdev(logs), math.exp(fmean(logs)), k))
+    _, alpha, k = min(fits)
+    return alpha, alpha / k
+
+
+def direct_and_wrapped(rank: int, world_size: int, rounds: int = 300) -> list[float]:
+    """Return the median seconds of 4 bytes by MPI_Allreduce alone, and by `dist.all_reduce`.
+
+    Only in ranks with backend="mpi". The first is mpi4py's blocking call, which waits inside MPI.
+    """
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(range(world_size)))
+    tensor, medians = torch.zeros(1), []
+    native = partial(ranks.Allreduce, MPI.IN_PLACE, tensor.numpy())
+    for call in (native, partial(dist.all_reduce, tensor)):
+        seconds = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        medians.append(median(seconds))
+    return medians
 
 
 def format_fit(points: Iterable[tuple[int, float]]) -> str:

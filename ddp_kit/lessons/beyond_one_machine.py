@@ -1,8 +1,8 @@
 """Beyond one machine: torchrun's environment, and training that survives a rank's death.
 
-A worker that returns its numbers in torchrun's environment, and one that saves a checkpoint after
-each training step and resumes from it when torchrun restarts it, on as many ranks as are left.
-Source: the documentation of torchrun (torch.distributed.elastic).
+A worker that returns its numbers in torchrun's environment, a rendezvous by hand, and a worker that
+saves a checkpoint after each training step and resumes from it when torchrun restarts it, on as
+many ranks as are left. Source: the documentation of torchrun (torch.distributed.elastic).
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import signal
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from ddp_kit import device
 from ddp_kit.launch import attempt, lesson_parser, open_ranks, prove, run_as_script
 
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+LOOPBACK = "127.0.0.1"
 FEATURES, BATCH, LEARNING_RATE = 4, 24, 0.1
 ATTEMPTS = "attempts.txt"
 
@@ -28,6 +31,54 @@ def my_place(rank: int, world_size: int) -> dict[str, int | None]:
     """Return this process's numbers in torchrun's environment; None where a variable is unset."""
     texts = {name: os.environ.get(name) for name in NAMES}
     return {name: None if text is None else int(text) for name, text in texts.items()}
+
+
+def rendezvous(rank: int, world_size: int, port: int, per_host: int = 2) -> tuple[int, list[int]]:
+    """Play the agent of a host: get a number from a store; return it, and the ranks of this host.
+
+    The process of rank 0 keeps the store at `port`, as host 0 does for c10d.
+    """
+    limit = timedelta(seconds=30)
+    store = dist.TCPStore(
+        LOOPBACK, port, is_master=rank == 0, wait_for_workers=False, timeout=limit
+    )
+    number = store.add("hosts", 1) - 1
+    if number == world_size - 1:
+        store.set("complete", "yes")
+    store.wait(["complete"])
+    if store.add("done", 1) == world_size:
+        store.set("all done", "yes")
+    if rank == 0:  # the store ends with its process, so all must have read it
+        store.wait(["all done"])
+    return number, [number * per_host + local_rank for local_rank in range(per_host)]
+
+
+def wait_for(file: Path, seconds: float = 120) -> None:
+    """Wait until a file exists. Raise TimeoutError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"there is no {file.name} after {seconds:g} s")
+        time.sleep(0.02)
+
+
+def kill_rank(rank: int, folder: str, epoch: int) -> None:
+    """Kill a rank of the train.py that saves in `folder`, as soon as it has saved this epoch.
+
+    Raise TimeoutError if it does not save it, and RuntimeError if the rank has ended before.
+    """
+    wait_for(Path(folder, f"{epoch - 1:04}", ".metadata"))
+    victims = [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if folder in (process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("RANK") == str(rank)
+    ]
+    wait_for(Path(folder, f"{epoch:04}", ".metadata"))
+    try:
+        min(victims, key=psutil.Process.create_time).kill()  # the later ones load its data
+    except (ValueError, psutil.NoSuchProcess):  # none was found, or it has just ended
+        raise RuntimeError(f"rank {rank} ended before it could be killed") from None
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,24 +1,28 @@
 """DataParallel: eight steps in one process, all of them through the first device.
 
-`nn.DataParallel` taken apart into scatter, replicate, parallel apply, gather, loss, backward,
-reduce and update, with the memory that each device holds after each of them. Sources: PyTorch's
-`torch.nn.parallel`, and the notes "Multi GPU", section DataParallel, and "Distributed training".
+`nn.DataParallel` by hand, with the memory that each device holds after each of the steps scatter,
+replicate, parallel apply, gather, loss, backward, reduce and update; and its time beside DDP's.
+Sources: PyTorch's `torch.nn.parallel`, and the notes "Multi GPU", section DataParallel, and
+"Distributed training".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import compare, device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook shows them one by one
+from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - some are only for the notebook
     LOSS,
+    ByHand,
     Replica,
     are_real,
     devices,
@@ -29,19 +33,15 @@ from ddp_kit.lessons._data_parallel_steps import (  # noqa: F401 - the notebook 
     scatter,
     virtual,
 )
-from ddp_kit.lessons.partitioned_sgd import (
-    SEED,
-    Net,
-    average_gradients,
-    first_digits,
-    flat,
-)
+from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons.partitioned_sgd import SEED, Net, average_gradients
 
 BATCH = 30
+ZERO_GRAD = ("before forward", "after the loss", "after backward")  # where it may be called
 
 
 def start(place: torch.device | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the network of lesson 03 and its optimiser, with the same numbers every time.
+    """Return the network of lesson 03 and its optimizer, with the same numbers every time.
 
     Dropout is off: each shard would get a mask of its own.
     """
@@ -62,25 +62,58 @@ def train(places: Sequence[torch.device], steps: int = 3, count: int = BATCH) ->
     Returns "gradient" (of the first step) and "parameters" (after the last one), both flat.
     """
     model, optimizer = start(places[0])
-    gradient = None
-    for images, labels in batches(steps, count):
-        images, labels = images.to(places[0]), labels.to(places[0])
-        for _ in eight_steps(model, optimizer, images, labels, places):
-            pass
-        gradient = _gradient(model) if gradient is None else gradient
-    return {"gradient": gradient, "parameters": flat(model.parameters())}
+    return _train(ByHand(model, places), optimizer, places[0], steps, count)
 
 
 def train_plainly(steps: int = 3, count: int = BATCH) -> dict:
     """Train in the usual way on one device: the reference."""
     model, optimizer = start()
+    return _train(model, optimizer, device(), steps, count)
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    place: torch.device,
+    steps: int,
+    count: int,
+) -> dict:
     gradient = None
     for images, labels in batches(steps, count):
         optimizer.zero_grad()
-        LOSS(model(images), labels).backward()
+        LOSS(model(images.to(place)), labels.to(place)).backward()
         optimizer.step()
         gradient = _gradient(model) if gradient is None else gradient
     return {"gradient": gradient, "parameters": flat(model.parameters())}
+
+
+def last_loss(
+    zero: str = "before forward", use: Callable[[torch.Tensor], torch.Tensor] = lambda data: data
+) -> float:
+    """Train three epochs of 600 digits, perhaps with a slip; return the mean loss of the last.
+
+    zero: where `zero_grad` is called, "before forward", "after the loss" or "after backward".
+    use: returns the images to train on, given those that belong to the labels.
+
+    Raises ValueError if `zero` is something else.
+    """
+    if zero not in ZERO_GRAD:
+        raise ValueError(f"zero must be one of {', '.join(map(repr, ZERO_GRAD))}; got {zero!r}")
+    model, _ = start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    losses = []
+    for data, target in 3 * batches(20):
+        if zero == "before forward":
+            optimizer.zero_grad()
+        loss = LOSS(model(use(data)), target)
+        if zero == "after the loss":
+            optimizer.zero_grad()
+        loss.backward()
+        if zero == "after backward":
+            optimizer.zero_grad()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20
 
 
 def _gradient(model: nn.Module) -> torch.Tensor:
@@ -94,7 +127,7 @@ KINDS = (
     *("parameters", "replica"),
     *("batch", "shard"),
     *("gathered, loss", "outputs"),
-    *("gradients", "optimiser state"),
+    *("gradients", "optimizer state"),
     "kept for backward",
 )
 
@@ -149,7 +182,7 @@ def held_after_each_step(
     memory.add(0, "parameters", [*model.parameters(), *model.buffers()])
     for state in optimizer.state.values():
         values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        memory.add(0, "optimiser state", values)
+        memory.add(0, "optimizer state", values)
     memory.add(0, "batch", [images, labels])
     after = {}
     for step, kind, new in eight_steps(model, optimizer, images, labels, places):
@@ -179,6 +212,39 @@ def held_by_net(
 
 
 # --- time ----------------------------------------------------------------------------------
+
+
+def seconds_a_step(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, rounds: int = 30
+) -> list[float]:
+    """Return how long each of some training steps took, after three that warm up.
+
+    PyTorch computes on one thread meanwhile: with small shards on many threads, one would mostly
+    measure threads waiting.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    seconds = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(rounds + 3):
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            F.nll_loss(model(images), labels).backward()
+            optimizer.step()
+            if images.is_cuda:
+                torch.cuda.synchronize(images.device)
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return seconds[3:]
+
+
+def ddp_seconds(rank: int, world_size: int, count: int = 256) -> list[float]:
+    """Time steps of DDP on this rank's share of `count` digits; return the seconds of each."""
+    images, labels = first_digits(count)
+    model = DistributedDataParallel(start()[0])
+    return seconds_a_step(model, images[rank::world_size], labels[rank::world_size])
 
 
 def step_seconds(
@@ -245,12 +311,12 @@ def rank_gradient(
     images, labels = first_digits(count)
     shards = torch.arange(count).chunk(world_size)
     mine = shards[rank] if rank < len(shards) else shards[0][:0]  # fewer chunks than ranks
-    loss = LOSS(model(images[mine]), labels[mine], reduction="sum") / max(1, len(mine))
+    loss = F.nll_loss(model(images[mine]), labels[mine], reduction="sum") / max(1, len(mine))
     if weighted:
         loss = loss * len(mine) * world_size / count
     loss.backward()
     average_gradients(model)
-    return _gradient(model)
+    return flat(parameter.grad for parameter in model.parameters())
 
 
 def main(argv: list[str] | None = None) -> None:

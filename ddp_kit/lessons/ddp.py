@@ -1,8 +1,10 @@
 """DistributedDataParallel: what it sends and when, and what it leaves to you.
 
 The constructor's broadcast, gradients in buckets and their overlap with backward, `no_sync`,
-parameters that get no gradient, buffers, and the `DistributedSampler`. Source: "Writing
-Distributed Applications with PyTorch", section Distributed Training, and two notes on DDP.
+parameters that get no gradient, buffers, and the `DistributedSampler`. Here
+`DistributedDataParallel` is the one by hand, and `nn.parallel.DistributedDataParallel` is
+PyTorch's. Source: "Writing Distributed Applications with PyTorch", section Distributed Training,
+and two notes on DDP.
 """
 
 from __future__ import annotations
@@ -16,33 +18,40 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from ddp_kit import compare, device
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.lessons import _ddp_by_hand as by_hand  # noqa: F401 - its name is public
 from ddp_kit.lessons._ddp_buckets import (  # noqa: F401 - the notebook uses them
     OPTIONS,
     Stack,
     backwards,
     carry_slowly,
     explore,
+    on_one_axis,
+    one_backward,
     step_seconds,
     typical,
     watch,
 )
-from ddp_kit.lessons.partitioned_sgd import (
-    SEED,
-    Net,
-    average_gradients,
-    first_digits,
-    flat,
-    whole_batch_gradient,
+from ddp_kit.lessons._ddp_by_hand import (  # noqa: F401 - the notebook uses them
+    Bucket,
+    BucketedDistributedDataParallel,
+    ByHand,
+    DistributedDataParallel,
+    Replicated,
+    buckets_by_hand,
+    shard_gradient,
+    tied_and_frozen,
+    train_tied,
 )
+from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons.partitioned_sgd import SEED, Net, average_gradients, whole_batch_gradient
 from ddp_kit.trace import Trace
 
 # This argument was called broadcast_buffers until PyTorch 2.13.
-_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_ARGUMENTS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _ARGUMENTS)
 
 
@@ -54,7 +63,7 @@ def construct(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     model = Net().to(device())
     before = flat(model.parameters())
-    DistributedDataParallel(model)
+    nn.parallel.DistributedDataParallel(model)
     return {"before": before, "after": flat(model.parameters())}
 
 
@@ -71,7 +80,7 @@ def one_step(rank: int, world_size: int, per_rank: int = 32) -> dict[str, torch.
         torch.manual_seed(SEED)
         model: nn.Module = Net().to(device()).eval()  # dropout would differ from rank to rank
         if name == "DDP":
-            model = DistributedDataParallel(model)
+            model = nn.parallel.DistributedDataParallel(model)
         F.nll_loss(model(images), labels).backward()
         if name == "average_gradients":
             average_gradients(model)
@@ -88,7 +97,7 @@ def accumulate(
     Returns the flat gradient of the mean loss over all batches of all ranks.
     """
     torch.manual_seed(SEED)
-    model = DistributedDataParallel(Net().to(device()).eval())
+    model = nn.parallel.DistributedDataParallel(Net().to(device()).eval())
     images, labels = first_digits(piece * pieces * world_size)
     mine = zip(
         images[rank::world_size].split(piece), labels[rank::world_size].split(piece), strict=True
@@ -144,13 +153,14 @@ def pull(
     """
     weight = nn.Linear(1, 1, bias=False).to(device())
     nn.init.zeros_(weight.weight)
-    model = DistributedDataParallel(weight)
+    model = nn.parallel.DistributedDataParallel(weight)
     if hook is not None:
         model.register_comm_hook(None, hook)
     if unwrap:
         model = model.module
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    one, target = torch.ones(1, 1, device=device()), torch.tensor([[10.0 * rank]], device=device())
+    one = torch.ones(1, 1, device=device())
+    target = torch.tensor([[10.0 * rank]], device=device())
     held = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -189,7 +199,7 @@ def use_heads(
     Returns the gradient of each parameter after the last one, None where it has none.
     """
     model = Heads().to(device())
-    ddp = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
     x = torch.full((1, 1), 10.0**rank, device=device())
     for _ in range(steps):
         model.zero_grad()
@@ -209,7 +219,7 @@ def running_means(rank: int, world_size: int, sync: bool = True) -> dict[str, to
     seen: list[torch.Tensor] = []
     norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
     norm.register_forward_hook(lambda *_: seen.append(norm.running_mean.clone()))
-    model = DistributedDataParallel(norm, **{SYNC_BUFFERS: sync})
+    model = nn.parallel.DistributedDataParallel(norm, **{SYNC_BUFFERS: sync})
     for _ in range(2):
         x = 8.0 * (rank + 1) + torch.tensor([[-1.0], [1.0]], device=device())
         model(x).sum().backward()
@@ -236,6 +246,7 @@ def main(argv: list[str] | None = None) -> None:
             shuffled = [dealt for (dealt,) in ranks(deal, length, True, drop_last, (7,))]
             prove("shuffling deals each position as often", how_often(shuffled) == how_often(hands))
         prove_start_and_mean(ranks)
+        prove_by_hand(ranks)
         prove_no_sync(ranks)
         ranks.say(f"ddp: {ranks}, equal start, mean gradients; no_sync and sampler as by hand")
 
@@ -253,6 +264,25 @@ def prove_start_and_mean(ranks) -> None:
     for name in ("DDP", "average_gradients"):
         found = compare([r[name] for r in result], mean, parts=own)
         prove(f"{name} leaves the mean of the ranks' gradients", found)
+
+
+def prove_by_hand(ranks) -> None:
+    """Prove that DDP by hand and PyTorch's train as one process does, tied and frozen weights too.
+
+    By hand, each backward sends three gradients, or one bucket.
+    """
+    rows = 4 * ranks.world_size
+    alone = train_tied(0, 1, lambda module: module, rows)
+    wrappers = (
+        (DistributedDataParallel, 9),
+        (BucketedDistributedDataParallel, 3),
+        (nn.parallel.DistributedDataParallel, 0),
+    )
+    for wrap, calls in wrappers:
+        result = ranks(train_tied, wrap, rows)
+        prove(f"{wrap.__name__} trains as one process does", compare(result, alone))
+        count = count_calls(result.trace)["all_reduce"]
+        prove(f"{wrap.__name__} sends {calls} messages by hand", count == calls)
 
 
 def prove_no_sync(ranks) -> None:

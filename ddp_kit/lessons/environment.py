@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from unittest.mock import patch
 
 import torch
@@ -83,9 +84,9 @@ def introduce() -> str:
 def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
-    No program outlives this call, nor does any process it has started: they are ended by an
-    interrupt, and by the time limit, which raises TimeoutError. Their temporary files are removed.
-    errors: also return the lines on stderr.
+    No program outlives this call, nor does any process it has started. At an interrupt, and at the
+    time limit, which raises TimeoutError, programs get SIGTERM, and after 10 seconds SIGKILL.
+    Their temporary files are removed. errors: also return the lines on stderr.
     """
     started: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -105,11 +106,24 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> 
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the programs did not end within {seconds:g} s") from None
         finally:
-            for process in started:
-                process.kill()
-                process.wait()
-            kill_marked(mark)
+            try:
+                _ask_to_end(started)
+            finally:
+                for process in started:
+                    process.kill()
+                    process.wait()
+                kill_marked(mark)
     return sorted("".join(printed).splitlines())
+
+
+def _ask_to_end(programs: list[subprocess.Popen], seconds: float = 10) -> None:
+    """Send SIGTERM, so that programs can clean up, and wait for so many seconds at most."""
+    for program in programs:
+        program.terminate()
+    deadline = time.monotonic() + seconds
+    with suppress(subprocess.TimeoutExpired):
+        for program in programs:
+            program.wait(deadline - time.monotonic())
 
 
 def who_am_i(rank: int, world_size: int) -> dict[str, int]:

@@ -21,13 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_kit import compare, device, mnist, progress
 from ddp_kit.error_text import count
 from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._digits import (  # noqa: F401 - other lessons and notebooks take them from here
-    accuracy,
-    as_batch,
-    first_digits,
-    flat,
-    slowest,
-)
+from ddp_kit.lessons._digits import accuracy, as_batch, first_digits, flat
 from ddp_kit.notebook.controls import Explorer, positive
 
 SEED = 1234
@@ -185,8 +179,8 @@ def first_steps(
 ) -> list[float]:
     """Train one replica for some steps, cycling through the first eight batches.
 
-    A batch has 128 digits for all ranks together. Dropout is off, so that 1, 2, 4 and 8 ranks take
-    the same course, up to rounding. Returns the loss of the whole batch in each step.
+    A batch has 128 digits for all ranks together. Without dropout, 1, 2, 4 and 8 ranks take the
+    same course, up to rounding; others have unequal shards. Returns the batch's loss in each step.
     """
     torch.manual_seed(SEED)
     model = Net().to(device()).eval()  # without dropout
@@ -200,16 +194,16 @@ def first_steps(
         loss.backward()
         average(model)
         optimizer.step()
-        whole = loss.detach().clone()
+        whole = loss.detach() * len(y) / GLOBAL_BATCH
         dist.all_reduce(whole)
-        losses.append(whole.item() / world_size)
+        losses.append(whole.item())
     return losses
 
 
 def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
-    """Train for 24 steps and draw the loss of the whole batch; `interact()` adds controls.
+    """Train for 24 steps and draw the loss of the whole batch.
 
-    Raises PoolError for an invalid choice.
+    In JupyterLab, controls follow. Raises PoolError for an invalid choice.
     """
     from ddp_kit import plot  # ranks do not need it
 
@@ -220,7 +214,7 @@ def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
         choices=lambda settings: {"world_size": range(1, max(8, world_size) + 1), "lr": rates},
         ask=lambda settings: (first_steps, settings["lr"]),
         draw=lambda result, settings: plot.losses(
-            [result[0]], _title(settings), "step", "loss of the whole batch"
+            {"whole batch": result[0]}, _title(settings), "step", "loss"
         ),
     )
 
@@ -305,6 +299,12 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
     return seconds
 
 
+def slowest(result) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank in each step, from those of `step_seconds`."""
+    steps = {name: zip(*(rank[name] for rank in result), strict=True) for name in result[0]}
+    return {name: list(map(max, ranks)) for name, ranks in steps.items()}
+
+
 def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
     """Train as the tutorial does; print the mean loss of each epoch, and the test accuracy.
 
@@ -317,7 +317,8 @@ def repeat_tutorial(ranks: Ranks, epochs: int = 10) -> None:
     by_epoch = zip(*(replica["losses"] for replica in replicas), strict=True)
     for epoch, losses in enumerate(by_epoch, 1):
         ranks.say(f"epoch {epoch:2}  loss {sum(losses) / len(losses):.4f}")
-    ranks.say(f"{ranks}: {replicas[0]['accuracy']:.2%} of the test digits, in {seconds:.0f} s")
+    right = replicas[0]["accuracy"]
+    ranks.say(f"{ranks}: {right:.2%} of the test digits are right, in {seconds:.0f} s")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -337,8 +338,7 @@ def main(argv: list[str] | None = None) -> None:
         whole = compare(ranks(mean_gradient), whole_batch_gradient(32 * ranks.world_size))
         prove("the mean of the shards' gradients is the batch's gradient", whole)
         both = ranks(train_beside_ddp)
-        equal = compare([by_hand for by_hand, _ in both], both[0][1])
-        prove("average_gradients equals DDP", equal)
+        prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
         epochs = 1 if options.epochs is None else options.epochs
         replicas = [replica["parameters"] for replica in ranks(train, epochs)]
         same = compare(replicas, replicas[0], rtol=0, atol=0)

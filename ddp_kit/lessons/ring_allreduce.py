@@ -58,10 +58,9 @@ def chunked_ring(tensor: torch.Tensor, after_step: Callable[[], None] = lambda: 
     arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
     for step in range(2 * (n - 1)):
         going, coming = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-        reducing = step < n - 1  # first reduce, then gather
-        into = arriving[: len(coming)] if reducing else coming
+        into = arriving[: len(coming)] if step < n - 1 else coming  # first reduce, then gather
         exchange(going, right, into, left)
-        if reducing:
+        if step < n - 1:
             coming += into
         after_step()
 
@@ -138,9 +137,10 @@ def watch(rank: int, world_size: int) -> torch.Tensor:
 
 
 def explore(world_size: int = 4) -> Explorer:
-    """Watch the chunked ring and draw all its steps; `interact()` shows them one by one.
+    """Watch the chunked ring and draw all its steps.
 
-    Raises PoolError for a world size that cannot be run or drawn.
+    In JupyterLab, controls follow that show them one by one. Raises PoolError for a world size
+    that cannot be run or drawn.
     """
     from ddp_kit import plot  # ranks do not need it
 

@@ -51,16 +51,23 @@ def halving_doubling(tensor: torch.Tensor) -> None:
     sum from it at the end.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
-    core = 2 ** (n.bit_length() - 1)
-    arriving = torch.empty_like(tensor).view(-1)
+    core = 2 ** (n.bit_length() - 1)  # the largest power of two that is not above n
     if rank >= core:
         dist.send(tensor, rank - core)
         dist.recv(tensor, rank - core)
         return
     if rank + core < n:
+        arriving = torch.empty_like(tensor)
         dist.recv(arriving, rank + core)
-        tensor.view(-1).add_(arriving)
-    piece, swaps, distance = tensor.view(-1), [], core // 2
+        tensor += arriving
+    swap_halves(tensor.view(-1), rank, core)
+    if rank + core < n:
+        dist.send(tensor, rank + core)
+
+
+def swap_halves(piece: torch.Tensor, rank: int, core: int) -> None:
+    """Sum a flat tensor over the first `core` ranks, a power of two, in place."""
+    arriving, swaps, distance = torch.empty_like(piece), [], core // 2
     while distance:
         low, high = piece.tensor_split(2)
         kept, given = (high, low) if rank & distance else (low, high)
@@ -70,8 +77,6 @@ def halving_doubling(tensor: torch.Tensor) -> None:
         piece, distance = kept, distance // 2
     for partner, kept, given in reversed(swaps):
         exchange(kept, partner, given, partner)
-    if rank + core < n:
-        dist.send(tensor, rank + core)
 
 
 def two_level(tensor: torch.Tensor, per_host: int) -> None:
@@ -163,40 +168,43 @@ def backwards_by_ring(rank: int, world_size: int) -> list[int]:
 
 
 def time_all_reduces(
-    rank: int, world_size: int, sizes: Iterable[int]
-) -> dict[tuple[str, int], float]:
-    """Time each of ALL_REDUCES once, after a warm-up call: seconds by name and bytes."""
-    seconds: dict[tuple[str, int], float] = {}
+    rank: int, world_size: int, sizes: Iterable[int], rounds: int | None = None
+) -> dict[tuple[str, int], list[float]]:
+    """Time each of ALL_REDUCES, by name and bytes: the seconds of each round, after a warm-up.
+
+    All are timed in each round, so that a busy moment does not affect only one of them. rounds:
+    by default 30, and 10 for tensors of a megabyte and more.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4, device=device())
-        for name, (all_reduce, _) in ALL_REDUCES.items():
-            for _ in range(2):
+        for turn in range(1 + (rounds or (30 if nbytes < 1_000_000 else 10))):
+            for name, (all_reduce, _) in ALL_REDUCES.items():
                 dist.barrier()
                 start = time.perf_counter()
                 all_reduce(tensor)
-                seconds[name, nbytes] = time.perf_counter() - start
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                if turn:
+                    seconds.setdefault((name, nbytes), []).append(time.perf_counter() - start)
     return seconds
 
 
 def measure(
-    run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], rounds: int = 3
-) -> dict[str, list[tuple[int, int, float]]]:
-    """Return ranks, bytes and seconds of each all_reduce: the slowest rank in the best round.
+    run: Callable, world_sizes: Iterable[int], sizes: Iterable[int], rounds: int | None = None
+) -> dict[str, list[tuple[int, int, list[float]]]]:
+    """Return ranks, bytes and seconds of each all_reduce: the slowest rank's, of each round.
 
-    The best round, because other programs can only make it longer. All are timed in each round,
-    so that a busy moment does not affect only one of them.
-    run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
+    run: calls a worker on all ranks of a `world_size=`, such as `kit.run`. rounds: as in
+    `time_all_reduces`.
     """
-    best: dict[str, dict[tuple[int, int], float]] = {name: {} for name in ALL_REDUCES}
-    for n in tuple(world_sizes) * rounds:
-        result = list(run(time_all_reduces, sizes, world_size=n))
-        for name, nbytes in result[0]:
-            slowest = max(seconds[name, nbytes] for seconds in result)
-            best[name][n, nbytes] = min(slowest, best[name].get((n, nbytes), slowest))
-    return {
-        name: [(n, nbytes, seconds) for (n, nbytes), seconds in found.items()]
-        for name, found in best.items()
-    }
+    found: dict[str, list[tuple[int, int, list[float]]]] = {name: [] for name in ALL_REDUCES}
+    for n in world_sizes:
+        of_ranks = list(run(time_all_reduces, tuple(sizes), rounds, world_size=n))
+        for name, nbytes in of_ranks[0]:
+            each_round = zip(*(seconds[name, nbytes] for seconds in of_ranks), strict=True)
+            found[name].append((n, nbytes, [max(seconds) for seconds in each_round]))
+    return found
 
 
 def compute_seconds(rank: int, world_size: int, steps: int = 20) -> tuple[float, float]:

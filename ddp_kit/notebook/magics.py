@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 import traceback
+import types
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
-from ddp_kit.errors import BackendError, DeadlockError, PoolError, RunError
+from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import CellOutput, SealedValue
@@ -27,6 +28,8 @@ from ddp_kit.pool import Result, launcher_of
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
 _MAGIC = re.compile(r"\s*(%%?|!!?)(?P<name>\w\S*)|\s*[\w.]+\?+\s*$")
+
+_NOT_DEFINED = re.compile(r"name '(\w+)' is not defined")
 
 RESULT = "_ranks"  # the notebook's name for the result of the last `%%ranks` cell, or its error
 
@@ -78,7 +81,9 @@ class RanksMagics(Magics):
         except RunError as error:
             self.shell.user_ns[RESULT] = error
             if isinstance(error, DeadlockError) and _left_out(error, only):
-                error.hint = "--only leaves out the other ranks, and what they would have done."
+                error.hint = "--only leaves out ranks: let all that communicate run the cell."
+            if isinstance(error, RankError):
+                error.hint = self._hint_for_name(error)
             raise
         outputs = [output or CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
@@ -86,6 +91,17 @@ class RanksMagics(Magics):
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names
+
+    def _hint_for_name(self, error: RankError) -> str:
+        """Return how to pass a name that a rank lacks and the notebook has; "" for other errors."""
+        for failure in error.failures.values():
+            missing = failure.type == "NameError" and _NOT_DEFINED.match(failure.message)
+            names = self.shell.user_ns.keys() - self.shell.user_ns_hidden.keys()
+            if missing and (name := missing[1]) in names:
+                module = isinstance(self.shell.user_ns[name], types.ModuleType)
+                do = "import it in a %%ranks cell" if module else f"copy it with %ranks push {name}"
+                return f"{name} is defined in the notebook, but not on the ranks: {do}."
+        return ""
 
     @line_magic("ranks")
     def manage(self, line: str) -> None:

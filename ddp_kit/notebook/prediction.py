@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
+
+from ddp_kit.errors import CompareError
 
 LONGEST = 60  # characters of a value that are printed
 LARGEST = 1e300  # a float may overflow beyond it
+TINY = 1e-12  # what is closer to zero equals it: a sum of floats is seldom exactly zero
+# With commas, smaller ints are no longer than LONGEST; Python cannot write 10**5000.
+WRITTEN = 10**45
+ROUNDED, READABLE = 1e6, 1e15  # between these a float is printed as a whole number
 CLOSE = 0.1  # of the answer: a number as close as this is reported as close
 # Factors that come from a known confusion: both directions, bits and bytes, elements and bytes.
 FACTORS = (2, 3, 4, 8, 10, 100, 1000, 1024)
@@ -24,21 +31,28 @@ def predict(guess: object, actual: object, nearly: Mapping[Any, str] | None = No
         which counts as the number or the nested list that it holds.
     nearly: remarks on wrong predictions that are likely, by prediction; a tuple stands for a list.
 
-    Numbers are equal up to rounding to six digits. Strings are compared without regard to case and
-    to spaces around them. A guess of another type than the answer is reported, not raised.
+    Numbers are equal up to rounding to six digits, and zero equals what is within 1e-12 of it.
+    Strings are compared without regard to case and to spaces around them. A guess of another type
+    than the answer is reported, not raised. Raises CompareError if `nearly` is no such mapping.
 
         kit.predict(my_guess, 12, {24: "that counts each message twice"})
     """
-    guess, actual = _plain(guess), _plain(actual)
-    print("\n".join(_lines(guess, actual, dict(nearly or {}))))
+    remarks = {} if nearly is None else nearly
+    if not isinstance(remarks, Mapping) or not all(isinstance(r, str) for r in remarks.values()):
+        raise CompareError(
+            "nearly must map wrong predictions to remarks, such as {24: 'that counts each twice'}, "
+            f"got {_text(nearly)}"
+        )
+    print("\n".join(_lines(_plain(guess), _plain(actual), remarks)))
 
 
-def _lines(guess: Any, actual: Any, nearly: dict[Any, str]) -> list[str]:
+def _lines(guess: Any, actual: Any, nearly: Mapping[Any, str]) -> list[str]:
     if _is_no_prediction(guess):
         return [f"The answer is {_text(actual)}. You made no prediction."]
     if _equal(guess, actual):
         return [f"Right: {_text(actual)}."]
-    lines = [f"You predicted {_text(guess)}; it is {_text(actual)}."]
+    said, is_ = _texts(guess, actual)
+    lines = [f"You predicted {said}; it is {is_}."]
     for value, remark in nearly.items():
         if _equal(guess, _plain(value)):
             return [*lines, _sentence(remark)]
@@ -51,8 +65,8 @@ def _lines(guess: Any, actual: Any, nearly: dict[Any, str]) -> list[str]:
 
 def _plain(value: Any) -> Any:
     """Return tensors, arrays and their numbers as numbers and lists, also inside of others."""
-    if hasattr(value, "tolist"):  # of PyTorch and NumPy
-        value = value.tolist()
+    with suppress(Exception):  # no tolist, or one that raises: of a class, or a sparse tensor
+        value = value.tolist()  # of PyTorch and NumPy
     if isinstance(value, (list, tuple, range)):
         items = [_plain(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
@@ -75,6 +89,8 @@ def _kind(value: Any) -> str:
         return "a number"
     if isinstance(value, (list, tuple)):
         return "a list"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     for kind, name in ((str, "a string"), (dict, "a dict"), (Set, "a set")):
         if isinstance(value, kind):
             return name
@@ -93,7 +109,9 @@ def _equal(one: Any, other: Any) -> bool:
             return one != one and other != other
         if max(abs(one), abs(other)) > LARGEST:
             return bool(one == other)
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+        if one == 0 or other == 0:
+            return abs(one - other) <= TINY
+        return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, str):
         return one.strip().casefold() == other.strip().casefold()
     if isinstance(one, (list, tuple)):
@@ -106,29 +124,54 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other
 
 
-def _text(value: Any) -> str:
+def _texts(guess: Any, actual: Any) -> tuple[str, str]:
+    """Return two values that differ as they are printed: with all digits if they look equal."""
+    said, is_ = _text(guess), _text(actual)
+    return (said, is_) if said != is_ else (_text(guess, exact=True), _text(actual, exact=True))
+
+
+def _text(value: Any, exact: bool = False) -> str:
     """Return a value as it is printed, shortened if it is long."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    text = _inner_text(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    text = _number(value, exact, ",") if is_number else _inner_text(value, exact)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
-def _inner_text(value: Any) -> str:
+def _number(value: float, exact: bool, comma: str = "") -> str:
+    """Return a number as it is printed, six digits of it if it is a fraction and not `exact`.
+
+    comma: what separates thousands.
+    """
+    if isinstance(value, int):
+        if abs(value) < WRITTEN:
+            return f"{value:{comma}}"
+        exponent, rest = divmod(math.log10(abs(value)), 1)
+        return f"{'-' if value < 0 else ''}{10**rest:.6g}e+{exponent:.0f}"
+    size = abs(value)
+    if size < READABLE and (value.is_integer() or (size >= ROUNDED and not exact)):
+        return f"{round(value):{comma}}"
+    return repr(value) if exact else f"{value:.6g}"
+
+
+def _inner_text(value: Any, exact: bool = False) -> str:
+    def each(values: Iterable[Any]) -> list[str]:
+        return [_inner_text(item, exact) for item in values]
+
     if value is ...:
         return "..."
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_inner_text, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_inner_text, value))}{',' * (len(value) == 1)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_inner_text(item)}' for key, item in value.items())}}}"
-    if isinstance(value, Set):
-        return f"{{{', '.join(sorted(map(_inner_text, value)))}}}" if value else "set()"
-    if isinstance(value, (str, bool, int, complex, type(None))):
+    if isinstance(value, (str, bool, complex, type(None))):
         return repr(value)
+    if isinstance(value, (int, float)):
+        return _number(value, exact)
+    if isinstance(value, list):
+        return f"[{', '.join(each(value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(each(value))}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        entries = zip(each(value), each(value.values()), strict=True)
+        return f"{{{', '.join(f'{key}: {item}' for key, item in entries)}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(each(value)))}}}" if value else "set()"
     return _kind(value)  # its repr may hold an address
 
 
@@ -177,7 +220,8 @@ def _on_list(guess: Sequence[Any], actual: Sequence[Any]) -> str:
         lengths = f"The answer has {_count(len(actual))}, and your list has {len(guess):,}."
         common = min(len(guess), len(actual))
         if common and _equal(guess[:common], actual[:common]):
-            lengths += f" The first {common:,} are the same."
+            same = "one is" if common == 1 else f"{common:,} are"
+            lengths += f" The first {same} the same."
         return lengths
     left = list(actual)
     for item in guess:
@@ -193,12 +237,16 @@ def _on_entries(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
     right = sum(key in guess and _equal(guess[key], actual[key]) for key in actual)
     more = [key for key in guess if key not in actual]
     wrong = [key for key in actual if key not in guess or not _equal(guess[key], actual[key])]
-    text = f"{right:,} of {_count(len(actual))} {'is' if right == 1 else 'are'} right."
+    are = "is" if right == 1 or len(actual) == 1 else "are"
+    text = f"{right:,} of {_count(len(actual))} {are} right."
     if not wrong:
-        return f"{text} The answer has no entry [{more[0]!r}]."
+        return f"{text} The answer has no entry [{_inner_text(more[0])}]."
     key = wrong[0]
-    said = f"you predicted {_text(guess[key])}" if key in guess else "you made no prediction"
-    return f"{text} The first that is not is [{key!r}]: {said}; it is {_text(actual[key])}."
+    said, is_ = "you made no prediction", _text(actual[key])
+    if key in guess:
+        said, is_ = _texts(guess[key], actual[key])
+        said = f"you predicted {said}"
+    return f"{text} The first that is not is [{_inner_text(key)}]: {said}; it is {is_}."
 
 
 def _count(number: int) -> str:

@@ -12,7 +12,9 @@ from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import (
     COLLECTIVE,
     DASHES,
+    EDGE,
     LOST,
+    NO_CALL,
     bars,
     byte_size,
     fold,
@@ -26,23 +28,33 @@ OP = "DDP all_reduce"
 # An all_reduce is a collective; only what its rank waits for is late.
 HIDDEN, OPEN = (COLLECTIVE[0], COLLECTIVE[1], None), ("#f3c9cf", LOST, "/////")
 LEFT, TOP, WIDE, ROW = 1.45, 0.62, 6.4, 0.32  # inches
+COMPUTING = (NO_CALL, EDGE, None)
 MOST_BARS = 40
 
 
 def buckets(
-    source: Any, rank: int = 0, step: int | None = None, title: str | None = None
+    source: Any,
+    rank: int = 0,
+    step: int | None = None,
+    title: str | None = None,
+    *,
+    began: int | None = None,
 ) -> Picture:
     """Draw one DDP backward pass on one rank: each bucket from ready to reduced.
 
     source: a trace, or a result or an error, whose `trace` is taken.
     rank: whose backward pass.
     step: which of its backward passes, from 0; the last one by default, -2 the one before.
+    began: when the rank called `backward`, in nanoseconds of `time.monotonic_ns()`. The time axis
+    then starts there, and computing has a bar of its own.
 
     A bucket is ready when its last gradient is computed; then its all_reduce begins. The part
     before the last bucket is ready is hidden behind computing, and coloured so; during the
-    rest, the rank waits. Times are milliseconds since the first bucket was ready.
+    rest, the rank waits. Times are milliseconds since `began`, or else since the first bucket was
+    ready.
 
-    Raises PlotError if there is no trace, or the rank had no DDP backward pass, or not this one.
+    Raises PlotError if there is no trace, or the rank had no DDP backward pass, or not this one,
+    or if `began` is after its first bucket.
     """
     backwards = _backwards([e for e in read_trace(source) if e.rank == rank and e.op == OP])
     if not backwards:
@@ -52,7 +64,10 @@ def buckets(
     if not -total <= which < total:
         raise PlotError(f"step must be from {-total} to {total - 1}, got {which}")
     events = backwards[which]
-    zero = events[0].start
+    zero = events[0].start if began is None else began
+    if zero > events[0].start:
+        late = significant((zero - events[0].start) / 1e6)
+        raise PlotError(f"began must be before the first bucket was ready, got {late} ms after it")
     computed = events[-1].start  # not when the wait begins: a busy core may delay that
     last = max([computed, *(e.end for e in events if e.end is not None)])
     spans = []
@@ -87,11 +102,16 @@ def buckets(
     shown = spans[:MOST_BARS]
     if len(spans) > len(shown):
         caption += f" The first {MOST_BARS} of {len(spans)} buckets are drawn."
-    height = ROW * len(shown) if len(shown) <= 16 else 0.2 * len(shown)
+    above = 0 if began is None else 1  # a row for computing
+    rows_drawn = above + len(shown)
+    height = ROW * rows_drawn if rows_drawn <= 16 else 0.2 * rows_drawn
     lines = fold(caption, LEFT + WIDE)
     full, below = LEFT + WIDE + 0.3, TOP + height + 0.85
     picture, sheet = open_picture(title, text_table, full, below, lines, lift=0.05)
-    ax = picture.chart(LEFT, TOP, WIDE, height, "x", "time since the first bucket was ready (ms)")
+    since = "the first bucket was ready" if began is None else "backward began"
+    ax = picture.chart(LEFT, TOP, WIDE, height, "x", f"time since {since} (ms)")
+    if above:
+        bars(ax, [(0, over)], (-1.3, 0.6), *COMPUTING, zorder=2)
     for place, (event, (begin, middle, end)) in enumerate(zip(events, shown, strict=False)):
         for first, length, look in ((begin, middle - begin, HIDDEN), (middle, end - middle, OPEN)):
             if length > 0:
@@ -100,13 +120,13 @@ def buckets(
                     drawn.set(edgecolor=LOST, linestyle=DASHES)
     ax.axvline(over, color=LOST, linewidth=1.4, linestyle=(0, (4, 2)), zorder=3)
     longest = max(longest, over) or 1
-    ax.set(xlim=(0, 1.03 * longest), ylim=(len(shown) - 0.5, -0.5))
+    ax.set(xlim=(0, 1.03 * longest), ylim=(len(shown) - 0.5, -above - 0.5))
     names = [f"bucket {i}, {byte_size(e.nbytes)}" for i, e in enumerate(events[: len(shown)])]
-    ax.set_yticks(range(len(shown)), names)
+    ax.set_yticks(range(-above, len(shown)), ["computing"] * above + names)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ha = "right" if over > 0.6 * longest else "left"
-    write(ax, over, -0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
+    write(ax, over, -above - 0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
     y = TOP + height + 0.6 - 0.07
     x = swatch(sheet, LEFT, y, "hidden behind computing", *HIDDEN)
     swatch(sheet, x, y, "not hidden", *OPEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 from matplotlib.ticker import MaxNLocator
 
@@ -22,6 +23,7 @@ from ddp_kit.plot.style import PAPER, edge_color, fold, marker, rank_color, seri
 
 LEFT, TOP, WIDE, TALL = 0.72, 0.42, 5.9, 2.9  # inches
 MOST_MARKERS = 12  # points of a line; above, only its end is marked
+CLOSE = 0.02  # of the height of all lines: closer than this, one line hides the other
 DASH = 3.5  # points of each rank's colour in one period where all lines coincide
 
 
@@ -61,8 +63,9 @@ def losses(
     size = LEFT + WIDE + right, TOP + height + 0.5
     picture, _ = open_picture(title, text_table, *size, caption)
     ax = picture.chart(LEFT, TOP, WIDE, height, "y", xlabel, ylabel)
+    dashed = _some_meet(list(lines.values()))
     for i, (name, y) in enumerate(lines.items()):
-        _line(ax, i, name, y, len(lines), fills[i], edges[i])
+        _line(ax, i, name, y, len(lines), fills[i], edges[i], dashed)
     longest = max(map(len, lines.values()))
     margin = 0.03 * (longest - 1) or 0.5
     ax.set_xlim(1 - margin, longest + margin)
@@ -78,15 +81,26 @@ def _read(who: str, value: Sequence[float]) -> list[float]:
     try:
         numbers = value.tolist() if hasattr(value, "tolist") else list(value)
         numbers = [float(n.tolist() if hasattr(n, "tolist") else n) for n in numbers]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = []
     if not numbers:
         raise PlotError(f"{who} a sequence of losses, got {value!r}")
     return numbers
 
 
-def _line(ax, i: int, name: str, y: list[float], total: int, color: str, edge: str) -> None:
-    """Draw the i-th of the lines: a hairline and dashes over it.
+def _some_meet(lines: Sequence[list[float]]) -> bool:
+    """Return whether two lines are somewhere so close that one would hide the other."""
+    finite = [loss for y in lines for loss in y if math.isfinite(loss)]
+    near = CLOSE * (max(finite) - min(finite)) if finite else 0.0
+    return any(
+        abs(a - b) <= near for ys in combinations(lines, 2) for a, b in zip(*ys, strict=False)
+    )
+
+
+def _line(
+    ax, i: int, name: str, y: list[float], total: int, color: str, edge: str, dashed: bool
+) -> None:
+    """Draw the i-th of the lines: a hairline and, over it, dashes or a solid line.
 
     Line i is drawn for (total - i) of the `total` parts of a period: where lines coincide, each
     later one covers one part less of the ones below, and all colours show in equal shares.
@@ -95,7 +109,7 @@ def _line(ax, i: int, name: str, y: list[float], total: int, color: str, edge: s
     ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
     on, off = DASH * (total - i), DASH * i
-    dashes = (0, (on / 2.2, off / 2.2)) if i else "-"
+    dashes = (0, (on / 2.2, off / 2.2)) if i and dashed else "-"
     style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
     # Smaller for later lines, so that earlier ones show behind them.
     marks = {"marker": marker(i), "markersize": widest - (widest - 5.5) * i / max(1, total - 1)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -13,24 +15,34 @@ from ddp_kit.plot.style import EDGE, INK, QUIET, byte_size, chip, set_hatch, swa
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
 FILLS = ("#8fa9c4", "#dcc48e", "#8fb8b0", "#e3a9b4", "#c9c2ee", "#c4c4c4")
+# These look the same in all pictures: which pair of FILLS, and which of the two.
+KNOWN = {
+    "parameters": (0, 0),
+    "gathered parameters": (0, 1),
+    "gradients": (1, 0),
+    **dict.fromkeys(("optimizer states", "optimizer state", "optimizer"), (1, 1)),
+    **dict.fromkeys(("activations", "kept for backward"), (4, 0)),
+}
 LEFT, TOP, WIDE, TALL, GAP = 1.6, 0.42, 7.2, 0.95, 0.2  # inches
 
 Held = Mapping[str, Sequence[Mapping[str, int]]]
 Kinds = dict[str, tuple[str, str | None]]  # fill and hatch of each kind
 
 
-def memory(held: Held, title: str | None = None) -> Picture:
+def memory(held: Held, title: str | None = None, name: str = "device") -> Picture:
     """Draw the bytes that each device holds after each step, by kind, all on one scale.
 
     held maps the name of a step to one mapping per device, kind → bytes. Kinds are stacked in
-    the order in which they first occur; one that no device ever holds is left out. Every second
-    kind is hatched and has the hue of the one before it.
+    the order in which they first occur; one that no device ever holds is left out. "parameters",
+    "gradients", "optimizer states" and "activations" look the same in every picture. The others
+    take the looks that are left, in pairs of one hue, of which the second is hatched. name is what
+    holds the bytes, such as "rank".
 
     Raises PlotError if there is no step, no device or no kind, there are more than 12 kinds, steps
     differ in their number of devices, or a number of bytes is negative or not an int.
     """
     kinds, count = _read(held)
-    title = "What each device holds after each step" if title is None else title
+    title = f"What each {name} holds after each step" if title is None else title
     rows = [
         [
             step,
@@ -41,24 +53,25 @@ def memory(held: Held, title: str | None = None) -> Picture:
         for step, devices in held.items()
         for device, here in enumerate(devices)
     ]
-    text_table = table(f"{title} (bytes)", ["", "device", *kinds, "in all"], rows)
+    text_table = table(f"{title} (bytes)", ["", name, *kinds, "in all"], rows)
 
     highest = max(sum(here.values()) for devices in held.values() for here in devices) or 1
     height = count * (TALL + GAP) - GAP
     entries, lines = _key(kinds)
-    caption = ["The number on a bar is its sum. All devices have the same scale."]
+    caption = [f"The number on a bar is its sum. All {name}s have the same scale."]
     below = TOP + height + 0.56 + 0.2 * lines + 0.13
     full = LEFT + WIDE + 0.15
     picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.07)
+    wrapped = functools.partial(textwrap.fill, width=max(8, 64 // len(held)))
     for device in range(count):
         top = TOP + device * (TALL + GAP)
-        chip(sheet, 0.02, top + TALL / 2 - 0.11, 0.72, 0.22, device, f"device {device}")
+        chip(sheet, 0.02, top + TALL / 2 - 0.11, 0.72, 0.22, device, f"{name} {device}")
         ax = picture.chart(LEFT, top, WIDE, TALL, "y")
         _bars(ax, [devices[device] for devices in held.values()], kinds)
         ax.set(xlim=(-0.6, len(held) - 0.4), ylim=(0, 1.2 * highest))
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_size(value)))
-        ax.set_xticks(range(len(held)), [step.replace(" ", "\n") for step in held])
+        ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
     for (kind, (fill, hatch)), (x, line) in zip(kinds.items(), entries, strict=True):
         y = TOP + height + 0.64 + 0.2 * line - 0.07
@@ -90,9 +103,23 @@ def _read(held: Held) -> tuple[Kinds, int]:
         raise PlotError("held has no kind of memory: there is nothing to draw")
     if len(most) > 2 * len(FILLS):
         raise PlotError(f"at most {2 * len(FILLS)} kinds can be drawn, got {len(most)}")
-    looks = [(FILLS[i // 2], "/////" if i % 2 else None) for i in range(len(most))]
-    kinds = {kind: look for kind, look in zip(most, looks, strict=True) if most[kind]}
-    return kinds, counts.pop()
+    looks = _looks(most)
+    return {kind: looks[kind] for kind in most if most[kind]}, counts.pop()
+
+
+def _looks(names: Iterable[str]) -> Kinds:
+    free = [(hue, second) for hue in range(len(FILLS)) for second in range(2)]
+    taken = {}
+    for name in names:
+        if KNOWN.get(name) in free:
+            free.remove(KNOWN[name])
+            taken[name] = KNOWN[name]
+    for name in names:
+        if name not in taken:
+            taken[name] = free.pop(0)
+    return {
+        name: (FILLS[hue], "/////" if second else None) for name, (hue, second) in taken.items()
+    }
 
 
 def _bars(ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds) -> None:
@@ -107,7 +134,12 @@ def _bars(ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds) -> None:
     for x, whole in enumerate(floor):
         style = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
         ax.annotate(
-            byte_size(whole), (x, whole), (0, 1.5), textcoords="offset points", fontsize=8, **style
+            byte_size(whole, 3),
+            (x, whole),
+            (0, 1.5),
+            textcoords="offset points",
+            fontsize=8,
+            **style,
         )
 
 

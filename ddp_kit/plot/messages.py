@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
+from numbers import Real
 from typing import Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_trace, room_for, table
-from ddp_kit.plot.style import NOTHING, PAPER, QUIET, blend, box, byte_size, chip, fold, write
+from ddp_kit.plot.picture import (
+    LARGEST,
+    Picture,
+    borders_caption,
+    host_borders,
+    open_picture,
+    read_trace,
+    room_for,
+    table,
+)
+from ddp_kit.plot.style import INK, NOTHING, PAPER, QUIET, blend, box, byte_size, chip, fold, write
 from ddp_kit.trace import Trace
 
 FEW, MANY, SUM = "#e8edf2", "#33475b", "#f4f4f4"  # no rank has one of these
 LEFT, TOP, CHIP, GAP = 0.95, 0.82, 0.6, 0.1  # inches
 
 
-def messages(source: Any, title: str | None = None, limit: int | None = None) -> Picture:
+def messages(
+    source: Any,
+    title: str | None = None,
+    limit: int | None = None,
+    per_host: int | None = None,
+) -> Picture:
     """Draw how many bytes each rank sent to each other one, point to point.
 
     source: a trace, or a result or an error, whose `trace` is taken. Rows are senders and
     columns receivers, with the sums of both; more bytes make a darker cell. What collectives
     move is not included, and the caption says so.
-    limit: the bytes of the darkest cell, by default the most of any pair. Pictures with the same
-        limit can be compared.
+    limit: the bytes that the darkest shade stands for, by default the most of any pair. Pictures
+        with the same limit can be compared.
+    per_host: the ranks of each host, if there are several: heavy lines then separate the hosts,
+        and the caption says how much went from host to host.
 
-    Raises PlotError if there is no trace, no message was sent, or a pair has more bytes than
-    `limit`.
+    Raises PlotError if there is no trace, no message was sent, `limit` is not a finite number or
+    less than the bytes of a pair, or `per_host` is not a positive whole number.
     """
     trace = read_trace(source)
     found = trace.messages()
@@ -38,12 +55,22 @@ def messages(source: Any, title: str | None = None, limit: int | None = None) ->
     if title is None:
         title = f"Who sent how many bytes to whom, in {count(len(found), 'message')}"
     most = max(sent.values())
-    if limit is not None and not limit >= most:
-        raise PlotError(f"limit must be at least {most:,}, the most bytes of a pair, got {limit!r}")
+    if limit is not None and not (isinstance(limit, Real) and most <= limit < LARGEST):
+        raise PlotError(
+            f"limit must be a finite number of at least {most:,}, the most bytes of a pair, "
+            f"got {limit!r}"
+        )
     matrix = [[sent.get((src, dst)) for dst in range(n)] for src in range(n)]
     gave = [sum(filter(None, row)) for row in matrix]
     took = [sum(filter(None, column)) for column in zip(*matrix, strict=True)]
+    borders = host_borders(n, per_host)
     caption = _caption(trace, limit)
+    if borders:
+        crossing = sum(b for (src, dst), b in sent.items() if src // per_host != dst // per_host)
+        caption += (
+            f" {borders_caption(n, borders[0])}; {crossing:,} of {sum(gave):,} bytes went from "
+            "host to host."
+        )
     ranks = [f"rank {rank}" for rank in range(n)]
     numbers = [
         [*row, total] for row, total in zip([*matrix, took], [*gave, sum(gave)], strict=True)
@@ -80,6 +107,10 @@ def messages(source: Any, title: str | None = None, limit: int | None = None) ->
             else:
                 fill = SUM if n in (i, j) else blend(FEW, MANY, nbytes / darkest)
                 box(ax, x, y, wide, tall, fill, text=byte_size(nbytes), size=size, **edge)
+    for border in borders:
+        line = {"color": INK, "linewidth": 2.2, "linestyle": "-", "solid_capstyle": "butt"}
+        ax.plot([xs[border]] * 2, [TOP - 0.3, ys[n - 1] + tall], **line)
+        ax.plot([0.16, xs[n - 1] + wide], [ys[border]] * 2, **line)
     write(ax, xs[n] + wide / 2, TOP - 0.18, "all", 9, color=QUIET, ha="center")
     write(ax, 0.16 + CHIP / 2, ys[n] + tall / 2, "all", 9, color=QUIET, ha="center")
     return picture
@@ -90,7 +121,7 @@ def _caption(trace: Trace, limit: int | None) -> str:
     were, are = "was" if lost == 1 else "were", "is" if collectives == 1 else "are"
     parts = {
         "Rows: senders; columns: receivers; bytes of the tensors that were sent.": True,
-        f"The darkest cell would be {byte_size(limit or 0)}.": limit is not None,
+        f"The darkest shade stands for {byte_size(limit or 0)}.": limit is not None,
         f"{count(lost, 'message')} {were} never received.": lost,
         f"{count(collectives, 'collective')} {are} not included.": collectives,
         f"The {dropped:,} oldest events were dropped and are not shown.": dropped,

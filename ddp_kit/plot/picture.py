@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,9 @@ from matplotlib.textpath import TextPath
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, write
+from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, WIDTH, write
 from ddp_kit.renamed import RenamedAttribute
 from ddp_kit.trace import Trace
 
@@ -24,6 +26,7 @@ DPI = 110
 TITLE_SIZE = 11.5  # points
 NARROW = 3.4  # inches: narrower, a caption would be a column
 NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
+LARGEST = 1e300  # of a number that is drawn; beyond, it becomes infinite on the way to the chart
 LEADER = 0.24  # inches, from the chart to the names
 
 
@@ -38,6 +41,22 @@ def read_ranks(result: Any) -> list[Any]:
     if not ranks:
         raise PlotError("the result is empty: there is no rank to draw")
     return ranks
+
+
+def host_borders(world_size: int, per_host: int | None) -> range:
+    """Return the first rank of each host but host 0. Raise PlotError for a wrong `per_host`."""
+    if per_host is None:
+        return range(0)
+    if not isinstance(per_host, int) or per_host < 1:
+        raise PlotError(f"per_host must be at least 1, the ranks of each host, got {per_host!r}")
+    return range(per_host, world_size, per_host)
+
+
+def borders_caption(world_size: int, per_host: int) -> str:
+    """Return what the lines at `host_borders` mean, without a full stop."""
+    ranks = count(per_host, "rank")
+    each = f"of at most {ranks}" if world_size % per_host else f"of {ranks} each"
+    return f"Heavy lines separate hosts {each}"
 
 
 def read_trace(source: Any) -> Trace:
@@ -57,11 +76,41 @@ def read_named(name: str, values: Any, content: str) -> Mapping[str, Any]:
     return values
 
 
+def plain(values: Any) -> Any:
+    """Return a tensor, an array or one of their numbers as a list or a number of Python's."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def read_numbers(values: Any) -> list[Any]:
+    """Return a number, or a sequence of them, as a list; what is in it may be no number."""
+    values = plain(values)
+    is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
+    return [plain(value) for value in values] if is_sequence else [values]
+
+
 def room_for(title: str) -> float:
-    """Return the inches of the narrowest picture that a title and a caption fit into."""
+    """Return the inches of the narrowest picture that a title and a caption fit into.
+
+    They are at most WIDTH: `open_picture` cuts a title that needs more.
+    """
+    return min(WIDTH, max(NARROW, _title_width(title)))
+
+
+def _title_width(title: str) -> float:
+    if not title.strip():  # no letter, no path
+        return 0.0
     font = FontProperties(family=FAMILY, weight="bold")
     path = TextPath((0, 0), title, size=TITLE_SIZE, prop=font)
-    return max(NARROW, 1.04 * path.get_extents().x1 / 72)  # whole pixels make letters wider
+    return 1.04 * path.get_extents().x1 / 72  # whole pixels make letters wider
+
+
+def _cut_title(title: str, width: float) -> str:
+    """Return as much of a title as fits into `width` inches."""
+    if _title_width(title) <= width:
+        return title
+    lengths = range(1, len(title))
+    too_long = bisect_left(lengths, True, key=lambda n: _title_width(f"{title[:n]} ...") > width)
+    return f"{title[:too_long].rstrip()} ..."
 
 
 class _Canvas(FigureCanvasAgg):
@@ -150,7 +199,8 @@ def open_picture(
 ) -> tuple[AnyPicture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
 
-    The sheet is axes that cover the picture, in inches from its top left corner.
+    The sheet is axes that cover the picture, in inches from its top left corner. A title that is
+    wider than the picture and than WIDTH is cut; the text table has all of it.
 
     caption: its lines, 0.17 inches each; they begin `lift` inches further down than `below`.
     left: where title and caption begin.
@@ -161,7 +211,8 @@ def open_picture(
     sheet = picture.add_axes((0, 0, 1, 1))
     sheet.set(xlim=(0, width), ylim=(height, 0))
     sheet.set_axis_off()
-    write(sheet, left, 0.12, title, TITLE_SIZE, weight="bold")
+    shown = _cut_title(title, max(width, WIDTH))
+    write(sheet, left, 0.12, shown, TITLE_SIZE, weight="bold")
     for i, line in enumerate(caption):
         write(sheet, left, below + lift + 0.17 * i, line, 8.5, color=QUIET)
     return picture, sheet

@@ -36,6 +36,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"  # in place of a number
 FAMILY = "DejaVu Sans"  # comes with matplotlib, so a picture is the same on every machine
 WIDTH = 9.0  # inches; wider pictures are scaled down by the notebook
+KEY_TEXT, KEY_GAP = 0.34, 0.26  # inches in a key: from a swatch to its text, between two entries
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct under every common colour blindness.
 _OKABE_ITO = (
@@ -167,8 +168,13 @@ def swatch(
 ) -> float:
     """Draw one entry of a key, top left corner at (x, y), and return x of the next one."""
     bars(sheet, [(x, 0.26)], (y, 0.14), fill, edge, hatch, **style)
-    write(sheet, x + 0.34, y + 0.07, text, 8.5)
-    return x + 0.6 + 0.075 * len(text)
+    write(sheet, x + KEY_TEXT, y + 0.07, text, 8.5)
+    return x + swatch_width(text) + KEY_GAP
+
+
+def swatch_width(text: str) -> float:
+    """Return the inches of one entry of a key."""
+    return KEY_TEXT + 0.075 * len(text)
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -180,11 +186,11 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:.{max(0, decimals)}f}"
 
 
-def byte_size(nbytes: float) -> str:
+def byte_size(nbytes: float, digits: int = 2) -> str:
     """Return a number of bytes with its decimal unit: "192 B", "4.1 kB", "1 MB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(max(0, math.floor(math.log10(max(nbytes, 1)) / 3)), len(units) - 1)
-    number = float(f"{nbytes / 1000**power:.2g}") if power else round(nbytes)
+    number = float(f"{nbytes / 1000**power:.{digits}g}") if power else round(nbytes)
     if number >= 1000 and power + 1 < len(units):
         number, power = number / 1000, power + 1
     return f"{number:g} {units[power]}"

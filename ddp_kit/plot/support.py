@@ -12,17 +12,21 @@ from ddp_kit.plot.style import PAPER, box, fold, write
 
 Cells = Mapping[tuple[str, str], str]
 
-# The outcomes: the fill of a box, its sign, and its text in the key. No colour is a rank's.
+# The outcomes: the fill of a box, its sign, and its text in the key. No colour is that of a
+# rank or of a series.
 LOOKS = {
     "works": ("#3c7d78", "✓", "works"),
     "no answer": (PAPER, "·", "refused: no answer is right"),
     "refused": ("#d9d9d9", "✗", "refused"),
     "wrong": ("#882255", "≠", "a wrong answer"),
     "died": ("#333333", "†", "a rank died"),
-    "hung": ("#703010", "∞", "hung"),
+    "hung": ("#401010", "∞", "hung"),
+    "documented": ("#eef4f3", "✓", "documented, not run"),
+    "excluded": ("#f6f6f6", "✗", "documented as missing, not run"),
+    "not run": ("#fdfdfd", "?", "not run"),
 }
 EDGE = "#a6a6a6"
-BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3  # inches
+BOX, ROW, GAP, TOP, HEAD, FOOT, KEY_ROW = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3, 0.25  # inches
 ACROSS = 2  # panels side by side
 
 
@@ -31,8 +35,9 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
 
     places maps a name, such as "gloo on the CPU", to a dict (operation, dtype) -> outcome, or to
     a sentence that says why it is unavailable, which is written below. An outcome begins with
-    "works", "no answer" (refused, and rightly so), "refused", "wrong", "died" or "hung"; what
-    follows a colon is not drawn.
+    "works", "no answer" (refused, and rightly so), "refused", "wrong", "died", "hung" or, if it was
+    not tried, "documented", "excluded" (documented as missing) or "not run"; what follows a colon
+    is not drawn.
 
     Raises PlotError if there is no place, or an outcome begins otherwise.
     """
@@ -51,9 +56,17 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
     left = 0.12 + 0.078 * max((len(op) for op in operations), default=0)
     wide, tall = BOX * len(dtypes), HEAD + ROW * len(operations) + FOOT
     across = min(ACROSS, len(panels))
+    found = {kind for cells in panels.values() for kind in cells.values()}
+    steps = {kind: BOX + 0.35 + 0.06 * len(LOOKS[kind][2]) for kind in LOOKS if kind in found}
     width = max(6.4, left + across * (wide + GAP) + 0.3)
-    key = TOP + tall * -(-len(panels) // ACROSS)
-    below = key + (0.3 if panels else 0)
+    key, rows, x = TOP + tall * -(-len(panels) // ACROSS), 0, width
+    places_in_key = {}
+    for kind, step in steps.items():
+        if x + step > width:
+            rows, x = rows + 1, 0.02
+        places_in_key[kind] = x, key + (rows - 1) * KEY_ROW
+        x += step
+    below = key + (0.05 + KEY_ROW * rows if rows else 0)
     lines = [line for reason in reasons for line in fold(reason, width)]
     text_table = "\n".join(parts + reasons)
     picture, sheet = open_picture(title, text_table, width, below, lines, lift=0.085)
@@ -70,13 +83,9 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
             for column, dtype in enumerate(dtypes):
                 if (op, dtype) in cells:
                     _cell(sheet, x + BOX * column, y + HEAD + ROW * row, cells[op, dtype])
-    found = {kind for cells in panels.values() for kind in cells.values()}
-    x = 0.02
-    for kind, (_, _, text) in LOOKS.items():
-        if kind in found:
-            _cell(sheet, x, key - ROW / 2, kind)
-            write(sheet, x + BOX + 0.07, key, text, 8.5)
-            x += BOX + 0.35 + 0.06 * len(text)
+    for kind, (x, y) in places_in_key.items():
+        _cell(sheet, x, y - ROW / 2, kind)
+        write(sheet, x + BOX + 0.07, y, LOOKS[kind][2], 8.5)
     return picture
 
 

@@ -34,6 +34,7 @@ EMPTY, ELLIPSIS = "[]", "…"  # with NOTHING, the entries of a column that are 
 NEW, SHARED = "#d0d0d0", PAPER
 MOST_ROWS, MOST_COLUMNS, ALL_COLUMNS = 4, 8, 16
 LEFT, ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.75, 0.55, 0.09, 0.14, 0.3  # inches
+LONGEST_ARROW = 1.5  # inches, where the title is wider than the boxes
 SIZES = (9.5, 8.75, 8)  # points, of numbers; smaller ones are hard to read
 Origin = dict[Any, set[int]]  # the ranks that held each number of the first stage
 
@@ -82,14 +83,16 @@ def tensors(
     rows = [[f"{name} {r}", *(_cell_text(cell) for cell in row)] for r, row in enumerate(cells)]
     text_table = table(title, ["", *stages], rows, align="<")
     width = max(total, room_for(title))
+    spare = (width - total) / max(1, len(stages) - 1)
+    between = min(ARROW + spare, LONGEST_ARROW)
     lines = fold(_caption(stages[0], cells, origin, name), width)
     full, lower = width + 0.02, below + 0.04
     picture, ax = open_picture(title, text_table, full, lower, lines, lift=0.06, left=0)
-    left = [edge + sum(wide[:s]) + ARROW * s for s in range(len(stages))]
+    left = [edge + sum(wide[:s]) + between * s for s in range(len(stages))]
     for s, stage in enumerate(stages):
         write(ax, left[s], top - 0.16, stage, 9.5, color=QUIET)
         if s:
-            ends = [(left[s] + x, (top + below - ROW_GAP) / 2) for x in (0.13 - ARROW, -0.13)]
+            ends = [(left[s] + x, (top + below - ROW_GAP) / 2) for x in (0.13 - between, -0.13)]
             arrow(ax, *ends, INK, 1.1, mutation_scale=11, shrinkA=2, shrinkB=2)
     y = top
     for r, row in enumerate(cells):
@@ -182,7 +185,7 @@ def _gaps(cell: list[Column]) -> list[int]:
     return list(itertools.accumulate(changes, initial=0))
 
 
-def _text(entry: Any) -> str:
+def number_text(entry: Any) -> str:
     """Return a number for a small box, "3" for 3.0 and "0.333" for a third, or a sign as it is."""
     if isinstance(entry, bool) or not isinstance(entry, (int, float)):
         return str(entry)
@@ -196,7 +199,7 @@ def _cell_text(cell: list[Column]) -> str:
     blocks = []
     for _, columns in itertools.groupby(cell, key=attrgetter("block")):
         rows = zip(*(column.entries for column in columns), strict=True)
-        blocks.append("; ".join(" ".join(map(_text, row)) for row in rows))
+        blocks.append("; ".join(" ".join(map(number_text, row)) for row in rows))
     return " | ".join(blocks)
 
 
@@ -211,7 +214,7 @@ def _fit(ranks: list[dict[str, list[Column]]], stages: list[str], room: float):
     limits = [ALL_COLUMNS] * (longest <= ALL_COLUMNS) + list(range(MOST_COLUMNS, 2, -1))
     for limit, size in itertools.product(limits, SIZES):
         cells = [[_elide(rank[stage], limit) for stage in stages] for rank in ranks]
-        longest_text = max(len(_text(entry)) for entry in _entries(cells))
+        longest_text = max(len(number_text(entry)) for entry in _entries(cells))
         box_width = max(0.34, 0.64 * longest_text * size / 72 + 0.12)
         needed = [[len(c) * box_width + _gaps(c)[-1] * BLOCK_GAP for c in row] for row in cells]
         columns = zip(stages, *needed, strict=True)
@@ -245,7 +248,7 @@ def _draw(ax: Axes, x: float, y: float, cell: list[Column], width, size, origin:
                 box(ax, left, top + j * HEIGHT, width, HEIGHT, fill, "#8c8c8c")
                 style["color"] = text_color(fill)
                 style["weight"] = "bold" if fill == NEW else "normal"
-            write(ax, *middle, _text(entry), size, **style)
+            write(ax, *middle, number_text(entry), size, **style)
 
 
 def _fill(entry: Any, origin: Origin) -> str:

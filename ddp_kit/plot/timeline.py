@@ -9,8 +9,26 @@ from matplotlib.axes import Axes
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import timeline_marks as marks
-from ddp_kit.plot.picture import Picture, open_picture, read_trace, room_for
-from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, fold, significant, swatch, write
+from ddp_kit.plot.picture import (
+    Picture,
+    borders_caption,
+    host_borders,
+    open_picture,
+    read_trace,
+    room_for,
+)
+from ddp_kit.plot.style import (
+    KEY_GAP,
+    KEY_TEXT,
+    NO_CALL,
+    PAPER,
+    QUIET,
+    fold,
+    significant,
+    swatch,
+    swatch_width,
+    write,
+)
 from ddp_kit.plot.timeline_lanes import Lanes, busy, by_steps, by_time, part
 from ddp_kit.plot.timeline_names import LEFT
 from ddp_kit.plot.timeline_panel import Panel
@@ -22,7 +40,7 @@ if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
 NAMES = {"send": "in a send", "recv": "in a receive", "collective": "in a collective"}
-KEY_CHARACTER, KEY_ROW = 0.075, 0.22  # inches
+KEY_ROW = 0.22  # inches
 
 
 class Timeline(Picture):
@@ -45,17 +63,23 @@ class Timeline(Picture):
 
 
 def timeline(
-    source: Any, timed: bool = False, title: str | None = None, step: int | None = None
+    source: Any,
+    timed: bool = False,
+    title: str | None = None,
+    step: int | None = None,
+    per_host: int | None = None,
 ) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
     source: a trace, or a result or an error, whose `trace` is taken.
-    timed: False draws only the order, which is the same on every run: an operation takes one
-        step, a receive or collective also the steps it waits, and computing takes none. True
-        draws milliseconds since the first rank began.
+    timed: False draws only the order, which is the same on every run: each message or collective
+        takes one step, a call or `wait()` also lasts the steps that it waits, what is started and
+        not yet waited for is a thin line, and computing takes none. True draws milliseconds since
+        the first rank began.
     step: the training step to draw in large, from 0; -1 is the last one. By default one with the
         calls that most training steps have and, timed, with the median duration of those; but if
         the run never ended, what came after the last one.
+    per_host: the ranks of each host, if there are several: heavy lines then separate the hosts.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
@@ -66,11 +90,13 @@ def timeline(
     pause, such as an import, most of the pause is cut off, and the caption says how much.
     `.interact()` of the picture returns one to zoom into.
 
-    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
+    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step,
+    or `per_host` is not a positive whole number.
     """
     trace = read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
+    borders = host_borders(trace.world_size, per_host)
     whole = by_time(trace) if timed else by_steps(trace)
     training = find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
@@ -108,6 +134,8 @@ def timeline(
         is_median = timed and step is None and training.shown is not None
         parts.append(_whole_caption(timed, is_median))
     parts += [_caption_of_many(large.lanes) if large.many else _caption(large, timed), cut]
+    if borders:
+        parts.append(f"{borders_caption(trace.world_size, borders[0])}.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     key = _key(lanes, timed, large.many)
@@ -123,7 +151,7 @@ def timeline(
     if overview:
         overview.draw(picture, sheet, 0.3)
         write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
-    large.draw(picture, sheet, top, xlabel)
+    large.draw(picture, sheet, top, xlabel, borders)
     for (text, look), (x, y) in zip(key, corners, strict=True):
         _draw_key(sheet, LEFT + x, below + 0.02 + y, text, look)
     return picture
@@ -211,7 +239,7 @@ def _caption_of_many(lanes: Lanes) -> str:
 def _key(lanes: Lanes, timed: bool, many: bool) -> list[tuple[str, tuple]]:
     """Return the names of what is drawn, each with its look; () is a flight."""
     kinds = {bar.kind for bar in lanes.bars}
-    entries: list[tuple[str, tuple]] = [("not in a call", (NO_CALL, "none"))] * timed
+    entries: list[tuple[str, tuple]] = [("not in a call", (NO_CALL, "none"))]
     entries += [(text, marks.LOOKS[kind]) for kind, text in NAMES.items() if kind in kinds]
     if lanes.flights and not many:
         entries.append(("in flight: called, not waited for yet", ()))
@@ -222,10 +250,10 @@ def _place_key(entries: list[tuple[str, tuple]], width: float) -> list[tuple[flo
     """Return the top left corner of each entry of a key, in inches, in rows of that width."""
     x, y, places = 0.0, 0.0, []
     for text, _ in entries:
-        if x and x + 0.34 + KEY_CHARACTER * len(text) > width:
+        if x and x + swatch_width(text) > width:
             x, y = 0.0, y + KEY_ROW
         places.append((x, y))
-        x += 0.6 + KEY_CHARACTER * len(text)
+        x += swatch_width(text) + KEY_GAP
     return places
 
 
@@ -238,4 +266,4 @@ def _draw_key(sheet: Axes, x: float, y: float, text: str, look: tuple) -> None:
     sheet.plot([x + 0.03, x + 0.23], [middle] * 2, **style)
     sheet.plot([x + 0.03], [middle], markerfacecolor=PAPER, **marks.CALLED, **style)
     sheet.plot([x + 0.23], [middle], **marks.WAITED, **style)
-    write(sheet, x + 0.34, middle, text, 8.5)
+    write(sheet, x + KEY_TEXT, middle, text, 8.5)

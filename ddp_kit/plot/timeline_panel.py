@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.plot import timeline_marks as marks
 from ddp_kit.plot.picture import Picture
-from ddp_kit.plot.style import chip
+from ddp_kit.plot.style import INK, chip
 from ddp_kit.plot.timeline_lanes import Lanes
 from ddp_kit.plot.timeline_names import (
     CHARACTER,
@@ -50,8 +52,8 @@ class Panel:
         self.many = marks_needed > MOST_MARKS or long
         most = 0.78 if lanes.flights and not self.many else 0.62
         self.lane = max(0.36, min(most, 6.8 * most / n))
-        # Room for flights below the last lane.
-        self.tall = n * self.lane + (0.12 if lanes.flights and not self.many else 0)
+        self.below = 0.12 if lanes.flights and not self.many else 0.0  # room for the lowest flight
+        self.tall = n * self.lane + self.below
         slant, names = place_names(lanes.links, self.scale, begin, self.wide)
         if self.many and (slant or not all(name.text for name in names)):
             names = []
@@ -63,8 +65,18 @@ class Panel:
         """Whether the name of a collective is left out for lack of space."""
         return any(not name.text for name in self.names)
 
-    def draw(self, picture: Picture, sheet: Axes, top: float, xlabel: str) -> None:
-        """Draw the lanes, `top` inches below the top of the picture, with their ranks."""
+    def draw(
+        self,
+        picture: Picture,
+        sheet: Axes,
+        top: float,
+        xlabel: str,
+        borders: Sequence[int] = (),
+    ) -> None:
+        """Draw the lanes, `top` inches below the top of the picture, with their ranks.
+
+        borders: the ranks above whose lanes a line separates two hosts.
+        """
         n = len(self.lanes.spans)
         lane = self.lane
         for rank in range(n):
@@ -74,7 +86,8 @@ class Panel:
         ax.set(xlim=(begin, begin + self.length), ylim=(self.tall / lane - 0.5, -0.5))
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-        locator = MaxNLocator(nbins=12, integer=not self.timed, min_n_ticks=1)
+        steps = [1, 2, 5, 10]  # no ticks of 80 ms
+        locator = MaxNLocator(nbins=12, steps=steps, integer=not self.timed, min_n_ticks=1)
         ax.xaxis.set_major_locator(locator)
         if not self.timed:  # lines between the steps
             ax.grid(False)
@@ -84,6 +97,10 @@ class Panel:
                 ax.tick_params(axis="x", which="minor", length=0)
                 style = {"color": "#ececec", "linewidth": 0.8, "linestyle": "-"}
                 ax.grid(True, axis="x", which="minor", **style)
+        for border in borders:
+            ends = [begin - (LEFT - 0.02) / self.scale, begin + self.length]
+            style = {"color": INK, "linewidth": 1.8, "linestyle": "-", "clip_on": False}
+            ax.plot(ends, [border - 0.5 + self.below / lane] * 2, zorder=1, **style)
         labels = marks.Labels(self.scale, lane)
         if self.many:
             marks.draw_shares(ax, self.lanes, labels)

@@ -1,22 +1,33 @@
-"""How long communication and training steps take: bandwidth, scaling and step_times."""
+"""How long communication takes, by message size or by number of ranks: bandwidth, scaling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median, quantiles
+from numbers import Real
+from statistics import quantiles
+from typing import Any
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import LEADER, Picture, name_lines, open_picture, read_named, table
+from ddp_kit.plot.picture import (
+    LARGEST,
+    LEADER,
+    Picture,
+    name_lines,
+    open_picture,
+    plain,
+    read_named,
+    read_numbers,
+    table,
+)
 from ddp_kit.plot.style import (
-    EDGE,
+    DASHES,
     INK,
     NOTHING,
     PAPER,
-    QUIET,
     TIMES,
     byte_size,
     fold,
@@ -26,7 +37,7 @@ from ddp_kit.plot.style import (
     write,
 )
 
-LEFT, TOP = 0.78, 0.42  # inches, of every chart here but that of step_times
+LEFT, TOP = 0.78, 0.42  # inches
 Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
 
@@ -35,8 +46,11 @@ def bandwidth(
     series: Mapping[str, Iterable[tuple[int, float | Sequence[float]]]],
     title: str | None = None,
     model: Mapping[str, Pairs] | None = None,
+    only: Iterable[str] | None = None,
+    dashed: Mapping[str, str] | None = None,
+    residuals: bool = False,
 ) -> Picture:
-    """Draw time against message size for each series, and each as a ratio to the first.
+    """Draw time against tensor size for each series, and each as a ratio to the first.
 
     series maps a name to pairs (nbytes, seconds), one pair per size. In place of seconds there may
     be a list of samples: their median is drawn, with a thin bar from the first to the third
@@ -44,32 +58,50 @@ def bandwidth(
     second panel shows how many times as long as the first series each of the others takes, at the
     sizes both have.
     model: maps names of series to pairs (nbytes, seconds), which are drawn as dashed lines.
+    only: the names of the series to draw, by default all; each keeps its colour and its marker.
+    dashed: maps names of series that are drawn as dashed lines to the series whose colour and
+    marker they share; models are then dotted. residuals: the second panel shows how many times as
+    long as its model each series takes, instead.
 
-    Raises PlotError if there is no series, a series is empty or has a size twice, a number is not
-    positive, or the model has a name that is no series.
+    Raises PlotError if there is no series, a series is empty or has a size twice, a number or a
+    sample is not positive and finite, `model`, `only` or `dashed` has a name that is no series, or
+    the model that `residuals` needs is missing at a size.
     """
     read_named("series", series, "each name to pairs (nbytes, seconds)")
-    given = {name: [(n, _as_list(each)) for n, each in pairs] for name, pairs in series.items()}
-    for name, pairs in given.items():
-        for n, each in pairs:
-            if not each:
-                raise PlotError(f"{name!r} has no samples for {n} bytes")
-    points, low, high = (
-        {
-            name: _points(name, [(n, pick(each)) for n, each in pairs], "bytes", 1000)
-            for name, pairs in given.items()
-        }
-        for pick in (median, _first_quartile, _third_quartile)
-    )
+    dashed = dict(dashed or {})
+    order = [name for name in series if name not in dashed]
+    if set(dashed) - set(series) or set(dashed.values()) - set(order):
+        known = f"names of series ({', '.join(series)}) to series that are not dashed"
+        raise PlotError(f"dashed must map {known}, got {dashed}")
+    looks = {name: order.index(dashed.get(name, name)) for name in series}
+    chosen = list(series if only is None else only)
+    if not chosen or set(chosen) - set(series):
+        raise PlotError(f"only must have names of series ({', '.join(series)}), got {chosen}")
+    low: Series = {}
+    points: Series = {}
+    high: Series = {}
+    many = False
+    for name, pairs in series.items():
+        if name not in chosen:
+            continue
+        samples = _read(name, pairs, "bytes")
+        many = many or any(len(each) > 1 for each in samples.values())
+        quarters = {n: _quartiles(each) for n, each in samples.items()}
+        for i, line in enumerate((low, points, high)):
+            line[name] = {n: 1000 * times[i] for n, times in quarters.items()}
     modelled = {}
-    for name, pairs in (model or {}).items():
-        if name not in points:
-            raise PlotError(f"model has {name!r}, but the series are {', '.join(points)}")
-        modelled[name] = _points(f"{name}, model", pairs, "bytes", 1000)
-    title = "Time of one call by message size" if title is None else title
+    if model:
+        read_named("model", model, "names of series to pairs (nbytes, seconds)")
+        for name, pairs in model.items():
+            if name not in points:
+                raise PlotError(f"model has {name!r}, but the series are {', '.join(points)}")
+            modelled[name] = _points(f"{name}, model", pairs, "bytes", 1000)
+    title = "Time of one call by tensor size" if title is None else title
     wide, tall, gap, small = 5.9, 2.5, 0.22, 1.15  # inches
     names, right = _names(points)
-    compare = len(points) > 1
+    if residuals and any(set(points[name]) - set(modelled.get(name, ())) for name in points):
+        raise PlotError("residuals need a model of each series that is drawn, at each size")
+    compare = len(points) > 1 or residuals
     height = TOP + tall + (gap + small if compare else 0) + 0.55
     sizes = sorted(set().union(*points.values()))
     columns = points | {
@@ -77,36 +109,41 @@ def bandwidth(
         for name, line in modelled.items()
     }
     text_table = _table(f"{title} (ms)", "bytes", columns)
-    many = any(len(each) > 1 for pairs in given.values() for _, each in pairs)
     notes = ["Thin bar: from the first to the third quartile."] * many
-    caption = " ".join(notes + ["Dashed: the model."] * bool(modelled))
+    caption = " ".join(notes + [f"{'Dotted' if dashed else 'Dashed'}: the model."] * bool(modelled))
     size = LEFT + wide + right, height
     picture, _ = open_picture(title, text_table, *size, fold(caption, size[0]))
-    xlabel = "message size (bytes)"
+    xlabel = "size of the tensor"  # each tick has its unit
     ax = picture.chart(LEFT, TOP, wide, tall, "both", "" if compare else xlabel, "time (ms)")
     lines = [*low.values(), *high.values(), *modelled.values()]
     _log_log(ax, sizes, [time for times in lines for time in times.values()])
-    for i, (name, times) in enumerate(points.items()):
-        _line(ax, i, times)
-        style = {"color": series_color(i), "marker": "", "zorder": 2.5}
+    for name, times in points.items():
+        _line(ax, looks[name], times, name in dashed)
+        style = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
         for n in times if many else ():
             ax.plot([n, n], [low[name][n], high[name][n]], linewidth=1.1, linestyle="-", **style)
         if name in modelled:
-            line = modelled[name]
-            ax.plot(list(line), list(line.values()), linewidth=1.4, linestyle=(0, (4, 2)), **style)
-    name_lines(ax, names, _ends(points), [series_color(i) for i in range(len(points))])
+            style |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
+            ax.plot(list(modelled[name]), list(modelled[name].values()), **style)
+    name_lines(ax, names, _ends(points), [series_color(looks[name]) for name in points])
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
-        top, ratio = TOP + tall + gap, "\n".join(fold(f"{TIMES} {next(iter(points))}", 1.15))
-        below = picture.chart(LEFT, top, wide, small, "both", xlabel, ratio)
-        first, *others = points.values()
-        ratios = [{n: t / first[n] for n, t in times.items() if n in first} for times in others]
-        shown = [ratio for line in ratios for ratio in line.values()]
+        base, *others = points
+        bases = modelled if residuals else dict.fromkeys(others, points[base])
+        ratio = "\n".join(fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
+        below = picture.chart(LEFT, TOP + tall + gap, wide, small, "both", xlabel, ratio)
+        ratios = {
+            o: {n: t / b[n] for n, t in points[o].items() if n in b} for o, b in bases.items()
+        }
+        shown = [ratio for line in ratios.values() for ratio in line.values()]
         _log_log(below, sizes, [1 / 1.3, 1.3, *shown])
-        below.axhline(1, color=series_color(0), linewidth=1.2, linestyle="-", zorder=2)
-        for i, line in enumerate(ratios, start=1):
-            if line:
-                _line(below, i, line)
+        if residuals and max(shown) > 3 * min(shown):  # so that ticks are below 1, too
+            below.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        _tick_at_one(below)
+        color = INK if residuals else series_color(looks[base])
+        below.axhline(1, color=color, linewidth=1.2, linestyle="-", zorder=2)
+        for name, line in ratios.items():
+            _line(below, looks[name], line, name in dashed)
     return picture
 
 
@@ -116,13 +153,15 @@ def scaling(
     published: Mapping[str, Pairs] | None = None,
     efficiency: bool = False,
     title: str | None = None,
+    order: Iterable[str] = (),
 ) -> Picture:
     """Draw seconds or efficiency against the number of ranks: predicted, measured, published.
 
-    Each argument maps a name to pairs of ranks and seconds or, with `efficiency`, to pairs of
+    The first three map a name to pairs of ranks and seconds or, with `efficiency`, to pairs of
     ranks and a share of 1. predicted: lines. measured: filled marks, in the colour of the line of
-    the same name. published: hollow marks, named below. Both axes are logarithmic, except that of
-    an efficiency; seconds are drawn in milliseconds.
+    the same name. published: hollow marks, named below, in the colour of the line whose name is
+    the beginning of theirs. order: names in the order of their colours, so that several pictures
+    agree. Both axes are logarithmic, except an efficiency's; seconds are drawn in milliseconds.
 
     Raises PlotError if nothing is predicted, a series has no points or one of them twice, or a
     number is not positive.
@@ -148,13 +187,11 @@ def scaling(
     picture, sheet = open_picture(title, text_table, LEFT + wide + right, height)
     ylabel = "efficiency (%)" if efficiency else "time (ms)"
     ax = picture.chart(LEFT, TOP, wide, tall, "both", "ranks", ylabel)
-    colors = {name: series_color(i) for i, name in enumerate({**lines, **dots})}
+    colors = {n: series_color(i) for i, n in enumerate(dict.fromkeys([*order, *lines, *dots]))}
     for name, points in lines.items():
         ax.plot(list(points), list(points.values()), color=colors[name], linewidth=1.6, zorder=2)
     for name, points in dots.items():
         _marks(ax, points, list(colors).index(name), colors[name], colors[name])
-    for i, points in enumerate(others.values()):
-        _marks(ax, points, i, PAPER, INK)
     _rank_axes(ax, list(columns.values()), efficiency)
     name_lines(ax, names, _ends(lines), [colors[name] for name in lines])
 
@@ -164,96 +201,56 @@ def scaling(
     if dots:
         _marks(sheet, {LEFT + 1.9: y}, 0, INK, INK)
         write(sheet, LEFT + 2.05, y, "filled: measured here", 8.5)
-    for i, name in enumerate(others):
-        at = y + row * (1 + i)
-        _marks(sheet, {LEFT + 0.15: at}, i, PAPER, INK)
+    for i, (name, points) in enumerate(others.items()):
+        at, rim = y + row * (1 + i), next((colors[n] for n in lines if name.startswith(n)), INK)
+        _marks(ax, points, i, PAPER, rim)
+        _marks(sheet, {LEFT + 0.15: at}, i, PAPER, rim)
         write(sheet, LEFT + 0.38, at, f"hollow: published, {name}", 8.5)
     return picture
 
 
-def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -> Picture:
-    """Draw the median time of a step for each name, from the fastest to the slowest sample.
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and 0 < value < LARGEST
 
-    times maps a name to the seconds of each step that was measured; they are drawn in
-    milliseconds, in the order of the mapping. Raises PlotError if there is no name, a name has no
-    samples, or a sample is negative or not finite.
+
+def _quartiles(values: list[float]) -> list[float]:
+    """Return the first quartile, the median and the third quartile."""
+    return quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+
+
+def _read(name: str, pairs: Any, unit: str) -> dict[int, list[float]]:
+    """Return the values of one series by what the first number of a pair counts, in its order.
+
+    unit: "bytes" or "ranks".
     """
-    read_named("times", times, "each name to a list of seconds")
-    samples = {name: _samples(name, values) for name, values in times.items()}
-    medians = [median(values) for values in samples.values()]
-    title = "Time of one step" if title is None else title
-    rows = [[name, significant(m)] for name, m in zip(samples, medians, strict=True)]
-    text_table = table(title, ["", "median (ms)"], rows)
-
-    names = ["\n".join(fold(name, 2.2, 9.5)) for name in samples]
-    left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
-    wide, height = 5.4, 0.42 * len(names)  # inches
-    caption = ["Bar: the median. Thin line: from the fastest to the slowest step."]
-    values = [f"{significant(middle)} ms" for middle in medians]
-    right = 0.2 + 0.079 * max(map(len, values))
-    top = TOP + 0.16  # below the heading of the medians
-    full, below = left + wide + right + 0.1, top + height + 0.75 - 0.17
-    picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.09)
-    at = left + wide + right
-    write(sheet, at, top - 0.1, "median", 8.5, color=QUIET, ha="right")
-    for row, value in enumerate(values):
-        write(sheet, at, top + (row + 0.5) * height / len(values), value, ha="right")
-    ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
-    rows_at = range(len(names))
-    ax.barh(rows_at, medians, height=0.56, color="#9fb4c9", linewidth=0)
-    longest = max(max(each) for each in samples.values()) or 1
-    for row, each in enumerate(samples.values()):
-        low, high = min(each), max(each)
-        ax.plot([low, high], [row] * 2, color=EDGE, linewidth=1.1, linestyle="-", marker="")
-        for end in (low, high) if low < high else ():
-            ax.plot([end] * 2, [row - 0.1, row + 0.1], color=EDGE, linewidth=1.1)
-    ax.set(xlim=(0, longest * 1.03), ylim=(len(names) - 0.5, -0.5))
-    ax.set_yticks(rows_at, names)
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
-    return picture
-
-
-def _as_list(seconds: float | Sequence[float]) -> list[float]:
-    return list(seconds) if isinstance(seconds, Iterable) else [seconds]
-
-
-def _first_quartile(values: list[float]) -> float:
-    return quantiles(values, method="inclusive")[0] if len(values) > 1 else values[0]
-
-
-def _third_quartile(values: list[float]) -> float:
-    return quantiles(values, method="inclusive")[2] if len(values) > 1 else values[0]
+    try:
+        given = [(plain(at), read_numbers(values)) for at, values in pairs]
+    except (TypeError, ValueError):
+        raise PlotError(f"{name!r} must have pairs ({unit}, number), got {pairs!r}") from None
+    found: dict[int, list[float]] = {}
+    for at, values in given:
+        for value in values:
+            if not _is_positive(at) or not _is_positive(value):
+                raise PlotError(
+                    f"{name!r} has {value!r} for {at!r} {unit}: both must be positive and finite"
+                )
+        if not values:
+            raise PlotError(f"{name!r} has no samples for {at!r} {unit}")
+        if at in found:
+            raise PlotError(f"{name!r} has {at} {unit} twice: give one value for each number")
+        found[at] = values
+    if not found:
+        raise PlotError(f"{name!r} has no points")
+    return dict(sorted(found.items()))
 
 
 def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, float]:
-    """Return the points of one series in order, with `factor` times each value.
-
-    unit: what the first number of a pair counts, "bytes" or "ranks".
-    """
-    points: dict[int, float] = {}
-    for at, value in pairs:
-        if not at > 0 or not 0 < value < math.inf:
-            raise PlotError(
-                f"{name!r} has {value} for {at} {unit}: both must be positive and finite"
-            )
-        if at in points:
-            raise PlotError(f"{name!r} has {at} {unit} twice: give one value for each number")
-        points[at] = factor * value
-    if not points:
-        raise PlotError(f"{name!r} has no points")
-    return dict(sorted(points.items()))
-
-
-def _samples(name: str, values: Sequence[float]) -> list[float]:
-    """Return the samples in milliseconds."""
-    seconds = [float(value) for value in values]
-    if not seconds:
-        raise PlotError(f"{name!r} has no samples")
-    for value in seconds:
-        if not math.isfinite(value) or value < 0:
-            raise PlotError(f"{name!r} has a step of {value} seconds: must be finite and >= 0")
-    return [1000 * value for value in seconds]
+    """Return the points of one series in order, with `factor` times each value."""
+    found = _read(name, pairs, unit)
+    for at, values in found.items():
+        if len(values) > 1:
+            raise PlotError(f"{name!r} has {len(values)} values for {at} {unit}: give one")
+    return {at: factor * value for at, (value,) in found.items()}
 
 
 def _table(title: str, first: str, columns: Series) -> str:
@@ -275,10 +272,13 @@ def _ends(lines: Series) -> list[tuple[int, float]]:
     return [list(points.items())[-1] for points in lines.values()]
 
 
-def _line(ax: Axes, index: int, values: dict[int, float]) -> None:
-    style = {"color": series_color(index), "linewidth": 1.6, "linestyle": "-", "zorder": 3}
-    style |= {"marker": marker(index), "markersize": 6}
-    style |= {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
+def _line(ax: Axes, index: int, values: dict[int, float], dashed: bool) -> None:
+    color = series_color(index)
+    style = {"color": color, "linewidth": 1.6, "linestyle": DASHES if dashed else "-", "zorder": 3}
+    style |= {"marker": marker(index), "markersize": 6, "markeredgecolor": PAPER}
+    style |= {"markeredgewidth": 0.6}
+    if dashed:
+        style |= {"markerfacecolor": PAPER, "markeredgecolor": color, "markeredgewidth": 1.2}
     ax.plot(list(values), list(values.values()), **style)
 
 
@@ -310,9 +310,9 @@ def _rank_axes(ax: Axes, drawn: list[dict[int, float]], efficiency: bool) -> Non
     ranks = sorted(set().union(*drawn))
     values = [value for points in drawn for value in points.values()]
     ax.set(xscale="log", xlim=(ranks[0] / 1.15, ranks[-1] * 1.15))
-    powers = range(math.floor(math.log2(ranks[0])), 1 + math.ceil(math.log2(ranks[-1])))
-    step = 1 + len(powers) // 13
-    ticks = [2**p for p in powers[::step] if ranks[0] <= 2**p <= ranks[-1]] or [ranks[0]]
+    low, high = math.ceil(math.log2(ranks[0])), math.floor(math.log2(ranks[-1]))
+    powers = [2**p for p in range(low, high + 1, 1 + max(0, high - low) // 13)]
+    ticks = ranks if ranks[-1] <= 12 else powers or [ranks[0]]
     _ticks(ax.xaxis, ticker.FixedLocator(ticks), "{:,.0f}".format)
     if efficiency:
         ax.set_ylim(0, 1.06 * max(100, *values))
@@ -330,6 +330,14 @@ def _log_limits(ax: Axes, values: list[float]) -> tuple[ticker.Locator, float]:
     ax.set_ylim(low * math.exp(-margin), high * math.exp(margin))
     locator = ticker.LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0))
     return locator, high / low
+
+
+def _tick_at_one(ax: Axes) -> None:
+    """Name 1 on a logarithmic y axis, and leave out the ticks that are too close to it."""
+    low, high = ax.get_ylim()
+    apart = 0.12 * math.log(high / low)
+    others = [at for at in ax.get_yticks() if low <= at <= high and abs(math.log(at)) >= apart]
+    ax.yaxis.set_major_locator(ticker.FixedLocator(sorted([1, *others])))
 
 
 def _ticks(axis, locator, label) -> None:

@@ -159,7 +159,10 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
     """
     name = getattr(worker, "__name__", None) or type(worker).__name__
     if not callable(worker):
-        raise PoolError(f"the worker must be a function, got {worker!r}")
+        raise PoolError(
+            f"the worker must be a function, got {worker!r}; pass the function itself, "
+            "kit.run(worker), and not what a call of it returns"
+        )
     if inspect.iscoroutinefunction(worker):
         raise PoolError(
             f"{name} is an async function, which would return a coroutine and not run; call "

@@ -15,6 +15,7 @@ from ddp_kit.verdict.graph import (
 )
 
 _COUNT = "Every receive needs a send and every send a receive: count them on both ranks."
+_FOR_TWO = "If the worker is meant for two ranks, pass world_size=2."
 _RECV_FIRST = (
     "Let one rank send before it receives, or start the receives with irecv and wait for them "
     "after the sends."
@@ -93,9 +94,16 @@ def _returned_without_it(at: _Ranks, waits: _Waits, rank: int, gone: list[int]) 
     these = f"{done:,}{' of these' if such else ''} and has returned"
     if event.kind == "send":
         end = f"received {these}" if done else "has returned without receiving it"
-        return f"rank {rank} sends {message} to rank {peer.rank}, which {end}", _COUNT
+        return f"rank {rank} sends {message} to rank {peer.rank}, which {end}", _count(at, waits)
     end = f"sent {these}" if done else "has returned without sending it"
-    return f"rank {rank} waits for {message} from rank {peer.rank}, which {end}", _COUNT
+    return f"rank {rank} waits for {message} from rank {peer.rank}, which {end}", _count(at, waits)
+
+
+def _count(at: _Ranks, waits: _Waits) -> str:
+    """Return the hint for a missing message: for a worker of two ranks that runs on more, both."""
+    well = [rank for rank in at if at[rank].status == "returned"]
+    # A single rank that is stuck rather has a mistake of its own.
+    return f"{_COUNT} {_FOR_TWO}" if sorted(well) == [0, 1] and len(waits) > 1 else _COUNT
 
 
 def _dropped_work(at: _Ranks, rank: int, peer: int) -> _Explanation | None:

@@ -1,13 +1,10 @@
-"""Mean and standard deviation of numbers of which no process has all. Needs PyTorch only."""
+"""Mean and standard deviation of numbers that are spread over processes, in plain PyTorch."""
 
 import os
-import socket
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-WORLD_SIZE = 4
 
 
 def own_numbers(rank):
@@ -27,12 +24,11 @@ def mean_and_std(mine):
     return mean, (squares / count).sqrt()
 
 
-def worker(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE)
+def worker(rank, world_size):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
     found = torch.stack(mean_and_std(own_numbers(rank)))
     if rank == 0:
-        whole = torch.cat([own_numbers(r) for r in range(WORLD_SIZE)])
+        whole = torch.cat([own_numbers(r) for r in range(world_size)])
         expected = torch.stack([whole.mean(), whole.std(correction=0)])
         print("four processes: mean {:.9f}, standard deviation {:.9f}".format(*found))
         print("one process:    mean {:.9f}, standard deviation {:.9f}".format(*expected))
@@ -40,7 +36,7 @@ def worker(rank, port):
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, args=(port,), nprocs=WORLD_SIZE)
+    world_size = 4
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
+    mp.spawn(worker, args=(world_size,), nprocs=world_size)

@@ -22,22 +22,24 @@ def synchronize():
 
 
 if __name__ == "__main__":
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    launched = "RANK" in os.environ  # by torchrun, which sets all three variables
+    rank, local_rank, world_size = 0, 0, 1
+    if launched:
+        rank, local_rank, world_size = (
+            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:  # torchrun has started this process
-        dist.init_process_group(dist.get_default_backend_for_device(device))
     total = torch.tensor([rank], device=device)
-    if dist.is_initialized():
+    if launched:
+        dist.init_process_group(dist.get_default_backend_for_device(device))
         dist.all_reduce(total)
     line = f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
     for turn in range(world_size):  # print one after the other
         if turn == rank:
             print(line, flush=True)
         synchronize()
-    if dist.is_initialized():
+    if launched:
         dist.destroy_process_group()

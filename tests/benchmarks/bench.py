@@ -216,25 +216,32 @@ class Running:
         with suppress(OSError, subprocess.TimeoutExpired):
             self._process.stdin.close()
             self._process.wait(FAREWELL)
-        while left := [process for process in psutil.process_iter() if self._owns(process)]:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):  # it left by itself
-                    process.kill()
-            psutil.wait_procs(left, 5)
+        kill_marked(self._mark)
         self._process.wait()
         self._process.stdout.close()
         self._errors.close()
         self._home.cleanup()
 
-    def _owns(self, process: psutil.Process) -> bool:
-        # A peer's daemons leave the process group; the mark stays with them.
-        try:
-            return (
-                process.status() != psutil.STATUS_ZOMBIE
-                and process.environ().get(MARK) == self._mark
-            )
-        except (psutil.Error, OSError):
-            return False
+
+def kill_marked(mark: str) -> None:
+    """Kill all processes that have this mark in their environment."""
+    for _ in range(12):  # those that were being started as well; at most a minute
+        left = [process for process in psutil.process_iter() if _has(process, mark)]
+        if not left:
+            return
+        for process in left:
+            with suppress(psutil.NoSuchProcess):  # it left by itself
+                process.kill()
+        psutil.wait_procs(left, 5)
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    # Daemons leave the process group; the mark stays with them.
+    try:
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and process.environ().get(MARK) == mark
+    except (psutil.Error, OSError):
+        return False
 
 
 @contextmanager

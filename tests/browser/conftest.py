@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "notebooks"))
 
 import lab
+from processes import BOUND
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +41,30 @@ def no_process_survives(server):
     starts and ends processes at any time.
     """
     yield
-    _, left = psutil.wait_procs(server.processes(), timeout=3)
+    _, left = psutil.wait_procs(server.processes(), timeout=BOUND)
     for process in left:
         process.kill()
     assert not left, f"left alive: {left}"
 
 
+@pytest.fixture(scope="module")
+def page(chromium):
+    """One page for a file, because JupyterLab takes seconds to load."""
+    return chromium.new_page()
+
+
 @pytest.fixture
-def open_notebook(chromium, server) -> Iterator[lab.OpenNotebook]:
-    """Open a notebook in a page; at the end of the test its page is closed, its kernel ended."""
-    pages = []
+def open_notebook(page, server) -> Iterator[lab.OpenNotebook]:
+    """Open a notebook; at the end of the test it is closed, its kernel ended."""
+    opened = []
 
     def open_notebook(notebook, name: str = "lesson") -> lab.Document:
-        pages.append(chromium.new_page())
-        return lab.Document(pages[-1], server, notebook, name)
+        opened.append(lab.Document(page, server, notebook, name))
+        return opened[-1]
 
     try:
         yield open_notebook
     finally:
-        for page in pages:
-            page.close()
+        for document in opened:
+            document.close()
         server.end_kernels()

@@ -24,7 +24,7 @@ from kernels import ENVIRONMENT
 from processes import alive
 from regenerate import METADATA
 
-LIMIT = 60  # seconds for one step of a browser or a server; slow machines need many
+LIMIT = 180  # seconds for one step of a browser or a server; slow machines need many
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -145,7 +145,10 @@ class Document:
         self.server = server
         self.count = sum(cell.cell_type == "code" for cell in notebook.cells)
         page.set_default_timeout(1000 * LIMIT)
-        page.goto(f"{server.address}lab/tree/{name}.ipynb?reset")
+        if page.url.startswith(server.address):
+            self.command("docmanager:open", path=f"{name}.ipynb")
+        else:
+            page.goto(f"{server.address}lab/tree/{name}.ipynb?reset")
         page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         self.wait_until_idle()
 
@@ -159,9 +162,16 @@ class Document:
     def wait_until_idle(self, seconds: float = LIMIT) -> None:
         self.wait(IDLE, seconds)
 
-    def command(self, name: str) -> None:
+    def command(self, name: str, **arguments: str) -> None:
         # This is true at the first poll. Unlike wait_for_function, evaluate has no time limit.
-        self.wait("name => { window.jupyterapp.commands.execute(name); return true }", arg=name)
+        call = "given => { window.jupyterapp.commands.execute(...given); return true }"
+        self.wait(call, arg=[name, arguments])
+
+    def close(self) -> None:
+        """Close the notebook and leave JupyterLab open for another one."""
+        # As opposed to a command, this does not ask whether to save.
+        self.wait("() => { window.jupyterapp.shell.currentWidget.dispose(); return true }")
+        self.page.wait_for_selector(".jp-Notebook", state="detached")
 
     def run(self) -> None:
         """Run the selected cell and select the next."""
@@ -235,7 +245,7 @@ STUCK = """
 def stuck(rank, world_size):
     print(f"rank {rank} has begun")
     if rank == 0:
-        KEEPS_BUSY
+        time.sleep(600)
     dist.recv(torch.zeros(1), src=0)
 
 kit.run(stuck, world_size=2)
@@ -243,8 +253,8 @@ kit.run(stuck, world_size=2)
 AGAIN = "list(kit.run(lambda rank, world_size: rank + 41, world_size=2))"
 
 
-def stuck_notebook(keeps_busy: str = "time.sleep(600)"):
-    return notebook(WARM, STUCK.replace("KEEPS_BUSY", keeps_busy), AGAIN)
+def stuck_notebook():
+    return notebook(WARM, STUCK, AGAIN)
 
 
 def warm_ranks(document: Document) -> list[psutil.Process]:

@@ -1,10 +1,12 @@
 """Exercises and solutions are the same notebooks, except for the lines that a learner writes.
 
-nbval runs both: there each stub must fail as its output says, and each solution pass.
+Their cells run here, in one process and on ranks that are forked: each stub must fail as its output
+says, and each solution pass. `make long` lets nbval run them in kernels.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from difflib import SequenceMatcher
@@ -57,7 +59,8 @@ def test_every_grader_has_its_exercise():
 def test_a_lesson_has_five_exercises_at_most(name):
     numbers = list(checks(cells("exercises", name)))
     assert numbers == [f"{int(name[:2])}.{n}" for n in range(1, len(numbers) + 1)]
-    assert len(numbers) <= MOST_EXERCISES
+    lessons = len(list(FOLDER.glob(f"{name[:2]}_*.ipynb")))  # 08 has two notebooks
+    assert len(numbers) <= MOST_EXERCISES * lessons
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,3 +105,46 @@ def test_each_solution_is_right(name):
     for number, cell in checks(cells("solutions", name)).items():
         (output,) = [o for o in cell["outputs"] if o["output_type"] != "display_data"]
         assert "".join(output["text"]).startswith(f"Exercise {number}: right ")
+
+
+def execute(cell: dict, names: dict, folder: Path) -> list[str]:
+    """Run a cell; return the text of what it would show as its value, if it has one.
+
+    folder: where the ranks find the lines of the cell.
+    """
+    source, file = "".join(cell["source"]), folder / f"{cell['id']}.py"
+    file.write_text(source, "utf-8")
+    body = ast.parse(source).body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), file, "exec"), names)
+    if last is None:
+        return []
+    value = eval(compile(ast.Expression(last.value), file, "eval"), names)
+    return [] if value is None else [repr(value)]
+
+
+def saved(cell: dict) -> tuple[str, list[str], list[tuple[str, str]]]:
+    """Return what a cell of a committed notebook has printed, shown and raised."""
+    kinds = {kind: [] for kind in ("stream", "execute_result", "error", "display_data")}
+    for output in cell["outputs"]:
+        kinds[output["output_type"]].append(output)
+    printed = "".join("".join(output["text"]) for output in kinds["stream"])
+    shown = ["".join(output["data"]["text/plain"]) for output in kinds["execute_result"]]
+    return printed, shown, [(output["ename"], output["evalue"]) for output in kinds["error"]]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("kind", ["exercises", "solutions"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cell_does_something_else_than_is_saved(name, kind, capsys, tmp_path):
+    names = {"__name__": "__main__"}
+    for cell in cells(kind, name).values():
+        if cell["cell_type"] != "code":
+            continue
+        shown, raised = [], []
+        try:
+            shown = execute(cell, names, tmp_path)
+        except Exception as error:
+            raised = [(type(error).__name__, str(error))]
+        found = capsys.readouterr().out, shown, raised
+        assert found == saved(cell), cell["id"]

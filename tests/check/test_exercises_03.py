@@ -36,6 +36,16 @@ def test_the_plain_mean_counts_every_rank_alike():
     assert "\nThat is the plain mean: it counts every rank alike. Weigh each gradient" in text
 
 
+def test_the_plain_sum_counts_every_rank_alike():
+    def average_weighted(model, digits):
+        for gradient in gradients(model):
+            dist.all_reduce(gradient)
+
+    text = error_text(kit.check.exercise_3_1, average_weighted)
+    assert "with 1 and 3 digits on 2 ranks: wrong result\n" in text
+    assert "\nThat is the sum: it counts every rank alike. Weigh each gradient" in text
+
+
 def test_a_weighted_sum_that_is_not_divided():
     def average_weighted(model, digits):
         for gradient in gradients(model):
@@ -95,7 +105,10 @@ def test_a_mean_that_ends_at_a_frozen_layer():
 
     text = error_text(kit.check.exercise_3_1, average_weighted)
     assert "in 2.weight.grad but holds " in text
-    assert "\nEach rank still has its own gradient." in text
+    assert text.endswith(
+        "\nThe gradients before the frozen layer are right. Skip a parameter without a grad, and "
+        "continue with the next."
+    )
 
 
 def test_a_frozen_layer_that_gets_a_gradient():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from answers import error_text
@@ -9,6 +10,8 @@ from answers import error_text
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons.ring_allreduce import exchange, neighbours
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def ring_of(chunks, replace=True):

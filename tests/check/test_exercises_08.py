@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext, suppress
 from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 from answers import error_text
+from torch import nn
 
 import ddp_kit as kit
-from ddp_kit.lessons import ring_allreduce
+from ddp_kit.lessons import ddp, ring_allreduce
 
 
 def reducing(starts="in the hook", waits="in finish", reset=True, divide=True, wide=False):
@@ -206,3 +209,300 @@ def test_a_sampler_that_sends():
 
     text = error_text(kit.check.exercise_8_2, OwnSampler)
     assert "on 2 ranks: barrier was called\nA sampler needs no communication." in text
+
+
+def accumulating(silent=lambda number: number < 4, forward=True, divide=True, skip=()):
+    """Return an answer to 8.3; each argument can make it wrong in one way."""
+
+    def answer(model, batches):
+        for number, x in enumerate(batches, 1):
+            if number in skip:
+                continue
+            loss = None if forward else model(x).mean()
+            with model.no_sync() if silent(number) else nullcontext():
+                loss = model(x).mean() if forward else loss
+                (loss / len(batches) if divide else loss).backward()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"silent": lambda number: False}, "right, but DDP called all_reduce 4 times where once"),
+        ({"forward": False}, "right, but DDP called all_reduce 4 times where once would be enough"),
+        ({"silent": lambda number: True}, "the last batch must not be under no_sync()."),
+        ({"divide": False}, "That is the sum over the batches. Divide each loss by the number of"),
+        ({"skip": (1,)}, "It is the mean over all batches of all ranks, of the gradient of model"),
+    ],
+)
+def test_accumulated_gradients_that_are(wrong, words):
+    text = error_text(kit.check.exercise_8_3, accumulating(**wrong))
+    assert text.startswith("exercise 8.3, accumulate(model, batches) on ")
+    assert words in text
+
+
+def test_accumulated_gradients_are_right(capsys):
+    kit.check.exercise_8_3(accumulating())
+    assert capsys.readouterr().out.startswith("Exercise 8.3: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def averaging(which="buffers", divide=True):
+    """Return an answer to 8.4; each argument can make it wrong in one way."""
+
+    def answer(model):
+        for tensor in getattr(model, which)():
+            if tensor.is_floating_point():
+                dist.all_reduce(tensor.data)
+                if divide:
+                    tensor.data.copy_(tensor.data / dist.get_world_size())
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"divide": False}, "rank 0 should hold [90, 90] in running_mean but holds [180, 180]\n"),
+        ({"which": "parameters"}, "rank 0 should hold [90, 90] in running_mean but holds [60, 60]"),
+    ],
+)
+def test_statistics_that_are(wrong, words):
+    assert words in error_text(kit.check.exercise_8_4, averaging(**wrong))
+
+
+def test_statistics_whose_count_is_summed():
+    def average_statistics(model):
+        averaging()(model)
+        dist.all_reduce(model.module[0].num_batches_tracked)
+
+    text = error_text(kit.check.exercise_8_4, average_statistics)
+    assert "rank 0 should hold [3] in num_batches_tracked but holds [6]\n" in text
+    assert text.endswith("skip it, it is the same on all ranks.")
+
+
+def test_statistics_with_changed_weights():
+    def average_statistics(model):
+        averaging()(model)
+        averaging("parameters", divide=False)(model)
+
+    text = error_text(kit.check.exercise_8_4, average_statistics)
+    assert "in weight but holds [2, 2]\nParameters are equal already." in text
+
+
+def test_statistics_are_right(capsys):
+    kit.check.exercise_8_4(averaging())
+    assert capsys.readouterr().out.startswith("Exercise 8.4: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def saving(what=lambda model: model.module.state_dict(), who=(0,), wait=True, strict=True):
+    """Return an answer to 8.5; each argument can make it wrong in one way."""
+
+    def answer(model, path, plain):
+        if dist.get_rank() in who:
+            torch.save(what(model), path)
+        if wait is True or (wait == "only rank 0" and dist.get_rank() == 0):
+            dist.barrier()
+        plain.load_state_dict(torch.load(path), strict=strict)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"what": lambda model: model.state_dict()},
+            "puts `module.` before each name. Save the state_dict of the network in it: model.mod",
+        ),
+        (
+            {"what": lambda model: model.state_dict(), "strict": False},
+            "rank 1 should hold [1, 2] in plain.weight but holds [0, 0]\nLoad the file into `pl",
+        ),
+        (
+            {"wait": False},
+            "\nThe other ranks may read only after rank 0 has written: call dist.bar",
+        ),
+        ({"wait": "only rank 0"}, "\nThe other ranks may read only after rank 0 has written: call"),
+        ({"who": range(5)}, "on 2 ranks: right, but rank 1 saved as well\nOnly rank 0 saves."),
+    ],
+)
+def test_a_checkpoint_that_is(wrong, words):
+    text = error_text(kit.check.exercise_8_5, saving(**wrong))
+    assert text.startswith("exercise 8.5, save_and_load(model, path, plain) on 2 ranks: ")
+    assert words in text
+
+
+def test_a_checkpoint_that_is_read_by_luck():
+    def save_and_load(model, path, plain):
+        if dist.get_rank() == 0:
+            torch.save(model.module.state_dict(), path)
+        while True:
+            with suppress(Exception):  # it is not whole yet
+                plain.load_state_dict(torch.load(path))
+                return
+            time.sleep(0.05)
+
+    text = error_text(kit.check.exercise_8_5, save_and_load)
+    assert "right, but rank 1 did not wait for rank 0's file\nThe other ranks may read" in text
+
+
+@pytest.mark.parametrize("wait", [False, "only rank 0"])
+def test_a_checkpoint_that_a_late_rank_does_not_wait_for(wait):
+    def save_and_load(model, path, plain):
+        time.sleep(0.5 * dist.get_rank())
+        saving(wait=wait)(model, path, plain)
+
+    text = error_text(kit.check.exercise_8_5, save_and_load)
+    assert "on 2 ranks: it raised an error\nThe other ranks may read only after rank 0" in text
+
+
+def test_a_checkpoint_that_all_wait_for_before_it_is_written():
+    def save_and_load(model, path, plain):
+        dist.barrier()
+        saving(wait=False)(model, path, plain)
+
+    assert "The other ranks may read only after" in error_text(
+        kit.check.exercise_8_5, save_and_load
+    )
+
+
+def test_a_checkpoint_for_which_only_the_others_wait():
+    def save_and_load(model, path, plain):
+        if dist.get_rank() == 0:
+            torch.save(model.module.state_dict(), path)
+        else:
+            dist.barrier()
+        plain.load_state_dict(torch.load(path))
+
+    text = error_text(kit.check.exercise_8_5, save_and_load)
+    assert "on 2 ranks: it deadlocks\n" in text
+    assert "\nAll ranks must call the barrier, also those that do not save.\n" in text
+
+
+def test_a_checkpoint_that_is_repaired_when_it_is_read():
+    def save_and_load(model, path, plain):
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), path)
+        dist.barrier()
+        loaded = torch.load(path)
+        plain.load_state_dict({name.removeprefix("module."): t for name, t in loaded.items()})
+
+    text = error_text(kit.check.exercise_8_5, save_and_load)
+    assert "right, but the names in the file are module.weight\nA DistributedDataParallel" in text
+
+
+def test_a_checkpoint_that_nobody_writes():
+    def save_and_load(model, path, plain):
+        plain.load_state_dict(model.module.state_dict())
+
+    text = error_text(kit.check.exercise_8_5, save_and_load)
+    assert "there is no file at `path`\nRank 0 saves: torch.save(..., path)." in text
+
+
+def test_a_checkpoint_is_right(capsys):
+    kit.check.exercise_8_5(saving())
+    assert capsys.readouterr().out == "Exercise 8.5: right on 1, 2, 3, 4 and 5 ranks.\n"
+
+
+def own_ddp(
+    hooked=lambda module: [p for p in module.parameters() if p.requires_grad],
+    broadcast=lambda module: (*module.parameters(), *module.buffers()),
+    divide=True,
+    waits=True,
+    overlap=True,
+):
+    """Return an answer to 8.6; each argument can make it wrong in one way."""
+
+    class OwnDDP(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.works = module, []
+            for tensor in broadcast(module):
+                dist.broadcast(tensor.detach(), src=0)
+            for parameter in hooked(module):
+                parameter.register_post_accumulate_grad_hook(self.average)
+
+        def average(self, parameter):
+            if divide:
+                parameter.grad /= dist.get_world_size()
+            work = dist.all_reduce(parameter.grad, async_op=overlap)
+            if overlap and waits:
+                self.works.append(work)
+
+        def forward(self, x):
+            return self.module(x)
+
+        def finish_gradient_synchronization(self):
+            while self.works:
+                self.works.pop().wait()
+
+    return OwnDDP
+
+
+def by_every_name(module):
+    return [p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"divide": False},
+            "in first.weight.grad after backward 1 but holds ",
+        ),
+        ({"divide": False}, "\nThat is the sum. Divide it by the world size in place"),
+        ({"waits": False}, "never waited for all_reduce, which may still be in flight; keep what"),
+        (
+            {"broadcast": lambda module: ()},
+            "rank 1 should hold [1, 2, 3, 1] in first.weight after OwnDDP(module) but holds [2, 3",
+        ),
+        (
+            {"broadcast": lambda module: module.parameters()},
+            "rank 1 should hold [1, 1] in shift after OwnDDP(module) but holds [2, 2]\nAll ranks",
+        ),
+        (
+            {"hooked": by_every_name},
+            "two backwards called all_reduce 8 times for 3 gradients\nA weight that two layers",
+        ),
+        (
+            {"hooked": lambda module: module.parameters()},
+            "it raised an error\nA frozen parameter gets no gradient, and PyTorch refuses to set",
+        ),
+        (
+            {"hooked": lambda module: [module.first.weight]},
+            "in first.bias.grad after backward 1 but holds ",
+        ),
+        (
+            {"overlap": False},
+            "right, but backward 1 waited for an all_reduce\nCall all_reduce with",
+        ),
+    ],
+)
+def test_a_ddp_by_hand_that_is(wrong, words):
+    text = error_text(kit.check.exercise_8_6, own_ddp(**wrong))
+    assert text.startswith("exercise 8.6, OwnDDP(module) on 2 ranks: ")
+    assert words in text
+
+
+def test_a_ddp_by_hand_that_averages_after_backward():
+    class OwnDDP(own_ddp(hooked=lambda module: ())):
+        def finish_gradient_synchronization(self):
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    self.average(parameter)
+            super().finish_gradient_synchronization()
+
+    text = error_text(kit.check.exercise_8_6, OwnDDP)
+    assert (
+        "right, but no all_reduce of backward 1 began before the last gradient was ready\n" in text
+    )
+
+
+@pytest.mark.parametrize("answer", [own_ddp(), ddp.DistributedDataParallel])
+def test_a_ddp_by_hand_is_right(answer, capsys):
+    kit.check.exercise_8_6(answer)
+    assert capsys.readouterr().out == (
+        "Exercise 8.6: right on 1, 2, 3, 4 and 5 ranks, with tied and frozen weights, during "
+        "backward.\n"
+    )

@@ -130,6 +130,6 @@ def sweep() -> None:
 def _call(*command: str) -> str:
     """Run a short command; return what it printed."""
     done = subprocess.run(
-        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30
+        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600
     )
     return done.stdout

@@ -15,9 +15,8 @@ import psutil
 from hosts import LINK, Host
 from processes import wait_until
 
-START = 120  # seconds; every process imports PyTorch, and the machine may have other work
-END = 60
-PER_HOST = 2  # ranks
+START = 300  # seconds; every process imports PyTorch, and the machine may have other work
+END = 300
 
 # `told` is what the script prints in the end; `note` writes a file with the time in it, which is
 # the same on both hosts.
@@ -38,7 +37,7 @@ def note(name):
 {worker}
 
 if __name__ == "__main__":
-    options = dict(nproc_per_node={per_host}, nnodes=2, master_addr={address!r}, join_timeout=90)
+    options = dict(nproc_per_node={per_host}, nnodes=2, master_addr={address!r}, join_timeout=300)
     {before}
     told = {{"error": None}}
     try:
@@ -55,12 +54,19 @@ if __name__ == "__main__":
 
 
 class Notebook:
-    """One run of `worker`, source code that defines it, on two ranks of each host.
+    """One run of `worker`, source code that defines it, on `per_host` ranks of each host.
 
     folder: an empty one, where the worker's `note` writes. before: a statement of the script.
     """
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, worker: str, before: str = "") -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        worker: str,
+        before: str = "",
+        per_host: int = 1,
+    ) -> None:
         self.hosts, self.notes = hosts, folder / "notes"
         self.notes.mkdir()
         script, self._out, self._err = folder / "script.py", folder / "out", folder / "err"
@@ -68,7 +74,7 @@ class Notebook:
             folder=str(self.notes),
             worker=textwrap.dedent(worker),
             before=before or "pass",
-            per_host=PER_HOST,
+            per_host=per_host,
             address=hosts[0].address,
         )
         script.write_text(text)

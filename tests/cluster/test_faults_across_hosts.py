@@ -22,8 +22,8 @@ with open_ranks() as ranks:
     ranks.say(list(ranks(add_up)))
 """
 TALKING = str(Path(__file__).with_name("talking.py"))
-START = 90  # seconds; every process imports PyTorch, and the machine may have other work
-END = 60
+START = 300  # seconds; every process imports PyTorch, and the machine may have other work
+END = 300
 GLOO = "gloo/transport/tcp"  # its message for a broken connection varies
 
 
@@ -42,7 +42,9 @@ def talk(hosts, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+@pytest.mark.parametrize(
+    "rendezvous", [RENDEZVOUS[0], pytest.param(RENDEZVOUS[1], marks=pytest.mark.long)]
+)
 def test_ranks_or_agents_wait_forever_behind_a_dead_link(rendezvous, talk):
     run = talk(rendezvous)
     ranks = run.ranks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from notebook import Notebook
 
-BOUND = 20  # seconds for a verdict; README.md has the true figures
+BOUND = 60  # seconds for a verdict; README.md has the true figures
 
 MUTUAL = """
 def worker(rank, world_size):
@@ -18,57 +18,41 @@ def worker(rank, world_size):
         dist.recv(tensor, 0)  # of rank 0
     dist.barrier()
 """
-SKIPPED = """
-def worker(rank, world_size):
-    dist.barrier()
-    if rank != 2:
-        note(str(rank))
-        dist.all_reduce(torch.ones(1))
-"""
 ELSEWHERE = """
 def worker(rank, world_size):
-    dist.barrier()
-    if rank >= 2:
-        note(str(rank))
-        dist.recv(torch.zeros(1), 5 - rank)
+    pair = dist.new_group([2, 3])
+    if rank == 2:
+        note("2")
+        dist.all_reduce(torch.ones(1), group=pair)
 """
 SLOW = """
-def worker(rank, world_size):
-    dist.barrier()
-    if rank == 2:
-        sum(range(120_000_000))  # one call of native code that holds the GIL
-        time.sleep(3)
-        for other in (0, 1, 3):
-            dist.send(torch.ones(1), other)
-    else:
-        dist.recv(torch.zeros(1), 2)
-    total = torch.tensor([rank])
-    dist.all_reduce(total)
-    return total.item()
-"""
-THREAD = """
 import threading
 
 def worker(rank, world_size):
     tensor = torch.zeros(1)
+    dist.barrier()
     if rank == 1:
-        dist.recv(tensor, 3)
-        dist.send(tensor, 3)
-    if rank == 3:
-        threading.Timer(4, dist.send, (torch.ones(1), 1)).start()
+        sum(range(120_000_000))  # one call of native code that holds the GIL
+        time.sleep(3)
+        dist.send(torch.ones(1), 0)
+        threading.Timer(4, dist.send, (torch.ones(1), 0)).start()
+        dist.recv(tensor, 0)
+    else:
         dist.recv(tensor, 1)
+        dist.recv(tensor, 1)  # from the thread
+        dist.send(tensor, 1)
     dist.barrier()
     if rank == 0:
-        dist.recv(tensor, 2)
-    if rank == 2:  # returns at once
-        threading.Timer(4, dist.send, (torch.ones(1), 0)).start()
+        dist.recv(tensor, 1)
+    else:  # returns at once
+        threading.Timer(4, dist.send, (2 * torch.ones(1), 0)).start()
     return tensor.item()
 """
 WAITING = """
 def worker(rank, world_size):
     dist.barrier()
     note(str(rank))
-    if rank == 2:
+    if rank == 1:
         time.sleep(600)
     dist.barrier()
 """
@@ -78,31 +62,22 @@ def worker(rank, world_size):
     note(str(rank))
     time.sleep(600)
 """
-RAISING = """
-def worker(rank, world_size):
-    if rank == 0:
-        note("0")
-        time.sleep(600)
-    if rank == 3:
-        raise ValueError("boom")
-    dist.barrier()
-"""
 DYING = """
 def worker(rank, world_size):
     dist.barrier()
     note(str(rank))
-    if rank == 3:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 """
 UNEQUAL = """
 def worker(rank, world_size):
     if rank == 0:
-        dist.send(torch.ones(2), 2)
-    if rank == 2:
+        dist.send(torch.ones(2), 1)
+    else:
         dist.recv(torch.zeros(1), 0)  # gloo aborts
 """
-RANKS = ("0", "1", "2", "3")
+RANKS = ("0", "1")
 
 
 @pytest.fixture
@@ -110,8 +85,8 @@ def notebook(hosts, tmp_path):
     """Return a function that starts a run on both hosts; nothing of it may be left."""
     started = []
 
-    def start(worker: str, before: str = "") -> Notebook:
-        started.append(Notebook(hosts, tmp_path, worker, before))
+    def start(worker: str, before: str = "", per_host: int = 1) -> Notebook:
+        started.append(Notebook(hosts, tmp_path, worker, before, per_host))
         return started[-1]
 
     yield start
@@ -120,7 +95,7 @@ def notebook(hosts, tmp_path):
 
 
 def test_a_deadlock_across_hosts_lasts_until_gloo_gives_up(notebook):
-    run = notebook(MUTUAL)
+    run = notebook(MUTUAL, per_host=2)
     told = run.told()
     assert told["error"] == "DeadlockError", told
     assert "rank 0 waits for rank 2, rank 2 waits for rank 0" in told["text"]
@@ -133,32 +108,18 @@ def test_a_deadlock_across_hosts_lasts_until_gloo_gives_up(notebook):
     assert run.since(told, "0", "2") < BOUND
 
 
-def test_a_collective_that_a_rank_of_another_host_skips_is_not_found(notebook):
-    run = notebook(SKIPPED)
-    told = run.told()
-    assert (told["error"], told["returned"]) == ("DeadlockError", [2]), told
-    assert [(rank, op) for rank, op, _ in told["waits"]] == [(n, "all_reduce") for n in (0, 1, 3)]
-    assert run.since(told, "0", "1", "3") < BOUND
-
-
 def test_a_deadlock_among_ranks_of_another_host_is_not_seen(notebook):
-    run = notebook(ELSEWHERE)
+    run = notebook(ELSEWHERE, per_host=2)
     told = run.told()
-    assert (told["error"], told["returned"]) == ("DeadlockError", [0, 1]), told
-    assert [(rank, op) for rank, op, _ in told["waits"]] == [(2, "recv(src=3)"), (3, "recv(src=2)")]
-    assert run.since(told, "2", "3") < BOUND
+    assert (told["error"], told["returned"]) == ("DeadlockError", [0, 1, 3]), told
+    assert [(rank, op) for rank, op, _ in told["waits"]] == [(2, "all_reduce(group=[2, 3])")]
+    assert run.since(told, "2") < BOUND
 
 
-def test_a_slow_rank_on_another_host_is_taken_for_a_deadlock_or_a_lost_host(notebook):
+def test_a_rank_or_thread_on_another_host_that_is_slow_is_taken_for_a_deadlock(notebook):
     told = notebook(SLOW, before="other_hosts.LOST = 3").told()
     assert told["error"] is None, told
-    assert (told["values"], told["messages"]) == ([6, 6, 6, 6], 3)
-
-
-def test_a_thread_on_another_host_that_will_send_is_forgotten(notebook):
-    told = notebook(THREAD).told()
-    assert told["error"] is None, told
-    assert told["values"] == [1, 1, 0, 1]
+    assert (told["values"], told["messages"]) == ([2, 1], 3)  # without what a thread sends late
 
 
 def test_a_host_that_is_cut_off_is_waited_for_forever(notebook):
@@ -168,8 +129,7 @@ def test_a_host_that_is_cut_off_is_waited_for_forever(notebook):
     told = run.told()
     assert told["error"] == "PoolError", told
     assert told["text"] == (
-        "host 1 (ranks 2 and 3) has not answered for 5 s: it was stopped, or the connection to it "
-        "is lost"
+        "host 1 (rank 1) has not answered for 5 s: it was stopped, or the connection to it is lost"
     )
 
 
@@ -179,7 +139,7 @@ def test_the_end_of_an_agent_is_told_as_a_broken_connection(notebook):
     run.agent.kill()
     told = run.told()
     assert told["error"] == "PoolError", told
-    assert told["text"] == "host 1 (ranks 2 and 3) has stopped: torchrun has ended there"
+    assert told["text"] == "host 1 (rank 1) has stopped: torchrun has ended there"
 
 
 def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
@@ -194,30 +154,16 @@ def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
 def test_the_ranks_of_another_host_are_missing_when_time_is_up(notebook):
     told = notebook(WAITING, before="options['timeout'] = 5").told()
     assert told["error"] == "RunTimeoutError", told
-    assert [(rank, op) for rank, op, _ in told["waits"]] == [
-        (0, "barrier"),
-        (1, "barrier"),
-        (2, None),
-        (3, "barrier"),
-    ]
+    assert [(rank, op) for rank, op, _ in told["waits"]] == [(0, "barrier"), (1, None)]
 
 
 def test_a_message_between_hosts_of_unequal_ends_is_not_compared(notebook):
     told = notebook(UNEQUAL).told()
     assert told["error"] == "MismatchError", told
-    assert told["text"].startswith("rank 0 sends 8 bytes, rank 2 receives into a tensor of 4 bytes")
-
-
-def test_what_a_rank_of_another_host_raises_is_told_only_at_the_end(notebook):
-    run = notebook(RAISING)
-    told = run.told()
-    assert told["error"] == "RankError", told
-    assert told["text"].startswith("rank 3 raised ValueError: boom"), told
-    assert run.since(told, "0") < BOUND
+    assert told["text"].startswith("rank 0 sends 8 bytes, rank 1 receives into a tensor of 4 bytes")
 
 
 def test_a_rank_that_dies_on_another_host_is_told_as_a_broken_connection(notebook):
-    run = notebook(DYING)
-    told = run.told()
+    told = notebook(DYING, before="other_hosts.REASON = 60").told()  # on a busy machine
     assert told["error"] == "RankDiedError", told
-    assert told["text"].startswith("rank 3 died on host 1;"), told
+    assert told["text"].startswith("rank 1 died on host 1;"), told

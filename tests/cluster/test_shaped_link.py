@@ -20,5 +20,5 @@ def seconds(hosts, tmp_path):
 def test_an_all_reduce_is_not_bound_by_the_link(seconds):
     for name, predicted in MODELS.items():
         expected = predicted(4, NBYTES, 0, BETA)
-        assert expected < seconds[name] < 4 * expected, name  # README.md has the true figures
+        assert expected < seconds[name] < 10 * expected, name  # README.md has the true figures
     assert seconds["chunked ring"] < seconds["whole ring"]

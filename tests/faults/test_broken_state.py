@@ -17,8 +17,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import ddp_kit as kit
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def pid(rank, world_size):
@@ -85,7 +88,7 @@ def send_one(rank, world_size):
 )
 def test_communication_left_in_flight_does_not_reach_the_next_run(leave):
     warm = list(kit.run(pid, world_size=2))
-    kit.run(leave, world_size=2, timeout=15)
+    kit.run(leave, world_size=2, timeout=60)
     assert list(kit.run(send_one, world_size=2)) == [7.0, 7.0]
     assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
     assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
@@ -231,11 +234,13 @@ def test_a_callback_that_pytorch_still_runs_does_not_print_into_the_next_run(cap
             time.sleep(30)
             print("late")
 
+        store = distributed_c10d._get_default_store()
         if rank == 0:
-            time.sleep(0.5)  # a future that is complete calls its callback at once, in `then`
+            store.wait(["then"])  # a future that is complete calls its callback in `then`
             dist.all_reduce(torch.ones(1))
         else:
             dist.all_reduce(torch.ones(1), async_op=True).get_future().then(late)
+            store.set("then", "")
             began.wait()
 
     before = list(kit.run(pid, world_size=2))

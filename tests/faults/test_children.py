@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_children_of_a_rank_that_died_end_and_do_not_hide_its_death(pool, tmp_pa
     start = time.monotonic()
     with pytest.raises(kit.RankDiedError):
         pool.run(die)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
     numbers = [int(number) for number in file.read_text().split()]
     assert len(numbers) == 2
     assert ended(psutil.Process(number) for number in numbers if psutil.pid_exists(number))
@@ -126,7 +127,7 @@ def test_the_processes_of_the_machine_are_listed_once_for_all_ranks_that_are_sto
 
     listed, pids = [], psutil._psplatform.pids
     monkeypatch.setattr(psutil._psplatform, "pids", lambda: listed.append(1) or pids())
-    with kit.WorkerPool(3) as pool:
+    with kit.WorkerPool(2) as pool:
         with pytest.raises(kit.DeadlockError):
             pool.run(stuck)
         assert len(listed) == 1
@@ -158,15 +159,16 @@ def boom():
     ],
     ids=["returns", "raises", "exits", "exits_with_a_text"],
 )
-def test_a_fork_of_a_rank_that_comes_back_serves_the_pool(pool, leave, code, printed):
-    warm = list(pool.run(lambda rank, world_size: os.getpid()))
-    forked = pool.run(leave_copy, leave, timeout=60)
+def test_a_fork_of_a_rank_that_comes_back_serves_the_pool(leave, code, printed):
+    run = functools.partial(kit.run, world_size=2, timeout=60)
+    warm = list(run(lambda rank, world_size: os.getpid()))
+    forked = run(leave_copy, leave)
     assert list(forked) == [code, code]
     for output in forked.output:
         assert output.endswith(printed)
         assert ("Traceback" in output, "server.py" in output) == (leave is boom, False)
     for number in range(3):
-        result = pool.run(lambda rank, world_size, n: (n, rank, os.getpid()), number, timeout=60)
+        result = run(lambda rank, world_size, n: (n, rank, os.getpid()), number)
         assert list(result) == [(number, rank, warm[rank]) for rank in range(2)]
 
 
@@ -176,7 +178,7 @@ def sockets():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are read from /proc")
-def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board(pool):
+def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board():
     def look(rank, world_size):
         board, mine = recorder.current.table.board, sockets()
         reading, writing = os.pipe()
@@ -191,4 +193,4 @@ def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board(pool):
         os.waitpid(child, 0)
         return len({name for name in mine - its if "socket" in name}), board.head().events
 
-    assert list(pool.run(look, timeout=60)) == [(1, 0)] * 2
+    assert list(kit.run(look, world_size=2, timeout=60)) == [(1, 0)] * 2

@@ -11,6 +11,8 @@ import pytest
 
 import ddp_kit as kit
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 numbers = itertools.count()  # a warm rank keeps the module of an earlier test by its name
 
 
@@ -80,17 +82,24 @@ def test_a_module_that_was_removed_still_runs_in_warm_ranks(module, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_edited_module_of_a_notebook_runs_its_new_code(kernel, tmp_path):
-    edit = "%%writefile helpers.py\ndef answer(): return {}"
-    use = "def worker(rank, world_size):\n    import helpers\n    return helpers.answer()"
+@pytest.mark.usefixtures("forked_spawn")
+def test_a_notebook_runs_the_old_code_of_a_module_or_says_nothing_of_its_own(kernel):
+    """All in one notebook, because a kernel and its ranks take seconds."""
+    an_edited_module_runs_its_new_code(kernel)
+    a_notebook_with_the_old_code_is_told_apart_from_one_that_has_reloaded_it(kernel)
+
+
+def an_edited_module_runs_its_new_code(kernel):
+    edit = "%%writefile assistants.py\ndef answer(): return {}"
+    use = "def worker(rank, world_size):\n    import assistants\n    return assistants.answer()"
     for answer in (1, 2):
         kernel.run(edit.format(answer))
         cell = kernel.run(f"{use}\nlist(kit.run(worker, world_size=2))")
         assert cell.contents("execute_result")[0]["data"]["text/plain"] == f"[{answer}, {answer}]"
-    assert cell.stdout == "helpers.py changed on disk: restarting ranks 0 and 1\n"
+    assert cell.stdout == "assistants.py changed on disk: restarting ranks 0 and 1\n"
 
 
-def test_a_notebook_with_the_old_code_is_told_apart_from_one_that_has_reloaded_it(kernel):
+def a_notebook_with_the_old_code_is_told_apart_from_one_that_has_reloaded_it(kernel):
     run = "list(kit.run(lambda rank, world_size: __import__('helpers').answer(), world_size=1))"
     edit = "pathlib.Path('helpers.py').write_text('def answer(): return {}')"
     restarting = "helpers.py changed on disk: restarting rank 0\n"

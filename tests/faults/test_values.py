@@ -123,7 +123,7 @@ def test_an_idle_rank_holds_nothing_of_its_last_value():
     result = kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)
     rank = psutil.Process(kit.pool.pool._shared["spawn"]._processes.ranks[0].process.pid)
     del result
-    wait_until(lambda: not held(rank), 5, "the rank releases it")
+    wait_until(lambda: not held(rank), 100, "the rank releases it")
 
 
 def held(process):

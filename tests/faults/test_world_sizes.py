@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import psutil
+import pytest
 from kernels import Kernel
 from processes import wait_until
 
@@ -23,6 +24,7 @@ def test_processes_stay_warm_when_the_world_size_changes():
     assert list(kit.run(lambda rank, world_size: world_size, world_size=3)) == [3, 3, 3]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_growing_starts_only_the_missing_ranks():
     with kit.WorkerPool(1) as pool:
         one, three = list(pool.run(pid)), list(pool.run(pid, world_size=3))
@@ -46,6 +48,7 @@ def test_restart_gives_fresh_processes():
         assert pool.run(pid)[0] != before
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_pools_live_side_by_side():
     with kit.WorkerPool(1) as pool:
         own, shared = list(pool.run(pid)), list(kit.run(pid, world_size=2))
@@ -73,7 +76,7 @@ def test_two_notebooks_run_at_the_same_time(kernel, tmp_path):
             assert cell.finish().error is None
         ranks = psutil.Process(other.process.pid).children()
         kernel.end()
-        wait_until(lambda: not kernel.process.is_running(), 10, "the first notebook is gone")
+        wait_until(lambda: not kernel.process.is_running(), 60, "the first notebook is gone")
         assert len(other.ranks(2)) == 2, "the end of one notebook left the other's ranks alone"
         assert {p.pid for p in psutil.Process(other.process.pid).children()} == {
             p.pid for p in ranks

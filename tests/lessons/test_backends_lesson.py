@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import text_of
 
 import ddp_kit as kit
-from ddp_kit import mpi
+from ddp_kit import model, mpi
 from ddp_kit.lessons import _backend_probes, backends
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
-GLOO = partial(kit.run, world_size=2, backend="gloo", timeout=5)
+GLOO = partial(kit.run, world_size=2, backend="gloo", timeout=60)
 FINE = ("works", "no answer")
 
 
@@ -105,7 +110,7 @@ def test_gloo_does_less_or_more_than_the_lesson_says():
 
 @needs_mpi
 def test_mpi_refuses_what_it_could_do_or_is_wrong():
-    cells = backends.probe(partial(kit.run, world_size=2, backend="mpi", timeout=10))
+    cells = backends.probe(partial(kit.run, world_size=2, backend="mpi", timeout=60))
     bad = {cell for cell, outcome in cells.items() if outcome.partition(":")[0] not in FINE}
     assert bad == {("all_reduce PRODUCT", "complex64")}  # PyTorch refuses it itself
 
@@ -217,6 +222,67 @@ def test_mpi_differs_from_gloo_in_points_that_the_lesson_does_not_name():
     assert kit.run(backends.started_by, world_size=3, backend="mpi")[0] != "Python"
 
 
+@pytest.mark.parametrize(
+    ("backend", "outcome"),
+    [
+        ("gloo", "works"),
+        ("cpu:gloo", "works"),
+        ("cuda:gloo", "refused: No backend type associated with device type cpu"),
+        ("cpu:gloo,cuda:gloo", "works"),
+    ],
+)
+def test_a_cpu_tensor_is_sent_by_a_backend_for_gpus_or_by_none_of_two(backend, outcome):
+    run = partial(kit.run, world_size=2, backend="gloo")
+    assert list(run(backends.accepts, backend)) == [outcome] * 2
+
+
+def test_documented_cells_of_nccl_have_another_shape_than_probed_ones_or_hide_a_gap():
+    cells = backends.nccl_documented()
+    assert set(cells) == {(op, kind) for op in backends.OPERATIONS for kind in backends.DTYPES} | {
+        ("barrier", "any"),
+        ("objects", "any"),
+    }
+    assert cells["reduce_scatter", "bfloat16"] == "documented"
+    assert cells["all_reduce BAND", "int64"] == "excluded"
+    assert cells["all_reduce MIN", "complex64"] == "excluded"
+    assert cells["all_reduce SUM", "bool"] == "documented"
+    assert cells["broadcast", "float8_e4m3fn"] == "documented"
+    assert cells["all_reduce AVG", "bool"] == "excluded"
+    for cell in (("all_reduce SUM", "complex64"), ("objects", "any"), ("all_reduce AVG", "int64")):
+        assert cells[cell] == "not run"
+
+
+def test_the_header_of_pytorch_has_another_dtype_for_nccl_than_the_lesson():
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    header = (folder / "NCCLUtils.hpp").read_text()
+    mapped = header.split("ncclDataType = {")[1].split("};")[0]
+    names = {
+        **{"float32": "kFloat", "float64": "kDouble", "float16": "kHalf", "bfloat16": "kBFloat16"},
+        **{"float8_e4m3fn": "kFloat8_e4m3fn", "int64": "kLong", "int32": "kInt", "uint8": "kByte"},
+        **{"bool": "kBool", "complex64": "kComplexFloat"},
+    }
+    assert set(names) == set(backends.DTYPES)
+    found = {kind for kind, name in names.items() if f"at::{name}," in mapped}
+    assert found == set(backends.NCCL_DTYPES)
+    assert "{at::kBool, ncclUint8}" in mapped
+
+
+def test_the_fit_by_hand_is_further_off_than_its_steps():
+    beta = 2e-4 / 10**5.51  # half a step away from a ratio that is tried
+    points = [(n, 2e-4 + beta * n) for n in backends.SIZES]
+    assert backends.fit_by_hand(points) == pytest.approx((2e-4, beta), rel=0.05)
+    noisy = [(n, up * t) for (n, t), up in zip(points, (1, 2, 0.5, 1, 1, 1.5, 0.7), strict=True)]
+    assert backends.fit_by_hand(noisy) == pytest.approx(model.fit(noisy), rel=0.06)
+
+
+@needs_mpi
+def test_native_mpi_is_not_measured_or_not_by_all_ranks():
+    kit.run(backends.started_by, world_size=3, backend="mpi")  # mpiexec starts three ranks
+    times = list(kit.run(backends.direct_and_wrapped, 20, world_size=2, backend="mpi"))
+    assert [len(each) for each in times] == [2, 2]
+    assert all(0 < seconds < 1 for each in times for seconds in each)
+
+
 def test_alpha_and_beta_are_printed_in_other_units():
     line = [(n, 5e-5 + 2e-9 * n) for n in backends.SIZES]
     assert backends.format_fit(line).endswith("2.000 ns a byte (0.50 GB/s)")
@@ -229,3 +295,43 @@ def test_a_size_is_not_measured():
         points = backends.series(run, operation, (4, 4_000), torch.float16)
         assert [nbytes for nbytes, _ in points] == [4, 4_000]
         assert all(seconds > 0 for _, seconds in points)
+
+
+def test_the_slowest_rank_does_not_count_or_the_first_round_does():
+    class Clock:
+        """Stands for `kit.run`: two ranks, each with two rounds of one size."""
+
+        def __call__(self, worker, operation, sizes, dtype):
+            assert (worker, sizes) == (backends.measure, (4,))
+            return [[[1.0, 5.0]], [[3.0, 2.0]]]
+
+    assert backends.samples(Clock(), "all_reduce", (4,)) == [(4, [3.0, 5.0])]
+    assert backends.samples(Clock(), "send and back", (4,)) == [(4, [1.5, 2.5])]
+    assert backends.series(Clock(), "all_reduce", (4,)) == [(4, 4.0)]
+    rounds = kit.run(backends.measure, dist.all_reduce, (4, 1_000_000), world_size=2)
+    assert [[len(seconds) for seconds in rank] for rank in rounds] == [[30, 8]] * 2
+
+
+def sizes_in_order(rank, world_size):
+    called = []
+    operation = lambda tensor: called.append(tensor.nbytes)  # noqa: E731
+    backends.measure(rank, world_size, operation, (4, 1_000_000, 64), most=9)
+    return called
+
+
+def test_one_size_is_measured_after_the_other():
+    called = kit.run(sizes_in_order, world_size=2)[0]
+    assert called == [4, 1_000_000, 64] * 9 + [4, 64]
+
+
+def test_the_script_prints_other_lines_than_one_for_each_size_and_the_fit(tmp_path):
+    path = tmp_path / "09_backends.py"
+    path.write_text(text_of(path.name))
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    first, *sizes, fit = done.stdout.splitlines()
+    assert re.fullmatch(r"all_reduce by (gloo|nccl) on 2 ranks", first)
+    line = r" *([\d,]+) bytes +\d+ µs, +\d+\.\d\d of the line"
+    found = [re.fullmatch(line, each)[1] for each in sizes]
+    assert found == [f"{4 * 10**power:,}" for power in range(7)]
+    assert re.fullmatch(r"the line: \d+ µs \+ \d+\.\d{3} ns a byte", fit)

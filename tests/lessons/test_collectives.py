@@ -15,6 +15,7 @@ import ddp_kit as kit
 from ddp_kit.lessons import collectives
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_collectives.ipynb"
+FOLDED = re.compile(r"<details>.*?```python\n(.*?)```.*?</details>", re.DOTALL)
 
 
 def test_the_reference_is_worked_out_by_hand():
@@ -55,6 +56,36 @@ def test_a_wrong_answer_does_not_agree():
     assert not collectives.agrees(result, collectives.reference("all_reduce", held, "SUM"))
 
 
+def test_rounding_agrees_but_a_difference_of_one_does_not():
+    result = [{"after": torch.tensor([1e30, 3.0])}] * 4
+    assert collectives.agrees(result, [torch.tensor([1e30, 3.0]) * (1 + 2**-22)] * 4)
+    assert not collectives.agrees(result, [torch.tensor([1e30, 4.0])] * 4)
+    assert not collectives.agrees(result, [torch.tensor([1e30])] * 4), "fewer numbers"
+    result = [{"after": torch.tensor([10**18])}] * 4
+    assert not collectives.agrees(result, [torch.tensor([10**18 + 1])] * 4)
+
+
+def test_products_of_many_ranks_agree():
+    """From 6 ranks on, a product has more digits than a float32."""
+    held = [collectives.own_tensor(rank, 8) for rank in range(8)]
+    for worker in collectives.WITH_OP:
+        result = kit.run(worker, "PRODUCT", world_size=8)
+        expected = collectives.reference(worker.__name__, held, "PRODUCT")
+        assert collectives.agrees(result, expected), worker.__name__
+
+
+def test_more_ranks_than_an_int64_has_digits_are_refused(monkeypatch):
+    most = collectives.LARGEST_WORLD
+    collectives.reference("all_reduce_in_a_group", [torch.zeros(most)] * most)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)overflow"):
+        collectives.reference("all_reduce_in_a_group", [torch.zeros(most + 1)] * (most + 1))
+    monkeypatch.setattr(collectives, "LARGEST_WORLD", 2)
+    with pytest.raises(kit.PoolError, match=r"world_size must be at most 2 .* got 3"):
+        collectives.main(["--world-size", "3"])
+    with pytest.raises(kit.PoolError, match="world_size must be a whole number from 1 to 2, got 3"):
+        collectives.explore("all_reduce_in_a_group", world_size=3)
+
+
 def test_the_greatest_difference_is_found_on_any_rank_and_at_any_place():
     expected = [torch.tensor([1.0, 2.0]), None, [torch.tensor([3.0]), torch.tensor([4.0])]]
     result = [{"after": value} for value in expected]
@@ -91,11 +122,18 @@ def test_gloo_refuses_some_ops_for_some_dtypes():
     }
 
 
-def test_an_op_that_the_backend_refuses_is_left_out_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(collectives, "OPS", ("SUM", "BAND"))
+def test_avg_is_left_out_and_named_if_the_backend_refuses_it(monkeypatch, capsys):
+    monkeypatch.setattr(collectives, "try_op", lambda *args: "no" if args[2] == "AVG" else "")
     collectives.main(["--world-size", "2", "--backend", "gloo"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "not tried, because the backend refuses it: BAND"
+    assert lines[-1] == "not tried, because the backend refuses it: AVG"
+
+
+@pytest.mark.parametrize("refused", ["SUM", "PRODUCT", "MAX", "MIN"])
+def test_main_fails_if_the_backend_refuses_another_op(monkeypatch, refused):
+    monkeypatch.setattr(collectives, "try_op", lambda *args: "no" if args[2] == refused else "")
+    with pytest.raises(kit.ProofError, match="the backend accepts every op but AVG"):
+        collectives.main(["--world-size", "2"])
 
 
 def test_the_group_is_a_true_subset():
@@ -129,3 +167,13 @@ def test_the_table_in_the_notebook_has_the_arguments_of_every_collective():
         signature = inspect.signature(getattr(dist, name)).parameters.values()
         bare = [parameter.replace(annotation=parameter.empty) for parameter in signature]
         assert parameters == list(map(str, bare)), name
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("two_orders", 2), ("save", 4)])
+def test_the_notebooks_answer_ends_without_an_error(name, world_size):
+    cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
+    prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    [answer] = [code for code in FOLDED.findall(prose) if f"def {name}(" in code]
+    names = {"torch": torch, "dist": dist, "kit": kit, "__name__": "notebook_02"}
+    exec(answer, names)
+    assert list(kit.run(names[name], world_size=world_size)) == [None] * world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import ddp_kit as kit
 from ddp_kit.lessons import ddp, partitioned_sgd
@@ -54,10 +55,161 @@ def test_the_typical_backward_is_not_the_first():
     assert "bucket 3  1,050,624" in table
 
 
+def test_pictures_of_backwards_share_an_axis_that_begins_with_backward():
+    runs = [kit.run(ddp.backwards, cap, 3, world_size=2) for cap in (100, 1)]
+    charts = [picture.axes[1] for picture in ddp.on_one_axis(*runs)]
+    assert charts[0].get_xlim() == charts[1].get_xlim()
+    for run, chart in zip(runs, charts, strict=True):
+        assert chart.get_xlabel() == "time since backward began (ms)"
+        starts = sorted(e.start for e in run.trace if (e.rank, e.op) == (0, "DDP all_reduce"))
+        first, second, third = run[0]  # the first backward has one bucket
+        assert first < starts[0] < second < starts[1] < third < starts[-1]
+
+
+@pytest.mark.parametrize("wrap", [ddp.ByHand, nn.parallel.DistributedDataParallel])
+def test_a_wrapper_starts_as_rank_0_and_leaves_the_mean(wrap):
+    whole = ddp.shard_gradient(0, 1, lambda model: model, 24)
+    result = kit.run(ddp.shard_gradient, wrap, 8, world_size=3)
+    kit.compare(result, whole).check()
+    own = kit.run(ddp.shard_gradient, lambda model: model, 8, world_size=3)
+    assert not kit.compare(own, whole)
+
+
+class SharedAndFrozen(nn.Module):
+    """A weight that two modules use, a frozen one, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.frozen, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.last.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("shift", torch.randn(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(self.first(x)) + self.shift))
+
+
+def train_shared(rank, world_size, wrap):
+    torch.manual_seed(rank)
+    model = wrap(SharedAndFrozen())
+    torch.manual_seed(10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x in torch.randn(3, 2, 12, 3):
+        optimizer.zero_grad()
+        for part in x:  # gradients of two backwards are added
+            (model(part.chunk(world_size)[rank]) - 1).square().mean().backward()
+            if wrap is not same:
+                model.finish_gradient_synchronization()
+        optimizer.step()
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def same(model):
+    return model
+
+
+BY_HAND = [ddp.DistributedDataParallel, ddp.BucketedDistributedDataParallel]
+
+
+def test_by_hand_shared_and_frozen_parameters_train_otherwise_than_in_one_process():
+    whole = train_shared(0, 1, same)
+    for wrap, calls in zip(BY_HAND, (18, 6), strict=True):  # a shared weight and two biases
+        for world_size in (1, 2, 4):
+            result = kit.run(train_shared, wrap, world_size=world_size)
+            kit.compare(list(result), whole).check()
+            assert ddp.count_calls(result.trace) == {"broadcast(src=0)": 6, "all_reduce": calls}
+
+
+def test_by_hand_a_gradient_waits_for_the_others():
+    def pending(rank, world_size):
+        model = ddp.DistributedDataParallel(ddp.Stack().to(kit.device()))
+        before = []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda _: before.append(len(model.sending)))
+        model(torch.ones(2, 512, device=kit.device())).sum().backward()
+        model.finish_gradient_synchronization()
+        return before
+
+    assert list(kit.run(pending, world_size=2)) == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+
+
+@pytest.mark.parametrize("wrap", BY_HAND)
+def test_by_hand_a_second_backward_changes_gradients_that_travel(wrap):
+    def twice(rank, world_size):
+        model = wrap(nn.Linear(2, 2))
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(twice, world_size=2)
+    failure = caught.value.failures[0]
+    assert (failure.type, failure.message) == (
+        "RuntimeError",
+        "gradients are still being averaged: call finish_gradient_synchronization() first",
+    )
+
+
+@pytest.mark.parametrize("wrap", BY_HAND)
+def test_by_hand_an_unused_or_frozen_parameter_gets_a_gradient_or_spoils_the_others(wrap):
+    def gradients(rank, world_size):
+        model = ddp.Heads()
+        model.heads.append(nn.Linear(1, 1, bias=False).requires_grad_(False))
+        wrapper, found = wrap(model), []
+        for _ in range(2):
+            model.zero_grad()
+            wrapper(torch.full((1, 1), 10.0**rank), head=0).sum().backward()
+            wrapper.finish_gradient_synchronization()
+            grads = [parameter.grad for parameter in model.parameters()]
+            found.append([None if grad is None else grad.item() for grad in grads])
+        return found
+
+    assert list(kit.run(gradients, world_size=2)) == [[[5.5, 5.5, None, None]] * 2] * 2
+
+
+@pytest.mark.parametrize("cap", [0.5, 2, None])
+def test_by_hand_buckets_are_those_of_ddp_and_leave_while_the_backward_goes_on(cap):
+    def send(rank, world_size):
+        model = ddp.BucketedDistributedDataParallel(ddp.Stack().to(kit.device()), cap)
+        started = []
+        for parameter in model.parameters():
+            parameter.register_hook(
+                lambda _: started.append(sum(bucket.work is not None for bucket in model.buckets))
+            )
+        model(torch.ones(2, 512, device=kit.device())).sum().backward()
+        lengths = [len(bucket.ready) for bucket in model.buckets]
+        model.finish_gradient_synchronization()
+        return started, lengths
+
+    result = kit.run(send, world_size=2)
+    started, lengths = result[0]
+    notes = kit.run(ddp.watch, cap, world_size=2)[0][1]
+    assert lengths == [note.count(", ") + 1 for note in notes if note.startswith("->")]
+    assert ddp.count_calls(result.trace)["all_reduce"] == len(lengths)
+    assert started == [number for number, length in enumerate(lengths) for _ in range(length)]
+
+
+def test_by_hand_all_reduces_after_the_backward_overlap_with_it():
+    for hooks in (True, False):
+        result = kit.run(ddp.one_backward, hooks, world_size=2)
+        reduced = [e for e in result.trace if e.rank == 0 and e.op == "all_reduce"]
+        assert len(reduced) == 4
+        assert all(event.blocking is not hooks for event in reduced)
+        if hooks:  # the first wait begins after the last gradient has left
+            assert max(e.start for e in reduced) <= min(e.waited for e in reduced)
+
+
+@pytest.mark.parametrize("cap", [0.001, 0.5, 1, 1.5, 2, 3.1, 100, None])
+def test_buckets_by_hand_are_those_of_ddp(cap):
+    notes = kit.run(ddp.watch, cap, world_size=2)[0][1]
+    counts = [note.count(", ") + 1 for note in notes if note.startswith("->")]
+    sizes = [4 * 512, 4 * 512 * 512] * 4
+    assert ddp.buckets_by_hand(sizes, (cap or 25) * 2**20, (cap or 1) * 2**20) == counts
+
+
 def test_a_wrapper_that_nobody_keeps_is_gone_before_backward():
     def gradient(rank, world_size, keep):
-        model = torch.nn.Linear(1, 1, bias=False)
-        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+        model = nn.Linear(1, 1, bias=False)
+        wrapper = nn.parallel.DistributedDataParallel(model)
         loss = wrapper(torch.full((1, 1), 2.0 * rank)).sum()
         if not keep:
             del wrapper

@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import wait_until
+from scripts import text_of
 
 import ddp_kit as kit
 from ddp_kit.lessons import environment
 
-SCRIPT = Path(__file__).parents[2] / "notebooks" / "scripts" / "05_your_machine.py"
+SCRIPT = "05_your_machine.py"
 
 
 def test_synchronize_returns_by_each_of_its_exits():
@@ -37,23 +39,26 @@ def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
         environment.main(["--world-size", "2"])
 
 
-def launched(*options: str) -> list[str]:
+def launched(folder: Path, *options: str) -> list[str]:
     """Return what the script of the lesson prints on ranks of torchrun, which see no GPU."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, str(SCRIPT)]
+    script = folder / SCRIPT
+    script.write_text(text_of(SCRIPT), "utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, str(script)]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    out = subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)
     assert (out.returncode, out.stderr) == (0, "")
     return out.stdout.splitlines()
 
 
-def test_a_worker_says_the_same_in_the_kit_and_in_the_script_under_torchrun():
+def test_a_worker_says_the_same_in_the_kit_and_in_the_script_under_torchrun(tmp_path):
     result = kit.run(lambda rank, world_size: environment.introduce(), world_size=3)
     assert result[1] == "rank 1 of 3, local rank 1, sum of all ranks 3"
-    assert launched("--nproc-per-node", "3") == list(result), "in the order of the ranks"
+    assert launched(tmp_path, "--nproc-per-node", "3") == list(result), "in the order of the ranks"
 
 
-def test_the_script_runs_in_a_world_of_one():
-    assert launched("--nproc-per-node", "1") == ["rank 0 of 1, local rank 0, sum of all ranks 0"]
+def test_the_script_runs_in_a_world_of_one(tmp_path):
+    lines = launched(tmp_path, "--nproc-per-node", "1")
+    assert lines == ["rank 0 of 1, local rank 0, sum of all ranks 0"]
 
 
 def test_programs_run_side_by_side_and_their_lines_are_sorted():
@@ -84,8 +89,10 @@ def test_a_missing_program_leaves_none_of_the_others():
 
 
 def test_what_a_program_leaves_behind_is_ended_too():
-    environment.side_by_side("sh -c 'sleep 61.7 > /dev/null & echo hi'")
-    sleeping = [
-        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "61.7"]
-    ]
-    assert sleeping == []
+    command = ["sleep", f"61.{os.getpid()}"]  # nobody else has one
+    environment.side_by_side(f"sh -c '{' '.join(command)} > /dev/null & echo hi'")
+
+    def gone():  # a killed process ends once it is scheduled
+        return command not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+
+    wait_until(gone, 50, "the program's child ends")  # by itself, it would end after 61 s

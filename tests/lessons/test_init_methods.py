@@ -12,6 +12,8 @@ import torch
 import ddp_kit as kit
 from ddp_kit.lessons import init_methods
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def explained(pool, worker, *args):
     with pytest.raises(kit.RankError) as caught:
@@ -61,6 +63,16 @@ def test_the_file_of_a_killed_run_is_explained(tmp_path):
     assert explanation == "rank 0: " + meaning("onnect")
 
 
+def test_own_address_is_one_on_which_this_process_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1].to_bytes(2, "big")
+        written = {"key": b"before" + port + socket.inet_aton("127.0.0.1") + b"after"}
+        assert init_methods.own_address(written) == "127.0.0.1:PORT"
+        assert init_methods.own_address({"key": port}) == "nothing"
+        assert init_methods.own_address({"key": socket.inet_aton("127.0.0.1")}) == "nothing"
+    assert init_methods.own_address(written) != "127.0.0.1:PORT"
+
+
 def failure(rank, message):
     return kit.RankFailure(rank, "RuntimeError", message)
 
@@ -77,9 +89,25 @@ def test_only_the_cause_is_explained_where_one_failure_brought_another():
 
 def test_main_fails_when_a_rank_wrote_no_address_of_its_own(monkeypatch):
     noted = init_methods.noted
-    monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": False})
+    monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": "nothing"})
     with pytest.raises(kit.ProofError, match="an address at which it listens"):
         init_methods.main(["--world-size", "2"])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("Wait timeout", "Wait timeout"),
+        ("port: 20021, useIpv6: false, code: -98", "port: PORT, code: -98"),
+        ("timed out after 1000ms (127.0.0.1, 45044).", "timed out after 1000ms (127.0.0.1, PORT)."),
+        (
+            "failed with [/src/gloo/pair.cc:152] refused, remote=[127.0.0.1]:19894$0",
+            "failed with refused, remote=[127.0.0.1]:PORT",
+        ),
+    ],
+)
+def test_words_that_differ_from_run_to_run(message, words):
+    assert init_methods.own_words(message) == words
 
 
 def test_an_error_of_this_process_is_explained_too():

@@ -60,6 +60,21 @@ def test_the_whole_batch_takes_the_same_course_on_every_number_of_ranks():
             assert losses == pytest.approx(one[0], rel=1e-3)
 
 
+def test_the_loss_of_the_whole_batch_counts_digits_and_not_ranks():
+    """Three ranks have 43, 43 and 42 of the 128 digits."""
+    one, three = (
+        kit.run(partitioned_sgd.first_steps, 0.03, partitioned_sgd.keep_gradients, 1, world_size=n)
+        for n in (1, 3)
+    )
+    assert list(three) == [pytest.approx(one[0], rel=1e-6)] * 3
+
+
+def test_the_curve_of_the_whole_batch_is_named_after_a_rank():
+    picture = repr(partitioned_sgd.explore(world_size=2, lr=0.1))
+    assert "\nwhole batch " in picture
+    assert "rank 0" not in picture
+
+
 def test_an_epoch_of_all_digits_has_the_tutorials_batches(monkeypatch):
     asked = []
 
@@ -101,7 +116,7 @@ def test_the_tutorial_is_repeated_with_its_settings(monkeypatch):
     assert ranks.asked == [(partitioned_sgd.train, 10, average, 0.01, 0.5, True)]
     assert ranks.lines[:2] == ["epoch  1  loss 2.5000", "epoch  2  loss 2.0000"]
     assert len(ranks.lines) == 11
-    assert ranks.lines[-1].startswith("4 ranks: 97.12% of the test digits, in ")
+    assert ranks.lines[-1].startswith("4 ranks: 97.12% of the test digits are right, in ")
 
 
 def test_the_tutorial_without_its_digits_starts_no_rank(monkeypatch):

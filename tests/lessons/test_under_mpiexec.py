@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missin
 def under_mpiexec(world_size, *arguments):
     command = [*mpi.mpiexec(world_size), sys.executable, *arguments]
     variables = os.environ | mpi.environment()
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables)
 
 
 def test_every_lesson_gives_the_same_line_and_its_trace(tmp_path):

@@ -66,7 +66,20 @@ def test_an_all_reduce_or_a_size_is_not_measured():
     ]
     for found in points.values():
         assert [(n, size) for n, size, _ in found] == [(2, 400), (2, 4000), (3, 400), (3, 4000)]
-        assert all(seconds > 0 for _, _, seconds in found)
+        for _, _, seconds in found:
+            assert len(seconds) == 2  # the warm-up does not count
+            assert min(seconds) > 0
+
+
+def test_the_slowest_rank_does_not_count():
+    def run(worker, sizes, rounds, world_size):
+        assert worker is lesson.time_all_reduces
+        return [{("tree", 400): [rank + 1.0, 9.0 - rank]} for rank in range(world_size)]
+
+    assert lesson.measure(run, (2, 3), (400,))["tree"] == [
+        (2, 400, [2.0, 9.0]),
+        (3, 400, [3.0, 9.0]),
+    ]
 
 
 def test_forward_or_backward_is_not_timed():

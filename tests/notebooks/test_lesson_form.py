@@ -16,7 +16,6 @@ from regenerate import FOLDER
 from test_audit import display, lesson, numbered, text
 
 LESSONS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
-FIRST = [path for path in LESSONS if path.name[:2] <= "05"]  # the others are as they were written
 PREDICTIONS = range(2, 6)
 NONE_MADE = "You made no prediction."
 COMMENTED_OUT = re.compile(r"^\s*#\s*([\w.]+ = )?[\w.]+\(.*\)\s*$", re.MULTILINE)
@@ -85,7 +84,7 @@ def test_lesson_keeps(rule, path):
     assert list(rule(json.loads(path.read_text("utf-8")))) == []
 
 
-def what_a_first_lesson_has(notebook: dict) -> Iterator[str]:
+def what_a_lesson_has(notebook: dict) -> Iterator[str]:
     """Refuse a lesson that asks for too little or too much, or leaves readers with a GPU alone."""
     code = "\n".join("".join(cell["source"]) for _, cell in numbered(notebook, "code"))
     if code.count("kit.predict(") not in PREDICTIONS:
@@ -95,9 +94,9 @@ def what_a_first_lesson_has(notebook: dict) -> Iterator[str]:
         yield "no box says what differs on a GPU"
 
 
-@pytest.mark.parametrize("path", FIRST, ids=lambda path: path.stem)
-def test_a_first_lesson_lacks_something(path):
-    assert list(what_a_first_lesson_has(json.loads(path.read_text("utf-8")))) == []
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_lacks_something(path):
+    assert list(what_a_lesson_has(json.loads(path.read_text("utf-8")))) == []
 
 
 # From here on the rules themselves are tested.
@@ -183,11 +182,11 @@ def test_an_answer_that_is_not_set_as_markdown_is_found(source):
 def test_a_first_lesson_with_too_few_or_too_many_predictions_is_found(count):
     notebook = saying("> **On your GPU.** The same.")
     notebook["cells"][1]["source"] = "kit.predict(mine, 1)\n" * count
-    assert list(what_a_first_lesson_has(notebook)) == [f"{count} predictions; 2 to 5"]
+    assert list(what_a_lesson_has(notebook)) == [f"{count} predictions; 2 to 5"]
     notebook["cells"][1]["source"] = "kit.predict(mine, 1)\n" * 2
-    assert list(what_a_first_lesson_has(notebook)) == []
+    assert list(what_a_lesson_has(notebook)) == []
 
 
 def test_a_first_lesson_without_a_word_on_gpus_is_found():
     notebook = predicting("mine = ...", "kit.predict(mine, 1)\n" * 2)
-    assert list(what_a_first_lesson_has(notebook)) == ["no box says what differs on a GPU"]
+    assert list(what_a_lesson_has(notebook)) == ["no box says what differs on a GPU"]

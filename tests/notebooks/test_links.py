@@ -24,10 +24,6 @@ from torch.torch_version import TorchVersion
 ROOT = FOLDER.parent
 GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
 PAGES = [*all_notebooks(), *GUIDES]
-REQUIRED = {  # lessons that must link to PyTorch's documentation
-    *("00_start_here", "01_point_to_point", "02_collectives"),
-    *("03_partitioned_sgd", "04_ring_allreduce", "05_your_machine"),
-}
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
 OLD = TorchVersion(torch.__version__) < TorchVersion(PINNED[1])
@@ -43,6 +39,28 @@ SECTIONS = {
     "advanced-topics",
     "communication-backends",
     "initialization-methods",
+}
+API = f"{DOCUMENTATION}docs/stable/distributed.html"
+TUTORIALS = f"{DOCUMENTATION}tutorials"
+SOURCES = {  # what lessons follow, and say so in their first cells
+    "00_start_here": f"{TUTORIAL}#setup",
+    "01_point_to_point": f"{TUTORIAL}#point-to-point-communication",
+    "02_collectives": f"{TUTORIAL}#collective-communication",
+    "03_partitioned_sgd": f"{TUTORIAL}#distributed-training",
+    "04_ring_allreduce": f"{TUTORIAL}#our-own-ring-allreduce",
+    "05_your_machine": f"{API}#initialization",
+    "06_init_methods": f"{TUTORIAL}#initialization-methods",
+    "07_data_parallel": f"{DOCUMENTATION}docs/stable/generated/torch.nn.DataParallel.html",
+    "08_ddp": f"{TUTORIAL}#distributed-training",
+    "08_ddp_mistakes": f"{TUTORIAL}#distributed-training",
+    "09_backends": f"{TUTORIAL}#communication-backends",
+    "10_torchrun": f"{TUTORIALS}/intermediate/ddp_series_multinode.html",
+    "12_device_mesh": f"{TUTORIALS}/recipes/distributed_device_mesh.html",
+    "13_zero": "https://arxiv.org/abs/1910.02054",
+    "14_tensor_parallel": "https://arxiv.org/abs/1909.08053",
+    "15_pipeline_parallel": "https://arxiv.org/abs/1811.06965",
+    "16_context_parallel": "https://arxiv.org/abs/2310.01889",
+    "17_which_one_when": "https://arxiv.org/abs/2104.04473",
 }
 TRACKING = re.compile(r"utm_\w+|fbclid|gclid|ref|source")
 SAYS_NOTHING = {"here", "link", "this", "this link", "this page", "click here"}
@@ -201,10 +219,12 @@ def test_page_keeps(rule, path):
     assert list(rule(read(path))) == []
 
 
-@pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_a_lesson_links_to_the_documentation_and_to_its_source(name):
-    urls = [link.url for link in read(FOLDER / f"{name}.ipynb").links()]
-    assert any(url.startswith(f"{DOCUMENTATION}docs/stable/") for url in urls)
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_lesson_links_to_the_documentation_and_first_to_its_source(name):
+    links = list(read(FOLDER / f"{name}.ipynb").links())
+    pages = f"{API}#torch.distributed.", f"{DOCUMENTATION}docs/stable/generated/torch.nn.parallel."
+    assert any(link.url.startswith(pages) for link in links)
+    assert SOURCES[name] in [link.url for link in links if link.cell == 1]
 
 
 # From here on the rules themselves are tested.

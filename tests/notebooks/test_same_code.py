@@ -30,6 +30,30 @@ LESSONS = {
     "03_partitioned_sgd": "partitioned_sgd",
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "environment",
+    "06_init_methods": "init_methods",
+    "07_data_parallel": "data_parallel",
+    "08_ddp": "ddp",
+    "08_ddp_mistakes": "ddp",
+    "09_backends": "backends",
+    "10_torchrun": "beyond_one_machine",
+    "11_what_happens_at_1024": "what_happens_at_1024",
+    "12_device_mesh": "device_mesh",
+    "13_zero": "zero",
+    "14_tensor_parallel": "tensor_parallel",
+    "15_pipeline_parallel": "pipeline_parallel",
+    "16_context_parallel": "context_parallel",
+    "17_which_one_when": "which_one_when",
+}
+PARTS = {  # private modules from which a lesson's module imports
+    "init_methods": ["_recording_store"],
+    "data_parallel": ["_data_parallel_steps"],
+    "ddp": ["_ddp_by_hand", "_ddp_buckets"],
+    "device_mesh": ["_placements"],
+    "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded"],
+    "tensor_parallel": ["_tensor_parallel_layers"],
+    "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
+    "context_parallel": ["_ring_attention", "_all_to_all", "_experts"],
+    "which_one_when": ["_two_dimensions", "_published"],
 }
 REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
@@ -47,8 +71,60 @@ REQUIRED: dict[str, set[str]] = {
     },
     "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
     "05_your_machine": {
-        *("synchronize", "without_a_package", "everywhere", "come_and_leave"),
-        *("who_am_i", "introduce"),
+        *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
+    },
+    "06_init_methods": {
+        *("sum_of_ranks", "by_environment", "by_file", "by_tcp", "by_store"),
+        *("RecordingStore", "noted", "attempt"),
+    },
+    "07_data_parallel": {
+        *("scatter", "replicate", "parallel_apply", "gather", "ByHand"),
+        *("seconds_a_step", "ddp_seconds"),
+    },
+    "08_ddp": {
+        *("Replicated", "DistributedDataParallel", "tied_and_frozen", "train_tied"),
+        *("one_backward", "Stack", "watch", "buckets_by_hand", "Bucket"),
+        *("BucketedDistributedDataParallel", "backwards", "step_seconds", "carry_slowly"),
+        *("accumulate", "deal", "deal_by_hand"),
+    },
+    "08_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
+    "09_backends": {
+        *("accepts", "true_until", "measure", "fit_by_hand", "direct_and_wrapped"),
+        *("lopsided_sum", "both_send_first"),
+    },
+    "10_torchrun": {"my_place", "rendezvous", "kill_rank"},
+    "11_what_happens_at_1024": {"tree", "swap_halves", "two_level"},
+    "12_device_mesh": {
+        *("numbered", "lengths", "pieces", "pad", "own_part", "replicate_to_shard", "change"),
+        *("shard_to_replicate", "partial_to_replicate", "partial_to_shard", "shard_to_shard"),
+        *("by_hand", "by_dtensor", "bytes_sent", "mesh_groups", "on_mesh", "product"),
+        *("counted", "forward", "mlp", "in_one_process"),
+    },
+    "13_zero": {
+        *("Block", "Owners", "settings", "Partition", "ShardedStep", "fill_up", "own_rows", "cut"),
+        *("ShardedGradient", "ReplicatedParameter", "ShardedGradients", "FreedParameter"),
+        *("ShardedParameter", "WholeParameter", "ShardedModule", "UnshardedOnDemand"),
+        *("Prefetching", "FullyShardedDataParallel"),
+    },
+    "14_tensor_parallel": {
+        *("CopyToRegion", "ReduceFromRegion", "ColumnParallelLinear", "RowParallelLinear"),
+        *("GatherFromSequence", "ReduceScatterToSequence", "VocabularyParallelEmbedding"),
+        *("vocabulary_parallel_loss", "add_up_gradients", "own_part", "cut_block", "cut_gpt"),
+        *("block_plan", "gpt_plan", "parallelize", "ForgottenCopy"),
+    },
+    "15_pipeline_parallel": {
+        *("GPTStage", "cut", "Neighbours", "StageByHand", "Pipeline", "mean_loss", "order"),
+        *("cell", "bubble", "ForwardByHand", "RecordedStage"),
+    },
+    "16_context_parallel": {
+        *("OnlineSoftmax", "scores", "attend_in_blocks", "cut", "in_order", "zig_zag", "places"),
+        *("start_exchange", "travel", "needed", "attend_forward", "BlockGradients"),
+        *("attend_backward", "RingAttention", "ring_attention", "exchange_rows", "AllToAll"),
+        *("to_heads", "to_sequence", "ulysses", "attention", "spread", "loss_of_part", "train"),
+        *("route", "counts_of", "Experts"),
+    },
+    "17_which_one_when": {
+        *("train_by_hand", "parallelize_2d", "train_2d"),
     },
 }
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
@@ -143,7 +219,8 @@ def read(name: str) -> dict:
 
 
 def code(module: str) -> str:
-    return (MODULES / f"{module}.py").read_text("utf-8")
+    names = [module, *PARTS.get(module, [])]
+    return "\n".join((MODULES / f"{name}.py").read_text("utf-8") for name in names)
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -151,6 +228,20 @@ def test_the_cells_have_the_code_of_the_module(name):
     module = LESSONS[name]
     found = [*same_code_as_the_module(read(name), module, code(module))]
     assert not found, "\n\n".join(found)
+
+
+def test_the_solution_of_the_chunked_ring_has_the_code_of_the_module():
+    module = code("ring_allreduce")
+    for only_to_watch in (
+        "after_step: Callable[[], None] = lambda: None",
+        "        after_step()\n",
+    ):
+        assert module.count(only_to_watch) == 1
+        module = module.replace(only_to_watch, "")
+    notebook = read("solutions/04_ring_allreduce")
+    found = [*same_code_as_the_module(notebook, "ring_allreduce", module)]
+    assert not found, "\n\n".join(found)
+    assert list(required_names(notebook, {"chunked_ring"})) == []
 
 
 @pytest.mark.parametrize("name", REQUIRED)

@@ -1,4 +1,7 @@
-"""The kit says what is wrong with wrong programs, and nothing about right ones: every tenth."""
+"""The kit says what is wrong with wrong programs, and nothing about right ones.
+
+`make test` has every twentieth program, `make long` another twentieth, `make verdicts` all.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from suite import PROGRAMS, tenth
 
 import ddp_kit as kit
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
 # The programs of which the kit says nothing, or too much, or another class or other ranks.
@@ -20,9 +25,10 @@ KNOWN = {name: reason for reason, names in REASONS.items() for name in names}
 
 
 def parameters():
-    for program in tenth():
+    for number, program in enumerate(tenth()):
         reason = program.unseen or KNOWN.get(program.name)
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        marks += [pytest.mark.long] if number % 2 else []
         yield pytest.param(program, id=program.name, marks=marks)
 
 

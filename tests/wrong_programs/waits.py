@@ -71,13 +71,14 @@ MISSING_WAIT = [
         DEADLOCK,
         2,
         """
-        import time
+        others = dist.new_group()  # its connections are its own
         if rank == 0:
             for step in range(3):
                 work = dist.isend(torch.full((4,), step), 1)  # fault: 0
+            dist.barrier(others)
             work.wait()
         else:
-            time.sleep(0.3)  # a message that is received at once is not lost
+            dist.barrier(others)  # a message that is received at once is not lost
             for _ in range(3):
                 dist.recv(torch.zeros(4, dtype=torch.int64), 0)  # fault: 1
         """,
@@ -157,10 +158,13 @@ MISSING_WAIT = [
         DEADLOCK,
         2,
         """
+        others = dist.new_group()  # its connections are its own
         if rank == 0:
+            dist.barrier(others)  # a message that is received at once is not lost
             dist.recv(torch.zeros(4))  # fault: 0
         else:
             dist.isend(torch.ones(4), 0)
+            dist.barrier(others)
             dist.send(torch.ones(4), 0)  # held up: 1
         """,
     ),
@@ -171,9 +175,12 @@ MISSING_WAIT = [
         DEADLOCK,
         2,
         """
+        others = dist.new_group()  # its connections are its own
         if rank == 0:
             dist.irecv(torch.zeros(4))  # fault: 0
+            dist.barrier(others)
         else:
+            dist.barrier(others)  # a message that is received at once is not lost
             dist.send(torch.ones(4), 0)
         dist.barrier()  # held up: 0, 1
         """,
@@ -185,11 +192,14 @@ MISSING_WAIT = [
         DEADLOCK,
         2,
         """
+        others = dist.new_group()  # its connections are its own
         if rank == 0:
+            dist.barrier(others)  # a message that is received at once is not lost
             for step in range(2):
                 dist.isend(torch.ones(4), 1).wait()  # held up: 0
         else:
             dist.irecv(torch.zeros(4), 0)  # fault: 1
+            dist.barrier(others)
             dist.irecv(torch.zeros(4), 0).wait()  # fault: 1
         """,
     ),

@@ -31,7 +31,7 @@ from ddp_kit.errors import PoolError
 from ddp_kit.launch.rank import environment
 from ddp_kit.launch.rank.clocks import compare_clocks
 from ddp_kit.launch.rank.observer import Observer
-from ddp_kit.pool.rank.bootstrap import serve_connected
+from ddp_kit.pool.rank.bootstrap import leave, serve_connected
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire.messages import CALL, SOCKET
@@ -130,7 +130,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         dist.all_reduce(torch.zeros(1), async_op=True).wait(environment.JOIN_TIMEOUT)
 
 
-def _leave() -> None:
+def _leave_group() -> None:
     """Leave the process group, unless the worker has."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -143,14 +143,14 @@ def run(packed: str) -> None:
     rank = environment.rank_info().rank
     if path is None:
         _run_elsewhere(packed, rank)
-        return
+        leave(0)
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
     line.sendall(CALL.pack(environment.attempt(), rank, os.getpid()))
     serve_connected(line)
     if not _failed:
-        _leave()
-    sys.exit(_failed)
+        _leave_group()
+    leave(int(_failed))
 
 
 def pack(program: Program) -> str:
@@ -188,7 +188,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
         with suppress(dist.DistError):  # the notebook's host is gone
             _send(report, rank, how)
         if how == RETURNED:
-            _leave()
+            _leave_group()
         observer.end()
 
 

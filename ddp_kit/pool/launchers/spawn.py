@@ -19,6 +19,8 @@ from ddp_kit.pool.rank import bootstrap
 from ddp_kit.pool.rank_handle import Ends, Process, RankHandle, stop_ranks
 from ddp_kit.pool.wire.messages import RANK_MARK
 
+FIRST = Path(bootstrap.__file__).with_name("without_gc.py")
+
 
 class Spawn(Launcher):
     """Starts each process by itself, so that one can be replaced, added or left out."""
@@ -42,7 +44,7 @@ class Spawn(Launcher):
 def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
     with (
         holding_interrupt(),
-        _empty_main_module(),
+        _main_module(FIRST),
         _no_resource_tracker(),
         _environment(RANK_MARK, ends.mark),
     ):
@@ -84,10 +86,11 @@ def _no_resource_tracker() -> Iterator[None]:
 
 
 @contextmanager
-def _empty_main_module() -> Iterator[None]:
-    """Hide `__main__` from spawn, which would run the notebook's script again in each rank."""
+def _main_module(file: Path) -> Iterator[None]:
+    """Let spawn run `file` first in each rank, and not the notebook's script again."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__file__ = str(file)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ This module builds the agent's command line, and the one to run on each of the o
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
 import socket
@@ -172,11 +173,21 @@ def _choose_address(address: str | None, port: int | None) -> tuple[str, int, st
         ) from None
     except OSError:  # a router may still map it to this host
         doubt = f"; {address!r} is not an address of this host's own interfaces"
-    try:
-        with socket.create_server(("", port or 0)) as listener:
-            return address, listener.getsockname()[1], doubt
-    except OSError as error:
+    # On Linux, outgoing connections take ports from 32768 on by default. SystemRandom leaves the
+    # learner's seed alone.
+    for chosen in [port] if port else random.SystemRandom().sample(range(20000, 30000), 20):
+        try:
+            socket.create_server(("", chosen)).close()
+        except OSError as error:
+            reason = error.strerror
+        else:
+            return address, chosen, doubt
+    if port:
         raise PoolError(
-            f"port {port} of this host is unavailable ({error.strerror}); leave out master_port= "
-            "to use a free one"
-        ) from None
+            f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "
+            "free one"
+        )
+    raise PoolError(
+        f"20 ports of this host between 20000 and 29999 are unavailable ({reason}); set "
+        "master_port= to a free one"
+    )

@@ -33,7 +33,7 @@ from ddp_kit.error_text import count
 from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy
 from ddp_kit.trace.stacks import is_own
 
-SECONDS = 0.05  # that all of it may take
+SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
 SIZE = 100_000  # bytes that all values may have, roughly
 OUTER_FRAMES, INNER_FRAMES = 4, 16  # of a deep recursion
 MOST_LOCALS = 50
@@ -59,7 +59,7 @@ _INTERNALS_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 def capture(error: BaseException) -> bytes:
     """Return a pickled Captured of an exception; b"" if no function of the learner's raised it.
 
-    It takes about SECONDS at most, and keeps nothing of the frames alive.
+    It takes about SECONDS of CPU time at most, and keeps nothing of the frames alive.
     """
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -77,7 +77,7 @@ class _Capturing:
     """One capture, with what is left of its limits."""
 
     def __init__(self) -> None:
-        self._deadline = time.monotonic() + SECONDS
+        self._deadline = time.thread_time() + SECONDS
         self._size, self._numbers = SIZE, MOST_NUMBERS
         self._done: dict[int, tuple[object, Any]] = {}  # by id; the value keeps the id valid
         self._begun: set[int] = set()  # values inside which the current one is
@@ -139,7 +139,7 @@ class _Capturing:
             key in self._begun
             or depth > DEEPEST
             or self._size < 0
-            or time.monotonic() > self._deadline
+            or time.thread_time() > self._deadline
         ):
             return Summary(kind.__name__)
         self._size -= 16

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from torch.distributed import all_reduce
+import torch.distributed as dist
 
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.calls import Call, Count, GroupInfo
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.stacks import describe_line, is_own
 
-C10D = sys.modules[all_reduce.__module__].__file__  # where PyTorch defines its collectives
+C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
+# What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
+_DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
+_OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
 
 
 class Posted(NamedTuple):
@@ -38,11 +42,18 @@ class Posted(NamedTuple):
         return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
 
 
-def find_caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
-    """Return the learner's own frame and the function of `torch.distributed` that it called."""
-    name = ""
+def find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
+    """Return the learner's own frame, and the function of `torch.distributed` that it called.
+
+    The last value is a prefix: the function of DTensor that called it for the learner, as in
+    "redistribute "; "" if there is none.
+    """
+    name = of_dtensor = ""
     while frame is not None and not is_own(frame.f_code.co_filename):
-        if frame.f_code.co_filename == C10D:
-            name = frame.f_code.co_name
+        code = frame.f_code
+        if code.co_filename == C10D:
+            name = code.co_name
+        elif code.co_name in _OF_DTENSOR and code.co_filename == _DTENSOR:
+            of_dtensor = f"{code.co_name} "
         frame = frame.f_back
-    return frame, "" if name.startswith("_") else name
+    return frame, "" if name.startswith("_") else name, of_dtensor

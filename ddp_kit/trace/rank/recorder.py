@@ -111,8 +111,8 @@ class Recorder:
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
             return None
-        caller, name = find_caller(sys._getframe(2))
-        op = op or self.prefix + (name or call.method)
+        caller, name, of_dtensor = find_caller(sys._getframe(2))
+        op = of_dtensor + (op or self.prefix + (name or call.method))
         with self._lock:
             board = self._board
             if board is None:

@@ -7,8 +7,7 @@
     gamma   seconds to add one byte; 0 if adding is free or included in beta
 
 The first functions return the seconds of one all_reduce, by algorithm; `on_cores` those on the
-cores of one machine, `ddp_step` those of a training step. `fit` and `fit_link` find alpha and beta
-from measured times. Nothing here starts a process.
+cores of one machine, `ddp_step` those of a training step. Nothing here starts a process.
 
 A rank sends one message at a time and receives one at a time, both at once, and every pair of
 ranks is equally far apart. With alpha=1 and beta=0 a function counts the messages that follow one
@@ -25,27 +24,12 @@ backward.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ddp_kit.errors import ModelError
-
-__all__ = [
-    "Link",
-    "buckets",
-    "chunked_ring",
-    "ddp_step",
-    "fit",
-    "fit_link",
-    "halving_doubling",
-    "naive_ring",
-    "on_cores",
-    "rounds",
-    "tree",
-    "two_level",
-]
+from ddp_kit.model.checks import check_count, check_times
 
 MIB = 2**20
 
@@ -118,18 +102,43 @@ def two_level(
     per_host: ranks in each host; n must be a multiple of it, or no larger. inside: the link
     between two ranks of a host. between: the link between two hosts, shared by their ranks.
     """
-    check_count("per_host", per_host)
     _check(n, nbytes, inside.alpha, inside.beta, gamma)
-    per_host = min(n, per_host)
-    hosts, left_over = divmod(n, per_host)
-    if left_over:
-        raise ModelError(f"n must be a multiple of per_host={per_host}, got {n}")
+    per_host, hosts = _on_hosts(n, per_host)
     at_home = chunked_ring(per_host, nbytes, inside.alpha, inside.beta, gamma)
     away = chunked_ring(hosts, nbytes, between.alpha, between.beta, gamma / per_host)
     return at_home + away
 
 
-# --- ranks that share cores ----------------------------------------------------------------
+def halving_doubling_on_hosts(
+    n: int, nbytes: float, per_host: int, inside: Link, between: Link, near_first: bool = False
+) -> float:
+    """Return the seconds of `halving_doubling` if `per_host` ranks share the link of their host.
+
+    All ranks of a host send at the same time. So a piece that leaves the host takes per_host times
+    as long as on a link of its own. The links are those of `two_level`; n and per_host must be
+    powers of two. near_first: halves are swapped with the nearest rank and the smallest pieces
+    with the farthest, so that a host's link carries as little as in `two_level`.
+    """
+    _check(n, nbytes, inside.alpha, inside.beta, 0)
+    per_host, _ = _on_hosts(n, per_host)
+    if n & (n - 1) or per_host & (per_host - 1):
+        raise ModelError(f"n and per_host must be powers of two, got {n} and {per_host}")
+    seconds, levels = 0.0, n.bit_length() - 1
+    for level in range(levels):
+        distance = 2 ** (level if near_first else levels - level - 1)
+        link, flows = (inside, 1) if distance < per_host else (between, per_host)
+        seconds += 2 * (link.alpha + flows * nbytes / 2 ** (level + 1) * link.beta)
+    return seconds
+
+
+def _on_hosts(n: int, per_host: int) -> tuple[int, int]:
+    """Return how many of n ranks are on one host, and the number of hosts."""
+    check_count("per_host", per_host)
+    per_host = min(n, per_host)
+    hosts, left_over = divmod(n, per_host)
+    if left_over:
+        raise ModelError(f"n must be a multiple of per_host={per_host}, got {n}")
+    return per_host, hosts
 
 
 Round = tuple[int, float]  # how many messages are sent at once, and the bytes of each
@@ -186,21 +195,32 @@ _ROUNDS: dict[Callable, Callable[[int, float], list[Round]]] = {
 }
 
 
-# --- a training step -----------------------------------------------------------------------
+def buckets(nbytes: float | Sequence[float], bucket_cap_mb: float | None = None) -> list[float]:
+    """Return the bytes of the buckets that DDP cuts gradients into, in the order it sends them.
 
+    As in DDP, from its second backward on: a bucket is closed once it has reached its limit, so it
+    may exceed it by a part of a parameter.
 
-def buckets(nbytes: float, bucket_cap_mb: float = 25) -> list[float]:
-    """Return the bytes of the buckets that gradients are cut into, in the order DDP sends them.
-
-    bucket_cap_mb: the size limit of a bucket, in MiB, as for DDP. DDP keeps the first one at 1 MiB,
-    so that it can be sent early. Here all but the last are full; real ones hold whole parameters.
+    nbytes: of each parameter's gradient, in the order in which they are ready, which is mostly the
+    reverse of their use; or of all together, which are then cut as if parameters were tiny.
+    bucket_cap_mb: the limit of every bucket, in MiB. None, the default of DDP: 1 MiB for the first
+    bucket, so that it is sent early, and 25 MiB for the others.
     """
-    check_times(nbytes=nbytes, bucket_cap_mb=bucket_cap_mb)
     if bucket_cap_mb == 0:
         raise ModelError("bucket_cap_mb must be more than 0")
+    check_times(bucket_cap_mb=bucket_cap_mb or 25)
+    limits = (1 * MIB, 25 * MIB) if bucket_cap_mb is None else (bucket_cap_mb * MIB,) * 2
     sizes: list[float] = []
+    if isinstance(nbytes, Sequence):
+        full = True
+        for parameter in nbytes:
+            check_times(nbytes=parameter)
+            sizes = [*sizes, parameter] if full else [*sizes[:-1], sizes[-1] + parameter]
+            full = sizes[-1] >= limits[len(sizes) > 1]
+        return sizes
+    check_times(nbytes=nbytes)
     while nbytes > 0:
-        sizes.append(min(nbytes, (bucket_cap_mb if sizes else min(1, bucket_cap_mb)) * MIB))
+        sizes.append(min(nbytes, limits[len(sizes) > 0]))
         nbytes -= sizes[-1]
     return sizes
 
@@ -215,8 +235,8 @@ def ddp_step(
 ) -> float:
     """Return the seconds of a forward and a backward during which gradients are averaged.
 
-    Buckets are all_reduced one after the other, each as soon as it is full and the one before it
-    is done. The backward continues meanwhile at full speed. The step ends when both have ended.
+    Buckets are all_reduced one after the other, each as soon as it is full and the one before it is
+    done. The backward continues meanwhile at full speed. The step ends when both have ended.
 
     n: ranks. buckets: bytes of each, in the order in which they are sent. forward, backward:
     seconds of computing on one rank. cost: seconds of one all_reduce of n ranks and nbytes, such
@@ -239,88 +259,6 @@ def ddp_step(
     for size, share in zip(buckets, ready, strict=True):
         free = max(free, share * backward) + cost(n, size)
     return forward + max(backward, free)
-
-
-# --- alpha and beta of measured times ------------------------------------------------------
-
-
-def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return alpha, in seconds, and beta, in seconds per byte, of the line alpha + beta * bytes.
-
-    points: pairs of bytes and measured seconds. The line minimises the squares of the *relative*
-    errors: each point is divided by its time, so that a microsecond counts as much for a small
-    message as a millisecond for a large one. Neither number may be negative: if one of the best
-    line is, it is set to 0 and only the other one is fitted. Raises ModelError for fewer than two
-    sizes.
-    """
-    points = list(points)
-    for nbytes, _ in points:
-        check_times(bytes=nbytes)
-    sizes = sorted({nbytes for nbytes, _ in points})
-    if len(sizes) < 2:
-        raise ModelError(f"a line needs at least two sizes, got {sizes}")
-    return _least_squares([(1.0, nbytes, seconds) for nbytes, seconds in points])
-
-
-def fit_link(
-    points: Iterable[tuple[int, float, float]], cost: Callable[[int, float, float, float], float]
-) -> Link:
-    """Return the link on which an algorithm would take the measured times; errors as in `fit`.
-
-    points: ranks, bytes and measured seconds of each all_reduce. cost: a function such as
-    `chunked_ring`, called with n, nbytes, alpha and beta.
-    """
-    points = list(points)
-    sizes = sorted({(n, nbytes) for n, nbytes, _ in points})
-    if len(sizes) < 2:
-        raise ModelError(f"a link needs at least two sizes or numbers of ranks, got {sizes}")
-    rows = [(cost(n, size, 1, 0), cost(n, size, 0, 1), seconds) for n, size, seconds in points]
-    return Link(*_least_squares(rows))
-
-
-def _least_squares(rows: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return alpha and beta of messages * alpha + bytes * beta = seconds."""
-    if not any(messages or nbytes for messages, nbytes, _ in rows):
-        raise ModelError("no message was sent in these runs; measure at least two ranks")
-    for _, _, seconds in rows:
-        check_times(seconds=seconds)
-        if seconds == 0:
-            raise ModelError(f"a measured time must be more than 0, got {seconds!r}")
-    # So that both columns have similar magnitudes.
-    scale = max(nbytes for _, nbytes, _ in rows) or 1.0
-    a = [messages / seconds for messages, _, seconds in rows]
-    b = [nbytes / scale / seconds for _, nbytes, seconds in rows]
-    aa, ab, bb = _dot(a, a), _dot(a, b), _dot(b, b)
-    determinant = aa * bb - ab * ab
-    if determinant > 0:
-        alpha = (sum(a) * bb - sum(b) * ab) / determinant
-        beta = (sum(b) * aa - sum(a) * ab) / determinant
-        if alpha >= 0 and beta >= 0:
-            return alpha, beta / scale
-    alone = [(sum(a) / aa if aa else 0.0, 0.0), (0.0, sum(b) / bb if bb else 0.0)]
-    squares = [sum((x * p + y * q - 1) ** 2 for p, q in zip(a, b, strict=True)) for x, y in alone]
-    alpha, beta = alone[squares.index(min(squares))]
-    return alpha, beta / scale
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-# --- arguments -----------------------------------------------------------------------------
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise ModelError unless `value` is a positive whole number."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def check_times(**values: float) -> None:
-    """Raise ModelError if a value is negative, infinite or not a number."""
-    for name, value in values.items():
-        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ModelError(f"{name} must be a number of at least 0, got {value!r}")
 
 
 def _check(n: int, nbytes: float, alpha: float, beta: float, gamma: float) -> None:

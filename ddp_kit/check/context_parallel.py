@@ -1,0 +1,308 @@
+"""Graders of lesson 16: an online softmax, masks on a ring, zig-zags, and tokens for experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.errors import DeadlockError, MismatchError, RankDiedError, RankError, RunTimeoutError
+
+CHUNK = 2  # tokens
+Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # maximum, sum, weighted sum
+
+
+def exercise_16_1(add_block: Callable[..., Any]) -> None:
+    """Grade `add_block(maximum, total, weighted, scores, values)` on 1 and 3 blocks of keys.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    form = "add_block(maximum, total, weighted, scores, values)"
+    grader = Grader("16.1", form, add_block)
+    for count in (1, 3):
+        blocks = _blocks(count)
+        (found,) = grader.run(_add_blocks, blocks, world_size=1, case=f"{count} x {form}")
+        wanted = _in_one_step(blocks)
+        shown = list(found) if isinstance(found, (tuple, list)) else found
+        hint = _hint_for_softmax(blocks, shown)
+        grader.compare([list(wanted)], [shown], hint, verb="return")
+    grader.passed("right with one block of keys and with three")
+
+
+def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> None:
+    """Grade `block_mask(rank, step, n, chunk)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("16.2", "block_mask(rank, step, n, chunk)", block_mask)
+    for n in SIZES:
+        found = list(grader.run(_masks, world_size=n))
+        for step in range(n):
+            right = [_right_mask(rank, step, n) for rank in range(n)]
+            here = [masks[step] for masks in found]
+            hint = _hint_for_mask(here, step, n)
+            grader.compare(right, here, hint, verb="return", place=f" in step {step}")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, in each step")
+
+
+def exercise_16_3(zig_zag_places: Callable[[int, int, int], Any]) -> None:
+    """Grade `zig_zag_places(rank, n, length)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    hint = "There are 2n chunks, with the numbers 0 to 2n - 1. The last one belongs to rank 0."
+    grader = Grader(
+        "16.3", "zig_zag_places(rank, n, length)", zig_zag_places, hints={RankError: hint}
+    )
+    for n in SIZES:
+        length = 2 * n * CHUNK
+        found = list(grader.run(_places, length, world_size=n))
+        wanted = [_pair(rank, 2 * n - 1 - rank, length, n) for rank in range(n)]
+        grader.compare(wanted, found, _hint_for_places(found, length), verb="return")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, the same work for each")
+
+
+def exercise_16_4(through_experts: Callable[..., Any]) -> None:
+    """Grade `through_experts(tokens, choice, expert)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    failing = (RankError, DeadlockError, MismatchError, RankDiedError, RunTimeoutError)
+    hint = (
+        "Each rank must know how many rows come from each other one: exchange the counts first. "
+        "To the experts, exchange_rows(rows, going, coming); on the way back, the rows go where "
+        "they came from, so both lists change places."
+    )
+    grader = Grader(
+        "16.4",
+        "through_experts(tokens, choice, expert)",
+        through_experts,
+        hints=dict.fromkeys(failing, hint),
+        collectives=True,
+    )
+    for n in SIZES:
+        found = list(grader.run(_use_experts, world_size=n))
+        wanted = [_expert(choice[:, None], tokens) for tokens, choice in _tokens(n)]
+        grader.compare(wanted, found, _hint_for_experts(wanted, found), verb="return")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with uneven counts and with none")
+
+
+def _blocks(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return scores and values of blocks; the maximum grows, stays, and is different by row."""
+    scores = torch.tensor([[[0.0, 1.0], [3.0, 2.0]], [[2.0, 0.5], [1.0, 0.0]], [[1.0, 4.0]] * 2])
+    values = torch.arange(1.0, 13).view(3, 2, 2)
+    return list(zip(scores, values, strict=True))[:count]
+
+
+def _fold(add_block: Callable[..., Any], blocks: Sequence) -> Any:
+    kept: Any = (torch.full((2, 1), -math.inf), torch.zeros(2, 1), torch.zeros(2, 2))
+    for scores, values in blocks:
+        kept = add_block(*kept, scores.clone(), values.clone())
+    return kept
+
+
+def _add_blocks(rank: int, world_size: int, add_block: Callable, blocks: Sequence) -> Any:
+    return _fold(add_block, blocks)
+
+
+def _in_one_step(blocks: Sequence) -> Kept:
+    scores = torch.cat([scores for scores, _ in blocks], 1)
+    values = torch.cat([values for _, values in blocks])
+    maximum = scores.amax(1, keepdim=True)
+    weights = torch.exp(scores - maximum)
+    return maximum, weights.sum(1, keepdim=True), weights @ values
+
+
+def _variant(total: bool = True, weighted: bool = True, inverse: bool = False) -> Callable:
+    """Return an online softmax that shrinks only some sums, or grows them instead."""
+
+    def add_block(maximum, old_total, old_weighted, scores, values) -> Kept:
+        larger = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        rescale = torch.exp(larger - maximum if inverse else maximum - larger)
+        weights = torch.exp(scores - larger)
+        new_total = old_total * rescale if total else old_total
+        new_weighted = old_weighted * rescale if weighted else old_weighted
+        return larger, new_total + weights.sum(-1, keepdim=True), new_weighted + weights @ values
+
+    return add_block
+
+
+def _of_the_block(maximum, total, weighted, scores, values) -> Kept:
+    own = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - own)
+    return own, total + weights.sum(-1, keepdim=True), weighted + weights @ values
+
+
+def _hint_for_softmax(blocks: Sequence, found: Any) -> str:
+    grown = "When the maximum grows, the weights so far are too large: multiply"
+    variants = [
+        (
+            _variant(total=False),
+            f"{grown} the old sum of the weights, total, by exp(maximum - larger), too.",
+        ),
+        (
+            _variant(weighted=False),
+            f"{grown} the old weighted sum of the values by exp(maximum - larger), too.",
+        ),
+        (
+            _variant(total=False, weighted=False),
+            f"{grown} both old sums by exp(maximum - larger).",
+        ),
+        (
+            _variant(inverse=True),
+            "The factor of the old sums is upside down: it is exp(maximum - larger), at most 1.",
+        ),
+        (_of_the_block, "That is relative to the maximum of the last block, not of all so far."),
+    ]
+    for variant, hint in variants:
+        wrong = list(_fold(variant, blocks))
+        if isinstance(found, list) and len(found) == 3 and all(map(_alike, wrong, found)):
+            return hint
+    return (
+        "Return three tensors: larger; the old total times exp(maximum - larger), plus the sum of "
+        "exp(scores - larger) over the keys; and the same with the values, by a matrix product."
+    )
+
+
+def _alike(want: torch.Tensor, have: Any) -> bool:
+    """Compare, counting NaN and infinity as equal to themselves."""
+    return (
+        isinstance(have, torch.Tensor)
+        and have.shape == want.shape
+        and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
+    )
+
+
+def _mask(rank: int, owner: int) -> torch.Tensor:
+    own = torch.arange(CHUNK)
+    return owner * CHUNK + own <= (rank * CHUNK + own)[:, None]
+
+
+def _right_mask(rank: int, step: int, n: int) -> torch.Tensor:
+    return _mask(rank, (rank - step) % n)
+
+
+def _masks(rank: int, world_size: int, block_mask: Callable) -> list[Any]:
+    return [block_mask(rank, step, world_size, CHUNK) for step in range(world_size)]
+
+
+def _hint_for_mask(found: list, step: int, n: int) -> str:
+    own = torch.arange(CHUNK)
+    wrong = [
+        (
+            lambda rank: _mask(rank, (rank + step) % n),
+            "Blocks go to the right, so in step s a rank has the block of rank - s, not rank + s.",
+        ),
+        (
+            lambda rank: _mask(rank, rank - step),
+            "Ranks count modulo n: to the left of rank 0 is the last rank, whose keys come later.",
+        ),
+        (
+            lambda rank: _mask(rank, rank),
+            "That is the mask of the own chunk. Whose keys has the rank in this step?",
+        ),
+        (
+            lambda rank: _right_mask(rank, step, n).T,
+            "Rows are queries, and columns are keys: compare keys <= queries[:, None].",
+        ),
+        (
+            lambda rank: ((rank - step) % n) * CHUNK + own < (rank * CHUNK + own)[:, None],
+            "A query sees the key at its own position, too.",
+        ),
+        (
+            lambda rank: ~_right_mask(rank, step, n),
+            "True is where the query sees the key, not where it is masked.",
+        ),
+    ]
+    for mask, hint in wrong:
+        if all(same(mask(rank), have) for rank, have in enumerate(found)):
+            return hint
+    return (
+        "Find the owner of the keys first. Queries have the positions rank * chunk and on, keys "
+        "owner * chunk and on. Return a tensor of bools of shape (chunk, chunk)."
+    )
+
+
+def _places(rank: int, world_size: int, zig_zag_places: Callable, length: int) -> Any:
+    return zig_zag_places(rank, world_size, length)
+
+
+def _pair(first: int, second: int, length: int, n: int) -> torch.Tensor:
+    chunks = torch.arange(length).chunk(2 * n)
+    return torch.cat([chunks[first], chunks[second]])
+
+
+def _hint_for_places(found: list, length: int) -> str:
+    n, ranks = len(found), range(len(found))
+    whole = torch.arange(length)
+    wrong = [
+        (
+            [whole.chunk(n)[rank] for rank in ranks],
+            "That is one chunk of n. Cut the sequence into 2n, and take two.",
+        ),
+        (
+            [_pair(rank, n + rank, length, n) for rank in ranks],
+            "The last rank still has most to do: count the second chunk from the end, so that rank "
+            "0 gets the last one.",
+        ),
+        (
+            [_pair(2 * n - 1 - rank, rank, length, n) for rank in ranks],
+            "The chunks are right. Put the earlier one first.",
+        ),
+        (
+            [_pair(rank, -rank, length, n) for rank in ranks],
+            "The last chunk has the number 2n - 1, and belongs to rank 0: 2n - 1 - rank.",
+        ),
+        ([whole[rank::n] for rank in ranks], "That is a striped order: single tokens in turn."),
+    ]
+    for tensors, hint in wrong:
+        if all(map(same, tensors, found)):
+            return hint
+    return (
+        "Cut the positions 0 to length - 1 into 2n chunks. Rank r has the chunks r and "
+        "2n - 1 - r, in one tensor of integers."
+    )
+
+
+def _tokens(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each rank's tokens and the expert of each.
+
+    If there are several experts, no token goes to the last one.
+    """
+    given = []
+    for rank in range(n):
+        count = torch.arange(4.0 + rank)
+        tokens = torch.stack([100 * (rank + 1) + count, count], 1)
+        choice = (3 * torch.arange(len(count)) + rank + 1) % 4 % max(1, n - 1)
+        given.append((tokens, choice))
+    return given
+
+
+def _expert(number: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return 2 * tokens + 1000 * (number + 1)
+
+
+def _use_experts(rank: int, world_size: int, through_experts: Callable) -> Any:
+    tokens, choice = _tokens(world_size)[rank]
+    return through_experts(tokens, choice, lambda rows: _expert(rank, rows))
+
+
+def _hint_for_experts(wanted: list, found: list) -> str:
+    orders = [choice.argsort(stable=True) for _, choice in _tokens(len(found))]
+    sorted_ = [want[order] for want, order in zip(wanted, orders, strict=True)]
+    if all(map(same, sorted_, found)):
+        return (
+            "The results are right, but in the order in which the tokens were sent. Put them back "
+            "with order.argsort()."
+        )
+    twice = [want[order] for want, order in zip(sorted_, orders, strict=True)]
+    if all(map(same, twice, found)):
+        return "back[order] sorts once more. order.argsort() undoes the sorting."
+    return (
+        "Sort the tokens by their expert, with tokens[order], before they leave. Each rank applies "
+        "its own expert to what arrives, and sends it back; back[order.argsort()] restores the "
+        "order."
+    )

@@ -1,0 +1,256 @@
+"""Graders of lesson 08 on mistakes: a sampler, the statistics of BatchNorm, a checkpoint."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit.check.grader import SIZES, Grader
+from ddp_kit.error_text import count, name_ranks
+from ddp_kit.errors import DeadlockError, RankError
+from ddp_kit.pool import Result
+
+SEEDS = (7, 1000)  # further apart than the epochs are
+_PLAIN = (
+    "A DistributedDataParallel puts `module.` before each name. Save the state_dict of the network "
+    "in it: model.module.state_dict()."
+)
+_WRITTEN = (
+    "The other ranks may read only after rank 0 has written: call dist.barrier() on all ranks, "
+    "after the save and before the load."
+)
+
+
+def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
+    """Grade the class `OwnSampler(data, seed)` on 1 to 5 ranks and several lengths.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler, collectives=True)
+    for world_size in SIZES:
+        for length in (12, 10, 23, 2):
+            case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
+            result = grader.run(_deal, length, world_size=world_size, case=case)
+            if len(result.trace):
+                grader.fail(
+                    f"{result.trace.events[0].op} was called",
+                    hint="A sampler needs no communication. All ranks draw the same order from the "
+                    "same seed, and each takes its own part.",
+                )
+            _check_hands(grader, length)
+            first, other, again, reseeded = (
+                [dealt["hands"][i] for dealt in result] for i in range(4)
+            )
+            if length >= 10:  # fewer may be shuffled alike twice
+                _check_shuffled(grader, "epochs 0 and 1 have", first, other)
+                _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
+            if any(dealt["seeded"] for dealt in result):
+                grader.fail(
+                    "it changed the random state of the whole process",
+                    hint="Seed a torch.Generator of the sampler's own, and pass it to "
+                    "torch.randperm.",
+                )
+            if first != again:
+                grader.fail(
+                    "epoch 0 has a different order the second time",
+                    hint="The order must depend only on seed and epoch: create and seed a new "
+                    "torch.Generator for each epoch.",
+                )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
+
+
+def exercise_8_4(average_statistics: Callable[[nn.Module], Any]) -> None:
+    """Grade `average_statistics(model)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("8.4", "average_statistics(model)", average_statistics, collectives=True)
+    for world_size in SIZES:
+        result = grader.run(_average_statistics, world_size=world_size)
+        total = sum(range(1, world_size + 1))
+        for name, mean in (("running_mean", 60 * total), ("running_var", 120 * total)):
+            wanted = [torch.full((2,), mean / world_size)] * world_size
+            hint = (
+                "The mean is the sum over all ranks, divided by the world size, in place: "
+                "`a /= b` writes into `a`."
+            )
+            grader.compare(wanted, [held[name] for held in result], hint, place=f" in {name}")
+        counts = [held["num_batches_tracked"] for held in result]
+        hint = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
+        place = " in num_batches_tracked"
+        grader.compare([torch.tensor(3)] * world_size, counts, hint, place=place)
+        hint = "Parameters are equal already. Take model.buffers(), not model.parameters()."
+        ones = [torch.ones(2)] * world_size
+        grader.compare(ones, [held["weight"] for held in result], hint, place=" in weight")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks")
+
+
+def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> None:
+    """Grade `save_and_load(model, path, plain)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    hints = {
+        RankError: _hint_for_file,
+        DeadlockError: "All ranks must call the barrier, also those that do not save.",
+    }
+    form = "save_and_load(model, path, plain)"
+    grader = Grader("8.5", form, save_and_load, hints, collectives=True)
+    for world_size in SIZES:
+        with TemporaryDirectory() as folder:
+            path = f"{folder}/network.pt"
+            limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
+            result = grader.run(_save_and_load, path, limit, world_size=world_size)
+            if not Path(path).exists():
+                grader.fail(
+                    "there is no file at `path`", hint="Rank 0 saves: torch.save(..., path)."
+                )
+            saved = torch.load(path, weights_only=False)
+        hint = (
+            "Load the file into `plain`: plain.load_state_dict(torch.load(path)), with all names."
+        )
+        wanted = [torch.tensor([[1.0, 2.0]])] * world_size
+        grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
+        if set(saved) != {"weight"}:
+            names = ", ".join(map(str, saved))
+            grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN)
+        if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
+            hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
+            grader.fail(f"right, but {name_ranks(others)} saved as well", hint=hint)
+        before = _collectives_before(result, 0, result[0]["saved"])
+        for rank in range(1, world_size):
+            if _collectives_before(result, rank, result[rank]["loads"]) <= before:
+                grader.fail(f"right, but rank {rank} did not wait for rank 0's file", hint=_WRITTEN)
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks")
+
+
+def _hint_for_file(error: RankError) -> str:
+    failures = error.failures.values()
+    if any("key(s) in state_dict" in failure.message for failure in failures):
+        return _PLAIN
+    unread = ("FileNotFoundError", "EOFError", "UnpicklingError")
+    return _WRITTEN if any(failure.type in unread for failure in failures) else ""
+
+
+def _collectives_before(result: Result, rank: int, moment: int) -> int:
+    """Return how many collectives a rank had left at a moment, of time.monotonic_ns()."""
+    calls = [event for event in result.trace if (event.rank, event.kind) == (rank, "collective")]
+    return sum(event.end is not None and event.end <= moment for event in calls)
+
+
+def _save_and_load(
+    rank: int, world_size: int, save_and_load: Callable, path: str, limit: float
+) -> dict:
+    """Save and load; rank 0 saves when another rank has tried to load, or after `limit` seconds.
+
+    A rank that does not wait then finds no file.
+    """
+    network, plain = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        network.weight.copy_((rank + 1) * torch.tensor([[1.0, 2.0]]))
+        plain.weight.zero_()
+    model = DistributedDataParallel(network)
+    moments: dict[str, list[int]] = {"saved": [], "loads": []}
+    save, load = torch.save, torch.load
+    tried = Path(f"{path}.tried")
+
+    def noting_save(*args: Any, **options: Any) -> None:
+        end = time.monotonic() + limit
+        while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        save(*args, **options)
+        moments["saved"].append(time.monotonic_ns())
+
+    def noting_load(*args: Any, **options: Any) -> Any:
+        moments["loads"].append(time.monotonic_ns())
+        try:
+            return load(*args, **options)
+        finally:
+            if rank > 0:
+                tried.touch()
+
+    with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
+        save_and_load(model, path, plain)
+    return {
+        "weight": plain.weight.detach(),
+        "saves": len(moments["saved"]),
+        "saved": max(moments["saved"], default=0),
+        "loads": min(moments["loads"], default=0),
+    }
+
+
+def _average_statistics(rank: int, world_size: int, average_statistics: Callable) -> dict:
+    norm = nn.BatchNorm1d(2)
+    model = DistributedDataParallel(nn.Sequential(norm))
+    norm.running_mean.fill_(60 * (rank + 1))
+    norm.running_var.fill_(120 * (rank + 1))
+    norm.num_batches_tracked.fill_(3)
+    average_statistics(model)
+    return {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+
+
+def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
+    """Fail if two orders are the same; on a single rank, also if one is only rotated."""
+    if hands == others:
+        grader.fail(
+            f"{whose} the same order",
+            hint="Draw the order from the seed plus the epoch given to set_epoch.",
+        )
+    order, other = hands[0], others[0]
+    if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
+        grader.fail(
+            f"{whose} the same order, only starting at a different position",
+            hint="Shuffle again: seed a torch.Generator with the seed plus the epoch, and pass it "
+            "to torch.randperm.",
+        )
+
+
+def _check_hands(grader: Grader, length: int) -> None:
+    """Fail unless all ranks get equally many positions, and each position goes to a rank."""
+    result = grader.result
+    each = -(-length // len(result))
+    for epoch in range(2):
+        hands = [dealt["hands"][epoch] for dealt in result]
+        gets = [f"rank {rank} gets {hand}" for rank, hand in enumerate(hands)]
+        if wrong := [rank for rank, hand in enumerate(hands) if len(hand) != each]:
+            grader.fail(
+                f"{name_ranks(wrong)} should get {count(each, 'position')}",
+                *gets,
+                hint="All ranks must get equally many, or one would wait in its last all_reduce. "
+                "First extend the order from its beginning, as often as needed; then deal it out.",
+            )
+        if beyond := sorted(set(chain(*hands)) - set(range(length))):
+            grader.fail(
+                f"there is no position {beyond[0]}",
+                *gets,
+                hint=f"Shuffle the positions 0 to {length - 1}, then extend the order from its "
+                "beginning.",
+            )
+        if missing := sorted(set(range(length)) - set(chain(*hands))):
+            grader.fail(
+                f"no rank gets position {missing[0]}",
+                *gets,
+                hint="Every position must go to a rank. All ranks must shuffle alike, so seed a "
+                "torch.Generator; and no two may take the same part of the order.",
+            )
+
+
+def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dict:
+    """Deal four hands of positions, and check whether torch's global random state changed."""
+    before = torch.get_rng_state()
+    sampler, reseeded = (own_sampler(range(length), seed) for seed in SEEDS)
+    hands = []
+    for dealer, epoch in ((sampler, 0), (sampler, 1), (sampler, 0), (reseeded, 0)):
+        dealer.set_epoch(epoch)
+        hands.append([operator.index(position) for position in dealer])  # it may be a tensor
+    return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}

@@ -1,0 +1,207 @@
+"""Graders of lesson 06: ranks from a list of hosts, a barrier and a roll call by a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader
+from ddp_kit.error_text import count
+from ddp_kit.errors import DeadlockError, RankError, RunTimeoutError
+
+# Each list as the exercise gives it: hosts in their order, with their number of ranks.
+HOST_LISTS = (
+    [("alpha", 2), ("beta", 2)],
+    [("beta", 1), ("alpha", 3)],
+    [("gamma", 2), ("alpha", 1), ("beta", 2)],
+)
+LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
+
+
+def exercise_6_1(place_of: Callable[[list[tuple[str, int]], str, int], Any]) -> None:
+    """Grade `place_of(hosts, host, local_rank)` for three lists of hosts.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("6.1", "place_of(hosts, host, local_rank)", place_of)
+    for hosts in HOST_LISTS:
+        places = [(host, local) for host, ranks in hosts for local in range(ranks)]
+        n = len(places)
+        case = f"place_of({hosts}, host, local_rank)"
+        result = grader.run(_ask_for_place, hosts, places, world_size=n, case=case)
+        found = [tuple(value) if isinstance(value, list) else value for value in result]
+        wanted = [(rank, n) for rank in range(n)]
+        grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
+    grader.passed("right for 4 and 5 ranks on two and three hosts")
+
+
+def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> None:
+    """Grade `barrier(store, world_size, name)` on 1 to 5 ranks, two barriers in each run.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    stuck = (
+        "A rank waits for a key that no rank writes. The last rank to come sees a count of "
+        "`world_size`; it is the one that writes the key."
+    )
+    grader = Grader(
+        "6.2",
+        "barrier(store, world_size, name)",
+        barrier,
+        hints=dict.fromkeys((RankError, DeadlockError, RunTimeoutError), stuck),
+    )
+    for world_size in SIZES:
+        with TemporaryDirectory() as folder:
+            path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
+            result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
+        for number, name in enumerate(("first", "second")):
+            for rank, missing in enumerate(result):
+                if missing[number]:
+                    grader.fail(
+                        f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
+                        "had come",
+                        hint="Begin the names of your keys with `name`, or the second barrier "
+                        "finds the keys of the first."
+                        if number
+                        else "After adding 1 to the counter, a rank must wait until all have.",
+                    )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, two barriers one after the other")
+
+
+def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> None:
+    """Grade `who_is_missing(store, world_size, seconds)` on 1 to 5 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader(
+        "6.3",
+        "who_is_missing(store, world_size, seconds)",
+        who_is_missing,
+        hints={
+            RankError: "store.wait(keys, timedelta) raises a RuntimeError when the time is up, and "
+            "store.get waits as well. Catch the error, and look with store.check.",
+        },
+    )
+    for world_size in SIZES:
+        last, odd = range(world_size)[-1:], range(world_size)[1::2]
+        for absent in map(list, dict.fromkeys(((), tuple(last), tuple(odd)))):
+            if 0 in absent:
+                continue
+            seconds = 3.0 if absent else 6.0
+            case = f"{grader.form}, where {_who(absent)}"
+            with TemporaryDirectory() as folder:
+                result = grader.run(
+                    _call_the_roll,
+                    f"{folder}/store",
+                    STORE_LIMIT,
+                    absent,
+                    seconds,
+                    world_size=world_size,
+                    case=case,
+                )
+            found, took = result[0]
+            grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
+            if not absent and took >= seconds:
+                grader.fail(
+                    f"right, but it took {took:.0f} s though all ranks came",
+                    hint="Wait for the keys, and not for the time: store.wait returns as soon as "
+                    "all are there.",
+                )
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with and without missing ones")
+
+
+def _ask_for_place(
+    rank: int, world_size: int, place_of: Callable, hosts: list, places: list
+) -> Any:
+    return place_of(hosts, *places[rank])
+
+
+def _hint_for_places(hosts: list, places: list, found: list) -> str:
+    if not all(isinstance(value, tuple) and len(value) == 2 for value in found):
+        return "Return two numbers: the rank and the world size."
+    ranks, sizes = zip(*found, strict=True)
+    if set(sizes) != {len(places)}:
+        return (
+            "The world size is the number of all ranks, on all hosts together, and the same on "
+            "every rank."
+        )
+    if list(ranks) == [local for _, local in places]:
+        return "That is the local rank. Add the ranks of all hosts that come before this one."
+    order = [host for host, _ in hosts]
+    if list(ranks) == [order.index(host) * dict(hosts)[host] + local for host, local in places]:
+        return "Hosts may have different numbers of ranks: add up those of the hosts before."
+    return "The first host of the list has ranks 0, 1 and so on, and the next one goes on counting."
+
+
+def _open(path: str, world_size: int, limit: timedelta) -> dist.Store:
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(limit)
+    return store
+
+
+def _pass_barriers(
+    rank: int, world_size: int, barrier: Callable, path: str, limit: timedelta, seconds: float
+) -> list[list[int]]:
+    """Pass two barriers; return for each the ranks that had not come when this one left it.
+
+    A different rank is late each time. It comes when another one has left, and after some seconds
+    if none does, as is right.
+    """
+    store = _open(path, world_size, limit)
+    early = []
+    for name, late in (("first", world_size - 1), ("second", 0)):
+        end = time.monotonic() + seconds
+        while rank == late and not store.check([f"{name} left"]) and time.monotonic() < end:
+            time.sleep(0.01)
+        store.set(f"{name} came {rank}", "")
+        barrier(store, world_size, name)
+        early.append([r for r in range(world_size) if not store.check([f"{name} came {r}"])])
+        store.set(f"{name} left", "")
+    return early
+
+
+def _call_the_roll(
+    rank: int,
+    world_size: int,
+    who_is_missing: Callable,
+    path: str,
+    limit: timedelta,
+    absent: list[int],
+    seconds: float,
+) -> tuple[Any, float] | None:
+    """Let rank 0 call the answer, and all others that are not absent write their key late.
+
+    Rank 0 begins when the others are ready: on a busy machine they may start seconds later.
+    """
+    store = _open(path, world_size, limit)
+    if rank in absent:
+        return None
+    if rank > 0:
+        store.set(f"ready/{rank}", "")
+        store.wait(["begun"])
+        time.sleep(LATE)
+        store.set(f"here/{rank}", "")
+        return None
+    if ready := [f"ready/{r}" for r in range(1, world_size) if r not in absent]:
+        store.wait(ready)
+    store.set("here/0", "")
+    store.set("begun", "")
+    begin = time.monotonic()
+    return who_is_missing(store, world_size, seconds), time.monotonic() - begin
+
+
+def _who(absent: list[int]) -> str:
+    return f"{count(len(absent), 'rank')} never came" if absent else "all came"
+
+
+def _hint_for_missing(absent: list[int], found: Any) -> str:
+    if not isinstance(found, list):
+        return "Return a list of ranks; an empty one if nobody is missing."
+    if 0 not in found and set(absent) < set(found):
+        return "Some ranks come late: first wait for all keys, for at most `seconds`."
+    return "A rank r is missing if the key f'here/{r}' has not been written."

@@ -1,0 +1,221 @@
+"""Graders of lesson 15: the order of 1F1B, a backward that computes its forward again, a bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_kit.check.grader import Grader, same
+from ddp_kit.errors import DeadlockError, RankError
+
+CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
+BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (1, 0.1))
+WIDTH, SEQUENCES = 3, 2
+
+_NO_GRADIENT = (
+    "x came from another process, so autograd does not know where it is from: x.requires_grad_() "
+    "before the forward makes it an input of the graph, and x.grad its gradient."
+)
+_NO_SEND = (
+    "Every rank but the first sends the gradient of its x to the rank before, which waits for it."
+)
+
+
+def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> None:
+    """Grade `one_f_one_b(rank, p, m)` for 1 to 4 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("15.1", "one_f_one_b(rank, p, m)", one_f_one_b)
+    for p, m in CASES:
+        case = f"one_f_one_b(rank, {p}, {m})"
+        found = list(map(_text, grader.run(_call, p, m, world_size=p, case=case)))
+        wanted = [_order(p - rank - 1, m) for rank in range(p)]
+        grader.compare(wanted, found, _hint_for_order(found, p, m), verb="return")
+    grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
+
+
+def exercise_15_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> None:
+    """Grade `backward(stage, x, target, m)` in a pipeline of 1 to 4 ranks.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    hints = {RankError: _hint_for_error, DeadlockError: _NO_SEND}
+    grader = Grader("15.2", "backward(stage, x, target, m)", backward, hints)
+    for p, m in ((2, 2), (3, 4), (1, 2), (4, 3)):
+        case = f"backward(stage, x, target, {m})"
+        found = list(grader.run(_train, m, world_size=p, case=case))
+        wanted = _alone(p, m)
+        hint = _hint_for_gradients(wanted, found, m)
+        grader.compare(wanted, found, hint, place=" in the gradients of its stage")
+    grader.passed("right on 1, 2, 3 and 4 ranks")
+
+
+def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> None:
+    """Grade `micro_batches(p, most)`: the smallest number for a bubble that is not larger.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("15.3", "micro_batches(p, most)", micro_batches)
+    for p, most in BUBBLES:
+        case = f"micro_batches({p}, {most:g})"
+        (found,) = grader.run(_call_once, p, most, world_size=1, case=case)
+        want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
+        if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
+            hint = _hint_for_bubble(found, p, most, want)
+            grader.fail(f"it should return {want} but returns {found!r}", hint=hint)
+    grader.passed("right for 1 to 16 ranks")
+
+
+def _call(rank: int, world_size: int, answer: Callable, p: int, m: int) -> Any:
+    return answer(rank, p, m)
+
+
+def _call_once(rank: int, world_size: int, answer: Callable, p: int, most: float) -> Any:
+    return answer(p, most)
+
+
+def _text(order: Any) -> Any:
+    """Return an order as "F0 F1 B0 B1", or as it is if it is none."""
+    try:
+        return " ".join(f"{kind}{int(i)}" for kind, i in order)
+    except (TypeError, ValueError):
+        return order
+
+
+def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
+    """Return 1F1B after so many forwards, with each pair of the middle in this order."""
+    warm_up = max(0, min(warm_up, m))
+    order = [f"F{i}" for i in range(warm_up)]
+    for i in range(m - warm_up):
+        number = {"F": warm_up + i, "B": i}
+        order += [f"{kind}{number[kind]}" for kind in pair]
+    return " ".join([*order, *(f"B{i}" for i in range(m - warm_up, m))])
+
+
+def _hint_for_order(found: list, p: int, m: int) -> str:
+    warm_ups = [p - rank - 1 for rank in range(p)]
+    hints = {
+        "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": [_order(m, m)]
+        * p,
+        "One forward too many in the beginning: the last rank has none before its first pair.": [
+            _order(w + 1, m) for w in warm_ups
+        ],
+        "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": [
+            _order(w - 1, m) for w in warm_ups
+        ],
+        "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
+            _order(w, m, ("B", "F")) for w in warm_ups
+        ],
+        "The first rank has the most forwards in the beginning, and the last one has none.": [
+            _order(w, m) for w in reversed(warm_ups)
+        ],
+    }
+    for hint, orders in hints.items():
+        if found == orders:
+            return hint
+    short = [rank for rank, order in enumerate(found) if len(str(order).split()) < 2 * m]
+    if short:
+        return f"Each of the {m} micro-batches needs a forward and a backward: some are missing."
+    return (
+        'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then one '
+        "forward and one backward in turn while there are forwards; then the other backwards."
+    )
+
+
+def _stage(rank: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rank)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def _data(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of m micro-batches."""
+    numbers = torch.arange(2.0 * m * SEQUENCES * WIDTH).sin()
+    inputs, targets = numbers.view(2, m, SEQUENCES, WIDTH)
+    return inputs, targets
+
+
+def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch.Tensor]:
+    """Run GPipe: the forwards keep the inputs, and the answer does each backward."""
+    stage, kept = _stage(rank), []
+    inputs, targets = _data(m)
+    for x in inputs:
+        x = x.clone()
+        if rank > 0:
+            dist.recv(x, src=rank - 1)
+        kept.append(x)
+        with torch.no_grad():
+            y = stage(x)
+        if rank < world_size - 1:
+            dist.send(y, dst=rank + 1)
+    for x, target in zip(kept, targets, strict=True):
+        backward(stage, x, target, m)
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters()]
+
+
+def _alone(p: int, m: int) -> list[list[torch.Tensor]]:
+    """Return the gradients of each stage, computed in one process."""
+    stages = [_stage(rank) for rank in range(p)]
+    inputs, targets = _data(m)
+    (nn.Sequential(*stages)(inputs) - targets).square().mean().backward()
+    return [[q.grad for q in stage.parameters()] for stage in stages]
+
+
+def _hint_for_error(error: RankError) -> str:
+    said = " ".join(failure.message for failure in error.failures.values())
+    if "does not require grad" in said:
+        return "There is no graph yet: y = stage(x) computes the forward again, with a graph."
+    return _NO_GRADIENT if "NoneType" in said or "torch.Tensor" in said else ""
+
+
+def _hint_for_gradients(wanted: list, found: list, m: int) -> str:
+    def scaled(factors: list[float]) -> list:
+        return [
+            [factor * gradient for gradient in of]
+            for of, factor in zip(wanted, factors, strict=True)
+        ]
+
+    p = len(wanted)
+    if all(map(same, scaled([m] * p), found)):
+        return "Each gradient is m times too large: the last stage divides the loss by m."
+    if all(map(same, scaled([m ** -(p - 1.0 - rank) for rank in range(p)]), found)):
+        return "Only the last stage divides by m: the gradients it sends are divided already."
+    if not any(gradient.any() for of in found for gradient in of):
+        return "No stage has a gradient: y.backward(gradient) adds to those of its parameters."
+    if p > 1 and same(wanted[-1], found[-1]):
+        return (
+            "The last stage is right, the others are not. What a rank sends is the gradient of its "
+            "input, x.grad after backward, and not that of its output."
+        )
+    return (
+        "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; then "
+        "y.backward(gradient), and send x.grad to the rank before."
+    )
+
+
+def _fewest(bubble: Callable[[int], float], most: float) -> int:
+    return next(m for m in range(1, 10_000) if bubble(m) <= most + 1e-12)
+
+
+def _hint_for_bubble(found: Any, p: int, most: float, want: int) -> str:
+    if p == 1:
+        return "One rank never waits for another: one micro-batch is enough."
+    if found == _fewest(lambda m: (p - 1) / m, most):
+        return (
+            "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
+            "(p-1)/(m+p-1)."
+        )
+    if found == _fewest(lambda m: p / (m + p), most):
+        return "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1)."
+    if found == want + 1:
+        return "One less is enough: a bubble of exactly `most` is not too large."
+    if found == want - 1:
+        return "With that many the bubble is still larger than `most`: round up."
+    if isinstance(found, float):
+        return "Return a whole number: round up."
+    return "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds."

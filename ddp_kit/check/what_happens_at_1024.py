@@ -1,0 +1,177 @@
+"""Graders of lesson 11: costs of an all_reduce, a rate with warm-up, memory of a rank, MFU.
+
+These answers are arithmetic. They run on one rank, where they are bounded as all answers are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ddp_kit import model
+from ddp_kit.check.grader import Grader
+
+RATE, REFERENCE = 0.1, 256  # a learning rate, and the global batch that it is for
+SHARDED = (16, 4, 2, 0)  # bytes of a parameter that every rank holds, by the stage of ZeRO
+GIGABYTE = 10**9
+
+_TWICE = "A ring goes round twice: n-1 messages until every chunk is summed, and n-1 to spread it."
+_CHUNKS = "Each message of the ring carries a chunk, 1/n of the tensor."
+_LEVELS = "There are log2(core) swaps on the way down, and as many on the way back."
+_HALVES = (
+    "The swaps carry a half of the tensor, a quarter, and so on down to 1/core: (core-1)/core of "
+    "it in all, once on the way down and once on the way back."
+)
+_SURPLUS = (
+    "Where core < n, the other ranks send their whole tensor first, and receive the whole sum at "
+    "the end: two more messages."
+)
+
+
+def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> None:
+    """Grade `two_costs(n, nbytes, alpha, beta)`: seconds of a chunked ring and halving-doubling.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("11.1", "two_costs(n, nbytes, alpha, beta)", two_costs)
+    sizes = (8, 2, 1024, 1, 6, 1000)
+    # First the messages in a row alone, then the bytes in a row, then both.
+    prices = ((1.0, 0.0), (0.0, 1.0), (20e-6, 1 / 5e9))
+    calls = [(n, 4000.0, *price) for price in prices for n in sizes]
+    for call, found in each_call(grader, calls):
+        n, _, alpha, beta = call
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            grader.fail(f"it returns {found!r}", hint="Return both: `return ring, halving`.")
+        surplus = n & (n - 1) != 0
+        hints = {
+            "of the ring": _TWICE if beta == 0 else _CHUNKS,
+            "of halving-doubling": _SURPLUS if surplus else _LEVELS if beta == 0 else _HALVES,
+        }
+        wanted = model.chunked_ring(*call), model.halving_doubling(*call)
+        for (name, hint), want, have in zip(hints.items(), wanted, found, strict=True):
+            if alpha and beta:
+                hint = "A message costs alpha, and beta for each of its bytes. Add up both."
+            expect(grader, want, have, hint, f" for the seconds {name}")
+    grader.passed("right for 1, 2, 6, 8, 1,000 and 1,024 ranks")
+
+
+def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> None:
+    """Grade `learning_rate(step, batch, warmup)`: the linear scaling rule with a warm-up.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("11.2", "learning_rate(step, batch, warmup)", learning_rate)
+    rule = f"The rule: {RATE:g} for a batch of {REFERENCE}, and k times that for k times the batch."
+    first = f"The warm-up begins with {RATE:g}, whatever the batch."
+    between = (
+        "During the warm-up the rate grows by the same amount in each step, so after half of the "
+        "steps it is half-way between the two rates."
+    )
+    calls = {
+        (5000, 8192, 1000): rule,
+        (5000, 64, 1000): f"{rule} That holds for k below 1, too.",
+        (0, 8192, 1000): first,
+        (500, 8192, 1000): between,
+        (999, 8192, 1000): f"{between} Step 1000 is the first one with the whole rate.",
+        (1000, 8192, 1000): "After `warmup` steps the warm-up is over, and the rate stays.",
+        (250, 512, 1000): between,
+        (700, 256, 1000): f"With a batch of {REFERENCE} there is nothing to scale.",
+        (0, 8192, 0): "Without a warm-up the rate is the whole one from step 0 on.",
+    }
+    for call, found in each_call(grader, calls):
+        step, batch, warmup = call
+        whole = RATE * batch / REFERENCE
+        want = RATE + (whole - RATE) * step / warmup if step < warmup else whole
+        expect(grader, want, found, calls[call])
+    grader.passed("right in the first step, during the warm-up and after it")
+
+
+def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> None:
+    """Grade `ranks_needed(parameters, memory, stage)`: the fewest ranks on which a model fits.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("11.3", "ranks_needed(parameters, memory, stage)", ranks_needed)
+    never = (
+        "What every rank holds, 16, 4, 2 or 0 bytes of each parameter, does not get less with more "
+        "ranks. If it does not fit, return None."
+    )
+    part = (
+        "Stage {} shards {} of the 16 bytes of a parameter, and every rank holds the other {}. So "
+        "a rank has room for memory / parameters - {} bytes of the sharded ones."
+    )
+    rounded = "Round up: with one rank less, the model does not fit."
+    calls = [(6.7e9, 30.0 * GIGABYTE, stage) for stage in (3, 2, 1, 0)]
+    calls += [(6.7e9, 20.0 * GIGABYTE, 1), (70e9, 80.0 * GIGABYTE, 3), (1e9, 80.0 * GIGABYTE, 0)]
+    for call, found in each_call(grader, calls):
+        parameters, memory, stage = call
+        kept = SHARDED[stage]
+        room = memory / parameters - kept
+        exact = (16 - kept) / room if room > 0 else math.inf
+        want = max(1, math.ceil(exact)) if room > 0 else None
+        if want is None or found is None:
+            hint = never if want is None else "It fits: return the number of ranks."
+            if found is not want:
+                grader.fail(f"it should return {want} but returns {found!r}", hint=hint)
+            continue
+        hint = part.format(stage, 16 - kept, kept, kept)
+        if stage == 0:
+            hint = "The whole model fits on one rank, and DDP shards nothing: one is enough."
+        elif found in (exact, math.floor(exact), round(exact)):
+            hint = rounded
+        expect(grader, want, found, hint)
+    grader.passed("right for DDP and the three stages of ZeRO")
+
+
+def exercise_11_4(mfu: Callable[..., Any]) -> None:
+    """Grade `mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)`.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    form = "mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)"
+    grader = Grader("11.4", form, mfu)
+    calls = [
+        (3200.0, 1, 6.7e9, 32, 4096, 0, 312e12),
+        (3200.0, 1, 6.7e9, 32, 4096, 4096, 312e12),
+        (25600.0, 8, 6.7e9, 32, 4096, 4096, 312e12),
+    ]
+    hints = (
+        "With sequences of length 0 only 6P operations for each token are left: 2P forward, 4P "
+        "backward.",
+        "Attention adds 12 * layers * width * length operations for each token.",
+        "The tokens are those of all GPUs together, so divide by the peak of all of them.",
+    )
+    for (call, found), hint in zip(each_call(grader, calls), hints, strict=True):
+        tokens, gpus, parameters, layers, width, length, peak = call
+        want = (6 * parameters + 12 * layers * width * length) * tokens / (gpus * peak)
+        if close(100 * want, found):
+            hint = "Return a fraction, not a percentage."
+        expect(grader, want, found, hint)
+    grader.passed("right with and without attention, on 1 and 8 GPUs")
+
+
+def each_call(grader: Grader, calls: Iterable[tuple]) -> Iterator[tuple[tuple, Any]]:
+    """Call the answer with each of these arguments; yield them with what it returned."""
+    name = grader.form.partition("(")[0]
+    for call in calls:
+        shown = ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in call)
+        result = grader.run(_call, call, world_size=1, case=f"{name}({shown})")
+        yield call, result[0]
+
+
+def _call(rank: int, world_size: int, answer: Callable, call: tuple) -> Any:
+    return answer(*call)
+
+
+def expect(grader: Grader, want: float, have: Any, hint: str, what: str = "") -> None:
+    """Fail unless the answer returned this number, but for rounding."""
+    if not close(want, have):
+        shown = f"{have:,.6g}" if isinstance(have, int | float) else repr(have)
+        grader.fail(f"it should return {want:,.6g}{what} but returns {shown}", hint=hint)
+
+
+def close(want: float, have: Any) -> bool:
+    """Return whether a value is this number, but for rounding."""
+    number = isinstance(have, int | float) and not isinstance(have, bool)
+    return number and math.isclose(want, have, rel_tol=1e-6)

@@ -1,0 +1,307 @@
+"""ZeRO stage 3 by hand: each rank keeps some rows of every weight, and gathers all for a moment.
+
+    rows    what a rank keeps of a weight: equally many on all ranks, the last ones may be zeros
+    full    the whole weight, which has memory only while its module computes
+
+Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020); Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single
+
+
+def fill_up(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with rows of zeros below, so that all ranks get equally many."""
+    tensor = torch.atleast_1d(tensor)
+    missing = -len(tensor) % dist.get_world_size()
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def own_rows(filled: torch.Tensor) -> torch.Tensor:
+    """Return a view of this rank's rows of a tensor that `fill_up` returned."""
+    return filled.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def cut(filled: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor from `fill_up` without what fills it up, in the shape of `like`."""
+    return filled.view(-1)[: like.numel()].view_as(like)
+
+
+class ShardedGradient:
+    """Averages the gradient of a parameter so that each rank gets that of its own rows only.
+
+    full: the parameter; its gradient is freed as soon as it is complete and on its way. rows: this
+    rank's, as a parameter for an optimizer.
+    """
+
+    def __init__(self, full: nn.Parameter, rows: nn.Parameter) -> None:
+        self.full, self.rows, self.reducing = full, rows, None
+        if full.requires_grad:
+            full.register_post_accumulate_grad_hook(self.start_reduce)
+
+    def start_reduce(self, full: torch.Tensor) -> None:
+        """Begin to average the gradient of `full`, and free it."""
+        self.finish_reduce()  # of an earlier backward
+        gradient = fill_up(full.grad.to(self.rows.dtype) / dist.get_world_size())
+        full.grad = None
+        self.reducing = self.send(gradient)
+
+    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to add the gradients of all ranks; return where the sum of own rows arrives."""
+        arriving = torch.empty_like(self.rows)
+        return arriving, reduce_scatter_single(arriving, gradient, async_op=True)
+
+    def finish_reduce(self) -> None:
+        """Wait for the mean gradient, and add it to `rows.grad`."""
+        if self.reducing is not None:
+            (arriving, work), self.reducing = self.reducing, None
+            work.wait()
+            self.rows.grad = arriving if self.rows.grad is None else self.rows.grad + arriving
+
+
+class FreedParameter(ShardedGradient):
+    """A parameter of which this rank keeps its rows, and frees the memory of the others.
+
+    full: all rows, in `compute_dtype`, without memory at first.
+    """
+
+    def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
+        self.filled = fill_up(parameter.detach()).to(compute_dtype or parameter.dtype)
+        self.memory, self.gathering = self.filled.untyped_storage(), None
+        self.nbytes = self.memory.nbytes()
+        # Autograd counts what is written into a tensor, but not what is written through .data.
+        full = nn.Parameter(cut(self.filled.data, parameter), parameter.requires_grad)
+        super().__init__(full, self.keep(parameter))
+        self.free()
+
+    def keep(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what this rank keeps."""
+        return nn.Parameter(own_rows(fill_up(parameter.detach())).clone(), parameter.requires_grad)
+
+    def free(self) -> None:
+        """Free the memory of `full`, to which the graph of the forward goes on to refer."""
+        self.finish_gather()
+        self.memory.resize_(0)
+
+    def finish_gather(self) -> None:
+        """Wait for rows that are on their way."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def start_reduce(self, full: torch.Tensor) -> None:
+        """Begin to average the gradient of `full`, and free both."""
+        super().start_reduce(full)
+        self.free()
+
+
+class ShardedParameter(FreedParameter):
+    """A parameter of which this rank keeps its rows, and has all of them while it computes.
+
+    The memory of the others comes with `gather` and goes with `free`.
+    """
+
+    def start_gather(self) -> None:
+        """Begin to gather the rows of all ranks, unless they are here or on their way."""
+        if self.memory.nbytes() == 0:
+            self.memory.resize_(self.nbytes)
+            mine = self.rows.detach().to(self.filled.dtype)
+            self.gathering = all_gather_single(self.filled, mine, async_op=True)
+
+    def gather(self) -> None:
+        """Gather the rows of all ranks, so that `full` is complete."""
+        self.start_gather()
+        self.finish_gather()
+
+    def gather_copy(self) -> torch.Tensor:
+        """Return the whole parameter, in the dtype of `rows`."""
+        filled = self.rows.new_empty(self.filled.shape)
+        all_gather_single(filled, self.rows.detach())
+        return cut(filled, self.full)
+
+
+class WholeParameter(ShardedParameter):
+    """A parameter so small that every rank keeps the whole of it: only its gradient travels."""
+
+    def keep(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter."""
+        return parameter
+
+    def start_gather(self) -> None:
+        """Copy the parameter, because its gradient must not be added to the one before."""
+        self.memory.resize_(self.nbytes)
+        self.full.data.copy_(self.rows)
+
+    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to add the gradients of all ranks in place."""
+        arriving = cut(gradient, self.rows)
+        return arriving, dist.all_reduce(arriving, async_op=True)
+
+    def gather_copy(self) -> torch.Tensor:
+        """Return a copy."""
+        return self.rows.detach().clone()
+
+
+class ShardedModule(nn.Module):
+    """Replaces the parameters of a module by this rank's rows of them.
+
+    Parameters with fewer than two dimensions, such as biases, stay whole. All ranks start with the
+    parameters and buffers of rank 0.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.module, self.compute_dtype = module, compute_dtype
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        shards, self.own = {}, {}  # by parameter; by module and name
+        for parameter in module.parameters():
+            kind = ShardedParameter if parameter.ndim > 1 else WholeParameter
+            shards[parameter] = kind(parameter, compute_dtype)
+        self.sharded = [*shards.values()]  # nothing keeps the whole parameters
+        for each in module.modules():
+            named = [*each.named_parameters(recurse=False, remove_duplicate=False)]
+            if named:
+                self.own[each] = {name: shards[parameter] for name, parameter in named}
+                self.show(each, "rows")
+
+    def show(self, module: nn.Module, which: str) -> None:
+        """Let the parameters of a module be its "rows", or the "full" ones."""
+        for name, parameter in self.own[module].items():
+            setattr(module, name, getattr(parameter, which))
+
+
+def with_gradients(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output that get gradients.
+
+    It may be a tensor, or tuples, lists and dicts of tensors. Raises TypeError for other objects,
+    in which tensors might be missed, unless gradients are off.
+    """
+    if not torch.is_grad_enabled() or isinstance(output, (int, float, str, type(None))):
+        return []
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    if not isinstance(output, (tuple, list, dict)):
+        raise TypeError(
+            "a sharded module must return a tensor, or a tuple, list or dict of tensors, "
+            f"got a value of type {type(output).__name__}"
+        )
+    parts = output.values() if isinstance(output, dict) else output
+    return [tensor for part in parts for tensor in with_gradients(part)]
+
+
+class UnshardedOnDemand(ShardedModule):
+    """Gathers a module's parameters before its forward and its backward, and frees them after."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__(module, compute_dtype)
+        for each in self.own:
+            each.register_forward_pre_hook(self.before_forward)
+            each.register_forward_hook(self.after_forward)
+
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """Let a module have its full parameters."""
+        self.gather(module)
+        self.show(module, "full")
+
+    def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Free a module's parameters until its backward begins."""
+        self.show(module, "rows")
+        for parameter in self.own[module].values():
+            parameter.free()
+        for tensor in with_gradients(output):
+            tensor.register_hook(partial(self.before_backward, module))
+
+    def before_backward(self, module: nn.Module, _: torch.Tensor) -> None:
+        """Gather a module's parameters again; they are freed with their gradients."""
+        self.gather(module)
+
+    def gather(self, module: nn.Module) -> None:
+        """Gather a module's parameters."""
+        for parameter in self.own[module].values():
+            parameter.gather()
+
+
+class Prefetching(UnshardedOnDemand):
+    """Begins to gather a module's parameters while the module before it computes."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__(module, compute_dtype)
+        self.ran, self.next, self.previous = [], {}, {}  # modules, as seen in the forwards
+
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """Let a module have its full parameters, and begin to gather those of the next one."""
+        super().before_forward(module, _)
+        if self.ran:
+            self.next[self.ran[-1]], self.previous[module] = module, self.ran[-1]
+        self.ran.append(module)
+        self.prefetch(self.next.get(module))
+
+    def before_backward(self, module: nn.Module, _: torch.Tensor) -> None:
+        """Gather a module's parameters again, and begin to gather those of the one before."""
+        super().before_backward(module, _)
+        self.prefetch(self.previous.get(module))
+
+    def prefetch(self, module: nn.Module | None) -> None:
+        """Begin to gather a module's parameters."""
+        for parameter in self.own.get(module, {}).values():
+            parameter.start_gather()
+
+
+class FullyShardedDataParallel(Prefetching):
+    """Trains a module of which every rank keeps only some rows of each weight: ZeRO stage 3.
+
+    A module's own parameters are complete only while its forward or backward runs. compute_dtype:
+    of the forward and the backward, such as torch.bfloat16; the rows and gradients stay in their
+    own dtype.
+
+    `parameters()` are the rows: give them to an optimizer. Call `finish_gradient_synchronization`
+    after the last backward before its step. All ranks must run the same modules in the same order.
+    A module must return a tensor, or tuples, lists or dicts of tensors. A frozen weight that is
+    gathered for the backward is freed only by `finish_gradient_synchronization`, because what frees
+    a weight in the backward is its gradient.
+    """
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the module; its output has the dtype of the rows and not `compute_dtype`."""
+        self.ran.clear()
+        if self.compute_dtype is None:
+            return self.module(*inputs, **named)
+        inputs, named = cast((inputs, named), self.compute_dtype)
+        return cast(self.module(*inputs, **named), next(self.parameters()).dtype)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until all mean gradients have arrived. Free what a backward did not need."""
+        for parameter in self.sharded:
+            parameter.finish_reduce()
+            parameter.free()
+
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """Return the whole parameters under the names that they have in the module."""
+        whole = {parameter.rows: parameter for parameter in self.sharded}
+        return {name: whole[rows].gather_copy() for name, rows in self.module.named_parameters()}
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with the floating-point tensors in it cast to `dtype`.
+
+    Tuples, named or not, lists and dicts are copied, dicts as plain ones; other objects stay.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        parts = [cast(each, dtype) for each in value]
+        named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
+        return type(value)(*parts) if named else type(value)(parts)
+    if isinstance(value, dict):
+        return {name: cast(each, dtype) for name, each in value.items()}
+    return value

@@ -1,0 +1,135 @@
+"""The order of the forwards and backwards in a pipeline, how long it takes, and its bubble."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+Action = tuple[str, int]  # ("F", 3) is the forward of micro-batch 3, ("B", 3) its backward
+Step = tuple[str, int, int]  # an action, and its stage
+LASTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how long each lasts, in forwards
+BY_HAND: dict[str, Callable[[int, int, int], int]] = {  # how many micro-batches a rank may hold
+    "GPipe": lambda rank, p, m: m,
+    "1F1B": lambda rank, p, m: p - rank,
+}
+
+
+class Cell(NamedTuple):
+    """What a rank has computed for one micro-batch.
+
+    kind: "F", forward; "B", backward; or its halves, "I", the gradient of the stage's input, and
+    "W", those of the weights. start, end: in seconds since the step began.
+    """
+
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+    stage: int
+
+
+@contextmanager
+def cell(cells: list[Cell], kind: str, i: int, stage: int, wait: float) -> Iterator[None]:
+    """Record this block as a cell, with `wait` seconds added for a forward."""
+    start = time.monotonic()
+    time.sleep(LASTS[kind] * wait)
+    yield
+    cells.append(Cell(kind, i, start, time.monotonic(), stage))
+
+
+def order(most: int, m: int) -> list[Action]:
+    """Return a rank's actions: forward while it holds fewer than `most` of m micro-batches."""
+    actions, forwards, backwards = [], 0, 0
+    while backwards < m:
+        if forwards < m and forwards - backwards < most:
+            actions.append(("F", forwards))
+            forwards += 1
+        else:
+            actions.append(("B", backwards))
+            backwards += 1
+    return actions
+
+
+def bubble(ranks: Sequence[Sequence[Cell]]) -> float:
+    """Return the part of all ranks' time in which they compute nothing."""
+    cells = [cell for rank in ranks for cell in rank]
+    whole = max(cell.end for cell in cells) - min(cell.start for cell in cells)
+    busy = sum(cell.end - cell.start for cell in cells)
+    return 1 - busy / (len(ranks) * whole)
+
+
+def needs(step: Step, last: int) -> set[Step]:
+    """Return what must be done before a step can begin. last: the last stage.
+
+    The backward of a micro-batch counts as its "I", the half that the stage before waits for.
+    """
+    kind, i, stage = step
+    if kind == "F":
+        return {("F", i, stage - 1)} if stage else set()
+    if kind == "W":
+        return {("I", i, stage)}
+    return {("F", i, stage)} | ({("I", i, stage + 1)} if stage < last else set())
+
+
+def simulate(ranks: Sequence[Sequence[Step]]) -> list[list[Cell]]:
+    """Return the cells of a run in which nothing but the stages takes time.
+
+    ranks: the steps of each, in their order. A forward of all stages of a rank lasts 1.
+
+    Raises ValueError, with what each rank waits for, if the ranks would wait for each other.
+    """
+    last = max(stage for steps in ranks for _, _, stage in steps)
+    share = len(ranks) / (last + 1)
+    ends: dict[Step, float] = {}
+    cells: list[list[Cell]] = [[] for _ in ranks]
+    left = [list(steps) for steps in ranks]
+    while ready := [
+        rank for rank, steps in enumerate(left) if steps and needs(steps[0], last) <= ends.keys()
+    ]:
+        for rank in ready:
+            kind, i, stage = step = left[rank].pop(0)
+            free = cells[rank][-1].end if cells[rank] else 0.0
+            start = max([free, *(ends[need] for need in needs(step, last))])
+            cells[rank].append(Cell(kind, i, start, start + LASTS[kind] * share, stage))
+            ends["I" if kind == "B" else kind, i, stage] = cells[rank][-1].end
+    split = any(kind == "I" for steps in ranks for kind, _, _ in steps)
+    waits = [
+        f"rank {rank} waits for {'B' if kind == 'I' and not split else kind}{i} of stage {stage}"
+        for rank, steps in enumerate(left)
+        for kind, i, stage in (sorted(needs(steps[0], last) - ends.keys()) if steps else [])
+    ]
+    if waits:
+        raise ValueError(f"this order never ends: {', '.join(waits)}")
+    return cells
+
+
+def pytorch_length(schedule: str, p: int, m: int) -> float:
+    """Return how many forwards a step lasts in PyTorch's own simulator, of a private module.
+
+    schedule: the name of PyTorch's class. p: ranks, with one or two stages each. m: micro-batches.
+
+    Raises RuntimeError if the simulator finds that the order never ends, as in PyTorch 2.13 for
+    "Schedule1F1B", because it lists the micro-batches 1 to m for the last rank.
+    """
+    from torch.distributed.pipelining import _schedule_visualizer as visualizer
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints each step
+        plan = visualizer.get_schedule_ops(schedule.removeprefix("Schedule"), p, m)
+        plan = [
+            [a for a in rank if a is not None and a.computation_type.value in LASTS]
+            for rank in plan
+        ]
+        spaced = visualizer.add_schedule_op_spacing(plan)
+    colors = visualizer.action_type_to_color_mapping
+    unit = p / len({a.stage_index for rank in plan for a in rank})
+    return (
+        max(
+            sum(1 if a is None else colors[a.computation_type].width for a in rank)
+            for rank in spaced
+        )
+        * unit
+    )

@@ -1,0 +1,134 @@
+"""Bytes that a rank holds in a training, by kind.
+
+Sources: Rajbhandari et al., "ZeRO" (2020), https://arxiv.org/abs/1910.02054, for parameters,
+gradients and optimizer; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022), https://arxiv.org/abs/2205.05198, for activations, equation 2 and table 2, there
+with 16 bits, dropout and an MLP of 4 * width.
+"""
+
+from __future__ import annotations
+
+from ddp_kit.errors import ModelError
+from ddp_kit.model.plan import MIXED, Plan, Precision, _stages, check_plan
+from ddp_kit.model.transformer import Transformer
+
+
+def memory(
+    transformer: Transformer, plan: Plan, precision: Precision = MIXED, stage: int | None = None
+) -> dict[str, float]:
+    """Return the bytes of a rank by kind, at the moment in a step at which they are most.
+
+    stage: of the pipeline; None: the one that holds most. "gathered parameters" are those of two
+    layers, which stage 3 of ZeRO has whole: one computes, one is on its way. "recomputed
+    activations" are those of one layer in one micro-batch. Not counted: buffers of collectives,
+    temporary tensors, and what the allocator wastes.
+
+    Raises ModelError if the model cannot be shared so, or there is no such stage.
+    """
+    check_plan(transformer, plan)
+    if stage is not None:
+        if stage not in range(plan.pp):
+            raise ModelError(f"stage must be from 0 to {plan.pp - 1}, got {stage!r}")
+        return _memory(transformer, plan, precision, stage)
+    # Of equal stages in the middle, the first has most micro-batches on the way.
+    candidates = {0, min(1, plan.pp - 1), plan.pp - 1}
+    found = [_memory(transformer, plan, precision, each) for each in sorted(candidates)]
+    return max(found, key=lambda kinds: sum(kinds.values()))
+
+
+def _memory(
+    transformer: Transformer, plan: Plan, precision: Precision, stage: int
+) -> dict[str, float]:
+    layers, last = _stages(transformer.layers, plan.pp)[stage], stage == plan.pp - 1
+    layer = transformer.layer_weights / plan.tp + transformer.layer_vectors
+    parameters = layers * layer
+    if stage == 0:
+        parameters += _embedding(transformer, plan)
+    if last:
+        parameters += transformer._norm
+        if not (transformer.tied and plan.pp == 1):
+            parameters += transformer.head / plan.tp
+    shared = plan.dp * plan.cp
+    kept = activations(transformer, plan, precision)
+    found = {
+        "parameters": parameters * precision.parameters / (shared if plan.zero == 3 else 1),
+        "gathered parameters": min(layers, 2) * layer * precision.parameters * (plan.zero == 3),
+        "gradients": parameters * precision.gradients / (shared if plan.zero >= 2 else 1),
+        "optimizer": parameters * precision.optimizer / (shared if plan.zero >= 1 else 1),
+        "activations": _in_flight(plan, stage) * layers * kept,
+        "recomputed activations": 0.0,
+    }
+    if plan.recompute == "full":
+        found["recomputed activations"] = _whole_layer(transformer, plan, precision)
+    if last:
+        found["activations"] += _head(transformer, plan, precision)
+    return found
+
+
+def _embedding(transformer: Transformer, plan: Plan) -> float:
+    """Return a rank's parameters before the first layer; positions are on all tp ranks."""
+    return transformer.embeddings - transformer.head * (1 - 1 / plan.tp)
+
+
+def _in_flight(plan: Plan, stage: int) -> float:
+    """Return how many micro-batches a stage has begun and not finished, at most.
+
+    1F1B; interleaved, it is counted in chunks.
+    """
+    ahead = plan.pp - stage
+    if plan.chunks == 1:
+        return min(plan.micro_batches, ahead)
+    chunks = 2 * (ahead - 1) + (plan.chunks - 1) * plan.pp + 1
+    return min(plan.micro_batches * plan.chunks, chunks) / plan.chunks
+
+
+def activations(transformer: Transformer, plan: Plan, precision: Precision = MIXED) -> float:
+    """Return the bytes that a layer keeps of one micro-batch for its backward, on one rank."""
+    if plan.recompute == "full":
+        shared = plan.tp if plan.sequence_parallel else 1
+        return tokens(transformer, plan) * transformer.width * precision.activations / shared
+    return _whole_layer(transformer, plan, precision)
+
+
+def _whole_layer(transformer: Transformer, plan: Plan, precision: Precision) -> float:
+    """Return the same as `activations`, but of a layer that is not recomputed as a whole."""
+    found = besides_scores(transformer, plan, precision)
+    if not plan.flash and plan.recompute != "attention":
+        found += scores(transformer, plan, precision)
+    return found
+
+
+def besides_scores(transformer: Transformer, plan: Plan, precision: Precision) -> float:
+    """Return the bytes of what a layer computes in one micro-batch, but not of attention scores."""
+    width, masks = transformer.width, 2 * transformer.width * transformer.dropout
+    # Inputs of two norms and of what follows them: all tp ranks need them.
+    everywhere = 4 * width * precision.activations + masks
+    # Queries, keys, values, the attention's output; what goes into the second matrix of the MLP
+    # and into the function before it, and with a gate also both factors.
+    split = (
+        2 * width + 2 * transformer.kv_width + (2 + 2 * transformer.gated) * transformer.mlp_width
+    )
+    everywhere /= plan.tp if plan.sequence_parallel else 1
+    return tokens(transformer, plan) * (everywhere + split * precision.activations / plan.tp)
+
+
+def scores(transformer: Transformer, plan: Plan, precision: Precision) -> float:
+    """Return the bytes of a layer's attention scores, with dropout also of its mask and output."""
+    each = precision.activations + transformer.dropout * (1 + precision.activations)
+    each *= transformer.heads * transformer.context
+    return tokens(transformer, plan) * each / plan.tp
+
+
+def tokens(transformer: Transformer, plan: Plan) -> float:
+    """Return the tokens of a micro-batch on one rank."""
+    return plan.micro_batch * transformer.context / plan.cp
+
+
+def _head(transformer: Transformer, plan: Plan, precision: Precision) -> float:
+    """Return what the last norm, the head and the loss keep of one micro-batch.
+
+    The loss keeps float32 logits.
+    """
+    shared = plan.tp if plan.sequence_parallel else 1
+    inputs = 2 * transformer.width * precision.activations / shared
+    return tokens(transformer, plan) * (inputs + 4 * transformer.vocabulary / plan.tp)

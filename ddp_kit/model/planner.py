@@ -1,0 +1,147 @@
+"""All plans for a number of accelerators: those that fit, fastest first, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ddp_kit.errors import ModelError
+from ddp_kit.model.checks import check_count
+from ddp_kit.model.hardware import Cluster
+from ddp_kit.model.per_rank_memory import memory
+from ddp_kit.model.plan import MIXED, Plan, Precision, objection
+from ddp_kit.model.step_time import step
+from ddp_kit.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan costs.
+
+    memory: bytes of the rank that holds most, by kind. step: seconds, by part. mfu: from 0 to 1.
+    """
+
+    plan: Plan
+    memory: dict[str, float]
+    step: dict[str, float]
+    mfu: float
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the rank that holds most."""
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.step.values())
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What `plans` found. As text: a table of the first eight, and why the others do not fit.
+
+    fitting: estimates, the fastest first. refused: what is in the way, such as "memory" or "heads",
+    to plans and a sentence about each; those that need too much memory are sorted by how much.
+    """
+
+    gpus: int
+    fitting: list[Estimate]
+    refused: dict[str, list[tuple[Plan, str]]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.gpus:,} GPUs: {len(self.fitting):,} plans fit"]
+        if self.fitting:
+            lines += ["step     MFU      memory     plan"]
+        for each in self.fitting[:8]:
+            cost = f"{each.seconds:<8.3g} {100 * each.mfu:4.1f} % {each.nbytes / 1e9:8.1f} GB"
+            lines.append(f"{cost}   {each.plan}")
+        for kind, refused in self.refused.items():
+            plan, why = refused[0]
+            lines.append(f"{len(refused):,} refused for {kind}; the first is {plan}: {why}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def estimate(
+    transformer: Transformer, plan: Plan, cluster: Cluster, precision: Precision = MIXED
+) -> Estimate:
+    """Return what a plan costs, whether it fits or not; ModelError if it cannot be carried out."""
+    seconds = step(transformer, plan, cluster, precision)
+    done = transformer.flops_per_token * plan.batch * transformer.context / plan.ranks
+    used = done / sum(seconds.values()) / cluster.accelerator.flops
+    return Estimate(plan, memory(transformer, plan, precision), seconds, used)
+
+
+def plans(
+    transformer: Transformer,
+    cluster: Cluster,
+    gpus: int,
+    batch: int,
+    precision: Precision = MIXED,
+    micro_batch: Sequence[int] = (1, 2, 4),
+    recompute: Sequence[str] = ("none", "full"),
+    chunks: Sequence[int] = (1,),
+) -> Plans:
+    """Return all plans for a number of accelerators and a batch, and which of them fit.
+
+    gpus: all of them are used. batch: sequences in a step. micro_batch, recompute, chunks: those to
+    try. A plan fits if its rank with most memory has at most 90 percent of an accelerator's: the
+    rest is for what `memory` does not count. Raises ModelError if gpus fill more than one host, and
+    not a whole number of them.
+    """
+    check_count("gpus", gpus)
+    check_count("batch", batch)
+    if gpus > cluster.per_host and gpus % cluster.per_host:
+        raise ModelError(f"gpus must be a multiple of per_host={cluster.per_host}, got {gpus}")
+    fitting: list[Estimate] = []
+    refused: dict[str, list[tuple[Plan, str]]] = {}
+    room = 0.9 * cluster.accelerator.memory
+    for size in micro_batch:
+        check_count("micro_batch", size)
+    too_large: list[tuple[float, Plan, str]] = []
+    for plan in _candidates(transformer, gpus, batch, micro_batch, recompute, chunks):
+        problem = objection(transformer, plan)
+        if problem is None and plan.batch != batch:
+            shared = f"dp={plan.dp} times micro-batches of {plan.micro_batch}"
+            problem = "batch", f"{shared} do not divide a batch of {batch:,} sequences"
+        if problem is None:
+            held = sum(memory(transformer, plan, precision).values())
+            if held <= room:
+                fitting.append(estimate(transformer, plan, cluster, precision))
+                continue
+            needed = f"{held / 1e9:,.1f} GB are needed, and {room / 1e9:,.1f} GB may be used"
+            too_large.append((held, plan, needed))
+            continue
+        refused.setdefault(problem[0], []).append((plan, problem[1]))
+    fitting.sort(key=lambda each: each.seconds)
+    too_large.sort(key=lambda each: each[0])
+    if too_large:
+        refused["memory"] = [(plan, needed) for _, plan, needed in too_large]
+    return Plans(gpus, fitting, refused)
+
+
+def _candidates(
+    transformer: Transformer,
+    gpus: int,
+    batch: int,
+    micro_batch: Sequence[int],
+    recompute: Sequence[str],
+    chunks: Sequence[int],
+) -> Iterator[Plan]:
+    """Yield the plans to look at: sizes that divide the number of ranks, in reasonable limits."""
+    for tp in _divisors(gpus, transformer.heads):
+        for pp in _divisors(gpus // tp, transformer.layers):
+            for cp in _divisors(gpus // tp // pp, max(1, transformer.context // 1024)):
+                dp = gpus // tp // pp // cp
+                options = product(range(4 if dp * cp > 1 else 1), micro_batch, recompute, chunks)
+                for zero, size, again, parts in options:
+                    if parts == 1 or pp > 1:
+                        many = max(1, batch // (dp * size))
+                        yield Plan(dp, zero, tp, pp, cp, many, size, parts, again)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]

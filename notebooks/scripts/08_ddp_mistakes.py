@@ -1,0 +1,47 @@
+"""Find out whether the replicas of a model are still equal, in plain PyTorch on two ranks."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+
+def greatest_difference(model):
+    """Return how far any parameter or buffer of any rank is from rank 0's."""
+    worst = torch.zeros(())
+    for tensor in model.state_dict().values():
+        reference = tensor.clone()
+        dist.broadcast(reference, src=0)
+        worst = torch.maximum(worst, (tensor - reference).abs().max().cpu())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # on the CPU: with nccl, move it to the GPU
+    return worst.item()
+
+
+def train(rank, unwrap):
+    torch.manual_seed(rank)  # another start and other data on each rank
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    called = model.module if unwrap else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        called(torch.randn(8, 4) + rank).square().mean().backward()
+        optimizer.step()
+    return greatest_difference(model.module)
+
+
+def worker(rank, world_size):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    for unwrap in (False, True):
+        difference = train(rank, unwrap)
+        if rank == 0:
+            name = "model.module(x)" if unwrap else "model(x)"
+            print(f"{name:15} replicas differ by {difference:.2f}")
+    dist.destroy_process_group()  # here, no model is left
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
+    mp.spawn(worker, args=(2,), nprocs=2)

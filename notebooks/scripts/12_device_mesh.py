@@ -1,0 +1,36 @@
+"""A product of two matrices on a mesh of 2 x 2 processes, in plain PyTorch."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+def worker(rank, world_size):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    X, W = torch.randn(6, 8), torch.randn(8, 4)
+    x = distribute_tensor(X, mesh, [Shard(0), Replicate()])  # rows along dp
+    w = distribute_tensor(W, mesh, [Replicate(), Shard(1)])  # columns along tp
+    y = x @ w
+    difference = (y.full_tensor() - X @ W).abs().max().item()  # all processes gather
+
+    mine = f"rank {rank} at {mesh.get_coordinate()} has {tuple(y.to_local().shape)} of the product"
+    lines = [None] * world_size
+    dist.all_gather_object(lines, mine)
+    if rank == 0:
+        print(*lines, sep="\n")
+        print(f"x @ w has the placements {y.placements}")
+        print(f"differs from one process by {difference:.6f} at most")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world_size = 4
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
+    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
+    mp.spawn(worker, args=(world_size,), nprocs=world_size)

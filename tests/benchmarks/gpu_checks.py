@@ -1,0 +1,236 @@
+"""What gpu.py runs besides the lessons, one function each: python gpu_checks.py memory 2"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_kit as kit
+from ddp_kit.launch import prove
+from ddp_kit.lessons import data_parallel
+from ddp_kit.lessons._digits import flat
+
+SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "scripts" / "03_partitioned_sgd.py"
+DEVICE = 'torch.device("cuda", rank % torch.cuda.device_count())'
+# The tutorial's three lines: the device, the network on it, each batch on it. Ours also adds up
+# the loss of an epoch, on the device.
+PORT = (
+    (
+        "    torch.manual_seed(1234)  # the same data and the same parameters on every rank\n",
+        "    torch.manual_seed(1234)  # the same data and the same parameters on every rank\n"
+        "    device = {device}\n",
+    ),
+    ("nn.Linear(64, 10))\n", "nn.Linear(64, 10)).to(device)\n"),
+    (
+        "            optimizer.zero_grad()\n",
+        "            inputs, targets = inputs.to(device), targets.to(device)\n"
+        "            optimizer.zero_grad()\n",
+    ),
+    ("total = torch.zeros(1)\n", "total = torch.zeros(1, device=device)\n"),
+)
+MIB = 2**20
+
+
+def ported(source: str, device: str, backend: str) -> str:
+    """Return lesson 03's script with the lines changed that a GPU needs.
+
+    Raises ProofError if one of these lines is not there exactly once.
+    """
+    for old, new in (*PORT, ('"gloo"', f'"{backend}"')):
+        prove(f"the script has the line {old.strip()!r} once", source.count(old) == 1)
+        source = source.replace(old, new.format(device=device))
+    return source
+
+
+def cuda_port(backend: str, ranks: int, device: str = DEVICE) -> None:
+    """Train with lesson 03's script on the CPU and on GPUs; compare what both print.
+
+    The data and the order of the digits are drawn on the CPU, so that only rounding differs.
+    """
+    started = SCRIPT.read_text("utf-8").replace("args=(4,), nprocs=4", f"({ranks},), {ranks}")
+    port = ported(started, device, backend)
+    on_cpu, on_gpu = _train(started), _train(port)
+    losses = [
+        [float(number) for number in re.findall(r"loss (\S+)", out)] for out in (on_cpu, on_gpu)
+    ]
+    prove("both print the loss of four epochs", [len(of) for of in losses] == [4, 4])
+    gap = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    prove(f"the losses are the same but for rounding, and differ by {gap:.2f}", gap < 0.015)
+    prove("the replicas are the same", "differ by at most 0.0\n" in on_gpu)
+    said = f"{ranks} rank{'s' if ranks > 1 else ''} over {backend}, last loss {losses[1][-1]:.2f}"
+    print(f"cuda_port: {said}, on the CPU {losses[0][-1]:.2f}; the lines that change:")
+    for line in difflib.unified_diff(started.splitlines(), port.splitlines(), lineterm="", n=0):
+        if line[:1] in "+-" and line[:3] not in ("+++", "---"):
+            print(line)
+
+
+def _train(source: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        script.write_text(source, "utf-8")
+        command = [sys.executable, str(script)]
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}  # ranks that share cores get slow with more
+        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, env=alone)
+    prove("the script ends well", out.returncode == 0)
+    return out.stdout
+
+
+def memory(
+    places: Sequence[torch.device],
+    smi: Callable[[torch.device], int],
+    width: int = 2048,
+    count: int = 16384,
+) -> None:
+    """Print what `kit.plot.memory` draws beside what PyTorch and nvidia-smi say, step by step.
+
+    smi: returns the bytes of a device that are in use, as nvidia-smi shows them.
+    """
+    readings: list[list[tuple[int, int]]] = []
+
+    def read() -> list[tuple[int, int]]:
+        torch.cuda.empty_cache()  # PyTorch keeps what it has freed, and nvidia-smi counts it
+        return [(torch.cuda.memory_allocated(place), smi(place)) for place in places]
+
+    def watched(*args):
+        for step in eight_steps(*args):
+            readings.append(read())
+            held = [step]
+            del step  # this name would keep the memory alive
+            yield held.pop()
+
+    eight_steps = data_parallel.eight_steps
+    for place in places:  # the context of CUDA and cuBLAS' workspace are there before we begin
+        torch.ones(64, 64, device=place).matmul(torch.ones(64, 64, device=place)).sum().item()
+    before = read()
+    layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.LogSoftmax(dim=1)).to(places[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    images = torch.randn(count, width, device=places[0])
+    labels = torch.arange(count, device=places[0]) % width
+    for _ in eight_steps(model, optimizer, images, labels, places):
+        pass  # the first step makes the momentum
+    with patch.object(data_parallel, "eight_steps", watched):
+        held = data_parallel.held_after_each_step(places, model, optimizer, images, labels)
+    rows = []
+    for (step, by_kind), after in zip(held.items(), readings, strict=True):
+        for place, kinds in enumerate(by_kind):
+            used = [now - then for now, then in zip(after[place], before[place], strict=True)]
+            rows.append((step, place, sum(kinds.values()), *used))
+    prove("PyTorch has allocated what the lesson counts", all(row[2] <= row[3] for row in rows))
+    most = max(rows, key=lambda row: row[2])
+    counts, allocated, shown = (f"{number / MIB:,.0f}" for number in most[2:])
+    print(
+        f"memory: after {most[0]}, the lesson counts {counts} MiB on device {most[1]}, PyTorch has "
+        f"allocated {allocated}, nvidia-smi shows {shown}, the context of CUDA not counted"
+    )
+    print(f"{'step':16} device {'lesson':>8} {'PyTorch':>8} {'nvidia-smi':>11}  MiB")
+    for step, place, *numbers in rows:
+        counts, allocated, shown = (f"{number / MIB:,.1f}" for number in numbers)
+        print(f"{step:16} {place:6} {counts:>8} {allocated:>8} {shown:>11}")
+
+
+def nvidia_smi(place: torch.device) -> int:
+    """Return the bytes of a GPU that are in use, by all processes."""
+    identity = f"GPU-{torch.cuda.get_device_properties(place).uuid}"
+    query = ["nvidia-smi", f"--id={identity}", "--query-gpu=memory.used"]
+    command = [*query, "--format=csv,noheader,nounits"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return int(out.stdout) * MIB
+
+
+def network(width: int) -> nn.Module:
+    """Return a network that starts the same everywhere."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
+
+
+def steps(
+    model: nn.Module, device: torch.device, batch: slice, count: int, width: int, rounds: int
+) -> list[float]:
+    """Train some steps on a part of a batch of `count` rows; return the seconds of each."""
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(1))[batch].to(device)
+    labels = (torch.arange(count) % width)[batch].to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def with_dp(devices: int, place: torch.device, per_device: int, width: int, rounds: int) -> dict:
+    """Train with DataParallel on some GPUs; return its seconds and parameters."""
+    model = network(width).to(place)
+    wrapped = nn.DataParallel(model, device_ids=list(range(devices)))
+    count = devices * per_device
+    seconds = steps(wrapped, place, slice(None), count, width, rounds)
+    return {"seconds": seconds, "parameters": flat(model.parameters())}
+
+
+def with_ddp(rank: int, world_size: int, per_device: int, width: int, rounds: int) -> dict:
+    """Train with DistributedDataParallel on this rank's share of the same batch."""
+    model = network(width).to(kit.device())
+    share = slice(rank * per_device, (rank + 1) * per_device)
+    wrapped, count = DistributedDataParallel(model), world_size * per_device
+    seconds = steps(wrapped, kit.device(), share, count, width, rounds)
+    return {"seconds": seconds, "parameters": flat(model.parameters())}
+
+
+def dp_against_ddp(
+    devices: int,
+    place: torch.device,
+    backend: str,
+    per_device: int = 1024,
+    width: int = 2048,
+    rounds: int = 30,
+) -> None:
+    """Time a step of both on the same batch, in turn; check that they train the same network."""
+    times: dict[str, list[float]] = {"DataParallel": [], "DDP": []}
+    for _ in range(3):
+        sizes = per_device, width, rounds
+        dp = with_dp(devices, place, *sizes)
+        ddp = kit.run(with_ddp, *sizes, world_size=devices, backend=backend)
+        found = kit.compare([value["parameters"] for value in ddp], dp["parameters"])
+        prove("both train the same network", found)
+        times["DataParallel"] += dp["seconds"][rounds // 3 :]  # the first steps warm up
+        times["DDP"] += ddp[0]["seconds"][rounds // 3 :]
+    slow, fast = (statistics.median(of) for of in times.values())
+    print(
+        f"dp_against_ddp: {devices} devices, {per_device} rows on each, the same network; a step "
+        f"takes DataParallel {1e3 * slow:.2f} ms, DDP {1e3 * fast:.2f} ms, "
+        f"medians of {len(times['DDP'])}"
+    )
+    for name, of in times.items():
+        print(f"{name:13} {1e3 * min(of):8.2f} ms to {1e3 * max(of):8.2f} ms")
+
+
+def main(name: str, *arguments: str) -> None:
+    """Run one of the checks on GPUs."""
+    if name == "cuda_port":
+        cuda_port(arguments[0], int(arguments[1]))
+    elif name == "memory":
+        memory([torch.device("cuda", index) for index in range(int(arguments[0]))], nvidia_smi)
+    else:
+        dp_against_ddp(int(arguments[0]), torch.device("cuda", 0), "nccl")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,258 @@
+"""What `make gpu` does around its checks, on invented checks; no GPU is needed or used."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+import gpu_checks
+import psutil
+import pytest
+import torch
+from processes import assert_gone, wait_until
+
+import ddp_kit as kit
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+# Its child leaves the session and ignores SIGTERM, as a rank of torchrun that is stuck may.
+STUCK = """
+import signal, subprocess, sys, time
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(600)
+"""
+
+
+def program(code: str, *arguments: str, title: str = "invented", **options) -> gpu.Check:
+    return gpu.Check(title, [sys.executable, "-c", code, *arguments], **options)
+
+
+@pytest.mark.parametrize(
+    ("code", "proof", "passed", "lines"),
+    [
+        ("print('noise\\nsum: 6\\n  and more\\n')", "sum: ", True, ("sum: 6", "  and more")),
+        ("print('first\\nlast')", "", True, ("last",)),
+        (
+            "print('sum: 6'); raise SystemExit('no /home/me/file')",
+            "sum: ",
+            False,
+            ("exit status 1: no …",),
+        ),
+        (
+            "print('1 failed in 2 s'); raise SystemExit(1)",
+            "",
+            False,
+            ("exit status 1: 1 failed in 2 s",),
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "",
+            False,
+            ("exit status -9: it printed nothing",),
+        ),
+        (
+            "print('total: 6')",
+            "sum: ",
+            False,
+            ("it ended without a line that begins with 'sum: '",),
+        ),
+        ("import ddp_kit; print('sum:', ddp_kit.__name__)", "sum: ", True, ("sum: ddp_kit",)),
+    ],
+)
+def test_a_check_is_misjudged(code, proof, passed, lines):
+    outcome = gpu.run(program(code, proof=proof))
+    assert outcome.passed == passed
+    assert outcome.lines == lines
+
+
+def test_a_check_that_is_stuck_leaves_its_child(tmp_path, monkeypatch):
+    noted, popen = tmp_path / "pid", subprocess.Popen
+
+    def start(*args, **options):
+        process = popen(*args, **options)
+        wait_until(lambda: noted.exists() and noted.read_text(), 60, "the child runs")
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    before = set(psutil.Process().children())
+    outcome = gpu.run(program(STUCK, str(noted), limit=0.1))
+    assert (outcome.passed, outcome.lines) == (False, ("no result within 0.1 s",))
+    pid = int(noted.read_text())
+    if psutil.pid_exists(pid):
+        assert_gone([psutil.Process(pid)], "a check ran out of time")
+    assert set(psutil.Process().children()) == before
+
+
+def test_one_check_that_fails_stops_the_others(tmp_path, monkeypatch, capsys):
+    found = [
+        program("raise SystemExit('a | b')", title="one"),
+        program("print('two: well')", title="two", proof="two: "),
+        program("print('three: 1\\n4 5')", title="three", proof="three: "),
+    ]
+    seen = []
+    target = tmp_path / "GPU.md"
+    run = gpu.run
+    monkeypatch.setattr(gpu, "run", lambda check: seen.append(target.exists()) or run(check))
+    monkeypatch.setattr(gpu, "RECORD", target)
+    monkeypatch.setattr(gpu, "machine", lambda: "an invented GPU.")
+    monkeypatch.setattr(gpu, "checks", lambda gpus, nccl: (found, ["four: it needs two GPUs."]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.main() == 1
+    assert seen == [False, True, True]  # a run that is cut off leaves a record
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 3: one",
+        "    FAILED: exit status 1: a | b",
+        "2 of 3: two",
+        "    two: well",
+        "3 of 3: three",
+        "    three: 1",
+    ]
+    text = re.sub(r"\| \d+ \|", "| 0 |", target.read_text())
+    assert "an invented GPU.\n\n2 of 3 checks passed.\n" in text
+    assert (
+        "| one | **failed** | 0 | exit status 1: a \\| b |\n| two | passed | 0 | two: well |"
+        in text
+    )
+    assert (
+        "## Not run\n\n* four: it needs two GPUs.\n\n## three\n\n```\nthree: 1\n4 5\n```\n" in text
+    )
+    assert "the run ended before it" not in text
+
+    del found[0]
+    assert gpu.main() == 0
+    assert "2 of 2 checks passed.\n" in target.read_text()
+
+
+def test_a_record_that_was_cut_off_seems_whole(tmp_path, monkeypatch):
+    target = tmp_path / "GPU.md"
+
+    def run(check):
+        if check.title == "two":
+            raise KeyboardInterrupt
+        return gpu.Outcome(check.title, True, 1.0, ("well",))
+
+    monkeypatch.setattr(gpu, "run", run)
+    found = [program("", title=title) for title in ("one", "two", "three")]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_all("a GPU.", found, [], target)
+    text = target.read_text()
+    assert "1 of 1 checks passed." in text
+    assert text.endswith("* two: the run ended before it.\n* three: the run ended before it.\n")
+
+
+def test_without_a_gpu_something_is_run_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "RECORD", tmp_path / "GPU.md")
+    monkeypatch.setattr(gpu, "run", None)
+    assert gpu.main() == 2
+    assert capsys.readouterr() == (
+        "",
+        f"make gpu needs a GPU, and PyTorch {torch.__version__} sees none here. "
+        "Nothing was run, and tests/benchmarks/GPU.md is as it was.\n",
+    )
+    assert not gpu.RECORD.exists()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "starts", "missing"),
+    [
+        (1, True, ["nccl on 1 rank", "cuda:gloo on 4 ranks"], 4),
+        (2, True, ["nccl on 2 ranks", "cuda:gloo on 4 ranks"], 1),
+        (8, True, ["nccl on 8 ranks"], 1),
+        (1, False, ["cuda:gloo on 4 ranks"], 5),
+    ],
+)
+def test_a_lesson_is_not_run_on_gpus(gpus, nccl, starts, missing):
+    found, left_out = gpu.checks(gpus, nccl)
+    titles = [check.title for check in found]
+    lessons = [f"{name}, {start}" for name in gpu.lessons() for start in starts]
+    assert titles[: len(lessons)] == lessons
+    assert {"point_to_point", "ddp"} < set(gpu.lessons())
+    assert len(set(titles)) == len(titles)
+    assert len(left_out) == missing
+    paired = any("DataParallel against" in title for title in titles)
+    assert paired == (gpus > 1) == (not any("DataParallel against" in line for line in left_out))
+
+
+def test_a_check_calls_what_is_not_there():
+    for check in gpu.checks(2, True)[0]:
+        files = [part.partition("::") for part in check.command[1:] if part.startswith("/")]
+        assert files or "-m" in check.command
+        for path, _, name in files:
+            assert Path(path).exists()
+            assert not name or f"def {name}(" in Path(path).read_text()
+
+
+def test_the_readme_claims_a_run_on_a_gpu_that_is_not_recorded():
+    text = README.read_text("utf-8").replace("\n", " ")
+    assert ("No run on a GPU is recorded" in text) == (not gpu.RECORD.exists())
+
+
+def test_lesson_03_on_gpus_has_other_lines_than_said(tmp_path, monkeypatch, capsys):
+    """The CPU in the place of a GPU, and less data; the rest is what `make gpu` runs."""
+    script = tmp_path / "script.py"
+    script.write_text(gpu_checks.SCRIPT.read_text("utf-8").replace("8000", "800"), "utf-8")
+    monkeypatch.setattr(gpu_checks, "SCRIPT", script)
+    gpu_checks.cuda_port("gloo", 1, device='torch.device("cpu")')
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"cuda_port: 1 rank over gloo, last loss (\d\.\d\d), on the CPU \1; the lines that .*:",
+        first,
+    )
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
+    assert added[0] == 'device = torch.device("cpu")'
+    assert added[2:] == [
+        "total = torch.zeros(1, device=device)",
+        "inputs, targets = inputs.to(device), targets.to(device)",
+    ]
+    assert added[1].startswith("model = ")
+    assert added[1].endswith(".to(device)")
+
+    monkeypatch.setattr(gpu_checks, "_train", lambda source: f"loss {len(source)}.0\n" * 4)
+    with pytest.raises(kit.ProofError, match="the losses are the same but for rounding"):
+        gpu_checks.cuda_port("gloo", 1, device='torch.device("cpu")')
+
+
+def test_lesson_03_was_changed_and_its_port_does_nothing():
+    with pytest.raises(kit.ProofError, match="the script has the line 'total"):
+        gpu_checks.ported(gpu_checks.SCRIPT.read_text().replace("zeros(1)", "zeros(2)"), "d", "b")
+
+
+def test_memory_is_compared_with_other_numbers(monkeypatch, capsys):
+    used = iter([0, 0, *range(10**9, 10**9 + 100)])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda place: next(used))
+    places = [torch.device("cpu")] * 2
+    gpu_checks.memory(places, lambda place: 5 * gpu_checks.MIB, width=16, count=40)
+    first, header, *rows = capsys.readouterr().out.splitlines()
+    assert re.match(r"memory: after \w+, the lesson counts 0 MiB on device 0, PyTorch has", first)
+    assert header.split() == ["step", "device", "lesson", "PyTorch", "nvidia-smi", "MiB"]
+    assert len(rows) == 8 * 2
+    assert rows[-1].split() == ["update", "1", "0.0", "953.7", "0.0"]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda place: 0)
+    with pytest.raises(kit.ProofError, match="PyTorch has allocated what the lesson counts"):
+        gpu_checks.memory(places, lambda place: 0, width=16, count=40)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_dp_and_ddp_train_different_networks(monkeypatch, capsys):
+    # Where there is a GPU, DataParallel would ask for the network to be there.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = {"per_device": 8, "width": 16, "rounds": 6}
+    gpu_checks.dp_against_ddp(2, torch.device("cpu"), "gloo", **small)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"dp_against_ddp: 2 devices, 8 rows on each, the same network; a step takes DataParallel "
+        r"\d+\.\d\d ms, DDP \d+\.\d\d ms, medians of 12",
+        first,
+    )
+    assert [line.split()[0] for line in lines] == ["DataParallel", "DDP"]
+
+    whole = gpu_checks.with_dp
+    monkeypatch.setattr(gpu_checks, "with_dp", lambda *a: whole(1, *a[1:]))
+    with pytest.raises(kit.ProofError, match="both train the same network"):
+        gpu_checks.dp_against_ddp(2, torch.device("cpu"), "gloo", **small)

@@ -1,0 +1,236 @@
+"""Attention to one sequence on several ranks, and experts: values, gradients, work, bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import ddp_kit as kit
+from ddp_kit.lessons import context_parallel as cp
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
+def test_an_online_softmax_is_worked_out_by_hand():
+    softmax = cp.OnlineSoftmax(torch.zeros(1, 1))
+    kept = []
+    for score, value in ((0.0, 1.0), (math.log(3), 5.0), (math.log(2), 0.0)):
+        softmax.add(torch.tensor([[score]]), torch.tensor([[value]]))
+        kept.append([t.item() for t in (softmax.maximum.exp(), softmax.total, softmax.weighted)])
+    assert kept == [
+        pytest.approx([1, 1, 1]),
+        pytest.approx([3, 1 / 3 + 1, 1 / 3 + 5]),  # both old sums shrink to a third
+        pytest.approx([3, 4 / 3 + 2 / 3, 16 / 3]),  # nothing shrinks: 2 is less than 3
+    ]
+    assert softmax.output().item() == pytest.approx((1 * 1 + 3 * 5 + 2 * 0) / 6)
+    assert softmax.logsumexp().item() == pytest.approx(math.log(6))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 20])
+def test_attention_in_blocks_is_attention_and_does_not_overflow(size):
+    query, key, value, _ = (x.double() for x in cp.example(20, 3))
+    for scale in (1, 1000):  # exp of such scores is infinite
+        blocks = cp.attend_in_blocks(scale * query, key, value, size)
+        whole = F.scaled_dot_product_attention(scale * query, key, value)
+        assert torch.isfinite(blocks).all()
+        kit.compare(blocks, whole).check()
+
+
+def test_a_sequence_is_dealt_out_in_order_and_in_zigzags():
+    assert cp.in_order(10, 4) == [[range(0, 2)], [range(2, 5)], [range(5, 7)], [range(7, 10)]]
+    assert cp.zig_zag(9, 2) == [[range(0, 2), range(6, 9)], [range(2, 4), range(4, 6)]]
+    assert cp.places(cp.zig_zag(9, 2)[0]).tolist() == [0, 1, 6, 7, 8]
+    for deal, most in (cp.in_order, 3), (cp.zig_zag, 6):
+        with pytest.raises(ValueError, match=f"of {most - 1} tokens cannot be cut into {most}"):
+            deal(most - 1, 3)
+
+
+def test_a_pair_of_chunks_is_whole_masked_or_left_out():
+    mine, earlier, later = ([range(a, a + 2)] for a in (2, 0, 4))
+    both = slice(0, 2), slice(0, 2)
+    assert list(cp.needed(mine, earlier, causal=True)) == [(*both, False)]
+    assert list(cp.needed(mine, mine, causal=True)) == [(*both, True)]
+    assert list(cp.needed(mine, later, causal=True)) == []
+    assert list(cp.needed(mine, later, causal=False)) == [(*both, False)]
+    assert list(cp.needed(mine, mine, causal=False)) == [(*both, False)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_values_and_gradients_are_those_of_one_process(world_size):
+    cases = [
+        (way, causal, length)
+        for way in cp.WAYS
+        for causal in (True, False)
+        for length in (2 * world_size, 4 * world_size + 3)
+    ]
+
+    def worker(rank, world_size):
+        return [cp.attend(rank, world_size, *case) for case in cases]
+
+    parts = list(kit.run(worker, world_size=world_size))
+    for number, (way, causal, length) in enumerate(cases):
+        shards = cp.DEALS[way](length, world_size)
+        found = [
+            cp.put_together(rows, shards)
+            for rows in zip(*(each[number] for each in parts), strict=True)
+        ]
+        expected = cp.attend_alone(world_size, causal, length)
+        kit.compare(found, expected).check()
+        assert not kit.compare(found, cp.attend_alone(world_size, not causal, length))
+
+
+def test_pairs_are_worked_out_by_hand_and_drawn():
+    in_order, zigzag = (
+        list(kit.run(cp.pairs_of, way, 8, world_size=2)) for way in ("ring", "zig-zag")
+    )
+    first, second = range(0, 4), range(4, 8)
+    assert in_order == [
+        [(0, first, first, 16)],
+        [(0, second, second, 16), (1, second, first, 16)],
+    ]
+    a, b, c, d = cp.cut(8, 4)
+    assert zigzag == [
+        [(0, a, a, 4), (0, d, a, 4), (0, d, d, 4), (1, d, b, 4), (1, d, c, 4)],
+        [(0, b, b, 4), (0, c, b, 4), (0, c, c, 4), (1, b, a, 4), (1, c, a, 4)],
+    ]
+    assert [cp.pairs_by_step(done, 2) for done in zigzag] == [[12, 8], [12, 8]]
+    assert repr(kit.plot.attention(in_order)).splitlines()[1:] == [
+        "        step 0  step 1  in all",
+        "rank 0      16       0      16",
+        "rank 1      16      16      32",
+    ]
+
+
+def test_bytes_are_worked_out_by_hand():
+    whole = 2 * 3 * 8 * 5 * 4  # keys and values
+    assert cp.ring_bytes(4, 3, 8, 5) == (3 / 4 * whole, 7 / 4 * whole)
+    assert cp.ring_bytes(1, 3, 8, 5) == (0, 0)
+    # Queries, keys, values and outputs; a rank keeps a quarter of its quarter.
+    assert cp.ulysses_bytes(4, 3, 8, 5) == (2 * whole * 3 / 16, 2 * whole * 3 / 16)
+
+
+def test_a_block_is_on_its_way_while_a_rank_computes():
+    def worker(rank, world_size):
+        shards = cp.in_order(3 * world_size, world_size)
+        for _ in cp.travel(torch.zeros(2, 1, 1, 3, 1), shards):
+            dist.barrier()  # in the place of computing
+
+    own = [event for event in kit.run(worker, world_size=3).trace if event.rank == 1]
+    step = ["isend", "irecv", "barrier"]
+    assert [event.op for event in own] == [*step, *step, "barrier"]
+    for first in (0, 3):
+        *exchange, computing = own[first : first + 3]
+        assert all(event.start < computing.start < event.waited for event in exchange)
+
+
+def test_ulysses_needs_heads_for_all_ranks():
+    message = "ValueError: 3 ranks cannot share 4 heads evenly"
+    with pytest.raises(kit.RankError, match=message):
+        kit.run(cp.train, "Ulysses", cp.SGD, 1, world_size=3)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("skew", [0.0, 100.0])
+def test_experts_are_those_of_one_process_with_few_tokens_and_with_none(world_size, skew):
+    count = 5 * world_size + 2
+    found = list(kit.run(cp.use_experts, count, skew, world_size=world_size))
+    received = [each.pop("received") for each in found]
+    shares = [len(chunk) for chunk in cp.cut(count, world_size)]
+    assert [sum(given) for given in zip(*received, strict=True)] == shares
+    if skew:
+        assert received == [shares] + [[0] * world_size] * (world_size - 1)
+    kit.compare(found, cp.use_experts_alone(world_size, count, skew)).check()
+
+
+def test_the_gradient_of_all_to_all_is_that_of_pytorchs():
+    def worker(rank, world_size):
+        import torch.distributed.nn.functional as theirs
+
+        going = [rank, 2, 1]
+        coming = [[0, 1, 2], [2, 2, 2], [1, 1, 1]][rank]
+        rows = torch.arange(2.0 * sum(going)).view(-1, 2) + 10 * rank
+        found = []
+        for call in (
+            lambda x: cp.AllToAll.apply(x, going, coming),
+            lambda x: theirs.all_to_all_single(
+                torch.empty(sum(coming), 2), x, coming, going, group=dist.group.WORLD
+            ),
+        ):
+            mine = rows.clone().requires_grad_()
+            arrived = call(mine)
+            (arrived * torch.arange(1.0, 1 + arrived.numel()).view(-1, 2)).sum().backward()
+            found.append((arrived.detach(), mine.grad))
+        return found
+
+    with kit.WorkerPool(3) as pool:  # PyTorch's module keeps the group alive
+        for ours, theirs in pool.run(worker):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_rank_keeps_its_share_of_the_activations_and_no_scores():
+    def kept(way, length, n):
+        result = kit.run(cp.watch_memory, way, length, world_size=n)
+        return [rank["attention"] for rank in result]
+
+    (alone,) = kept("ring", 64, 1)
+    for way in cp.WAYS:
+        assert kept(way, 64, 4) == [pytest.approx(alone / 4, rel=0.01)] * 4, way
+        assert kept(way, 128, 4) == [pytest.approx(alone / 2, rel=0.01)] * 4, way
+    (short,), (long,) = (kept("all scores", length, 1) for length in (64, 256))
+    matrices = 2 * 4 * 4  # of float32, for 4 heads in 2 layers
+    assert short - matrices * 64**2 > 0
+    assert long > 4 * short
+    assert long - short >= matrices * (256**2 - 64**2)
+
+
+def test_pytorchs_context_parallel_refuses_the_cpu():
+    """What the lesson says; an answer other than this one would be a reason to change it."""
+
+    def worker(rank, world_size):
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh("cpu", (world_size,))
+        buffers = cp.example(8, 2)[:3]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+            F.scaled_dot_product_attention(*buffers, is_causal=True)
+
+    with kit.WorkerPool(2) as pool, pytest.raises(kit.RankError) as caught:
+        pool.run(worker)
+    assert "for_cpu.default does not have a sharding strategy registered" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "claim"),
+    [
+        ("ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
+        ("attend_alone", lambda n, causal, length: cp.example(length, 2 * n), "ring attends as"),
+        ("pairs_by_step", lambda done, n: [1], r"the ranks compute \[4, 8\] pairs"),
+    ],
+)
+def test_main_fails_where_the_lesson_is_wrong(monkeypatch, name, wrong, claim):
+    monkeypatch.setattr(cp, name, wrong)
+    with pytest.raises(kit.ProofError, match=claim):
+        cp.main(["--world-size", "2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [("use_experts_alone", "experts equal one process"), ("train_alone", "ring trains as one")],
+)
+def test_main_fails_where_one_process_does_something_else(monkeypatch, name, claim):
+    right = getattr(cp, name)
+    monkeypatch.setattr(cp, "prove_attention", lambda ranks: None)
+    monkeypatch.setattr(cp, name, lambda *args: _doubled(right(*args)))
+    with pytest.raises(kit.ProofError, match=claim):
+        cp.main(["--world-size", "2"])
+
+
+def _doubled(value):
+    if isinstance(value, dict):
+        return {key: _doubled(one) for key, one in value.items()}
+    return [_doubled(one) for one in value] if isinstance(value, list) else 2 * value

@@ -1,0 +1,287 @@
+"""Placements by hand and as DTensors: values, collectives, bytes, meshes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import ddp_kit as kit
+from ddp_kit.lessons import _placements
+from ddp_kit.lessons import device_mesh as mesh
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
+@pytest.mark.parametrize("length", range(10))
+def test_lengths_are_those_of_chunk(length):
+    for n in range(1, 6):
+        chunks = [len(chunk) for chunk in torch.arange(length).chunk(n)]
+        assert mesh.lengths(length, n) == (chunks + [0] * n)[:n]
+
+
+def test_the_reference_is_worked_out_by_hand():
+    whole = mesh.numbered(2, 3)
+    assert whole.tolist() == [[1, 2, 3], [4, 5, 6]]
+    parts = {
+        name: [part.tolist() for part in mesh.reference(whole, placement, 2)]
+        for name, placement in mesh.PLACEMENTS.items()
+        if name != "Partial()"
+    }
+    assert parts == {
+        "Shard(0)": [[[1, 2, 3]], [[4, 5, 6]]],
+        "Shard(1)": [[[1, 2], [4, 5]], [[3], [6]]],
+        "Replicate()": [whole.tolist()] * 2,
+    }
+    assert mesh.stands_for(Partial(), 3, 1, 2).tolist() == [[111, 222]]
+    assert mesh.own_part(2, 3, Partial(), 1, 2).tolist() == [[100, 200]]
+
+
+def test_bytes_are_worked_out_by_hand():
+    shape, whole = (6, 3), 4 * 18
+    sent = {
+        (repr(before), repr(after)): mesh.bytes_sent(before, after, shape, 3)
+        for before, after in mesh.CHANGES
+    }
+    once = 2 / 3 * whole
+    assert sent == {
+        ("Shard(dim=0)", "Shard(dim=1)"): once,
+        ("Shard(dim=1)", "Shard(dim=0)"): once,
+        ("Shard(dim=0)", "Replicate()"): once,
+        ("Shard(dim=1)", "Replicate()"): once,
+        ("Replicate()", "Shard(dim=0)"): 0,
+        ("Replicate()", "Shard(dim=1)"): 0,
+        ("Partial(sum)", "Shard(dim=0)"): once,
+        ("Partial(sum)", "Shard(dim=1)"): once,
+        ("Partial(sum)", "Replicate()"): 2 * once,
+    }
+    assert mesh.bytes_sent(Shard(0), Shard(1), shape, 3, all_to_all=True) == once / 3
+    assert mesh.bytes_sent(Shard(0), Replicate(), shape, 3, itemsize=2) == once / 2
+    # Five rows on four ranks: each one sends as if there were eight.
+    assert mesh.bytes_sent(Shard(0), Replicate(), (5, 3), 4) == 3 / 4 * 4 * 8 * 3
+    assert mesh.bytes_sent(Partial(), Replicate(), (5, 3), 4) == 2 * 3 / 4 * 4 * 5 * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_change_is_equal_by_hand_and_by_dtensor(world_size):
+    for (before, after), shape in itertools.product(mesh.CHANGES, [(3, 2), (1, 5), (4, 1)]):
+        expected = mesh.reference(mesh.stands_for(before, world_size, *shape), after, world_size)
+        for worker in (mesh.by_hand, mesh.by_dtensor):
+            held = kit.run(worker, before, after, *shape, world_size=world_size)
+            for rank, want in enumerate(expected):
+                assert torch.equal(held[rank]["after"], want), (before, after, shape, rank)
+
+
+def test_a_change_in_a_group_stays_in_it():
+    def worker(rank, world_size):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group = pairs[rank // 2]
+        mine = torch.full((1, 2), 10.0**rank)
+        whole = mesh.shard_to_replicate(mine, 0, 2, group)
+        turned = mesh.shard_to_shard(mine, 0, 1, 2, group)
+        total = mesh.partial_to_shard(whole, 0, group)
+        return whole.tolist(), turned.tolist(), total.tolist()
+
+    low, high = [[1.0] * 2, [10.0] * 2], [[100.0] * 2, [1000.0] * 2]
+    assert list(kit.run(worker, world_size=4)) == [
+        (low, [[1.0], [10.0]], [[2.0, 2.0]]),
+        (low, [[1.0], [10.0]], [[20.0, 20.0]]),
+        (high, [[100.0], [1000.0]], [[200.0, 200.0]]),
+        (high, [[100.0], [1000.0]], [[2000.0, 2000.0]]),
+    ]
+
+
+def test_dtensor_gathers_on_the_cpu_where_all_to_all_would_send_less():
+    by_hand, by_dtensor = (
+        kit.run(worker, Shard(0), Shard(1), 4, 4, world_size=4).trace
+        for worker in (mesh.by_hand, mesh.by_dtensor)
+    )
+    assert mesh.collectives(by_hand) == ["all_to_all_single"]
+    assert mesh.collectives(by_dtensor) == ["redistribute all_gather_into_tensor"]
+    sent = [sum(row.sent for row in t.summary(rank=0).rows) for t in (by_hand, by_dtensor)]
+    assert sent == [12, 48]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what a connection sends")
+@pytest.mark.parametrize("worker", [mesh.by_hand, mesh.by_dtensor])
+def test_gloo_sends_what_the_formula_says_but_twice_for_a_reduce_scatter(worker):
+    all_to_all = worker is mesh.by_hand
+    for before, after in mesh.CHANGES:
+        counts = kit.run(mesh.counted, worker, before, after, 512, world_size=4)
+        formula = mesh.bytes_sent(before, after, (512, 512), 4, all_to_all=all_to_all)
+        twice = isinstance(before, Partial) and isinstance(after, Shard)
+        expected = 2 * formula if twice else formula
+        for count in counts:
+            assert expected <= count <= 1.1 * expected + 50_000, (before, after, count)
+
+
+def test_two_sharded_layers_add_up_once_in_forward_and_train_like_one_process():
+    x, first, second = (
+        torch.arange(1.0, 1 + a * b).view(a, b) - 4 for a, b in ((1, 2), (2, 4), (4, 1))
+    )
+    expected = mesh.in_one_process(x, first, second)
+    hidden = torch.tensor([[7.0, 2.0, 0.0, 0.0]])  # relu of 7, 2, -3, -8
+    assert expected[0].item() == (hidden @ second).item()
+    result = kit.run(mesh.mlp, x, first, second, world_size=2)
+    for shapes, tensors in result:
+        assert shapes == [(2, 2), (2, 1)]
+        assert all(map(torch.equal, tensors, expected))
+    assert mesh.collectives(result.trace)[3:] == [
+        "redistribute all_reduce",
+        "full_tensor all_gather_into_tensor",
+        "full_tensor all_gather_into_tensor",
+    ]
+
+
+def test_main_fails_where_two_layers_are_wrong(monkeypatch):
+    monkeypatch.setattr(mesh, "in_one_process", lambda x, first, second: [x, first, second])
+    with pytest.raises(kit.ProofError, match="the output of two layers is right"):
+        mesh.main(["--world-size", "2"])
+
+
+def test_a_factor_with_fewer_rows_than_ranks_is_gathered_first():
+    result = kit.run(mesh.product, Shard(0), Replicate(), 2, world_size=3)
+    assert [placement for placement, *_ in result] == ["Replicate()"] * 3
+    assert mesh.collectives(result.trace)[-1] == "all_gather_into_tensor"
+
+
+def test_the_warning_about_all_to_all_is_silent(capfd):
+    with kit.WorkerPool(2) as pool:  # whose ranks have not given it yet
+        pool.run(mesh.by_dtensor, Shard(0), Shard(1), 4, 4)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ranks_that_do_not_fill_a_mesh_are_refused():
+    with pytest.raises(kit.RankError, match="ValueError: 3 ranks cannot fill a mesh of 2 rows"):
+        kit.run(mesh.groups_by_hand, 2, world_size=3)
+
+
+def test_a_mesh_of_six_has_rows_and_columns():
+    assert kit.run(mesh.groups_by_hand, 2, world_size=6)[4] == {"dp": [1, 4], "tp": [3, 4, 5]}
+
+
+def test_pytorch_leaves_ranks_out_of_a_mesh_that_is_too_small_without_an_error():
+    def worker(rank, world_size):
+        made = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        return made.get_coordinate()
+
+    assert list(kit.run(worker, world_size=3)) == [(0, 0), (1, 0), None]
+
+
+def test_a_redistribute_that_one_rank_skips_is_explained_with_its_line():
+    def worker(rank, world_size):
+        line = init_device_mesh("cpu", (world_size,))
+        tensor = DTensor.from_local(torch.ones(2), line, [Shard(0)])
+        if rank == 0:
+            print(tensor.full_tensor())
+
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(worker, world_size=2)
+    text = str(caught.value)
+    assert text.startswith("rank 0 waits in full_tensor all_gather_into_tensor for rank 1, which")
+    assert "print(tensor.full_tensor())" in text
+
+
+def test_a_part_without_a_shape_makes_a_tensor_of_the_wrong_size():
+    """What `from_local` does if the parts are uneven and nobody says how large the whole is."""
+
+    def worker(rank, world_size):
+        line = init_device_mesh("cpu", (world_size,))
+        return tuple(DTensor.from_local(torch.ones([2, 1][rank]), line, [Shard(0)]).shape)
+
+    assert list(kit.run(worker, world_size=2)) == [(4,), (2,)]
+
+
+def test_explore_draws_a_redistribute():
+    picture = mesh.explore("Partial()", "Shard(1)", world_size=2, rows=1, columns=2)
+    assert repr(picture) == (
+        "Partial() to Shard(1): redistribute reduce_scatter_tensor, 4 bytes sent by rank 0\n"
+        "        before             after\n"
+        "rank 0  a summand = 1 2    [0:1] = 11\n"
+        "rank 1  a summand = 10 20  [1:2] = 22"
+    )
+    assert "nothing is sent, 0 bytes" in repr(mesh.explore("Replicate()", "Shard(0)", 2))
+    with pytest.raises(kit.PoolError, match="after must be one of Shard"):
+        mesh.explore("Shard(0)", "Partial()")
+
+
+def test_explore_draws_a_mesh_of_two_dimensions():
+    view = mesh.explore(
+        "Shard(1)",
+        "Replicate()",
+        rows=2,
+        columns=3,
+        dp=2,
+        before_dp="Shard(0)",
+        after_dp="Shard(0)",
+    )
+    assert repr(view) == (
+        "2 x 2 ranks: all_gather_into_tensor, 8 bytes sent by rank 0\n"
+        "        before: [Shard(0), Shard(1)]  after: [Shard(0), Replicate()]\n"
+        "rank 0  [0:1, 0:2] = 1 2              [0:1, :] = 1 2 3\n"
+        "rank 1  [0:1, 2:3] = 3                [0:1, :] = 1 2 3\n"
+        "rank 2  [1:2, 0:2] = 4 5              [1:2, :] = 4 5 6\n"
+        "rank 3  [1:2, 2:3] = 6                [1:2, :] = 4 5 6"
+    )
+    assert view.call.startswith(
+        "kit.run(device_mesh.redistribute_on_mesh, (2, 2), [Shard(dim=0), S"
+    )
+    assert "before_dp" not in view.idle(view.settings)
+    assert view.idle(view.settings | {"dp": 1}) == {"before_dp", "after_dp"}
+
+
+def test_explore_names_a_collective_once_and_finds_sums_over_both_dimensions():
+    both = {"dp": 2, "before_dp": "Partial()"}
+    lines = repr(mesh.explore("Partial()", rows=1, columns=1, **both)).splitlines()
+    assert lines[0] in (  # one all_reduce of all ranks would be as good
+        "2 x 2 ranks: 2 x all_reduce, 8 bytes sent by rank 0",
+        "2 x 2 ranks: all_reduce, 6 bytes sent by rank 0",
+    )
+    assert [line.split()[-1] for line in lines[2:]] == ["1111"] * 4
+
+
+def test_explore_refuses_a_mesh_that_it_cannot_make_or_draw():
+    with pytest.raises(kit.PoolError, match="because a piece of a summand cannot be drawn, got"):
+        mesh.explore("Partial()", dp=2, before_dp="Shard(0)")
+    with pytest.raises(kit.PoolError, match="dp must be a whole number from 1 to 1, got 2"):
+        mesh.explore(world_size=3, dp=2)
+
+
+def test_dtensor_redistributes_on_a_mesh_as_one_process_would():
+    kinds = [Shard(0), Shard(1), Replicate()]
+    cases = [
+        ([Shard(0), Partial()], [Shard(1), Shard(0)]),
+        ([Partial(), Partial()], [Replicate(), Shard(1)]),
+        *itertools.product(
+            [[Shard(0), Shard(0)], [Shard(1), Shard(0)]],
+            [list(pair) for pair in itertools.product(kinds, repeat=2)],
+        ),
+    ]
+
+    def worker(rank, world_size, shape):
+        found = [mesh.redistribute_on_mesh(rank, world_size, shape, *case, 5, 3) for case in cases]
+        return [held["after"] for held in found]
+
+    shape = (2, 2)
+    for rank, found in enumerate(kit.run(worker, shape, world_size=4)):
+        for (before, after), local in zip(cases, found, strict=True):
+            whole = _placements.whole_on_mesh(shape, before, 5, 3)[0, 0]  # the first number is 1
+            at = (rank // 2, rank % 2)
+            kit.compare(local, whole * _placements.own_part_on_mesh(at, shape, after, 5, 3)).check()
+
+
+def test_main_fails_where_a_change_is_wrong(monkeypatch):
+    monkeypatch.setattr(mesh, "reference", lambda whole, placement, n: [whole] * n)
+    with pytest.raises(kit.ProofError, match=r"Shard\(dim=0\) to Shard\(dim=1\) by_hand of"):
+        mesh.main(["--world-size", "2"])
+
+
+def test_main_fails_where_the_formula_is_wrong(monkeypatch):
+    monkeypatch.setattr(mesh, "bytes_sent", lambda *args, **more: 1)
+    with pytest.raises(kit.ProofError, match="sends 1 bytes"):
+        mesh.main(["--world-size", "2"])

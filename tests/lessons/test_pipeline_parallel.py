@@ -1,0 +1,223 @@
+"""Pipelines by hand and PyTorch's own: orders, bits, bytes, activations and deadlocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.lessons import pipeline_parallel as pp
+from ddp_kit.lessons._gpt import batches, make_gpt
+from ddp_kit.lessons._pipeline_orders import needs
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+SCHEDULES = (*pp.BY_HAND, *pp.PYTORCH)
+
+
+def orders(schedule, p, m):
+    """Return the steps of each rank of a pipeline by hand."""
+    return [
+        [(kind, i, rank) for kind, i in pp.order(pp.BY_HAND[schedule](rank, p, m), m)]
+        for rank in range(p)
+    ]
+
+
+def steps_of(result):
+    return pp.steps_of(rank["cells"] for rank in result)
+
+
+def text(steps):
+    return " ".join(f"{kind}{i}" for kind, i, _ in steps)
+
+
+def test_the_orders_are_worked_out_by_hand():
+    assert list(map(text, orders("GPipe", 2, 3))) == ["F0 F1 F2 B0 B1 B2"] * 2
+    assert list(map(text, orders("1F1B", 3, 4))) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert list(map(text, orders("1F1B", 3, 1))) == ["F0 B0"] * 3  # fewer micro-batches than ranks
+
+
+@pytest.mark.parametrize("schedule", pp.BY_HAND)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_the_bubble_is_that_of_the_formula(schedule, p):
+    for m in (1, 2, 3, 4, 8):
+        cells = pp.simulate(orders(schedule, p, m))
+        assert pp.bubble(cells) == pytest.approx((p - 1) / (m + p - 1))
+        assert max(c.end for rank in cells for c in rank) == 3 * (m + p - 1)
+
+
+def test_a_swapped_pair_is_found_without_ranks():
+    swapped = orders("1F1B", 2, 2)
+    swapped[0][1:3] = reversed(swapped[0][1:3])
+    assert text(swapped[0]) == "F0 B0 F1 B1"  # no deadlock: rank 1 needs nothing else before B0
+    pp.simulate(swapped)
+    swapped[1][1:3] = reversed(swapped[1][1:3])
+    with pytest.raises(ValueError, match="rank 0 waits for B0 of stage 1, rank 1 waits for F1 of"):
+        pp.simulate(swapped)
+    split = [[("F", 0, 0), ("I", 0, 0)], [("I", 0, 1), ("F", 0, 1)]]
+    with pytest.raises(ValueError, match="rank 0 waits for I0 of stage 1, rank 1 waits for F0 of"):
+        pp.simulate(split)
+
+
+def test_gpipe_waits_in_one_piece_and_1f1b_waits_again_when_it_has_no_forwards_left():
+    waits = {"GPipe": [("B0", 9)], "1F1B": [("B0", 6), ("B5", 1), ("B6", 1), ("B7", 1)]}
+    for schedule, expected in waits.items():
+        first, *_, last = pp.simulate(orders(schedule, 4, 8))
+        gaps = [(f"{b.kind}{b.micro_batch}", b.start - a.end) for a, b in pairwise(first)]
+        assert [(before, gap) for before, gap in gaps if gap] == expected
+        assert (last[0].start, last[-1].end) == (3, 33 - 6)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Return what four ranks did with each schedule, without a tied weight, in one run."""
+
+    def worker(rank, world_size):
+        torch.set_num_threads(1)
+        options = {"optimizer_cls": pp.SGD, "steps": 2, "sequences": 8, "tied": False}
+        return {name: pp.train(rank, world_size, name, 8, **options) for name in SCHEDULES}
+
+    result = kit.run(worker, world_size=4)
+    return {name: [rank[name] for rank in result] for name in SCHEDULES}
+
+
+def test_four_stages_get_the_bits_of_one_process_that_adds_the_same_micro_batches(runs):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = pp.train_alone(4, pp.SGD, 2, 8, tied=False, parts=8)
+    torch.set_num_threads(threads)
+    for name in SCHEDULES:
+        mine = [rank["parameters"] for rank in runs[name]]
+        whole = pp.of_each_rank(alone["parameters"], mine)
+        exact = "Zero" not in name and "Interleaved" not in name
+        limits = {"rtol": 0, "atol": 0} if exact else {}
+        found = kit.compare(mine, whole, **limits)
+        assert found, (name, found.text)
+        assert next(rank["losses"] for rank in runs[name] if rank["losses"]) == alone["losses"]
+
+
+def test_each_rank_does_what_its_schedule_says(runs):
+    for name in pp.BY_HAND:
+        assert steps_of(runs[name]) == orders(name, 4, 8)
+    assert steps_of(runs["ScheduleGPipe"]) == orders("GPipe", 4, 8)
+    assert steps_of(runs["Schedule1F1B"]) == orders("1F1B", 4, 8)
+    kinds = {name: {kind for rank in steps_of(runs[name]) for kind, *_ in rank} for name in runs}
+    assert kinds["ScheduleInterleaved1F1B"] == {"F", "B"}
+    for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
+        assert {"F", "I", "W"} <= kinds[name]
+    stages = [{stage for *_, stage in rank} for rank in steps_of(runs["ScheduleZBVZeroBubble"])]
+    assert stages == [{0, 7}, {1, 6}, {2, 5}, {3, 4}]
+
+
+def test_the_bubble_shrinks_from_schedule_to_schedule(runs):
+    best = {name: round(pp.bubble(pp.simulate(steps_of(runs[name]))), 4) for name in runs}
+    assert best["GPipe"] == best["1F1B"] == best["Schedule1F1B"] == round(3 / 11, 4)
+    assert best["ScheduleInterleaved1F1B"] == round(3 / 19, 4)  # (p - 1) / (v m + p - 1)
+    for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
+        assert best[name] == round(1 / 17, 4)  # 3 of 51 halves of a forward
+
+
+@pytest.mark.parametrize("name", [name for name in pp.PYTORCH if name != "Schedule1F1B"])
+def test_the_simulation_lasts_as_long_as_pytorchs_own(runs, name):
+    pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+    cells = pp.simulate(steps_of(runs[name]))
+    ours = max(c.end for rank in cells for c in rank)
+    assert abs(ours - pp.pytorch_length(name, 4, 8)) <= 0.5
+
+
+def held(steps):
+    """Return how many stages' micro-batches a rank holds at most."""
+    return max(accumulate({"F": 1, "I": 0}.get(kind, -1) for kind, *_ in steps))
+
+
+def test_each_rank_holds_as_many_halves_as_the_lesson_says(runs):
+    assert list(map(held, steps_of(runs["ScheduleInterleaved1F1B"]))) == [11, 9, 7, 5]
+    for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
+        assert list(map(held, steps_of(runs[name]))) == [8] * 4
+
+
+def test_activations_are_kept_for_as_many_micro_batches_as_are_held(runs):
+    one = runs["1F1B"][2]["activations"] / 2  # of a rank that holds two, and has no end of the GPT
+    for name in ("GPipe", "ScheduleGPipe"):
+        assert runs[name][1]["activations"] == pytest.approx(8 * one, rel=0.05)
+    for name in ("1F1B", "Schedule1F1B"):
+        assert runs[name][1]["activations"] == pytest.approx(3 * one, rel=0.05)
+
+
+def test_what_is_not_divisible_gets_one_sentence():
+    def worker(rank, world_size, blocks, m):
+        if blocks:
+            pp.GPTStage(make_gpt(pp.config_for(2)), 0, blocks)
+        pp.train(rank, world_size, micro_batches=m)
+
+    for given, message in (
+        ((3, 8), "4 blocks cannot be cut into 3 equal stages"),
+        ((0, 5), "24 sequences cannot be cut into 5 equal micro-batches"),
+    ):
+        with pytest.raises(kit.RankError, match=message):
+            kit.run(worker, *given, world_size=1)
+
+
+def one_batch(rank, world_size, actions, send):
+    """Run one batch by hand, with another way to send."""
+    torch.manual_seed(0)
+    stage = pp.GPTStage(make_gpt(pp.config_for(world_size)), rank, world_size)
+    pipeline = pp.Pipeline(stage, 32, partial(pp.mean_loss, 4))
+    if send:
+        pipeline.send = lambda tensor, dst, i: dist.send(tensor, dst, tag=i)
+    pipeline.step(actions[rank], *next(batches(8, 1, 32)))
+
+
+def deadlock(actions, send):
+    with pytest.raises(kit.DeadlockError) as caught:
+        kit.run(one_batch, actions, send, world_size=2)
+    return str(caught.value)
+
+
+def test_1f1b_with_blocking_sends_deadlocks_and_the_report_names_micro_batches():
+    report = deadlock([pp.order(2 - rank, 4) for rank in range(2)], send=True)
+    assert "rank 0 was waiting for rank 1 in send(dst=1, tag=1)" in report
+    assert "rank 1 was waiting for rank 0 in send(dst=0)" in report
+
+
+def test_a_swapped_pair_says_which_stage_waits_for_which_micro_batch():
+    actions = [pp.order(1, 4), pp.order(2, 4)]  # rank 0 wants B0 first, rank 1 wants F1 first
+    report = deadlock(actions, send=False)
+    assert "rank 0 was waiting for rank 1 in recv(src=1)" in report
+    assert "rank 1 was waiting for rank 0 in recv(src=0, tag=1)" in report
+
+
+def test_both_ends_of_a_tied_gpt_stay_equal():
+    result = kit.run(pp.train, "1F1B", 2, pp.SGD, 2, 0, 4, world_size=3)
+    first, last = (result[rank]["parameters"]["tokens.weight"] for rank in (0, 2))
+    assert torch.equal(first, last)
+    assert "tokens.weight" not in result[1]["parameters"]
+
+
+def test_a_parameter_that_no_rank_has_is_noticed():
+    with pytest.raises(KeyError, match="no rank has b"):
+        pp.of_each_rank({"a": torch.ones(1), "b": torch.ones(1)}, [{"a": torch.ones(1)}])
+
+
+def test_explore_draws_the_orders_and_refuses_other_choices():
+    explorer = pp.explore("1F1B", world_size=2, micro_batches=2)
+    title, _, *rows = repr(explorer).split("\n")
+    assert title == "1F1B with 2 ranks, m = 2: a bubble of 33.3 % at best"
+    assert rows == ["rank 0  F0 F1 B0 B1", "rank 1  F0 B0 F1 B1"]
+    with pytest.raises(kit.PoolError, match="micro_batches must be one of 1, 2, 3"):
+        pp.explore(micro_batches=5)
+
+
+def test_a_backward_needs_the_forward_and_the_gradient_from_the_next_stage():
+    assert needs(("F", 1, 0), 3) == set()
+    assert needs(("B", 1, 2), 3) == {("F", 1, 2), ("I", 1, 3)}
+    assert needs(("I", 1, 3), 3) == {("F", 1, 3)}
+    assert needs(("W", 1, 2), 3) == {("I", 1, 2)}

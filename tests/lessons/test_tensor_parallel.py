@@ -1,0 +1,266 @@
+"""Tensor parallelism by hand and PyTorch's own: values, calls, bytes, memory, and mistakes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+import ddp_kit as kit
+from ddp_kit.lessons import tensor_parallel as tp
+from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt, part_of
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+
+def test_each_function_is_the_transpose_of_its_conjugate():
+    """Worked out by hand: rank 0 has 1, 2, 3, 4 along dimension 1, and rank 1 ten times that."""
+
+    def worker(rank, world_size):
+        results = {}
+        for function in (*tp.TENSOR, *tp.SEQUENCE):
+            x = (10.0**rank * torch.arange(1.0, 5)).view(1, 4, 1).requires_grad_()
+            y = function.apply(x, None)
+            weights = (100.0**rank * torch.arange(1.0, y.shape[1] + 1)).view_as(y)
+            y.backward(weights)
+            results[function] = y.flatten().tolist(), x.grad.flatten().tolist()
+        return list(results.values())
+
+    own = [1.0, 2, 3, 4], [10.0, 20, 30, 40]
+    total, gathered = [11.0, 22, 33, 44], [1.0, 2, 3, 4, 10, 20, 30, 40]
+    gradients = [1.0, 2, 3, 4], [100.0, 200, 300, 400]
+    added = [101.0, 202, 303, 404, 505, 606, 707, 808]
+    for rank, found in enumerate(kit.run(worker, world_size=2)):
+        half = slice(2 * rank, 2 * rank + 2)
+        assert found == [
+            (own[rank], [101.0, 202, 303, 404]),
+            (total, gradients[rank]),
+            (gathered, added[4 * rank : 4 * rank + 4]),
+            (total[half], [1.0, 2, 100, 200]),
+        ]
+
+
+@pytest.mark.parametrize("regions", [tp.TENSOR, tp.SEQUENCE], ids=["tensor", "sequence"])
+def test_two_layers_with_biases_equal_one_process(regions):
+    def worker(rank, world_size):
+        first, second, x = copy.deepcopy((one, two, given))
+        model = nn.Sequential(
+            tp.ColumnParallelLinear(first, regions[0]),
+            nn.GELU(),
+            tp.RowParallelLinear(second, regions[1]),
+        )
+        x = (x.chunk(world_size, 1)[rank] if regions == tp.SEQUENCE else x).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        parts = {name: p.grad for name, p in model.named_parameters()}
+        if regions == tp.SEQUENCE:
+            tp.add_up_gradients([model[2].bias])
+        for name, parameter in model.named_parameters():
+            parameter.data = parts[name]
+        return y.detach(), x.grad, tp.gather_parameters(model)
+
+    torch.manual_seed(0)
+    one, two, given = nn.Linear(3, 8), nn.Linear(8, 5), torch.randn(2, 4, 3)
+    model, x = nn.Sequential(one, nn.GELU(), two), given.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for n in (1, 2, 4):
+        found = list(kit.run(worker, world_size=n))
+        if regions == tp.SEQUENCE:
+            wholes = [torch.cat([rank[i] for rank in found], 1) for i in range(2)]
+            found = [(*wholes, rank[2]) for rank in found]
+        kit.compare(found, (y.detach(), x.grad, gradients)).check()
+
+
+def test_the_embedding_and_the_loss_equal_those_of_a_whole_vocabulary():
+    def worker(rank, world_size):
+        embedding = tp.VocabularyParallelEmbedding(nn.Embedding.from_pretrained(rows))
+        embedding.weight.requires_grad_()
+        vectors = embedding(tokens)
+        vectors.square().sum().backward()
+        own = logits.chunk(world_size, 1)[rank].clone().requires_grad_()
+        loss = tp.vocabulary_parallel_loss(own, tokens)
+        loss.backward()
+        cut = vectors.detach(), embedding.weight.grad, own.grad
+        return loss.item(), cut[0], *map(gathered, cut[1:], (0, 1))
+
+    def gathered(part, dim):
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts, dim)
+
+    torch.manual_seed(0)
+    tokens, rows = torch.tensor([0, 7, 3, 4, 4]), torch.randn(8, 3)
+    logits = torch.randn(5, 8)
+    logits[0] += 1000  # exp would overflow
+    logits[1, 0] = -1000
+    whole, x = rows.clone().requires_grad_(), logits.clone().requires_grad_()
+    F.embedding(tokens, whole).square().sum().backward()
+    loss = F.cross_entropy(x, tokens)
+    loss.backward()
+    expected = loss.item(), rows[tokens], whole.grad, x.grad
+    for n in (1, 2, 4):
+        result = kit.run(worker, world_size=n)
+        kit.compare(list(result), expected).check()
+        reduced = [e.nbytes for e in result.trace if e.rank == 0 and e.op == "all_reduce"]
+        assert reduced == [5 * 3 * 4, *[5 * 4] * 3]  # the vectors; three numbers per position
+
+
+def test_an_untied_gpt_trains_as_in_one_process_up_to_the_rounding_of_float64():
+    settings = tp.ADAM, 2, torch.float64, Config(layers=1, tied=False)
+    alone = tp.train(0, 1, "one process", *settings)
+    for way in tp.WAYS:
+        found = list(kit.run(tp.train, way, *settings, world_size=2))
+        kit.compare(found, alone).check()
+
+
+def test_float64_tells_a_mistake_from_rounding():
+    def differences(way, dtype):
+        losses = kit.run(tp.train, way, tp.ADAM, 2, dtype, world_size=2)[0]["losses"]
+        return [abs(a - b) for a, b in zip(losses, alone[dtype], strict=True)]
+
+    kinds = torch.float32, torch.float64
+    alone = {kind: tp.train(0, 1, "one process", tp.ADAM, 2, kind)["losses"] for kind in kinds}
+    for way in ("by hand", "by hand, sequence", *tp.WRONG):
+        single, double = (differences(way, kind) for kind in kinds)
+        assert single[0] < 2e-6  # the first forward is right, even where a backward is not
+        assert double[0] < 1e-13
+        if way in tp.WRONG:
+            assert double[1] > 1e-5
+            assert single[1] == pytest.approx(double[1], rel=0.1)
+        else:
+            assert single[1] < 2e-6
+            assert double[1] < 1e-13
+
+
+def sent(trace, rank=0):
+    """Return the bytes that a rank sent, but not those that distribute parameters."""
+    counted = tp.count_bytes(trace, rank)
+    return sum(nbytes for call, nbytes in counted.items() if "distribute_tensor" not in call)
+
+
+def test_a_block_calls_two_collectives_per_direction_and_sends_what_the_formula_says():
+    pair = ["all_gather", "reduce_scatter"] * 2
+    theirs = [f"{name}_tensor" for name in ("all_gather_into", "reduce_scatter")] * 2
+    called = {
+        "by hand": ["all_reduce"] * 4,
+        "by hand, sequence": pair * 2,
+        "parallelize_module": ["redistribute all_reduce"] * 2 + ["all_reduce"] * 2,
+        "parallelize_module, sequence": [f"redistribute {name}" for name in theirs] + theirs,
+    }
+    expected = tp.one_block(0, 1, "one process")
+    for way in tp.WAYS:
+        result = kit.run(tp.one_block, way, world_size=4)
+        assert tp.collectives(result.trace) == called[way]
+        assert sent(result.trace) == tp.block_bytes(4, tp.BATCH) == 393_216
+        wholes = list(result)
+        if way.endswith("sequence"):
+            wholes = [{k: torch.cat([part[k] for part in result], 1) for k in expected}]
+        kit.compare(wholes, expected if len(wholes) > 1 else [expected]).check()
+        if way == "parallelize_module":
+            lines = [str(e.where) for e in result.trace if e.rank == 0 and "all_reduce" in e.op]
+            assert "self.out(" in lines[0]
+            assert "self.down(" in lines[1]
+            assert all("y.square().sum().backward()" in line for line in lines[2:])
+
+
+def test_query_key_and_value_reduce_three_gradients_unless_they_share_their_input():
+    def worker(rank, world_size):
+        block = make_gpt().blocks[0]
+        plan = tp.block_plan()
+        del plan["attention"]
+        parallelize_module(block, init_device_mesh("cpu", (world_size,)), plan)
+        block(torch.ones(1, 2, 64, requires_grad=True)).sum().backward()
+
+    called = tp.collectives(kit.run(worker, world_size=2).trace)
+    assert called == ["redistribute all_reduce"] * 2 + ["all_reduce"] * 4
+
+
+def test_weights_are_divided_by_the_ranks_and_activations_by_less():
+    alone = tp.held(0, 1, "one process")
+    assert alone["parameters"] == 4 * 111_232
+    counts = {kind: [] for kind in alone}
+    for way in tp.WAYS:
+        ranks = list(kit.run(tp.held, way, world_size=4))
+        assert all(rank == ranks[0] for rank in ranks)
+        for kind in alone:
+            counts[kind].append(ranks[0][kind] / alone[kind])
+    for kind in ("parameters", "gradients", "optimizer states"):
+        # LayerNorms and positions are whole on every rank.
+        assert counts[kind] == pytest.approx([0.28] * 4, abs=0.005), kind
+    by_hand, in_sequence, theirs, theirs_in_sequence = counts["activations"]
+    assert 0.3 < in_sequence < by_hand - 0.08
+    assert 0.3 < theirs_in_sequence < theirs - 0.08
+    assert by_hand < 0.55
+
+
+@pytest.mark.parametrize("way", ["by hand", "parallelize_module"])
+def test_heads_that_do_not_divide_are_refused_in_one_sentence(way):
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(tp.train, way, world_size=3)
+    assert (
+        "ValueError: 3 ranks cannot share 4 attention heads evenly: "
+        "use a number of ranks that divides 4: 1, 2, 4" in str(caught.value)
+    )
+
+
+def test_parallelize_keeps_the_tie_and_fits_beside_fully_shard():
+    """On a mesh of 2 x 2: batches are cut along "dp", weights along "tp"."""
+
+    def worker(rank, world_size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = tp.parallelize(make_gpt(), mesh["tp"])
+        assert model.head.weight is model.tokens.weight
+        up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
+        assert (up.placements, down.placements) == ((Shard(0),), (Shard(1),))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["dp"])
+        optimizer = tp.SGD(model.parameters())
+        for batch in batches(tp.BATCH, 2):
+            optimizer.zero_grad()
+            with loss_parallel():
+                loss_of(model, *part_of(batch, mesh.get_local_rank("dp"), 2)).backward()
+            optimizer.step()
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    alone = tp.train(0, 1, "one process", tp.SGD, 2)["parameters"]
+    kit.compare(list(kit.run(worker, world_size=4)), alone).check()
+
+
+def test_the_plan_needs_inputs_that_divide_only_with_sequence_parallelism():
+    def worker(rank, world_size):
+        mesh = init_device_mesh("cpu", (world_size,))
+        model = tp.parallelize(make_gpt(), mesh)
+        return model(tokens).redistribute(placements=[Replicate()]).to_local().detach()
+
+    tokens = torch.arange(5).view(1, 5)
+    kit.compare(list(kit.run(worker, world_size=2)), make_gpt()(tokens).detach()).check()
+
+
+def test_main_fails_where_a_way_is_wrong(monkeypatch):
+    wrong = {"by hand": tp.WRONG["no all_reduce in f"]}
+    monkeypatch.setattr(tp, "WAYS", wrong)
+
+    def train(rank, world_size, way, *settings):
+        return right(rank, world_size, "no all_reduce in f" if world_size > 1 else way, *settings)
+
+    right = tp.train
+    monkeypatch.setattr(tp, "train", train)
+    with pytest.raises(kit.ProofError, match="by hand trains as one process does"):
+        tp.main(["--world-size", "2"])
+
+
+def test_main_fails_where_the_formula_is_wrong(monkeypatch):
+    monkeypatch.setattr(tp, "step_bytes", lambda *sizes: 1)
+    with pytest.raises(kit.ProofError, match="by hand sends what the formula says"):
+        tp.main(["--world-size", "2"])

@@ -1,0 +1,267 @@
+"""Lesson 10: its scripts, run as the lesson says; its functions; its table of options."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import alive, ended, wait_until
+from scripts import NOTEBOOKS, code_of, notebook_of, written
+from torch.distributed.run import get_args_parser
+
+import ddp_kit as kit
+from ddp_kit.lessons import beyond_one_machine as beyond
+from ddp_kit.lessons.environment import side_by_side
+from ddp_kit.lessons.init_methods import free_ports
+
+SCRIPTS = NOTEBOOKS / "scripts"
+LIMIT = 240  # seconds for four ranks of train.py
+UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|PYTHON|SLURM")
+HEADER = re.compile(r"^#SBATCH --([\w-]+)=(\S+)$", re.MULTILINE)
+
+
+def lesson() -> dict:
+    return notebook_of("10_torchrun.py")
+
+
+def prose() -> str:
+    cells = [cell for cell in lesson()["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+def shell(folder: Path, **programs: str) -> dict[str, str]:
+    """Return an environment like that of a learner's shell, where these programs come first."""
+    folder.mkdir()
+    programs["torchrun"] = f'exec "{sys.executable}" -m torch.distributed.run "$@"'
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not UNSET.match(name)}
+    return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def run(command: list[str], environment: dict, **more) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT, **more
+    )
+
+
+def namespaces() -> str:
+    try:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.parametrize("name", ["two_hosts.sh", "job.sh"])
+def test_a_script_differs_from_its_cell(name):
+    texts = [written(cell, name) for cell in code_of(lesson())]
+    assert [text for text in texts if text is not None] == [(SCRIPTS / name).read_text("utf-8")]
+
+
+@pytest.mark.parametrize(("block", "epochs"), [(0, 2), (1, 1)], ids=["static", "c10d"])
+def test_the_lines_to_copy_do_not_train_on_two_hosts(block, epochs, tmp_path):
+    found = re.findall(r"```\n(bash scripts/two_hosts\.sh .*?)```", prose(), re.DOTALL)
+    done = run(["bash", "-c", found[block]], shell(tmp_path / "bin"), cwd=NOTEBOOKS)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert done.returncode == 0, done.stderr
+    assert len(printed) == epochs
+    assert all(line.endswith("(world size 4, made-up digits)") for line in printed)
+
+
+WHERE = "echo $NODE_RANK $MASTER_ADDR $(ip -4 -o addr show dev cable 2>/dev/null | cut -d' ' -f7)"
+
+
+def test_two_hosts_are_not_what_the_script_says(tmp_path):
+    """Each has an address of its own, or a line says that they are one."""
+    script = str(SCRIPTS / "two_hosts.sh")
+    done = run(["bash", script, WHERE], shell(tmp_path / "bin"))
+    first, *lines = sorted(done.stdout.splitlines(), reverse=True)
+    refused = "Network namespaces are unavailable: both commands run on this host."
+    if first != refused:
+        assert [first, *lines] == ["1 10.199.0.1 10.199.0.2/30", "0 10.199.0.1 10.199.0.1/30"]
+    without = run(["bash", script, WHERE], shell(tmp_path / "other", ip="exit 1"))
+    assert sorted(without.stdout.splitlines()) == ["0 127.0.0.1", "1 127.0.0.1", refused]
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("exit $NODE_RANK", 1), ("exit $((3 - 3*NODE_RANK))", 3)]
+)
+def test_a_failure_on_one_of_two_hosts_is_lost(command, code, tmp_path):
+    done = run(["bash", str(SCRIPTS / "two_hosts.sh"), command], shell(tmp_path / "bin"))
+    assert done.returncode == code
+
+
+# Each host's command has a child of its own, as torchrun has, and a line after it.
+BOTH_SLEEP = "sleep 234; echo $NODE_RANK"
+
+
+def sleeping(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [process] * (process.cmdline() == ["sleep", "234"])
+    return found
+
+
+def both_sleep(script: int) -> Callable[[], bool]:
+    below = psutil.Process(script).children
+    return lambda: len(sleeping(below(recursive=True))) == 2
+
+
+@pytest.mark.parametrize("programs", [{}, {"ip": "exit 1"}], ids=["hosts", "without"])
+def test_an_ended_script_leaves_processes_or_hosts(programs, tmp_path):
+    environment = shell(tmp_path / "bin", **programs)
+    command = ["bash", str(SCRIPTS / "two_hosts.sh"), BOTH_SLEEP]
+    below = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        try:
+            wait_until(both_sleep(script.pid), 100, "both commands run")
+            below = psutil.Process(script.pid).children(recursive=True)
+            script.send_signal(signal.SIGTERM)
+            script.communicate(timeout=100)  # far less than they sleep
+            assert ended(below)
+        finally:
+            script.kill()
+            for process in filter(alive, below):
+                process.kill()
+    assert f"ddp{script.pid}-" not in namespaces()
+
+
+def test_an_interrupted_cell_leaves_hosts():
+    """Through side_by_side, as the lesson runs the script."""
+    if run(["ip", "netns", "add", f"probe{os.getpid()}"], dict(os.environ)).returncode:
+        pytest.skip("network namespaces are unavailable")
+    run(["ip", "netns", "del", f"probe{os.getpid()}"], dict(os.environ))
+    script = f"bash {SCRIPTS / 'two_hosts.sh'} '{BOTH_SLEEP}'"
+    mine, asked, below = psutil.Process(), [], []
+
+    def interrupt() -> None:
+        def started() -> bool:
+            asked[:] = [child.pid for child in mine.children() if child.name() == "bash"]
+            return bool(asked) and both_sleep(asked[0])()
+
+        wait_until(started, 100, "both commands run")
+        below[:] = psutil.Process(asked[0]).children(recursive=True)
+        assert f"ddp{asked[0]}-0" in namespaces()
+        os.kill(mine.pid, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side(script, seconds=200)
+        interrupted.result()
+    assert f"ddp{asked[0]}-" not in namespaces()
+    assert ended(below)
+
+
+def test_the_hosts_of_a_killed_script_stay(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = f"ddp{dead.pid}-1"
+    if run(["ip", "netns", "add", left], dict(os.environ)).returncode:
+        pytest.skip("network namespaces are unavailable")
+    done = run(["bash", str(SCRIPTS / "two_hosts.sh"), "true"], shell(tmp_path / "bin"))
+    assert done.returncode == 0
+    assert left not in namespaces()
+
+
+def test_the_job_does_not_train_on_two_nodes(tmp_path):
+    """For real, with stand-ins for Slurm: srun starts its line twice, on this machine."""
+    text = (SCRIPTS / "job.sh").read_text("utf-8")
+    header = dict(HEADER.findall(text))
+    assert (header["nodes"], header["ntasks-per-node"]) == ("2", "1")
+    assert "##SBATCH --gpus-per-node=" in text
+    srun = 'echo "$1 $2 $OMP_NUM_THREADS"; shift 2; "$@" & first=$!; "$@"; second=$?; wait $first'
+    environment = shell(
+        tmp_path / "bin",
+        scontrol='[ "$*" = "show hostnames node[1-2]" ] && echo 127.0.0.1 && echo node2',
+        srun=f"{srun} && exit $second",
+    )
+    (tmp_path / "bin" / "torchrun").rename(tmp_path / "torchrun")
+    activate = tmp_path / "project" / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f'PATH="{tmp_path}:$PATH"\n')  # without it, there is no torchrun
+    (tmp_path / "project" / "train.py").write_text((SCRIPTS / "train.py").read_text("utf-8"))
+    environment |= {
+        "SLURM_JOB_ID": str(free_ports(1)[0]),  # the job's port is 20000 and its last four digits
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": header["nodes"],
+        "SLURM_CPUS_PER_TASK": header["cpus-per-task"],
+    }
+    command = ["bash", str(SCRIPTS / "job.sh"), "--epochs", "1", "--checkpoint", "saved"]
+    done = run(command, environment, cwd=tmp_path / "project")
+    assert done.returncode == 0, done.stderr
+    threads, epoch = done.stdout.splitlines()
+    assert threads == f"--cpus-per-task {header['cpus-per-task']} 4"
+    assert re.fullmatch(r"epoch 1: [\d.]+% right \(world size 4, made-up digits\)", epoch)
+    assert (tmp_path / "project" / "saved" / "0001" / ".metadata").exists()
+
+
+def test_an_option_has_another_default_than_the_table_says():
+    actions = {
+        name: action for action in get_args_parser()._actions for name in action.option_strings
+    }
+    rows = re.findall(r"^\| `(--[\w-]+)` \| (?:`(.*?)`|(\w+)) \|", prose(), re.MULTILINE)
+    assert len(rows) >= 10
+    for name, default, word in rows:
+        wanted = default or {"empty": "", "none": None}[word]
+        found = actions[name].default
+        if name == "--master-port":
+            assert "Defaults to 29500" in actions[name].help
+        else:
+            assert wanted == (found if found is None else str(found)), name
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_hosts_get_the_same_number_or_leave_one_out():
+    found = kit.run(beyond.rendezvous, free_ports(1)[0], world_size=3)
+    assert sorted(found) == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
+
+
+def test_a_file_that_never_comes_is_waited_for_forever(tmp_path):
+    with pytest.raises(TimeoutError, match=r"there is no \.metadata after 0\.1 s"):
+        beyond.wait_for(tmp_path / ".metadata", 0.1)
+
+
+def test_a_rank_that_has_ended_is_killed(tmp_path):
+    for epoch in ("0001", "0002"):
+        (tmp_path / epoch).mkdir()
+        (tmp_path / epoch / ".metadata").touch()
+    with pytest.raises(RuntimeError, match="rank 1 ended before it could be killed"):
+        beyond.kill_rank(1, str(tmp_path), 2)
+
+
+def test_the_wrong_process_is_killed(tmp_path):
+    """A rank's own children, which load its data, have its command line and its variables."""
+    rank = "import os, sys, time\nos.fork()\nprint(flush=True)\ntime.sleep(60)"
+    command = [sys.executable, "-c", rank, str(tmp_path)]
+    ranks = [
+        psutil.Popen(command, env=os.environ | {"RANK": number}, stdout=subprocess.PIPE)
+        for number in "01"
+    ]
+    try:
+        for process in ranks:
+            process.stdout.readline(), process.stdout.readline()
+        for epoch in ("0001", "0002"):
+            (tmp_path / epoch).mkdir()
+            (tmp_path / epoch / ".metadata").touch()
+        beyond.kill_rank(1, str(tmp_path), 2)
+        wait_until(lambda: ranks[1].poll() is not None, 100, "rank 1 is killed")
+        assert (ranks[0].poll(), ranks[1].poll()) == (None, -signal.SIGKILL)
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if process.info["cmdline"] == command:
+                process.kill()
+        for process in ranks:
+            process.stdout.close()
+            process.wait(30)

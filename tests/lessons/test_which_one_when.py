@@ -1,0 +1,162 @@
+"""Two dimensions on real ranks, what they hold, and the formulas beside published trainings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ddp_kit as kit
+from ddp_kit import model
+from ddp_kit.lessons import which_one_when as lesson
+from ddp_kit.lessons._gpt import Config
+from ddp_kit.lessons.zero import SGD, train_alone
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+BFLOAT16 = torch.bfloat16
+
+
+def test_a_mesh_of_one_row_or_one_column_trains_otherwise_than_one_process():
+    def both(rank, world_size):
+        ways = lesson.train_by_hand, lesson.train_2d
+        return [way(rank, world_size, SGD, tp, 2) for way in ways for tp in (1, 4)]
+
+    alone = train_alone(SGD, steps=2)["parameters"]
+    for found in kit.run(both, world_size=4):
+        for parameters in found:
+            kit.compare(parameters, alone).check()
+
+
+def test_gradients_are_also_averaged_along_tp(monkeypatch):
+    """What the exercise warns of: the proof must notice it."""
+
+    def wrong(rank, world_size):
+        real = torch.distributed.all_reduce
+
+        def among_all(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+            return real(tensor, op, None if len(tensor.shape) == 2 else group)
+
+        torch.distributed.all_reduce = among_all
+        try:
+            return lesson.train_by_hand(rank, world_size, SGD, 2, 1)
+        finally:
+            torch.distributed.all_reduce = real
+
+    alone = train_alone(SGD, steps=1)["parameters"]
+    assert not kit.compare(list(kit.run(wrong, world_size=4)), alone)
+
+
+@pytest.fixture(scope="module")
+def variants():
+    return [(recompute, dtype) for dtype in (None, BFLOAT16) for recompute in (False, True)]
+
+
+def test_ranks_hold_something_else_than_the_formula_says(variants):
+    """All bytes are accounted for, in float32; see the comments."""
+
+    def all_variants(rank, world_size):
+        return [lesson.hold(rank, world_size, 2, *variant) for variant in variants]
+
+    result = kit.run(all_variants, world_size=4)
+    gpt = lesson.as_transformer(Config())
+    plan = {"dp": 2, "zero": 3, "tp": 2, "micro_batch": 6, "sequence_parallel": False}
+    tokens, half_of_logits = 6 * 64, 6 * 64 * 128 * 4 // 2  # our vocabulary is not cut
+    indices = 8 * (12 * 65 + tokens + 64) + 4  # tokens, targets, places; one number
+    for (recompute, dtype), (moments, _) in zip(variants, result[0], strict=True):
+        precision = model.FP32 if dtype is None else model.Precision(4, 4, 8, 2)
+        sharing = model.Plan(**plan, recompute="full" if recompute else "none")
+        formula = model.memory(gpt, sharing, precision)["activations"]
+        measured = moments["after forward"]["activations"] - half_of_logits
+        norms = 1 if recompute else 5  # a mean and a variance of each token
+        statistics = norms * tokens * 2 * 4 + (not recompute) * 2 * tokens * 2 * 4
+        if dtype is None:
+            assert measured == formula + statistics + indices
+        else:
+            assert formula < measured <= formula + statistics + indices
+    for rank in range(4):
+        moments, parameters = result[rank][0]
+        states = moments["after backward"]
+        kept = 2 * (2 * 12 * 64**2 // 2 + 2 * 4 * 64) + 2 * (128 * 64 + 64 * 64 + 2 * 64)
+        assert states["parameters"] == states["gradients"] == kept
+        assert states["optimizer"] == 2 * kept
+        assert states["gathered parameters"] == states["activations"] == 0
+        assert moments["after forward"]["gathered parameters"] == 4 * (12 * 1024 + 128)
+        kit.compare(result[rank][1][1], parameters, rtol=0, atol=0).check()  # recomputed
+        kit.compare(result[rank][3][1], result[rank][2][1], rtol=0, atol=0).check()
+    assert not kit.compare(result[0][2][1], result[0][0][1])  # bfloat16 is another training
+
+
+def test_recomputation_repeats_other_all_reduces_than_one_a_block():
+    def both(recompute):
+        sent = lesson.bytes_per_step(kit.run, 2, recompute)
+        return {name: sum(calls.values()) for name, calls in sent.items()}
+
+    once, again = both(False), both(True)
+    assert once == {name: round(nbytes) for name, nbytes in lesson.bytes_along(2, 2).items()}
+    assert again["tp"] == once["tp"] * 5 // 4
+    assert again["dp"] == once["dp"]
+
+
+def test_explore_draws_what_ranks_hold():
+    picture = repr(lesson.explore(tp=1, recompute="full", world_size=2))
+    assert picture.startswith("dp 2, tp 1, recompute full, float32 (bytes)\n")
+    assert "after forward      1     222,464" in picture
+    with pytest.raises(kit.PoolError, match="tp must be one of 1, 2"):
+        lesson.explore(tp=3, world_size=4)
+
+
+def test_main_fails_where_the_formula_is_wrong(monkeypatch):
+    monkeypatch.setattr(lesson, "bytes_along", lambda dp, tp: {"dp": 1.0, "tp": 1.0})
+    with pytest.raises(kit.ProofError, match="a rank sends what the model says"):
+        lesson.main(["--world-size", "2"])
+
+
+# ---- published trainings
+
+
+@pytest.mark.parametrize("row", lesson.MEGATRON, ids=lambda row: str(row.billions))
+def test_a_row_of_megatron_has_other_sizes(row):
+    transformer, plan = lesson.megatron(row)
+    assert round(transformer.parameters / 1e9, 1) == row.billions
+    assert (plan.ranks, plan.batch) == (row.gpus, row.batch)
+
+
+@pytest.mark.parametrize("row", lesson.LLAMA_3)
+def test_a_row_of_llama_3_has_other_sizes(row):
+    transformer, plan = lesson.llama(row)
+    assert round(transformer.parameters / 1e9) == 406
+    assert plan.ranks == row.gpus
+    assert plan.batch * row.context == 2**24  # "16M" tokens
+
+
+def test_errors_are_larger_than_the_notebook_says():
+    def predict(row, cluster):
+        return lesson.tflops(*lesson.megatron(row), cluster)
+
+    first, *others = lesson.MEGATRON
+    fitted = lesson.fit_efficiency(
+        model.DGX_A100, lambda cluster: predict(first, cluster), first.tflops
+    )
+    assert model.DGX_A100.accelerator.efficiency == round(fitted, 2)
+    cluster = lesson.with_efficiency(model.DGX_A100, fitted)
+    assert predict(first, cluster) == pytest.approx(first.tflops)
+    errors = [predict(row, cluster) / row.tflops - 1 for row in others]
+    assert min(errors) >= -0.13
+    assert max(errors) < 0.005
+
+
+def test_one_chunk_explains_16384_accelerators_as_well_as_eight():
+    def predictions(chunks):
+        def predict(row, cluster):
+            return lesson.tflops(*lesson.llama(row, chunks), cluster, lesson.FLOAT32_GRADIENTS)
+
+        first = lesson.LLAMA_3[0]
+        fitted = lesson.fit_efficiency(
+            model.DGX_H100, lambda cluster: predict(first, cluster), first.tflops
+        )
+        cluster = lesson.with_efficiency(model.DGX_H100, fitted)
+        return fitted, predict(lesson.LLAMA_3[1], cluster) / lesson.LLAMA_3[1].tflops - 1
+
+    assert predictions(1)[1] < -0.15
+    fitted, error = predictions(8)
+    assert abs(error) < 0.02
+    assert model.DGX_H100.accelerator.efficiency == round(fitted, 2)

@@ -1,0 +1,561 @@
+"""ZeRO by hand and PyTorch's own: values, bits, bytes and memory, and what is easily wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import warnings
+import weakref
+from collections import namedtuple
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import ddp_kit as kit
+from ddp_kit.lessons import _gpt, zero
+from ddp_kit.lessons.device_mesh import sent_by_tcp
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+# With a smaller eps, Adam makes the rounding errors of tiny gradients as large as its steps.
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-5),
+}
+
+
+@contextmanager
+def one_thread():
+    """Add up in the order in which a rank with one thread does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_ranks_get_the_bits_of_one_process_that_adds_two_halves(name):
+    def bits(rank, world_size):
+        make = OPTIMIZERS[name]
+        torch.set_num_threads(1)
+        found = {way: zero.train(rank, world_size, way, make)["parameters"] for way in zero.WAYS}
+        return {way: kit.compare(found[way], alone, rtol=0, atol=0).text for way in zero.WAYS}
+
+    with one_thread():
+        alone = zero.train_alone(OPTIMIZERS[name], parts=2)["parameters"]
+    for found in kit.run(bits, world_size=2):
+        assert {
+            way for way in found if not found[way].startswith("equal: 24 values, without")
+        } == set(), found
+
+
+class OwnLinear(nn.Module):
+    """Like nn.Linear, but of a class that no library knows."""
+
+    def __init__(self, inputs, outputs, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / 3)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class OwnEmbedding(nn.Module):
+    def __init__(self, count, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, width))
+
+    def forward(self, tokens):
+        return self.weight[tokens]
+
+
+class Halves(nn.Module):
+    """Returns two tensors, and has a weight of three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(2, 6, 3))
+
+    def forward(self, x):
+        return x @ self.kernel[0], x @ self.kernel[1]
+
+
+class Odd(nn.Module):
+    """Rows that do not divide, a tied, a frozen, an unused and a repeated weight, and a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.embedding = OwnEmbedding(11, 6)
+        self.frozen = OwnLinear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.repeated = OwnLinear(6, 6)
+        self.halves = Halves()
+        self.norm = nn.LayerNorm(6)
+        self.unused = nn.Linear(5, 1)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.randn(6))
+
+    def forward(self, tokens):
+        x = self.frozen(self.embedding(tokens)) + self.shift
+        x = torch.relu_(self.repeated(x))
+        x = self.repeated(x)
+        x = self.norm(torch.cat(self.halves(x), -1))
+        return self.head(x) * self.scale
+
+
+def train_odd(optimizer_cls, rank=0, world_size=1, wrap=None, accumulate=1, seed=0, **options):
+    """Train an Odd on a part of each batch; return its parameters by name.
+
+    wrap: returns a model, its parameters, and functions for before and after a step, and for all
+    parameters at the end.
+    """
+    torch.manual_seed(seed)
+    model = Odd()
+    own = (model, model.parameters(), zero_nothing, zero_nothing, partial(zero.copies, model))
+    model, parameters, finish, after, full = wrap(model) if wrap else own
+    optimizer = optimizer_cls(parameters)
+    torch.manual_seed(1)
+    for tokens in torch.randint(11, (3, accumulate, 12, 5)):
+        optimizer.zero_grad()
+        for piece in tokens:
+            mine = piece.chunk(world_size)[rank]
+            logits = model(mine[:, :-1]).flatten(0, 1)
+            (F.cross_entropy(logits, mine[:, 1:].flatten()) / accumulate).backward()
+        finish()
+        optimizer.step()
+        after()
+    model(tokens[0])  # a forward without a backward leaves nothing behind
+    return full()
+
+
+def zero_nothing():
+    pass
+
+
+def stage_2(model):
+    sharded = zero.ShardedGradients(model.parameters())
+    full = partial(zero.copies, model)
+    return model, sharded.rows, sharded.finish_gradient_synchronization, sharded.gather, full
+
+
+def stage_3(model):
+    wrapped = zero.FullyShardedDataParallel(model)
+    finish = wrapped.finish_gradient_synchronization
+    return wrapped, wrapped.parameters(), finish, zero_nothing, wrapped.gather_full_params
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_modules_of_any_class_and_shape_train_as_in_one_process(world_size):
+    def worker(rank, world_size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return [
+                train_odd(optimizer, rank, world_size, wrap, accumulate)
+                for optimizer in OPTIMIZERS.values()
+                for wrap in (stage_2, stage_3)
+                for accumulate in (1, 2)
+            ]
+
+    alone = [
+        train_odd(optimizer, accumulate=accumulate)
+        for optimizer in OPTIMIZERS.values()
+        for _ in (stage_2, stage_3)
+        for accumulate in (1, 2)
+    ]
+    kit.compare(kit.run(worker, world_size=world_size), alone).check()
+
+
+def test_stage_3_starts_as_rank_0_and_keeps_rows_and_frees_the_rest():
+    def worker(rank, world_size):
+        torch.manual_seed(rank)
+        model = zero.FullyShardedDataParallel(Odd())
+        rows = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
+        start = model.gather_full_params()
+        seen = []
+        for module in model.module.modules():
+            module.register_forward_pre_hook(lambda *_: seen.append(in_memory(model)))
+        for _ in range(2):  # the second forward knows the order, and prefetches
+            model(torch.arange(8).view(2, 4)).sum().backward()
+            late = in_memory(model)
+            model.finish_gradient_synchronization()
+        return rows, start | {"shift": model.module.shift}, seen, late, in_memory(model)
+
+    def in_memory(model):
+        own = model.own.items()
+        names = {module: name for name, module in model.module.named_modules()}
+        return {names[m] for m, kept in own if any(p.memory.nbytes() for p in kept.values())}
+
+    torch.manual_seed(0)
+    whole = Odd()
+    first = zero.copies(whole) | {"shift": whole.shift}
+    for rows, start, seen, late, after in kit.run(worker, world_size=4):
+        kit.compare(start, first, rtol=0, atol=0).check()
+        assert rows == {
+            "scale": (),
+            "embedding.weight": (3, 6),  # of 11
+            "frozen.weight": (2, 6),
+            "frozen.bias": (6,),
+            "repeated.weight": (2, 6),
+            "repeated.bias": (6,),
+            "halves.kernel": (1, 6, 3),
+            "norm.weight": (6,),
+            "norm.bias": (6,),
+            "unused.weight": (1, 5),
+            "unused.bias": (1,),
+        }
+        # No gradient frees the second; the first was fetched once more, for a module inside it.
+        assert late == {"", "frozen"}
+        assert after == set()
+        tied = {"embedding", "head"}
+        assert seen[:4] == [{""}, {"", *tied}, {"", "frozen"}, {"", "repeated"}]
+        assert seen[8:11] == [{"", *tied}, {"", *tied, "frozen"}, {"", "frozen", "repeated"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_computes_and_float32_is_trained(dtype):
+    def worker(rank, world_size):
+        torch.set_num_threads(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trained = zero.train(rank, world_size, "stage 3", make, compute_dtype=dtype)
+        return kit.compare(trained["parameters"], master, rtol=0, atol=0)
+
+    make = OPTIMIZERS["AdamW"]
+    with one_thread():
+        master = train_alone_in(dtype, make)
+    assert all(tensor.dtype == torch.float32 for tensor in master.values())
+    for found in kit.run(worker, world_size=2):
+        found.check()
+    exact = zero.train_alone(make, parts=2)["parameters"]
+    assert not kit.compare(master, exact)  # the dtype makes a difference
+
+
+def train_alone_in(dtype, make):
+    """Train a GPT in this process, in halves of a batch that are computed in a lower precision."""
+    model = zero.make_gpt()
+    optimizer = make(model.parameters())
+    for batch in zero.batches(zero.BATCH, 3):
+        optimizer.zero_grad()
+        for part in range(2):
+            low = copy.deepcopy(model).to(dtype)
+            inputs, targets = zero.part_of(batch, part, 2)
+            logits = low(inputs).float().flatten(0, 1)
+            F.cross_entropy(logits, targets.flatten()).backward()
+            for parameter, computed in zip(model.parameters(), low.parameters(), strict=True):
+                half = computed.grad.float() / 2
+                parameter.grad = half if parameter.grad is None else parameter.grad + half
+        optimizer.step()
+    return zero.copies(model)
+
+
+Named = namedtuple("Named", "left right")
+
+
+class Nested(nn.Module):
+    """Returns tensors in a dict, a named tuple and a list, and something that is no tensor."""
+
+    def __init__(self, make=lambda left, right: {"a": Named(left, 1), "b": [right, None]}):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+        self.make = make
+
+    def forward(self, x):
+        out = x @ self.weight
+        return self.make(out[:, :1], out[:, 1:])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_stage_3_finds_the_tensors_in_dicts_and_named_tuples(dtype):
+    def worker(rank, world_size):
+        model = zero.FullyShardedDataParallel(Nested(), dtype)
+        x = torch.ones(3, 4, requires_grad=True)
+        found = model(x)
+        empty = [each.memory.nbytes() for each in model.sharded]
+        (found["a"].left.sum() + 2 * found["b"][0].sum()).backward()
+        model.finish_gradient_synchronization()
+        named = type(found["a"]).__name__, found["a"].left.dtype
+        return empty, named, model.module.weight.grad, x.grad
+
+    for empty, named, gradient, of_x in kit.run(worker, world_size=2):
+        assert (empty, named) == ([0], ("Named", torch.float32))
+        kit.compare(gradient, torch.tensor([[3.0, 6.0]] * 2)).check()
+        kit.compare(of_x, torch.tensor([[2.0, 8.0, 14.0, 20.0]] * 3)).check()  # needs the weight
+
+
+def test_stage_3_refuses_an_output_in_which_it_would_miss_tensors():
+    def worker(rank, world_size):
+        model = zero.FullyShardedDataParallel(Nested(lambda *tensors: SimpleNamespace(a=tensors)))
+        with torch.no_grad():
+            assert len(model(torch.ones(3, 4)).a) == 2
+        model(torch.ones(3, 4))
+
+    words = "a tensor, or a tuple, list or dict of tensors, got a value of type SimpleNamespace"
+    with pytest.raises(kit.RankError, match=words):
+        kit.run(worker, world_size=1)
+
+
+def test_stage_3_keeps_no_gradient_that_was_given_back():
+    def worker(rank, world_size):
+        model = zero.FullyShardedDataParallel(Nested())
+        model(torch.ones(3, 4))["a"].left.sum().backward()
+        model.finish_gradient_synchronization()
+        gradient = weakref.ref(model.module.weight.grad)
+        assert gradient() is not None
+        model.zero_grad()
+        return gradient() is None
+
+    assert list(kit.run(worker, world_size=2)) == [True, True]
+
+
+@pytest.mark.parametrize("world_size", [5, 8])
+def test_a_batch_that_does_not_divide_is_refused_in_one_sentence(world_size):
+    batch = next(zero.batches(12, 1))
+    with pytest.raises(kit.PoolError) as caught:
+        zero.part_of(batch, 0, world_size)
+    message = f"world_size must divide the 12 sequences of a batch, got {world_size}"
+    assert str(caught.value) == message
+
+
+def test_main_refuses_a_world_size_before_it_trains(monkeypatch):
+    monkeypatch.setattr(zero, "BATCH", 3)
+    with pytest.raises(kit.PoolError, match="must divide the 3 sequences of a batch, got 2"):
+        zero.main(["--world-size", "2"])
+
+
+class TestShardedOptimizer:
+    """Stage 1 is an optimizer like others."""
+
+    @staticmethod
+    def train(parameters_of, make, steps, loaded=None, save=None):
+        """Train an Odd with two groups, a schedule and a closure; return what it ends with."""
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = make(parameters_of(model))
+        optimizer.add_param_group({"params": [model.norm.weight, model.norm.bias], "lr": 0.05})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        if loaded is not None:
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(copy.deepcopy(loaded["optimizer"]))
+            schedule.load_state_dict(loaded["schedule"])
+        torch.manual_seed(1)
+        losses = []
+        for tokens in torch.randint(11, (steps.stop, 12, 5))[steps]:
+
+            def closure(tokens=tokens):
+                optimizer.zero_grad()
+                logits = model(tokens[:, :-1]).flatten(0, 1)
+                loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+            schedule.step()
+        state = getattr(optimizer, "full_state_dict", optimizer.state_dict)()
+        return {
+            "model": copy.deepcopy(model.state_dict()),
+            "optimizer": state,
+            "schedule": schedule.state_dict(),
+            "losses": losses,
+        }
+
+    @staticmethod
+    def groups(model):
+        weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        return [{"params": weights}, {"params": [model.scale]}]
+
+    def test_it_has_groups_a_closure_a_schedule_and_a_state_for_any_world_size(self):
+        cls, options = torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-5}
+        whole = partial(cls, **options)
+        sharded = partial(zero.ShardedOptimizer, optimizer_cls=cls, **options)
+        train, groups = self.train, self.groups
+
+        def worker(rank, world_size, steps, loaded=None):
+            return train(groups, sharded, steps, loaded)
+
+        alone = train(groups, whole, slice(0, 3))
+        for world_size in (1, 3, 4):
+            saved = kit.run(worker, slice(0, 3), world_size=world_size)
+            kit.compare(saved, alone).check()
+        resumed = kit.run(worker, slice(3, 5), saved[1], world_size=2)
+        kit.compare(resumed, train(groups, whole, slice(3, 5), alone)).check()
+
+    def test_each_parameter_has_its_state_on_one_rank_and_shares_are_about_equal(self):
+        def worker(rank, world_size):
+            model = zero.make_gpt()
+            optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+            zero.loss_of(model, *next(zero.batches(2, 1))).backward()
+            optimizer.step()
+            part = optimizer.state_dict()
+            assert part["param_groups"][0]["betas"] == (0.9, 0.999)  # Adam's own default
+            return {key: state["exp_avg"].numel() for key, state in part["state"].items()}
+
+        shares = list(kit.run(worker, world_size=3))
+        assert sorted(key for share in shares for key in share) == list(range(24))
+        sizes = [sum(share.values()) for share in shares]
+        assert sum(sizes) == 111_232
+        assert max(sizes) < 1.3 * min(sizes)
+
+
+def test_each_rank_holds_what_the_table_says():
+    table = {
+        "DDP": lambda n: (4, 4, 8),
+        "stage 1": lambda n: (4, 4, 8 / n),
+        "stage 2": lambda n: (4, 4 / n, 8 / n),
+        "stage 3": lambda n: (4 / n, 4 / n, 8 / n),
+        "ZeroRedundancyOptimizer": lambda n: (4, 4, 8 / n),
+        "fully_shard": lambda n: (4 / n, 4 / n, 8 / n),
+    }
+    for n in (1, 2, 4):
+        for way, expected in table.items():
+            ranks = zero.bytes_per_parameter(partial(kit.run, world_size=n), way)
+            gathered = {rank.pop("gathered parameters") for rank in ranks}
+            if way == "stage 3":  # the others have no such memory
+                assert gathered == {0}
+            for kind, wanted in zip(ranks[0], expected(n), strict=True):
+                held = [rank[kind] for rank in ranks]
+                assert sum(held) / n == pytest.approx(wanted, rel=0.02), (n, way, kind)
+                # Whole parameters do not divide evenly among ranks, vectors stay whole.
+                assert max(held) == pytest.approx(wanted, rel=0.35), (n, way, kind)
+
+
+@pytest.mark.parametrize("optimizer", zero.OPTIMIZERS)
+def test_explore_draws_what_is_held_beside_the_formula(optimizer):
+    view = zero.explore("stage 2", optimizer, world_size=3, width=32)
+    lines = repr(view.picture).splitlines()
+    assert lines[0] == f"stage 2 with {optimizer}: 31,040 parameters on 3 ranks (bytes)"
+    assert lines[2].split()[:3] == ["measured", "0", "126,888"]  # with the rows that fill up
+    assert lines[5].startswith("formula           0     124,160     41,387 ")
+    assert lines[8].startswith("DDP's formula     0     124,160    124,160 ")
+    assert len(lines) == 11
+    assert view.call == f"kit.run(zero.hold, 'stage 2', {optimizer!r}, 32, world_size=3)"
+    for held in view.result:
+        assert held.pop("gathered parameters") == 0
+        expected = zero.expected_memory("stage 2", optimizer, 31_040, 3)
+        assert held == pytest.approx(expected, rel=0.03)
+
+
+def test_the_formula_of_memory_divides_what_a_stage_shards():
+    def formula(way):
+        return list(zero.expected_memory(way, "Adam", 1000, 4).values())
+
+    assert formula("DDP") == [4000, 4000, 8000]
+    assert formula("stage 1") == formula("ZeroRedundancyOptimizer") == [4000, 4000, 2000]
+    assert formula("stage 2") == [4000, 1000, 2000]
+    assert formula("stage 3") == formula("fully_shard") == [1000, 1000, 2000]
+
+
+def test_explore_refuses_what_it_cannot_run():
+    with pytest.raises(kit.PoolError, match="world_size must be one of 1, 2, 3, 4, 6, got 5"):
+        zero.explore(world_size=5)
+    with pytest.raises(kit.PoolError, match=r"way must be one of DDP, stage 1, .* got 'stage 4'"):
+        zero.explore("stage 4")
+
+
+def test_a_stage_3_rank_keeps_no_whole_weight():
+    def worker(rank, world_size):
+        model = zero.make_gpt()
+        whole = [weakref.ref(each) for each in model.parameters() if each.ndim > 1]
+        sharded = zero.FullyShardedDataParallel(model)
+        gc.collect()
+        return len(sharded.sharded), sum(each() is not None for each in whole)
+
+    assert [left for _, left in kit.run(worker, world_size=2)] == [0, 0]
+
+
+def test_a_stage_3_rank_gathers_two_modules_at_most_and_gives_gradients_back():
+    result = kit.run(zero.watch_memory, "stage 3", world_size=4)
+    picture = {moment: [rank[moment] for rank in result] for moment in result[0]}
+    assert list(picture) == ["before", "in the forward", "in the backward", "after the step"]
+    assert "gathered parameters" in repr(kit.plot.memory(picture))
+    # The widest two that follow one another: 256 x 64 weights up, and as many down.
+    two, whole = 4 * 2 * 256 * 64, 4 * 111_232
+    for moments in result:
+        kinds = {moment: held["gathered parameters"] for moment, held in moments.items()}
+        assert kinds["before"] == kinds["after the step"] == 0
+        assert two <= kinds["in the forward"] <= 1.1 * two
+        assert two <= kinds["in the backward"] <= 1.3 * two < whole / 2
+        assert moments["before"]["gradients"] == 0 < moments["after the step"]["gradients"]
+    moments = kit.run(zero.watch_memory, "DDP", world_size=2)[0]
+    assert all(held["gathered parameters"] == 0 for held in moments.values())
+    assert moments["in the backward"]["gradients"] == whole
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a connection")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_sends_what_the_formulas_say_and_gloo_more(world_size):
+    def worker(rank, world_size, way):
+        counted = []
+        for steps in (3, 4):
+            dist.barrier()
+            before = sent_by_tcp()
+            zero.train(rank, world_size, way, steps=steps)
+            dist.barrier()
+            counted.append((sent_by_tcp() - before).total())
+        return counted[1] - counted[0]
+
+    run = partial(kit.run, world_size=world_size)
+    model = zero.make_gpt()
+    for way in ("DDP", "stage 1", "stage 2", "stage 3"):
+        traced = zero.bytes_per_step(run, way)
+        mean = sum(sum(sent.values()) for sent in traced) / world_size
+        assert mean == pytest.approx(zero.expected_bytes(way, world_size, model), rel=1e-4)
+        expected = zero.expected_bytes(way, world_size, model, gloo=True)
+        assert sum(map(zero.on_gloo, traced)) / world_size == pytest.approx(expected, rel=1e-4)
+        # The formula has the numbers that ranks need from each other, and so the least that a step
+        # can send. Headers come on top, and by what two runs say besides they may differ a little.
+        sent = sum(run(worker, way)) / world_size
+        assert 0.98 * expected <= sent <= 1.06 * expected + 20_000, way
+    weights = zero.expected_bytes("stage 3", 2, untied(), gloo=False)
+    assert weights / zero.expected_bytes("DDP", 2, untied()) == pytest.approx(1.5, abs=0.01)
+
+
+def untied():
+    return _gpt.GPT(_gpt.Config(tied=False))
+
+
+def test_fully_shard_averages_on_gloo_and_needs_sums_for_another_factor():
+    """Earlier versions added: https://github.com/pytorch/pytorch/issues/162338 ."""
+
+    def worker(rank, world_size, remedy, reduce_dtype=None):
+        layer = nn.Linear(1, 1, bias=False)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        remedy(layer)
+        layer(torch.full((1, 1), float(rank + 1))).sum().backward()
+        return layer.weight.grad.full_tensor().item()
+
+    def gradient(*args):
+        return set(kit.run(worker, *args, world_size=4))
+
+    def add(layer):
+        layer.set_gradient_divide_factor(1.0)
+
+    def add_without_the_backend(layer):
+        layer.set_force_sum_reduction_for_comms(True)
+        add(layer)
+
+    assert gradient(lambda layer: None) == {2.5}
+    assert gradient(lambda layer: None, torch.bfloat16) == {2.5}
+    with pytest.raises(kit.RankError, match=r"Cannot use ReduceOp\.PREMUL_SUM with Gloo"):
+        gradient(add)
+    assert gradient(add_without_the_backend) == {10.0}
+
+
+def test_four_ranks_save_and_two_resume_as_one_process_trains(tmp_path):
+    saved = kit.run(zero.resume, str(tmp_path), False, 2, world_size=4)
+    kit.compare(saved, zero.train_alone(zero.ADAM, 2)["parameters"]).check()
+    resumed = kit.run(zero.resume, str(tmp_path), True, 4, world_size=2)
+    kit.compare(resumed, zero.train_alone(zero.ADAM, 4)["parameters"]).check()
+    assert not kit.compare(resumed, saved[0])
