@@ -805,7 +805,7 @@ def test_an_undecided_run_ends_at_its_timeout_and_shows_the_lines():
             pass
 
     with pytest.raises(kit.RunTimeoutError) as caught:
-        kit.run(spins, world_size=2, timeout=2)
+        kit.run(spins, world_size=2, timeout=5)
     first, second = caught.value.waits
     assert (first.op, second.op) == ("recv(src=1)", None)
     assert [frame.function for frame in second.stack] == ["spins"]

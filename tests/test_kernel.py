@@ -204,13 +204,21 @@ def test_bad_input_in_a_cell_is_refused_in_one_sentence(shared):
 # --- what a run shows ----------------------------------------------------------------------
 
 
-def test_pictures_are_loaded_while_the_first_ranks_start(shared):
-    shared.run("kit.run(lambda rank, world_size: None)")
+def test_pictures_are_loaded_while_ranks_run(shared, tmp_path):
+    loaded = tmp_path / "loaded"
     cell = shared.run(
+        f"loaded = pathlib.Path({str(loaded)!r})\n"
+        "def waits(rank, world_size):\n"
+        "    while not loaded.exists():\n"
+        "        time.sleep(0.01)\n"
+        "def watch():\n"
+        "    deadline = time.monotonic() + 60\n"
+        "    while 'ddp_kit.plot' not in sys.modules and time.monotonic() < deadline:\n"
+        "        time.sleep(0.01)\n"
+        "    loaded.touch()\n"
         "import sys, threading\n"
-        "for thread in threading.enumerate():\n"
-        "    if thread.name == 'ddp_kit loads its pictures':\n"
-        "        thread.join()\n"
+        "threading.Thread(target=watch).start()\n"
+        "kit.run(waits, timeout=120)\n"
         "print('ddp_kit.plot' in sys.modules)"
     )
     assert cell.stdout == "True\n"

@@ -95,7 +95,7 @@ def answer_on(file: BinaryIO) -> None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
-def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 0.3) -> list[str]:
+def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> list[str]:
     """Ask processes for their stacks, all at once; return their answers, "" for each without one.
 
     processes: what reads all that a process has answered so far, by process id.
