@@ -15,6 +15,10 @@ from multiprocessing import forkserver, process, resource_tracker, spawn
 # Imported before the first fork, if the process that spawns has imported them; the variable has
 # the names of more, separated by commas.
 PRELOAD = ("torch", "torch.distributed.tensor", "torchvision", "ddp_kit.pool.rank.bootstrap")
+# The defaults of its functions keep the default group of the moment in which it is imported. Such a
+# group's threads run until the process ends; one that drops its last tensor then aborts it
+# ("terminate called without an active exception").
+KEEPS_GROUP = "torch.distributed.nn.functional"
 at_start = set(os.environ)
 get_preparation_data, prepare = spawn.get_preparation_data, spawn.prepare
 
@@ -45,6 +49,8 @@ def _ensure_server() -> None:
     try:
         preload = [name for name in PRELOAD if name in sys.modules]
         preload += filter(None, os.environ["DDP_KIT_FORKED_SPAWN"].split(","))
+        if "torch" in preload:  # a first optimizer's step imports it, see below
+            preload.append(KEEPS_GROUP)
         forkserver.set_forkserver_preload(preload)
         forkserver.ensure_running()
     finally:
