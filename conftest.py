@@ -13,6 +13,8 @@ import nbval.kernel
 import pytest
 from jupyter_client import KernelManager
 
+SANITIZE = Path(__file__).parent / "tests" / "notebooks" / "sanitize.cfg"
+
 # The processes that tests start import PyTorch without gc. Ranks of `kit.torchrun` get `sys.path`.
 QUICK_IMPORTS = str(Path(__file__).parent / "tests" / "quick_imports")
 if QUICK_IMPORTS not in sys.path:
@@ -53,7 +55,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name each failure as soon as it happens, and have nbval start kernels as below."""
+    """Name each failure as soon as it happens; have nbval compare and start kernels as below."""
+    config.option.nbval_sanitize_with = str(SANITIZE)
     if sys.platform == "linux":
         nbval.kernel.KernelManager = _manager_without_ports
     reporter = config.pluginmanager.get_plugin("terminalreporter")

@@ -62,7 +62,7 @@ def use(send):
 receive, send = multiprocessing.Pipe(duplex=False)
 child = multiprocessing.get_context("fork").Process(target=use, args=(send,))
 child.start()
-found = receive.poll(60) and receive.recv()
+found = receive.poll(240) and receive.recv()
 child.kill()
 child.join()
 """

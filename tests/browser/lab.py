@@ -24,7 +24,7 @@ from kernels import ENVIRONMENT
 from processes import alive
 from regenerate import METADATA
 
-LIMIT = 180  # seconds for one step of a browser or a server; slow machines need many
+LIMIT = 400  # seconds for one step of a browser or a server; slow machines need many
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
