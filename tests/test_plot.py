@@ -1226,6 +1226,14 @@ def test_devices_that_hold_nothing_at_all_are_drawn():
     assert last == ["end       0       0", "end       1       0"]
 
 
+def test_memory_counts_tokens():
+    picture = memory({"a step": [{"received": 1200}]}, name="rank", unit="tokens")
+    assert repr(picture).startswith("What each rank holds after each step (tokens)\n")
+    ax = picture.axes[1]
+    assert [text.get_text() for text in ax.texts] == ["1,200"]
+    assert ax.yaxis.get_major_formatter()(400) == "400"
+
+
 def test_memory_of_ranks_speaks_of_ranks():
     picture = memory({"a step": [{"batch": 8}] * 2}, name="rank")
     assert repr(picture).splitlines()[:2] == [

@@ -1,4 +1,4 @@
-"""Graders of lesson 16: an online softmax, masks on a ring, zig-zags, and tokens for experts."""
+"""Graders of lesson 16: an online softmax, masks and gradients on a ring, tokens for experts."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> None:
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, in each step")
 
 
-def exercise_16_3(zig_zag_places: Callable[[int, int, int], Any]) -> None:
-    """Grade `zig_zag_places(rank, n, length)` on 1 to 5 ranks.
+def exercise_16_3(bring_home: Callable[[list], Any]) -> None:
+    """Grade `bring_home(parts)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    hint = "There are 2n chunks, with the numbers 0 to 2n - 1. The last one belongs to rank 0."
-    grader = Grader(
-        "16.3", "zig_zag_places(rank, n, length)", zig_zag_places, hints={RankError: hint}
+    hints: dict[type[Exception], Any] = dict.fromkeys(
+        (DeadlockError, MismatchError, RunTimeoutError),
+        "Each rank starts to send to the right and to receive from the left, and only then waits "
+        "for both, as often as the others.",
     )
+    grader = Grader("16.3", "bring_home(parts)", bring_home, hints=hints)
     for n in SIZES:
-        length = 2 * n * CHUNK
-        found = list(grader.run(_places, length, world_size=n))
-        wanted = [_pair(rank, 2 * n - 1 - rank, length, n) for rank in range(n)]
-        grader.compare(wanted, found, _hint_for_places(found, length), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, the same work for each")
+        found = list(grader.run(_bring_home, world_size=n))
+        wanted = [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)]
+        grader.compare(wanted, found, _hint_for_home(found), verb="return")
+    grader.passed("right on 1, 2, 3, 4 and 5 ranks, the gradients are home")
 
 
 def exercise_16_4(through_experts: Callable[..., Any]) -> None:
@@ -226,44 +227,59 @@ def _hint_for_mask(found: list, step: int, n: int) -> str:
     )
 
 
-def _places(rank: int, world_size: int, zig_zag_places: Callable, length: int) -> Any:
-    return zig_zag_places(rank, world_size, length)
+def _parts(rank: int, n: int) -> list[torch.Tensor]:
+    """Return a rank's parts of the gradients of all blocks: its digit in a sum names the rank."""
+    return [torch.tensor([10.0**rank, 10.0**rank * (owner + 1)]) for owner in range(n)]
 
 
-def _pair(first: int, second: int, length: int, n: int) -> torch.Tensor:
-    chunks = torch.arange(length).chunk(2 * n)
-    return torch.cat([chunks[first], chunks[second]])
+def _bring_home(rank: int, world_size: int, bring_home: Callable) -> Any:
+    return bring_home(_parts(rank, world_size))
 
 
-def _hint_for_places(found: list, length: int) -> str:
-    n, ranks = len(found), range(len(found))
-    whole = torch.arange(length)
+def _gone_round(n: int, steps: int, block: Callable[[int, int], int | None]) -> list[torch.Tensor]:
+    """Return the sums after some steps, if a rank adds its part of block(rank, step), if any."""
+    sums = [_parts(rank, n)[rank] for rank in range(n)]
+    for step in range(1, steps + 1):
+        sums = [sums[rank - 1] for rank in range(n)]
+        for rank in range(n):
+            which = block(rank, step)
+            if which is not None:
+                sums[rank] = sums[rank] + _parts(rank, n)[which % n]
+    return sums
+
+
+def _hint_for_home(found: list) -> str:
+    n = len(found)
     wrong = [
         (
-            [whole.chunk(n)[rank] for rank in ranks],
-            "That is one chunk of n. Cut the sequence into 2n, and take two.",
+            [_parts(rank, n)[rank] for rank in range(n)],
+            "That is the rank's own part. The parts of the other ranks have to come to it.",
         ),
         (
-            [_pair(rank, n + rank, length, n) for rank in ranks],
-            "The last rank still has most to do: count the second chunk from the end, so that rank "
-            "0 gets the last one.",
+            _gone_round(n, n - 1, lambda rank, step: rank - step),
+            "That is the gradient of the right neighbour's block: one more step, and it is home.",
         ),
         (
-            [_pair(2 * n - 1 - rank, rank, length, n) for rank in ranks],
-            "The chunks are right. Put the earlier one first.",
+            _gone_round(n, n, lambda rank, step: rank - step),
+            "The rank's own part is in the sum twice: it began the sum, so add nothing when the "
+            "sum is home.",
         ),
         (
-            [_pair(rank, -rank, length, n) for rank in ranks],
-            "The last chunk has the number 2n - 1, and belongs to rank 0: 2n - 1 - rank.",
+            _gone_round(n, n, lambda rank, step: rank + step if step < n else None),
+            "Sums go to the right, so in step s the block's owner is rank - s, not rank + s.",
         ),
-        ([whole[rank::n] for rank in ranks], "That is a striped order: single tokens in turn."),
+        (
+            _gone_round(n, n, lambda rank, step: rank if step < n else None),
+            "Those are parts of the ranks' own blocks. Add the part of the block whose sum has "
+            "just arrived.",
+        ),
     ]
     for tensors, hint in wrong:
         if all(map(same, tensors, found)):
             return hint
     return (
-        "Cut the positions 0 to length - 1 into 2n chunks. Rank r has the chunks r and "
-        "2n - 1 - r, in one tensor of integers."
+        "Begin with the part of the own block. Then, n times: send the sum to the right, receive "
+        "another one from the left, and add the own part of its block, if it is not home."
     )
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ddp_kit.lessons._ring_attention import Shards, places
+
 
 def exchange_rows(rows: torch.Tensor, going: list[int], coming: list[int]) -> torch.Tensor:
     """Send going[r] rows to each rank r, one rank after the other, and receive coming[r]."""
@@ -52,16 +54,17 @@ def ulysses(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: list[int],
+    shards: Shards,
     causal: bool = True,
 ) -> torch.Tensor:
     """Return this rank's rows of the attention to a sequence that is dealt out in order.
 
-    lengths: the tokens of each rank. Raises ValueError if the heads do not divide.
+    shards: as `in_order` deals them out. Raises ValueError if the heads do not divide.
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), https://arxiv.org/abs/2309.14509.
     """
     heads, n = query.shape[1], dist.get_world_size()
+    lengths = [len(places(shard)) for shard in shards]
     if heads % n:
         raise ValueError(f"{n} ranks cannot share {heads} heads evenly")
     whole = [to_heads(x, lengths) for x in (query, key, value)]

@@ -7,11 +7,14 @@ A part of lesson 16. Queries, keys and values have the shape (batch, heads, leng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from threading import Timer
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ddp_kit.lessons.ring_allreduce import neighbours
 
@@ -117,7 +120,21 @@ def start_exchange(going: torch.Tensor, coming: torch.Tensor) -> list[dist.Work]
     return [dist.isend(going, right), dist.irecv(coming, left)]
 
 
-def wait_for(works: list[dist.Work]) -> None:
+class Message(Timer):
+    """A function that is called after some seconds, in a thread, for which one can wait."""
+
+    wait = Timer.join
+
+
+def slow_exchange(going: torch.Tensor, coming: torch.Tensor) -> list[Any]:
+    """Do what `start_exchange` does on several ranks, with messages that travel for 40 ms."""
+    left, right = neighbours()
+    message = Message(0.04, dist.send, (going, right))
+    message.start()
+    return [dist.irecv(coming, left), message]
+
+
+def wait_for(works: Sequence[Any]) -> None:
     """Wait for all of them."""
     for work in works:
         work.wait()
@@ -128,17 +145,22 @@ def room_for(block: torch.Tensor, shard: list[range]) -> torch.Tensor:
     return block.new_empty(*block.shape[:-2], sum(map(len, shard)), block.shape[-1])
 
 
-def travel(block: torch.Tensor, shards: Shards) -> Iterator[tuple[int, torch.Tensor]]:
+def travel(
+    block: torch.Tensor,
+    shards: Shards,
+    start: Callable[[torch.Tensor, torch.Tensor], Sequence[Any]] = start_exchange,
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield each rank's block and its owner, the own one first.
 
     While the caller computes with a block, it goes to the right, and the next one comes.
+    start: starts an exchange, as `start_exchange` does, and returns what to wait for.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     for step in range(n):
         works, coming = [], block
         if step < n - 1:
             coming = room_for(block, shards[(rank - step - 1) % n])
-            works = start_exchange(block, coming)
+            works = start(block, coming)
         yield (rank - step) % n, block
         wait_for(works)
         block = coming
@@ -164,6 +186,22 @@ def attend_forward(
             softmax.add(block, values[..., columns, :], rows)
             note(owner, rows, columns, block.shape[-2] * block.shape[-1])
     return softmax.output(), softmax.logsumexp()
+
+
+def attend_gathered(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shards: Shards, causal: bool
+) -> torch.Tensor:
+    """Return this rank's rows of the attention, from an all_gather of all keys and values.
+
+    The shards have equal lengths. It has no gradient.
+    """
+    block = torch.stack([key, value])
+    blocks = [room_for(block, shard) for shard in shards]
+    dist.all_gather(blocks, block)
+    keys, values = torch.cat(blocks, -2)
+    positions = [places(shard).to(query.device) for shard in shards]
+    seen = torch.cat(positions) <= positions[dist.get_rank()][:, None] if causal else None
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
 
 
 class BlockGradients:

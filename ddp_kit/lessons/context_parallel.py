@@ -49,6 +49,7 @@ from ddp_kit.lessons._ring_attention import (  # noqa: F401
     Shards,
     attend_backward,
     attend_forward,
+    attend_gathered,
     cut,
     in_order,
     needed,
@@ -57,6 +58,7 @@ from ddp_kit.lessons._ring_attention import (  # noqa: F401
     room_for,
     scores,
     slices,
+    slow_exchange,
     start_exchange,
     travel,
     wait_for,
@@ -92,9 +94,7 @@ def example(length: int, heads: int) -> list[torch.Tensor]:
 
 def attention(way: str, shards: Shards) -> Callable[..., torch.Tensor]:
     """Return the attention of one of the `WAYS`: it takes a query, a key and a value."""
-    if way == "Ulysses":
-        return partial(ulysses, lengths=[sum(map(len, shard)) for shard in shards])
-    return partial(ring_attention, shards=shards)
+    return partial(ulysses if way == "Ulysses" else ring_attention, shards=shards)
 
 
 def attend(
@@ -127,14 +127,20 @@ def put_together(parts: Iterable[torch.Tensor], shards: Shards) -> torch.Tensor:
 
 
 def pairs_of(
-    rank: int, world_size: int, way: str, length: int, causal: bool = True
+    rank: int,
+    world_size: int,
+    deal: Callable[[int, int], Shards],
+    attend_forward: Callable[..., Any],
+    length: int,
+    causal: bool = True,
 ) -> list[tuple[int, range, range, int]]:
     """Return what this rank computes in a ring, in order.
 
+    deal, attend_forward: `in_order` or `zig_zag`, and the forward of the ring, or others like them.
     Each entry has a step, the positions of the queries and the keys, and how many pairs of them
     have a score.
     """
-    shards, done = DEALS[way](length, world_size), []
+    shards, done = deal(length, world_size), []
     shard = [list(slices(each)) for each in shards]
 
     def note(owner: int, rows: slice, columns: slice, pairs: int) -> None:
@@ -216,10 +222,16 @@ def train(
     return {"losses": losses, "parameters": copies(model)}
 
 
-def watch_memory(rank: int, world_size: int, way: str, length: int) -> dict[str, int]:
+def watch_memory(
+    rank: int,
+    world_size: int,
+    deal: Callable[[int, int], Shards],
+    attend: Callable[..., torch.Tensor],
+    length: int,
+) -> dict[str, int]:
     """Return the bytes that this rank keeps for the backward of one sequence, by kind.
 
-    way: one of the `WAYS`, or "all scores" for the whole sequence with a matrix of its scores.
+    deal: `in_order` or `zig_zag`. attend: `ring_attention`, `ulysses` or `all_scores`.
     """
     config = Config(context=length)
     model, kinds, seen = make_gpt(config), {"attention": 0, "other layers": 0}, set()
@@ -236,11 +248,10 @@ def watch_memory(rank: int, world_size: int, way: str, length: int) -> dict[str,
 
     def watched(*heads: torch.Tensor) -> torch.Tensor:
         with keep("attention"):
-            return attend(*heads)
+            return attend(*heads, shards)
 
-    shards = DEALS.get(way, in_order)(length, world_size if way in DEALS else 1)
-    attend = attention(way, shards) if way in DEALS else all_scores
-    own = places(shards[rank if way in DEALS else 0]).to(device())
+    shards = deal(length, world_size)
+    own = places(shards[rank]).to(device())
     spread(model, watched)
     with keep("other layers"):
         loss = loss_of_part(model, next(batches(1, 1, length)), own)
@@ -248,8 +259,10 @@ def watch_memory(rank: int, world_size: int, way: str, length: int) -> dict[str,
     return kinds
 
 
-def all_scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention by the formula, with all scores at once."""
+def all_scores(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shards: Shards
+) -> torch.Tensor:
+    """Return the causal attention by the formula, with all scores at once, on one rank."""
     return torch.softmax(scores(query, key, masked=True), -1) @ value
 
 
@@ -275,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prove_attention(ranks) -> None:
-    """Prove that all ways have the values, gradients, bytes and pairs that they should."""
+    """Check that all ways have the values, gradients, bytes and pairs that they should."""
     n = ranks.world_size
     length = 6 * n + 1  # uneven
     formula = {"ring": ring_bytes, "zig-zag": ring_bytes, "Ulysses": ulysses_bytes}
@@ -289,7 +302,8 @@ def prove_attention(ranks) -> None:
             counted = sum(formula[way](n, 2, length, 2 * n * WIDTH))
             prove(f"{way} sends {counted:,.0f} bytes", compare(sent(result.trace), counted))
     for way, expected in ("ring", list(range(4, 4 * n + 1, 4))), ("zig-zag", [2 * n + 1] * n):
-        found = [sum(pairs_by_step(done, n)) for done in ranks(pairs_of, way, 2 * n)]
+        done = ranks(pairs_of, DEALS[way], attend_forward, 2 * n)
+        found = [sum(pairs_by_step(each, n)) for each in done]
         prove(f"the ranks compute {expected} pairs", found == expected)
 
 

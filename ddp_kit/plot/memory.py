@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -29,14 +29,16 @@ Held = Mapping[str, Sequence[Mapping[str, int]]]
 Kinds = dict[str, tuple[str, str | None]]  # fill and hatch of each kind
 
 
-def memory(held: Held, title: str | None = None, name: str = "device") -> Picture:
+def memory(
+    held: Held, title: str | None = None, name: str = "device", unit: str = "bytes"
+) -> Picture:
     """Draw the bytes that each device holds after each step, by kind, all on one scale.
 
     held maps the name of a step to one mapping per device, kind → bytes. Kinds are stacked in
     the order in which they first occur; one that no device ever holds is left out. "parameters",
     "gradients", "optimizer states" and "activations" look the same in every picture. The others
     take the looks that are left, in pairs of one hue, of which the second is hatched. name is what
-    holds the bytes, such as "rank".
+    holds the bytes, such as "rank". unit: what is counted, if not bytes, such as "tokens".
 
     Raises PlotError if there is no step, no device or no kind, there are more than 12 kinds, steps
     differ in their number of devices, or a number of bytes is negative or not an int.
@@ -53,7 +55,7 @@ def memory(held: Held, title: str | None = None, name: str = "device") -> Pictur
         for step, devices in held.items()
         for device, here in enumerate(devices)
     ]
-    text_table = table(f"{title} (bytes)", ["", name, *kinds, "in all"], rows)
+    text_table = table(f"{title} ({unit})", ["", name, *kinds, "in all"], rows)
 
     highest = max(sum(here.values()) for devices in held.values() for here in devices) or 1
     height = count * (TALL + GAP) - GAP
@@ -67,10 +69,11 @@ def memory(held: Held, title: str | None = None, name: str = "device") -> Pictur
         top = TOP + device * (TALL + GAP)
         chip(sheet, 0.02, top + TALL / 2 - 0.11, 0.72, 0.22, device, f"{name} {device}")
         ax = picture.chart(LEFT, top, WIDE, TALL, "y")
-        _bars(ax, [devices[device] for devices in held.values()], kinds)
+        text = byte_size if unit == "bytes" else _count
+        _bars(ax, [devices[device] for devices in held.values()], kinds, text)
         ax.set(xlim=(-0.6, len(held) - 0.4), ylim=(0, 1.2 * highest))
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_size(value)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
         ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
     for (kind, (fill, hatch)), (x, line) in zip(kinds.items(), entries, strict=True):
@@ -122,7 +125,16 @@ def _looks(names: Iterable[str]) -> Kinds:
     }
 
 
-def _bars(ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds) -> None:
+def _count(value: float, digits: int = 0) -> str:
+    return f"{value:,.0f}"
+
+
+def _bars(
+    ax: Axes,
+    steps: Sequence[Mapping[str, int]],
+    kinds: Kinds,
+    text: Callable[[float, int], str],
+) -> None:
     floor = [0] * len(steps)
     for kind, (fill, hatch) in kinds.items():
         style = {"facecolor": fill, "edgecolor": EDGE, "linewidth": 0.6}
@@ -134,7 +146,7 @@ def _bars(ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds) -> None:
     for x, whole in enumerate(floor):
         style = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
         ax.annotate(
-            byte_size(whole, 3),
+            text(whole, 3),
             (x, whole),
             (0, 1.5),
             textcoords="offset points",

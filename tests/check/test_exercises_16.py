@@ -8,7 +8,7 @@ import torch.distributed as dist
 from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit.lessons.context_parallel import exchange_rows
+from ddp_kit.lessons.context_parallel import exchange_rows, start_exchange, wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -88,38 +88,53 @@ def test_a_mask_is_right(capsys):
     assert capsys.readouterr().out.startswith("Exercise 16.2: right on 1, 2, 3, 4 and 5 ranks")
 
 
-def zig_zag(second=lambda rank, n: 2 * n - 1 - rank, parts=2, first=True):
-    def zig_zag_places(rank, n, length):
-        chunks = torch.arange(length).chunk(parts * n)
-        if parts == 1:
-            return chunks[rank]
-        pair = [chunks[rank], chunks[second(rank, n)]]
-        return torch.cat(pair if first else pair[::-1])
+def home(steps=lambda n: n, block=lambda rank, step: rank - step, last=False, exchange=True):
+    """Return an answer to 16.3; each argument can make it wrong in one way."""
 
-    return zig_zag_places
+    def bring_home(parts):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        total = parts[rank]
+        for step in range(1, steps(n) + 1):
+            arriving = torch.empty_like(total)
+            if exchange:
+                wait_for(start_exchange(total, arriving))
+            elif n > 1:
+                dist.recv(arriving, (rank - 1) % n)
+                dist.send(total, (rank + 1) % n)
+            total = arriving + parts[block(rank, step) % n] if step < n or last else arriving
+        return total
+
+    return bring_home
+
+
+def summed_up(parts):
+    total = torch.stack(parts)
+    dist.all_reduce(total)
+    return total[dist.get_rank()]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (zig_zag(parts=1), "That is one chunk of n. Cut the sequence into 2n, and take two."),
-        (zig_zag(lambda rank, n: n + rank), "The last rank still has most to do"),
-        (zig_zag(first=False), "The chunks are right. Put the earlier one first."),
-        (zig_zag(lambda rank, n: -rank), "The last chunk has the number 2n - 1"),
-        (zig_zag(lambda rank, n: 2 * n - rank), "it raised an error"),
-        (zig_zag(lambda rank, n: 2 * n - rank), "The last one belongs to rank 0."),
-        (lambda rank, n, length: torch.arange(length)[rank::n], "That is a striped order"),
-        (lambda rank, n, length: list(range(length)), "Rank r has the chunks r and 2n - 1 - r"),
+        (home(steps=lambda n: 0), "That is the rank's own part."),
+        (home(steps=lambda n: n - 1), "the gradient of the right neighbour's block: one more step"),
+        (home(last=True), "The rank's own part is in the sum twice"),
+        (home(block=lambda rank, step: rank + step), "rank - s, not rank + s"),
+        (home(block=lambda rank, step: rank), "Add the part of the block whose sum has just"),
+        (home(exchange=False), "it deadlocks"),
+        (home(exchange=False), "starts to send to the right and to receive from the left"),
+        (summed_up, "all_reduce was called"),
+        (lambda parts: sum(parts), "Begin with the part of the own block."),
     ],
 )
-def test_places_that_are(answer, words):
+def test_gradients_that_are(answer, words):
     text = error_text(kit.check.exercise_16_3, answer)
-    assert text.startswith("exercise 16.3, zig_zag_places(rank, n, length) on 2 ranks: ")
+    assert text.startswith("exercise 16.3, bring_home(parts) on ")
     assert words in text
 
 
-def test_places_are_right(capsys):
-    kit.check.exercise_16_3(zig_zag())
+def test_gradients_are_home(capsys):
+    kit.check.exercise_16_3(home())
     assert capsys.readouterr().out.startswith("Exercise 16.3: right on 1, 2, 3, 4 and 5 ranks")
 
 

@@ -84,9 +84,25 @@ def test_values_and_gradients_are_those_of_one_process(world_size):
         assert not kit.compare(found, cp.attend_alone(world_size, not causal, length))
 
 
+def test_gathered_keys_give_the_attention_of_one_process():
+    def worker(rank, world_size, deal, causal):
+        shards = deal(24, world_size)
+        own = cp.places(shards[rank])
+        query, key, value, _ = (x[:, :, own] for x in cp.example(24, 2))
+        return cp.attend_gathered(query, key, value, shards, causal)
+
+    for deal in (cp.in_order, cp.zig_zag):
+        for causal in (True, False):
+            found = kit.run(worker, deal, causal, world_size=3)
+            query, key, value, _ = cp.example(24, 2)
+            whole = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            kit.compare(cp.put_together(found, deal(24, 3)), whole).check()
+
+
 def test_pairs_are_worked_out_by_hand_and_drawn():
     in_order, zigzag = (
-        list(kit.run(cp.pairs_of, way, 8, world_size=2)) for way in ("ring", "zig-zag")
+        list(kit.run(cp.pairs_of, deal, cp.attend_forward, 8, world_size=2))
+        for deal in (cp.in_order, cp.zig_zag)
     )
     first, second = range(0, 4), range(4, 8)
     assert in_order == [
@@ -126,6 +142,18 @@ def test_a_block_is_on_its_way_while_a_rank_computes():
     for first in (0, 3):
         *exchange, computing = own[first : first + 3]
         assert all(event.start < computing.start < event.waited for event in exchange)
+
+
+def test_blocks_that_travel_slowly_are_those_that_travel_fast():
+    def worker(rank, world_size):
+        shards, block = cp.in_order(world_size, world_size), torch.full((1, 1), float(rank))
+        return [
+            [(owner, held.item()) for owner, held in cp.travel(block, shards, start)]
+            for start in (cp.start_exchange, cp.slow_exchange)
+        ]
+
+    for rank, (fast, slow) in enumerate(kit.run(worker, world_size=3)):
+        assert fast == slow == [((rank - step) % 3, (rank - step) % 3) for step in range(3)]
 
 
 def test_ulysses_needs_heads_for_all_ranks():
@@ -173,15 +201,16 @@ def test_the_gradient_of_all_to_all_is_that_of_pytorchs():
 
 
 def test_a_rank_keeps_its_share_of_the_activations_and_no_scores():
-    def kept(way, length, n):
-        result = kit.run(cp.watch_memory, way, length, world_size=n)
+    def kept(deal, attend, length, n):
+        result = kit.run(cp.watch_memory, deal, attend, length, world_size=n)
         return [rank["attention"] for rank in result]
 
-    (alone,) = kept("ring", 64, 1)
-    for way in cp.WAYS:
-        assert kept(way, 64, 4) == [pytest.approx(alone / 4, rel=0.01)] * 4, way
-        assert kept(way, 128, 4) == [pytest.approx(alone / 2, rel=0.01)] * 4, way
-    (short,), (long,) = (kept("all scores", length, 1) for length in (64, 256))
+    ring = cp.ring_attention
+    (alone,) = kept(cp.in_order, ring, 64, 1)
+    for way in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, cp.ulysses)):
+        assert kept(*way, 64, 4) == [pytest.approx(alone / 4, rel=0.01)] * 4, way
+        assert kept(*way, 128, 4) == [pytest.approx(alone / 2, rel=0.01)] * 4, way
+    (short,), (long,) = (kept(cp.in_order, cp.all_scores, length, 1) for length in (64, 256))
     matrices = 2 * 4 * 4  # of float32, for 4 heads in 2 layers
     assert short - matrices * 64**2 > 0
     assert long > 4 * short

@@ -150,6 +150,14 @@ def test_a_factor_with_fewer_rows_than_ranks_is_gathered_first():
     assert mesh.collectives(result.trace)[-1] == "all_gather_into_tensor"
 
 
+def test_rows_times_columns_need_a_whole_factor():
+    result = kit.run(mesh.product, Shard(0), Shard(1), world_size=4)
+    assert [placement for placement, *_ in result] == ["Shard(dim=0)"] * 4
+    assert sum("all_gather" in call for call in mesh.collectives(result.trace)) == 2
+    free = kit.run(mesh.product, Shard(1), Shard(0), world_size=4)
+    assert not any("all_gather" in call for call in mesh.collectives(free.trace))
+
+
 def test_the_warning_about_all_to_all_is_silent(capfd):
     with kit.WorkerPool(2) as pool:  # whose ranks have not given it yet
         pool.run(mesh.by_dtensor, Shard(0), Shard(1), 4, 4)
