@@ -139,7 +139,8 @@ class Pipeline(StageByHand):
     ) -> list[torch.Tensor]:
         """Run one batch through the pipeline; return the losses on the last rank.
 
-        actions: this rank's, in their order. wait: seconds added to each forward; a backward waits twice.
+        actions: this rank's, in their order. wait: seconds added to each forward, and twice to a
+        backward.
         """
         actions = list(actions)
         m = len(actions) // 2
