@@ -123,8 +123,9 @@ def _draw(
     busy = sum(cell.end - cell.start for cell in cells)
     idle = 1 - busy / (len(ranks) * length)
     text = (
-        f"The number in a box is its micro-batch. Blank is the bubble, here {100 * idle:.1f} % of "
-        "the time of all ranks."
+        "The number in a box is its micro-batch. Blank"
+        f"{' until the last box ends' if until > length else ''} is the bubble, here "
+        f"{100 * idle:.1f} % of the time of all ranks."
     )
     if several:
         text += " The boxes of a rank's later stage are lower and paler."
