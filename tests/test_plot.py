@@ -1514,10 +1514,11 @@ def test_cells_begin_and_end_where_they_were_measured():
     assert [text.get_text() for text in picture.axes[1].texts] == [*"0101", *"0011"]
     assert picture.axes[1].get_xlabel() == "time (ms)"
     assert picture.axes[1].get_xlim() == (0, 5)
-    assert "the bubble: 40.0 % of the time" in " ".join(texts(picture))  # 6 of 10 are busy
+    said = " ".join(texts(picture))
+    assert "Blank is the bubble, here 40.0 % of the time" in said  # 6 of 10 are busy
 
 
-def test_stages_of_a_rank_are_named_and_later_ones_are_paler():
+def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     cells = [[("F", 0, 0, 1, 0), ("F", 0, 1, 2, 2)], [("F", 0, 1, 2, 1), ("I", 0, 2, 3, 1)], []]
     picture = pipeline(cells)
     assert repr(picture).split("\n")[1:] == [
@@ -1526,6 +1527,10 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_paler():
         "rank 1  1F0 1I0",
         "rank 2  nothing",
     ]
+    tall, low, *_ = (bars.get_paths()[0].get_extents() for bars in picture.axes[1].collections)
+    assert tall.height > low.height
+    assert tall.y1 == pytest.approx(low.y1)
+    assert {"stages 0, 2", "stage 1"} <= set(texts(picture))
     first, later, other, half = (fill for *_, fill in cells_of(picture))
     assert first == other
     assert luminance(later) > luminance(first)
@@ -1534,6 +1539,14 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_paler():
     assert key == {"forward", "backward of the input"}
     fills = {fill for *_, fill in cells_of(picture)}
     assert not fills & {rank_color(rank) for rank in range(16)}
+
+
+def test_a_longer_axis_does_not_change_the_bubble():
+    longer, shorter = pipeline(CELLS, until=20), pipeline(CELLS, until=1)
+    assert longer.axes[1].get_xlim() == (0, 20)
+    assert "Blank until the last box ends is the bubble, here 40.0 %" in " ".join(texts(longer))
+    assert shorter.axes[1].get_xlim() == (0, 5)
+    assert "Blank is the bubble, here 40.0 %" in " ".join(texts(shorter))
 
 
 def test_a_number_that_does_not_fit_is_left_out():

@@ -27,7 +27,12 @@ from ddp_kit.check.environment import exercise_5_1, exercise_5_2
 from ddp_kit.check.fully_sharded import exercise_13_3
 from ddp_kit.check.init_methods import exercise_6_1, exercise_6_2, exercise_6_3
 from ddp_kit.check.partitioned_sgd import exercise_3_1, exercise_3_2
-from ddp_kit.check.pipeline_parallel import exercise_15_1, exercise_15_2, exercise_15_3
+from ddp_kit.check.pipeline_parallel import (
+    exercise_15_1,
+    exercise_15_2,
+    exercise_15_3,
+    exercise_15_4,
+)
 from ddp_kit.check.point_to_point import exercise_1_1, exercise_1_2, exercise_1_3, exercise_1_4
 from ddp_kit.check.ring_allreduce import exercise_4_1, exercise_4_2
 from ddp_kit.check.tensor_parallel import exercise_14_1, exercise_14_2, exercise_14_3, exercise_14_4
@@ -91,6 +96,7 @@ __all__ = [
     "exercise_15_1",
     "exercise_15_2",
     "exercise_15_3",
+    "exercise_15_4",
     "exercise_16_1",
     "exercise_16_2",
     "exercise_16_3",

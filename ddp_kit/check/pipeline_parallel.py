@@ -1,4 +1,4 @@
-"""Graders of lesson 15: the order of 1F1B, a backward that computes its forward again, a bubble."""
+"""Graders of lesson 15: two orders, a backward that computes its forward again, a bubble."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ddp_kit.check.grader import Grader, same
 from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
+INTERLEAVED = ((2, 2, 4), (3, 2, 6), (1, 2, 2), (4, 3, 8), (4, 2, 4))  # ranks, stages, as above
 BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (1, 0.1))
 WIDTH, SEQUENCES = 3, 2
 
@@ -71,8 +72,23 @@ def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> None:
     grader.passed("right for 1 to 16 ranks")
 
 
-def _call(rank: int, world_size: int, answer: Callable, p: int, m: int) -> Any:
-    return answer(rank, p, m)
+def exercise_15_4(interleaved: Callable[[int, int, int, int], Any]) -> None:
+    """Grade `interleaved(rank, p, v, m)` for 1 to 4 ranks with 2 or 3 stages each.
+
+    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
+    """
+    grader = Grader("15.4", "interleaved(rank, p, v, m)", interleaved)
+    for p, v, m in INTERLEAVED:
+        case = f"interleaved(rank, {p}, {v}, {m})"
+        found = list(map(_text, grader.run(_call, p, v, m, world_size=p, case=case)))
+        wanted = [_interleaved(rank, p, v, m) for rank in range(p)]
+        hint = _hint_for_interleaved(found, p, v, m)
+        grader.compare(wanted, found, hint, verb="return")
+    grader.passed("right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each")
+
+
+def _call(rank: int, world_size: int, answer: Callable, *sizes: int) -> Any:
+    return answer(rank, *sizes)
 
 
 def _call_once(rank: int, world_size: int, answer: Callable, p: int, most: float) -> Any:
@@ -80,9 +96,9 @@ def _call_once(rank: int, world_size: int, answer: Callable, p: int, most: float
 
 
 def _text(order: Any) -> Any:
-    """Return an order as "F0 F1 B0 B1", or as it is if it is none."""
+    """Return an order as "F0 F1 B0 B1", or with stages as "0F0 2F0", or as it is if it is none."""
     try:
-        return " ".join(f"{kind}{int(i)}" for kind, i in order)
+        return " ".join(f"{''.join(map(str, stage))}{kind}{int(i)}" for kind, i, *stage in order)
     except (TypeError, ValueError):
         return order
 
@@ -124,6 +140,41 @@ def _hint_for_order(found: list, p: int, m: int) -> str:
     return (
         'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then one '
         "forward and one backward in turn while there are forwards; then the other backwards."
+    )
+
+
+def _interleaved(
+    rank: int, p: int, v: int, m: int, more: int = 0, stride: int = 2, back: int = -1
+) -> str:
+    """Return interleaved 1F1B; `more`, `stride` and `back` can make it wrong."""
+    stages = range(rank, v * p, p)
+    groups = [range(first, first + p) for first in range(0, m, p)]
+    forwards = [f"{stage}F{i}" for group in groups for stage in stages for i in group]
+    backwards = [f"{stage}B{i}" for group in groups for stage in stages[::back] for i in group]
+    warm_up = min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m)
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    order = [*forwards[:warm_up], *(step for pair in pairs for step in pair)]
+    return " ".join([*order, *backwards[v * m - warm_up :]])
+
+
+def _hint_for_interleaved(found: list, p: int, v: int, m: int) -> str:
+    hints = {
+        "Backwards pass the last stage of a rank first: take its stages in reverse order.": {
+            "back": 1
+        },
+        "A rank needs two forwards more than the rank after it, for its gradient comes back two "
+        "steps later.": {"stride": 1},
+        "One forward too many in the beginning.": {"more": 1},
+        "One forward too few in the beginning.": {"more": -1},
+    }
+    for hint, wrong in hints.items():
+        if found == [_interleaved(rank, p, v, m, **wrong) for rank in range(p)]:
+            return hint
+    if any(len(str(order).split()) < 2 * v * m for order in found):
+        return f"Each of the {m} micro-batches needs a forward and a backward in each stage."
+    return (
+        "Make the list of the backwards as that of the forwards is made; then, after the forwards "
+        "of the beginning, take one of each in turn, and then the backwards that are left."
     )
 
 

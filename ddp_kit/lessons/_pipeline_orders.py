@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -87,24 +87,35 @@ def simulate(ranks: Sequence[Sequence[Step]]) -> list[list[Cell]]:
     ends: dict[Step, float] = {}
     cells: list[list[Cell]] = [[] for _ in ranks]
     left = [list(steps) for steps in ranks]
-    while ready := [
-        rank for rank, steps in enumerate(left) if steps and needs(steps[0], last) <= ends.keys()
-    ]:
-        for rank in ready:
-            kind, i, stage = step = left[rank].pop(0)
-            free = cells[rank][-1].end if cells[rank] else 0.0
-            start = max([free, *(ends[need] for need in needs(step, last))])
-            cells[rank].append(Cell(kind, i, start, start + LASTS[kind] * share, stage))
-            ends["I" if kind == "B" else kind, i, stage] = cells[rank][-1].end
-    split = any(kind == "I" for steps in ranks for kind, _, _ in steps)
+    while any(left):
+        rank = next_rank(left, ends, last)
+        kind, i, stage = step = left[rank].pop(0)
+        free = cells[rank][-1].end if cells[rank] else 0.0
+        start = max([free, *(ends[need] for need in needs(step, last))])
+        cells[rank].append(Cell(kind, i, start, start + LASTS[kind] * share, stage))
+        ends["I" if kind == "B" else kind, i, stage] = cells[rank][-1].end
+    return cells
+
+
+def next_rank(left: Sequence[Sequence[Step]], done: Iterable[Step], last: int) -> int:
+    """Return a rank whose next step can begin.
+
+    left: the steps that each rank has yet to do. done: those of all ranks, a full backward as its
+    "I". last: the last stage.
+
+    Raises ValueError, with what each rank waits for, if there is none.
+    """
+    done, split = set(done), any(kind == "I" for steps in left for kind, _, _ in steps)
+    missing = {r: needs(steps[0], last) - done for r, steps in enumerate(left) if steps}
+    for rank, needed in missing.items():
+        if not needed:
+            return rank
     waits = [
         f"rank {rank} waits for {'B' if kind == 'I' and not split else kind}{i} of stage {stage}"
-        for rank, steps in enumerate(left)
-        for kind, i, stage in (sorted(needs(steps[0], last) - ends.keys()) if steps else [])
+        for rank, needed in missing.items()
+        for kind, i, stage in sorted(needed)
     ]
-    if waits:
-        raise ValueError(f"this order never ends: {', '.join(waits)}")
-    return cells
+    raise ValueError(f"this order never ends: {', '.join(waits)}")
 
 
 def pytorch_length(schedule: str, p: int, m: int) -> float:

@@ -131,17 +131,22 @@ class Pipeline(StageByHand):
     """Runs this rank's actions in their order."""
 
     def step(
-        self, order: Iterable[Action], tokens: torch.Tensor, targets: torch.Tensor, wait: float = 0
+        self,
+        actions: Iterable[Action],
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        wait: float = 0,
     ) -> list[torch.Tensor]:
         """Run one batch through the pipeline; return the losses on the last rank.
 
-        order: this rank's actions. wait: seconds added to each forward; a backward waits twice.
+        actions: this rank's, in their order. wait: seconds added to each forward, and twice to a
+        backward.
         """
-        order = list(order)
-        m = len(order) // 2
+        actions = list(actions)
+        m = len(actions) // 2
         micro_batches = list(zip(cut(tokens, m), cut(targets, m), strict=True))
         losses = []
-        for kind, i in order:
+        for kind, i in actions:
             if kind == "F":
                 self.forward(i, *micro_batches[i], wait)
             else:

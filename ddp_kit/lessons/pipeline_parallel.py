@@ -35,6 +35,7 @@ from ddp_kit.lessons._pipeline_orders import (  # noqa: F401 - the notebook uses
     bubble,
     cell,
     needs,
+    next_rank,
     order,
     pytorch_length,
     simulate,
@@ -268,7 +269,9 @@ def explore(schedule: str = "1F1B", world_size: int = 4, micro_batches: int = 8)
         p, m = count(settings["world_size"], "rank"), settings["micro_batches"]
         cells = [state["cells"] for state in result]
         best = 100 * bubble(simulate(steps_of(cells)))
-        title = f"{settings['schedule']} with {p}, m = {m}: a bubble of {best:.1f} % at best"
+        title = (
+            f"{settings['schedule']} with {p}, m = {m}: {best:.1f} % idle at best, by simulation"
+        )
         return plot.pipeline(cells, title=title)
 
     return Explorer(

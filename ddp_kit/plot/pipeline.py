@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computed when: numbered cells, one row per rank."""
+"""What each rank of a pipeline computed when: numbered boxes, one row per rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
 from ddp_kit.plot.style import (
     EDGE,
     PAPER,
+    QUIET,
     WIDTH,
     bars,
     blend,
@@ -29,6 +30,7 @@ KINDS = {  # name, fill
 }
 LEFT, TOP, ROW, HIGH = 0.9, 0.42, 0.42, 0.3  # inches
 ROOM = 0.085  # inches that a digit needs
+LOWER, PALER = 0.45, 0.35  # the boxes of a rank's last stage, beside those of its first
 
 
 class Cell(NamedTuple):
@@ -42,14 +44,20 @@ class Cell(NamedTuple):
 
 
 def pipeline(
-    result: Iterable[Iterable[Sequence[Any]]], title: str | None = None, unit: str = "s"
+    result: Iterable[Iterable[Sequence[Any]]],
+    title: str | None = None,
+    unit: str = "s",
+    until: float = 0,
 ) -> Picture:
     """Draw the forwards and backwards of micro-batches that each rank of a pipeline computed.
 
     result[rank] has a rank's cells in their order, each (kind, micro_batch, start, end) or (kind,
     micro_batch, start, end, stage). The kind is "F" for a forward, "B" for a backward, or "I" and
     "W" for its halves, the gradients of the stage's input and of its weights. Without a stage, the
-    stage is the rank. unit: of start and end, which all ranks count from one moment.
+    stage is the rank. unit: of start and end, which all ranks count from one moment. until: how far
+    the axis reaches at least, so that two pictures can be compared.
+
+    If a rank has several stages, the boxes of a later one are lower and paler.
 
     The text has the order of each rank's cells, and no times: "F0 F1 B0 B1", or with the stage in
     front, as in "0F0 4F0", if a rank has cells of several stages.
@@ -68,7 +76,7 @@ def pipeline(
     ]
     header = "stage, kind and micro-batch" if several else "kind and micro-batch"
     text_table = table(title, ["", header], rows, align="<")
-    return _draw(title, text_table, ranks, unit, several)
+    return _draw(title, text_table, ranks, unit, several, until)
 
 
 def _read(cells: Any, rank: int) -> list[Cell]:
@@ -102,7 +110,12 @@ def _name(cell: Cell, several: bool) -> str:
 
 
 def _draw(
-    title: str, text_table: str, ranks: list[list[Cell]], unit: str, several: bool
+    title: str,
+    text_table: str,
+    ranks: list[list[Cell]],
+    unit: str,
+    several: bool,
+    until: float,
 ) -> Picture:
     cells = [cell for rank in ranks for cell in rank]
     begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
@@ -110,39 +123,41 @@ def _draw(
     busy = sum(cell.end - cell.start for cell in cells)
     idle = 1 - busy / (len(ranks) * length)
     text = (
-        f"The number in a cell is its micro-batch. Blank is the bubble: {100 * idle:.1f} % of the "
-        "time of all ranks."
+        "The number in a box is its micro-batch. Blank"
+        f"{' until the last box ends' if until > length else ''} is the bubble, here "
+        f"{100 * idle:.1f} % of the time of all ranks."
     )
     if several:
-        text += " A rank's later stages are paler."
+        text += " The boxes of a rank's later stage are lower and paler."
     caption = fold(text, WIDTH)
     height = len(ranks) * ROW
     below = TOP + height + 0.82
     picture, sheet = open_picture(title, text_table, WIDTH, below, caption, lift=0.07)
     width = WIDTH - LEFT - 0.15
     ax = picture.chart(LEFT, TOP, width, height, "x", xlabel=f"time ({unit})")
+    length = max(length, until)
     ax.set(xlim=(0, length), ylim=(len(ranks), 0))
     ax.set_yticks([])
     for rank, own in enumerate(ranks):
         middle = TOP + (rank + 0.5) * ROW
-        chip(sheet, 0.02, middle - 0.11, 0.72, 0.22, rank, f"rank {rank}")
         stages = sorted({cell.stage for cell in own})
-        low = rank + (1 - HIGH / ROW) / 2
+        chip(sheet, 0.02, middle - (0.17 if several else 0.11), 0.72, 0.22, rank, f"rank {rank}")
+        if several:
+            named = ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))
+            write(sheet, 0.38, middle + 0.12, named, 7, ha="center", color=QUIET)
+        bottom = rank + (1 + HIGH / ROW) / 2
         for cell in own:
-            fill = _fill(cell.kind, stages.index(cell.stage), len(stages))
+            later = stages.index(cell.stage) / max(1, len(stages) - 1)  # from 0 to 1
+            fill = blend(KINDS[cell.kind][1], PAPER, PALER * later)
+            high = (1 - LOWER * later) * HIGH / ROW
             x, wide = cell.start - begin, cell.end - cell.start
-            bars(ax, [(x, wide)], (low, HIGH / ROW), fill, EDGE, linewidth=0.5)
+            bars(ax, [(x, wide)], (bottom - high, high), fill, EDGE, linewidth=0.5)
             number = str(cell.micro_batch)
             if wide / length * width > ROOM * len(number):
                 style = {"ha": "center", "color": text_color(fill)}
-                write(ax, x + wide / 2, rank + 0.5, number, 8, **style)
+                write(ax, x + wide / 2, bottom - high / 2, number, 8, **style)
     x = LEFT
     for kind, (name, fill) in KINDS.items():
         if any(cell.kind == kind for cell in cells):
             x = swatch(sheet, x, TOP + height + 0.58, name, fill, EDGE, linewidth=0.5)
     return picture
-
-
-def _fill(kind: str, place: int, count: int) -> str:
-    """Return the fill of a cell of a rank's stage; place: of that stage among the rank's."""
-    return blend(KINDS[kind][1], PAPER, 0.6 * place / max(1, count - 1))

@@ -1,4 +1,4 @@
-"""Two layers cut over ranks as in Megatron-LM, beside one process. It needs PyTorch alone."""
+"""Two layers cut as in Megatron-LM, compared with one process. It needs PyTorch alone."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""GPipe by hand beside one process. Needs PyTorch and nothing else."""
+"""GPipe by hand, compared with one process. Needs PyTorch and nothing else."""
 
 import os
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -123,6 +124,50 @@ def test_a_backward_with_a_wrong_loss():
 def test_a_backward_is_right(capsys):
     kit.check.exercise_15_2(going_back())
     assert capsys.readouterr().out == "Exercise 15.2: right on 1, 2, 3 and 4 ranks.\n"
+
+
+def interleaving(stride=2, more=0, back=-1, rest=True):
+    """Return an answer to 15.4; each argument can make it wrong in one way."""
+
+    def answer(rank, p, v, m):
+        stages = [rank + p * k for k in range(v)]
+        forwards, backwards = (
+            [(kind, i, s) for g in range(0, m, p) for s in stages[::turn] for i in range(g, g + p)]
+            for kind, turn in (("F", 1), ("B", back))
+        )
+        first = min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m)
+        pairs = chain.from_iterable(zip(forwards[first:], backwards, strict=False))
+        return [*forwards[:first], *pairs, *(backwards[v * m - first :] if rest else [])]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stride": 1}, "A rank needs two forwards more than the rank after it"),
+        ({"more": 1}, "One forward too many in the beginning."),
+        ({"more": -1}, "One forward too few in the beginning."),
+        ({"back": 1}, "take its stages in reverse order."),
+        ({"rest": False}, "needs a forward and a backward in each stage."),
+    ],
+)
+def test_an_interleaved_order_that_is(wrong, words):
+    text = error_text(kit.check.exercise_15_4, interleaving(**wrong))
+    assert text.startswith("exercise 15.4, interleaved(rank, 2, 2, 4) on 2 ranks: wrong result")
+    assert words in text
+
+
+@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"], [("F", 0)] * 16])
+def test_what_is_no_interleaved_order(value):
+    text = error_text(kit.check.exercise_15_4, lambda rank, p, v, m: value)
+    assert "in each stage" in text or "Make the list of the backwards" in text
+
+
+def test_an_interleaved_order_is_right(capsys):
+    kit.check.exercise_15_4(interleaving())
+    printed = capsys.readouterr().out
+    assert printed == "Exercise 15.4: right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each.\n"
 
 
 def enough(p, most):

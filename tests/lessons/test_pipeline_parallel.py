@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
+from ddp_kit.check.pipeline_parallel import _interleaved as interleaved_order
 from ddp_kit.lessons import pipeline_parallel as pp
 from ddp_kit.lessons._gpt import batches, make_gpt
 from ddp_kit.lessons._pipeline_orders import needs
@@ -117,6 +118,12 @@ def test_each_rank_does_what_its_schedule_says(runs):
     assert stages == [{0, 7}, {1, 6}, {2, 5}, {3, 4}]
 
 
+def test_the_order_that_exercise_15_4_wants_is_pytorchs(runs):
+    wanted = [interleaved_order(rank, 4, 2, 8) for rank in range(4)]
+    steps = steps_of(runs["ScheduleInterleaved1F1B"])
+    assert [" ".join(f"{s}{kind}{i}" for kind, i, s in rank) for rank in steps] == wanted
+
+
 def test_the_bubble_shrinks_from_schedule_to_schedule(runs):
     best = {name: round(pp.bubble(pp.simulate(steps_of(runs[name]))), 4) for name in runs}
     assert best["GPipe"] == best["1F1B"] == best["Schedule1F1B"] == round(3 / 11, 4)
@@ -210,7 +217,7 @@ def test_a_parameter_that_no_rank_has_is_noticed():
 def test_explore_draws_the_orders_and_refuses_other_choices():
     explorer = pp.explore("1F1B", world_size=2, micro_batches=2)
     title, _, *rows = repr(explorer).split("\n")
-    assert title == "1F1B with 2 ranks, m = 2: a bubble of 33.3 % at best"
+    assert title == "1F1B with 2 ranks, m = 2: 33.3 % idle at best, by simulation"
     assert rows == ["rank 0  F0 F1 B0 B1", "rank 1  F0 B0 F1 B1"]
     with pytest.raises(kit.PoolError, match="micro_batches must be one of 1, 2, 3"):
         pp.explore(micro_batches=5)
