@@ -83,13 +83,12 @@ def watch_layers(
     """Return which layers have what when a layer begins, in the second training step of stage 3.
 
     start: sets the training of a model up, as stage 3. For the forward and the backward of each
-    linear layer and embedding there are: "forward" or "backward"; its name; and the names of the
-    layers whose weight is complete, whose weight is on its way, and whose gradient is.
+    layer there are: "forward" or "backward"; its name; and the names of the layers whose weight is
+    complete, whose weight is on its way, and whose gradient is.
     """
     model = make_gpt()
     training, found = start(model), []
-    kinds = (nn.Linear, nn.Embedding)
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, kinds)}
+    layers = {name: each for name, each in model.named_modules() if each in training.model.own}
     weights = {name: training.model.own[layer]["weight"] for name, layer in layers.items()}
 
     def note(what: str, layer: str, *_: Any) -> None:

@@ -524,7 +524,7 @@ def test_a_layer_computes_while_the_next_weight_and_two_gradients_travel():
     lines = {
         (what, layer): (here, coming, leaving) for what, layer, here, coming, leaving in found[0]
     }
-    assert len(lines) == len(found[0]) == 2 * 15
+    assert len(lines) == len(found[0]) == 2 * 20
     for (what, layer), (here, coming, leaving) in lines.items():
         tied = {"head", "tokens"}
         assert layer in here
@@ -532,6 +532,7 @@ def test_a_layer_computes_while_the_next_weight_and_two_gradients_travel():
         assert len({*coming} - tied) <= 1
         assert len({*leaving} - tied) <= (2 if what == "backward" else 0)
     assert lines["forward", "blocks.0.attention.key"][1] == ["blocks.0.attention.value"]
+    assert lines["forward", "blocks.0.norm2"][1] == ["blocks.0.up"]
     assert lines["backward", "blocks.0.attention.value"][2] != []
 
 
