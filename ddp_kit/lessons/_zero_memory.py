@@ -157,10 +157,11 @@ def explore(
     def draw(result, settings: dict):
         way, optimizer, n = (settings[name] for name in ("way", "optimizer", "world_size"))
         size = sum(p.numel() for p in make_gpt(Config(width=settings["width"])).parameters())
-        bars = {"measured": list(result)}
-        for label, name in {"formula": way, "DDP's formula": "DDP"}.items():
-            bars[label] = [expected_memory(name, optimizer, size, n)] * n
-        title = f"{way} with {optimizer}: {size:,} parameters on {count(n, 'rank')}"
+        bars = {f"{way}, measured": list(result)}
+        for name in (way, "DDP"):
+            bars[f"{name}, formula"] = [expected_memory(name, optimizer, size, n)] * n
+        title = f"Memory after a step with {way} and {optimizer}: "
+        title += f"{size:,} parameters, {count(n, 'rank')}"
         return plot.memory(bars, title, "rank")
 
     return Explorer(
