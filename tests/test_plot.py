@@ -1212,6 +1212,24 @@ def test_known_kinds_look_the_same_whatever_stands_beside_them():
     assert (beside["batch"], beside["shard"]) == ((fill, False), (fill, True))
 
 
+def test_a_kind_named_after_a_known_one_has_its_hue_and_others_have_none_of_theirs():
+    def fill(kind, *others):
+        bar = memory({"a": [dict.fromkeys((kind, *others), 1)]}).axes[1].patches[0]
+        return to_hex(bar.get_facecolor())
+
+    for known in ("parameters", "gradients"):
+        assert fill(f"all_gather of {known}", "batch") == fill(known)
+        assert fill(f"all_gather of {known}", known) == fill(known)
+    known = "parameters", "gradients", "optimizer states", "activations"
+    assert len({*map(fill, known)}) == 4
+    assert not {fill(kind) for kind in known} & {fill(kind, "batch") for kind in ("tokens", "x")}
+
+
+def test_one_device_needs_no_word_on_the_scale_of_all():
+    assert "All devices have the same scale" in " ".join(texts(memory(HELD)))
+    assert "same scale" not in " ".join(texts(memory({"end": [{"batch": 1}]})))
+
+
 def test_a_device_wears_its_own_colour_and_its_memory_none_of_a_ranks():
     picture = memory(HELD)
     chips = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]

@@ -9,6 +9,7 @@ Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillio
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -40,30 +41,31 @@ class ShardedGradient:
     """Averages the gradient of a parameter so that each rank gets that of its own rows only.
 
     full: the parameter; its gradient is freed as soon as it is complete and on its way. rows: this
-    rank's, as a parameter for an optimizer.
+    rank's, as a parameter for an optimizer. under_way: the parameters of a model whose gradients
+    are on their way, two at most; the model's others have the same deque.
     """
 
-    def __init__(self, full: nn.Parameter, rows: nn.Parameter) -> None:
-        self.full, self.rows, self.reducing = full, rows, None
+    def __init__(self, full: nn.Parameter, rows: nn.Parameter, under_way: deque) -> None:
+        self.full, self.rows, self.under_way = full, rows, under_way
+        self.reducing = None
         if full.requires_grad:
             full.register_post_accumulate_grad_hook(self.start_reduce)
 
     def start_reduce(self, full: torch.Tensor) -> None:
         """Begin to average the gradient of `full`, and free it."""
         self.finish_reduce()  # of an earlier backward
+        if len(self.under_way) == 2:
+            self.under_way.popleft().finish_reduce()
         gradient = fill_up(full.grad.to(self.rows.dtype) / dist.get_world_size())
-        full.grad = None
-        self.reducing = self.send(gradient)
-
-    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to add the gradients of all ranks; return where the sum of own rows arrives."""
-        arriving = torch.empty_like(self.rows)
-        return arriving, reduce_scatter_single(arriving, gradient, async_op=True)
+        full.grad, arriving = None, torch.empty_like(self.rows)
+        work = reduce_scatter_single(arriving, gradient, async_op=True)
+        self.reducing = gradient, arriving, work
+        self.under_way.append(self)
 
     def finish_reduce(self) -> None:
-        """Wait for the mean gradient, and add it to `rows.grad`."""
+        """Wait for the mean gradient, and add it to `rows.grad`; free the whole one."""
         if self.reducing is not None:
-            (arriving, work), self.reducing = self.reducing, None
+            (_, arriving, work), self.reducing = self.reducing, None
             work.wait()
             self.rows.grad = arriving if self.rows.grad is None else self.rows.grad + arriving
 
@@ -71,21 +73,18 @@ class ShardedGradient:
 class FreedParameter(ShardedGradient):
     """A parameter of which this rank keeps its rows, and frees the memory of the others.
 
-    full: all rows, in `compute_dtype`, without memory at first.
+    full: all rows, without memory at first.
     """
 
-    def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype | None = None) -> None:
-        self.filled = fill_up(parameter.detach()).to(compute_dtype or parameter.dtype)
+    def __init__(self, parameter: nn.Parameter, under_way: deque) -> None:
+        self.filled = fill_up(parameter.detach())
         self.memory, self.gathering = self.filled.untyped_storage(), None
         self.nbytes = self.memory.nbytes()
         # Autograd counts what is written into a tensor, but not what is written through .data.
         full = nn.Parameter(cut(self.filled.data, parameter), parameter.requires_grad)
-        super().__init__(full, self.keep(parameter))
+        rows = nn.Parameter(own_rows(self.filled).clone(), parameter.requires_grad)
+        super().__init__(full, rows, under_way)
         self.free()
-
-    def keep(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what this rank keeps."""
-        return nn.Parameter(own_rows(fill_up(parameter.detach())).clone(), parameter.requires_grad)
 
     def free(self) -> None:
         """Free the memory of `full`, to which the graph of the forward goes on to refer."""
@@ -129,50 +128,28 @@ class ShardedParameter(FreedParameter):
         return cut(filled, self.full)
 
 
-class WholeParameter(ShardedParameter):
-    """A parameter so small that every rank keeps the whole of it: only its gradient travels."""
-
-    def keep(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter."""
-        return parameter
-
-    def start_gather(self) -> None:
-        """Copy the parameter, because its gradient must not be added to the one before."""
-        self.memory.resize_(self.nbytes)
-        self.full.data.copy_(self.rows)
-
-    def send(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to add the gradients of all ranks in place."""
-        arriving = cut(gradient, self.rows)
-        return arriving, dist.all_reduce(arriving, async_op=True)
-
-    def gather_copy(self) -> torch.Tensor:
-        """Return a copy."""
-        return self.rows.detach().clone()
-
-
 class ShardedModule(nn.Module):
     """Replaces the parameters of a module by this rank's rows of them.
 
-    Parameters with fewer than two dimensions, such as biases, stay whole. All ranks start with the
-    parameters and buffers of rank 0.
+    All ranks start with the parameters and buffers of rank 0.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.compute_dtype = module, compute_dtype
+        self.module, self.under_way = module, deque()
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-        shards, self.own = {}, {}  # by parameter; by module and name
-        for parameter in module.parameters():
-            kind = ShardedParameter if parameter.ndim > 1 else WholeParameter
-            shards[parameter] = kind(parameter, compute_dtype)
-        self.sharded = [*shards.values()]  # nothing keeps the whole parameters
+        shards = {parameter: self.shard(parameter) for parameter in module.parameters()}
+        self.sharded, self.own = [*shards.values()], {}  # nothing keeps the whole parameters
         for each in module.modules():
             named = [*each.named_parameters(recurse=False, remove_duplicate=False)]
             if named:
                 self.own[each] = {name: shards[parameter] for name, parameter in named}
                 self.show(each, "rows")
+
+    def shard(self, parameter: nn.Parameter) -> ShardedParameter:
+        """Return what replaces a parameter."""
+        return ShardedParameter(parameter, self.under_way)
 
     def show(self, module: nn.Module, which: str) -> None:
         """Let the parameters of a module be its "rows", or the "full" ones."""
@@ -202,8 +179,8 @@ def with_gradients(output: Any) -> list[torch.Tensor]:
 class UnshardedOnDemand(ShardedModule):
     """Gathers a module's parameters before its forward and its backward, and frees them after."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-        super().__init__(module, compute_dtype)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         for each in self.own:
             each.register_forward_pre_hook(self.before_forward)
             each.register_forward_hook(self.after_forward)
@@ -234,8 +211,8 @@ class UnshardedOnDemand(ShardedModule):
 class Prefetching(UnshardedOnDemand):
     """Begins to gather a module's parameters while the module before it computes."""
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-        super().__init__(module, compute_dtype)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.ran, self.next, self.previous = [], {}, {}  # modules, as seen in the forwards
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -260,9 +237,7 @@ class Prefetching(UnshardedOnDemand):
 class FullyShardedDataParallel(Prefetching):
     """Trains a module of which every rank keeps only some rows of each weight: ZeRO stage 3.
 
-    A module's own parameters are complete only while its forward or backward runs. compute_dtype:
-    of the forward and the backward, such as torch.bfloat16; the rows and gradients stay in their
-    own dtype.
+    A module's own parameters are complete only while its forward or backward runs.
 
     `parameters()` are the rows: give them to an optimizer. Call `finish_gradient_synchronization`
     after the last backward before its step. All ranks must run the same modules in the same order.
@@ -272,23 +247,45 @@ class FullyShardedDataParallel(Prefetching):
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the module; its output has the dtype of the rows and not `compute_dtype`."""
+        """Call the module."""
         self.ran.clear()
-        if self.compute_dtype is None:
-            return self.module(*inputs, **named)
-        inputs, named = cast((inputs, named), self.compute_dtype)
-        return cast(self.module(*inputs, **named), next(self.parameters()).dtype)
+        return self.module(*inputs, **named)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until all mean gradients have arrived. Free what a backward did not need."""
+        while self.under_way:
+            self.under_way.popleft().finish_reduce()
         for parameter in self.sharded:
-            parameter.finish_reduce()
             parameter.free()
 
     def gather_full_params(self) -> dict[str, torch.Tensor]:
         """Return the whole parameters under the names that they have in the module."""
         whole = {parameter.rows: parameter for parameter in self.sharded}
         return {name: whole[rows].gather_copy() for name, rows in self.module.named_parameters()}
+
+
+class MixedPrecision(FullyShardedDataParallel):
+    """Trains as `FullyShardedDataParallel` does, in a lower precision.
+
+    compute_dtype: of the forward and the backward, such as torch.bfloat16; the rows and gradients
+    stay in their own dtype, and so does the output.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+        self.compute_dtype = compute_dtype
+        super().__init__(module)
+
+    def shard(self, parameter: nn.Parameter) -> ShardedParameter:
+        """Return what replaces a parameter."""
+        low = nn.Parameter(parameter.detach().to(self.compute_dtype), parameter.requires_grad)
+        sharded, whole = super().shard(low), fill_up(parameter.detach())
+        sharded.rows = nn.Parameter(own_rows(whole).clone(), parameter.requires_grad)
+        return sharded
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the module; its output has the dtype of the rows and not `compute_dtype`."""
+        inputs, named = cast((inputs, named), self.compute_dtype)
+        return cast(super().forward(*inputs, **named), next(self.parameters()).dtype)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -111,10 +112,10 @@ class ReplicatedParameter(ShardedGradient):
     rows: a view of the parameter's own memory.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, under_way: deque) -> None:
         self.filled = fill_up(parameter.detach())
         parameter.data = cut(self.filled, parameter)
-        super().__init__(parameter, nn.Parameter(own_rows(self.filled)))
+        super().__init__(parameter, nn.Parameter(own_rows(self.filled)), under_way)
 
     def gather(self) -> None:
         """Gather the rows that each rank has updated."""
@@ -129,13 +130,14 @@ class ShardedGradients:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.sharded = [ReplicatedParameter(p) for p in parameters if p.requires_grad]
+        self.under_way, kept = deque(), [p for p in parameters if p.requires_grad]
+        self.sharded = [ReplicatedParameter(parameter, self.under_way) for parameter in kept]
         self.rows = [parameter.rows for parameter in self.sharded]
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until all mean gradients have arrived."""
-        for parameter in self.sharded:
-            parameter.finish_reduce()
+        while self.under_way:
+            self.under_way.popleft().finish_reduce()
 
     def gather(self) -> None:
         """Gather the rows that each rank has updated."""

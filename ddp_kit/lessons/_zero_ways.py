@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_kit import device
-from ddp_kit.lessons._fully_sharded import FullyShardedDataParallel
-from ddp_kit.lessons._gpt import GPT
+from ddp_kit.lessons._fully_sharded import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedGradient,
+)
+from ddp_kit.lessons._gpt import GPT, Batch, loss_of, part_of
 from ddp_kit.lessons._sharded_optimizer import ShardedGradients, ShardedOptimizer
 
 BATCH = 12  # sequences of all ranks together: 1, 2, 3 and 4 divide it
@@ -36,32 +40,45 @@ OPTIMIZERS = {
 class Training:
     """A model that is trained in one of the `WAYS`.
 
-    finish: called after backward. after: called after the optimizer's step. full: returns all
-    parameters by name. kept: returns the tensors that hold parameters all the time; gathered: those
-    that hold them for a moment.
+    full: returns all parameters by name. finish: called after backward. after: called after the
+    optimizer's step. sharded: the parameters whose gradients stages 2 and 3 shard.
     """
 
     model: nn.Module
     optimizer: Optimizer
     full: Callable[[], dict[str, torch.Tensor]]
-    kept: Callable[[], list[torch.Tensor]]
     finish: Callable[[], None] = lambda: None
     after: Callable[[], None] = lambda: None
-    gathered: Callable[[], list[torch.Tensor]] = list
+    sharded: Sequence[ShardedGradient] = ()
+
+
+def take_steps(
+    training: Training, data: Iterable[Batch], rank: int, world_size: int
+) -> list[float]:
+    """Train on this rank's part of each batch; return its losses."""
+    losses = []
+    for batch in data:
+        training.optimizer.zero_grad()
+        loss = loss_of(training.model, *part_of(batch, rank, world_size))
+        loss.backward()
+        training.finish()
+        training.optimizer.step()
+        training.after()
+        losses.append(loss.item())
+    return losses
 
 
 def start_ddp(model: nn.Module, optimizer_cls: Callable) -> Training:
     """Train as DistributedDataParallel does: every rank keeps everything."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)  # no second copy
-    optimizer = optimizer_cls(model.parameters())
-    return Training(wrapped, optimizer, partial(copies, model), lambda: list(model.parameters()))
+    return Training(wrapped, optimizer_cls(model.parameters()), partial(copies, model))
 
 
 def start_stage_1(model: nn.Module, optimizer_cls: Callable) -> Training:
     """Shard the states of the optimizer."""
-    training = start_ddp(model, torch.optim.SGD)
-    training.optimizer = ShardedOptimizer(model.parameters(), optimizer_cls)
-    return training
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ShardedOptimizer(model.parameters(), optimizer_cls)
+    return Training(wrapped, optimizer, partial(copies, model))
 
 
 def start_stage_2(model: nn.Module, optimizer_cls: Callable) -> Training:
@@ -71,9 +88,9 @@ def start_stage_2(model: nn.Module, optimizer_cls: Callable) -> Training:
         model,
         optimizer_cls(sharded.rows),
         partial(copies, model),
-        lambda: list(model.parameters()),
         sharded.finish_gradient_synchronization,
         sharded.gather,
+        sharded.sharded,
     )
 
 
@@ -81,23 +98,22 @@ def start_stage_3(
     model: nn.Module, optimizer_cls: Callable, compute_dtype: torch.dtype | None = None
 ) -> Training:
     """Shard the parameters, too."""
-    wrapped = FullyShardedDataParallel(model, compute_dtype)
+    low = compute_dtype and MixedPrecision(model, compute_dtype)
+    wrapped = low or FullyShardedDataParallel(model)
     return Training(
         wrapped,
         optimizer_cls(wrapped.parameters()),
         wrapped.gather_full_params,
-        lambda: [parameter.rows for parameter in wrapped.sharded],
         wrapped.finish_gradient_synchronization,
-        gathered=lambda: [parameter.filled for parameter in wrapped.sharded],
+        sharded=wrapped.sharded,
     )
 
 
 def start_zero_redundancy(model: nn.Module, optimizer_cls: Callable) -> Training:
     """Use PyTorch's stage 1, ZeroRedundancyOptimizer."""
-    training = start_ddp(model, torch.optim.SGD)
-    sharded = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer_cls)
-    training.optimizer = sharded
-    return training
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer_cls)
+    return Training(wrapped, optimizer, partial(copies, model))
 
 
 def start_fully_shard(model: GPT, optimizer_cls: Callable) -> Training:
@@ -105,12 +121,11 @@ def start_fully_shard(model: GPT, optimizer_cls: Callable) -> Training:
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    return Training(
-        model,
-        optimizer_cls(model.parameters()),
-        lambda: {name: p.full_tensor().detach() for name, p in model.named_parameters()},
-        lambda: [parameter.to_local() for parameter in model.parameters()],
-    )
+
+    def full() -> dict[str, torch.Tensor]:
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    return Training(model, optimizer_cls(model.parameters()), full)
 
 
 WAYS: dict[str, Callable[..., Training]] = {

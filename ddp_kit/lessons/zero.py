@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,12 +25,12 @@ from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._fully_sharded import (  # noqa: F401 - the notebook uses them
     FreedParameter,
     FullyShardedDataParallel,
+    MixedPrecision,
     Prefetching,
     ShardedGradient,
     ShardedModule,
     ShardedParameter,
     UnshardedOnDemand,
-    WholeParameter,
     cut,
     fill_up,
     own_rows,
@@ -53,6 +52,7 @@ from ddp_kit.lessons._zero_memory import (  # noqa: F401
     held,
     hold,
     memory,
+    watch_layers,
     watch_memory,
 )
 from ddp_kit.lessons._zero_ways import (  # noqa: F401
@@ -61,8 +61,11 @@ from ddp_kit.lessons._zero_ways import (  # noqa: F401
     OPTIMIZERS,
     SGD,
     WAYS,
+    Training,
     copies,
     start_fully_shard,
+    start_zero_redundancy,
+    take_steps,
 )
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent
@@ -84,15 +87,7 @@ def train(
     step), "parameters" (whole, by name), "held" (bytes, see `held`).
     """
     training = WAYS[way](make_gpt(), optimizer_cls, **options)
-    losses = []
-    for batch in batches(BATCH, steps):
-        training.optimizer.zero_grad()
-        loss = loss_of(training.model, *part_of(batch, rank, world_size))
-        loss.backward()
-        training.finish()
-        training.optimizer.step()
-        training.after()
-        losses.append(loss.item())
+    losses = take_steps(training, batches(BATCH, steps), rank, world_size)
     return {"losses": losses, "parameters": training.full(), "held": held(training)}
 
 
@@ -114,47 +109,40 @@ def train_alone(optimizer_cls: Callable = SGD, steps: int = 3, parts: int = 1) -
     return {"losses": losses, "parameters": copies(model)}
 
 
-def resume(
-    rank: int, world_size: int, folder: str, load: bool, steps: int
-) -> dict[str, torch.Tensor]:
-    """Train with fully_shard and Adam up to step `steps`, from the beginning or a checkpoint.
+def train_and_save(rank: int, world_size: int, folder: str) -> None:
+    """Train two steps with fully_shard and Adam, and write a checkpoint."""
+    training = start_fully_shard(make_gpt(), ADAM)
+    take_steps(training, batches(BATCH, 2), rank, world_size)
+    parameters, states = get_state_dict(training.model, training.optimizer)
+    dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=folder)
 
-    load: read the checkpoint in `folder`, whatever number of ranks has saved it, and continue after
-    its steps. Otherwise, begin, and write one. Returns the whole parameters by name.
+
+def load_and_train(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    """Load a checkpoint of `train_and_save`, from any number of ranks, and train a third step.
+
+    Returns the whole parameters by name.
     """
-    model = make_gpt()
-    training = start_fully_shard(model, ADAM)
-    progress = {"steps": 0}
-
-    def state() -> State:
-        model_state, optimizer_state = get_state_dict(model, training.optimizer)
-        return {"model": model_state, "optimizer": optimizer_state, "progress": progress}
-
-    if load:
-        loaded = state()
-        dcp.load(loaded, checkpoint_id=folder)  # into these tensors, and into `progress`
-        set_state_dict(
-            model,
-            training.optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-        )
-    for batch in islice(batches(BATCH, steps), progress["steps"], None):
-        training.optimizer.zero_grad()
-        loss_of(model, *part_of(batch, rank, world_size)).backward()
-        training.optimizer.step()
-    progress["steps"] = steps
-    if not load:
-        dcp.save(state(), checkpoint_id=folder)
+    training = start_fully_shard(make_gpt(), ADAM)
+    parameters, states = get_state_dict(training.model, training.optimizer)
+    loaded = {"model": parameters, "optimizer": states}
+    dcp.load(loaded, checkpoint_id=folder)  # into these tensors
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    take_steps(training, islice(batches(BATCH, 3), 2, None), rank, world_size)
     return training.full()
 
 
-def bytes_per_step(run: Callable, way: str) -> list[Counter[str]]:
+def bytes_per_step(run: Callable, worker: Callable, *args: Any) -> list[Counter[str]]:
     """Return the bytes that each rank sends in a training step, by call, as the trace counts them.
 
-    run: calls a worker on all ranks, such as `kit.run`. A step is what three have more than two.
+    run: calls a worker on all ranks, such as `kit.run`. worker: takes args and a number of steps.
+    A step is what three send minus what two send.
     """
-    fewer, more = (run(train, way, SGD, steps) for steps in (2, 3))
+    fewer, more = (run(worker, *args, steps) for steps in (2, 3))
     return [
         count_bytes(more.trace, rank) - count_bytes(fewer.trace, rank) for rank in range(len(more))
     ]
@@ -185,31 +173,19 @@ def expected_bytes(way: str, world_size: int, model: GPT, gloo: bool = False) ->
     way: "DDP" or a stage. A reduce_scatter or an all_gather sends (n-1)/n of its tensors, an
     all_reduce twice that. gloo: count a reduce_scatter twice, because gloo calls all_reduce for it.
     """
-    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     twice = [model.tokens.weight] if model.head.weight is model.tokens.weight else []
-    filled = partial(filled_bytes, world_size=world_size)
-    both = sum(parameter.nbytes for parameter in model.parameters())
-    reduced = {"stage 2": filled(weights + vectors), "stage 3": filled(weights)}.get(way, 0)
+    exact = sum(parameter.nbytes for parameter in model.parameters())
+    filled = filled_bytes(model.parameters(), world_size)
     sent = {
-        "DDP": 2 * both,  # all_reduce
-        "stage 1": 2 * both + both,  # all_reduce; a broadcast of each parameter from its owner
-        "stage 2": reduced + filled(weights + vectors),  # reduce_scatter, all_gather
+        "DDP": 2 * exact,  # all_reduce
+        "stage 1": 2 * exact + exact,  # all_reduce; a broadcast of each parameter from its owner
+        "stage 2": filled + filled,  # reduce_scatter, all_gather
         # reduce_scatter; all_gather before forward and backward, once more for a weight that two
-        # modules use; all_reduce of the vectors
-        "stage 3": reduced + filled(weights + weights + twice) + 2 * sum(v.nbytes for v in vectors),
+        # modules use
+        "stage 3": filled + 2 * filled + filled_bytes(twice, world_size),
     }
+    reduced = filled if way in ("stage 2", "stage 3") else 0
     return (world_size - 1) / world_size * (sent[way] + reduced * gloo)
-
-
-def bytes_per_parameter(run: Callable, way: str) -> list[dict[str, float]]:
-    """Return what each rank holds after a step with Adam, in bytes per parameter, by kind.
-
-    run: calls a worker on all ranks, such as `kit.run`.
-    """
-    count = sum(p.numel() for p in make_gpt().parameters())
-    result = run(train, way, ADAM, 1)
-    return [{kind: nbytes / count for kind, nbytes in each["held"].items()} for each in result]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -226,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
                 mine = [each["parameters"] for each in ranks(train, way, optimizer_cls)]
                 prove(f"{way} trains as one process does", compare(mine, alone))
         for way in ("DDP", "stage 1", "stage 2", "stage 3"):
-            sent = [sum(each.values()) for each in bytes_per_step(ranks, way)]
+            sent = [sum(each.values()) for each in bytes_per_step(ranks, train, way, SGD)]
             expected = expected_bytes(way, ranks.world_size, make_gpt())
             prove(f"{way} sends what the formula says", compare(sum(sent) / len(sent), expected))
         ranks.say(f"zero: {ranks}, 3 stages and PyTorch's own train as one process does")

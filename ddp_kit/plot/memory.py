@@ -15,14 +15,17 @@ from ddp_kit.plot.style import EDGE, INK, QUIET, byte_size, chip, set_hatch, swa
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
 FILLS = ("#8fa9c4", "#dcc48e", "#8fb8b0", "#e3a9b4", "#c9c2ee", "#c4c4c4")
-# These look the same in all pictures: which pair of FILLS, and which of the two.
+# These look the same in all pictures: which pair of FILLS, and which of the two. A name that
+# contains one of theirs, such as "all_gather of parameters", has the same hue.
 KNOWN = {
     "parameters": (0, 0),
-    "gathered parameters": (0, 1),
+    **dict.fromkeys(("gathered parameters", "replica"), (0, 1)),
     "gradients": (1, 0),
-    **dict.fromkeys(("optimizer states", "optimizer state", "optimizer"), (1, 1)),
+    "gradients on their way": (1, 1),
+    **dict.fromkeys(("optimizer states", "optimizer state", "optimizer"), (2, 0)),
     **dict.fromkeys(("activations", "kept for backward"), (4, 0)),
 }
+OTHERS = (3, 5)  # the hues that no known kind has
 LEFT, TOP, WIDE, TALL, GAP = 1.6, 0.42, 7.2, 0.95, 0.2  # inches
 
 Held = Mapping[str, Sequence[Mapping[str, int]]]
@@ -36,9 +39,10 @@ def memory(
 
     held maps the name of a step to one mapping per device, kind → bytes. Kinds are stacked in
     the order in which they first occur; one that no device ever holds is left out. "parameters",
-    "gradients", "optimizer states" and "activations" look the same in every picture. The others
-    take the looks that are left, in pairs of one hue, of which the second is hatched. name is what
-    holds the bytes, such as "rank". unit: what is counted, if not bytes, such as "tokens".
+    "gradients", "optimizer states" and "activations" look the same in every picture, and a name
+    that contains one of these has its hue. The others take the looks that are left, in pairs of one
+    hue, of which the second is hatched. name is what holds the bytes, such as "rank". unit: what is
+    counted, if not bytes, such as "tokens".
 
     Raises PlotError if there is no step, no device or no kind, there are more than 12 kinds, steps
     differ in their number of devices, or a number of bytes is negative or not an int.
@@ -60,7 +64,8 @@ def memory(
     highest = max(sum(here.values()) for devices in held.values() for here in devices) or 1
     height = count * (TALL + GAP) - GAP
     entries, lines = _key(kinds)
-    caption = [f"The number on a bar is its sum. All {name}s have the same scale."]
+    same_scale = f" All {name}s have the same scale." if count > 1 else ""
+    caption = [f"The number on a bar is its sum.{same_scale}"]
     below = TOP + height + 0.56 + 0.2 * lines + 0.13
     full = LEFT + WIDE + 0.15
     picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.07)
@@ -111,15 +116,23 @@ def _read(held: Held) -> tuple[Kinds, int]:
 
 
 def _looks(names: Iterable[str]) -> Kinds:
-    free = [(hue, second) for hue in range(len(FILLS)) for second in range(2)]
-    taken = {}
+    hues = sorted(range(len(FILLS)), key=lambda hue: hue not in OTHERS)
+    free = [(hue, second) for hue in hues for second in range(2)]
+    taken: dict[str, tuple[int, int]] = {}
+
+    def take(name: str, wanted: Iterable[tuple[int, int]]) -> None:
+        look = next((look for look in wanted if look in free), None)
+        if look and name not in taken:
+            free.remove(look)
+            taken[name] = look
+
     for name in names:
-        if KNOWN.get(name) in free:
-            free.remove(KNOWN[name])
-            taken[name] = KNOWN[name]
+        take(name, [KNOWN[name]] if name in KNOWN else [])
     for name in names:
-        if name not in taken:
-            taken[name] = free.pop(0)
+        same = {hue for known, (hue, _) in KNOWN.items() if known in name}
+        take(name, [look for look in free if look[0] in same])
+    for name in names:
+        take(name, free)
     return {
         name: (FILLS[hue], "/////" if second else None) for name, (hue, second) in taken.items()
     }

@@ -49,7 +49,7 @@ PARTS = {  # private modules from which a lesson's module imports
     "data_parallel": ["_data_parallel_steps"],
     "ddp": ["_ddp_by_hand", "_ddp_buckets"],
     "device_mesh": ["_placements"],
-    "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded"],
+    "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
     "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
     "context_parallel": ["_ring_attention", "_all_to_all", "_experts"],
@@ -103,8 +103,9 @@ REQUIRED: dict[str, set[str]] = {
     "13_zero": {
         *("Block", "Owners", "settings", "Partition", "ShardedStep", "fill_up", "own_rows", "cut"),
         *("ShardedGradient", "ReplicatedParameter", "ShardedGradients", "FreedParameter"),
-        *("ShardedParameter", "WholeParameter", "ShardedModule", "UnshardedOnDemand"),
-        *("Prefetching", "FullyShardedDataParallel"),
+        *("ShardedParameter", "ShardedModule", "UnshardedOnDemand", "Prefetching"),
+        *("FullyShardedDataParallel", "take_steps", "start_zero_redundancy"),
+        *("start_fully_shard", "train_and_save", "load_and_train"),
     },
     "14_tensor_parallel": {
         *("CopyToRegion", "ReduceFromRegion", "ColumnParallelLinear", "RowParallelLinear"),
