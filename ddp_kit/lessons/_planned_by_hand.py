@@ -27,42 +27,42 @@ def layer_keeps(model: Transformer, plan: Plan, precision: Precision = formulas.
     size, tp = precision.activations, plan.tp
     norms: float = (4 * size + 2 * model.dropout) * model.width  # what goes in and out; masks
     cut: float = 2 * model.width + 2 * model.kv_width + (2 + 2 * model.gated) * model.mlp_width
-    cut *= size
+    cut *= size  # queries, keys, values, output; and the MLP
     if not plan.flash:
         cut += (size + model.dropout * (1 + size)) * model.heads * model.context  # scores
     tokens = plan.micro_batch * model.context / plan.cp
     return tokens * (norms / (tp if plan.sequence_parallel else 1) + cut / tp)
 
 
-def memory_by_hand(
-    model: Transformer, plan: Plan, precision: Precision = formulas.MIXED
+def stage_by_hand(
+    model: Transformer, plan: Plan, stage: int, precision: Precision = formulas.MIXED
 ) -> dict[str, float]:
-    """Return the bytes of the rank that holds most, by kind."""
-    layer = model.layer_weights / plan.tp + model.layer_vectors
-    head = model.head / plan.tp
+    """Return the bytes of a rank of a pipeline stage, by kind."""
+    layers = formulas.stages(model.layers, plan.pp)[stage]
+    first, last, ahead = stage == 0, stage == plan.pp - 1, plan.pp - stage
+    layer, head = model.layer_weights / plan.tp + model.layer_vectors, model.head / plan.tp
+    parameters = layers * layer + first * (model.embeddings - model.head + head)
+    parameters += last * ((1 + model.norm_bias) * model.width + head * (not (first and model.tied)))
+    held = states_by_hand(parameters, plan.dp * plan.cp, plan.zero, precision)
+    gathered = min(layers, 2) * layer * (plan.zero == 3)  # one computes, one is on its way
+    held["gathered parameters"] = gathered * precision.parameters
     tokens = plan.micro_batch * model.context / plan.cp
     inputs = tokens * model.width * precision.activations
     inputs /= plan.tp if plan.sequence_parallel else 1
     whole, again = layer_keeps(model, plan, precision), plan.recompute == "full"
-    found = []
-    for stage, layers in enumerate(formulas.stages(model.layers, plan.pp)):
-        first, last, ahead = stage == 0, stage == plan.pp - 1, plan.pp - stage
-        parameters = layers * layer + first * (model.embeddings - model.head + head)
-        if last:
-            norm = (1 + model.norm_bias) * model.width
-            parameters += norm + head * (not (first and model.tied))
-        under_way: float = min(plan.micro_batches, ahead)
-        if plan.chunks > 1:
-            parts = 2 * (ahead - 1) + (plan.chunks - 1) * plan.pp + 1
-            under_way = min(plan.micro_batches, parts / plan.chunks)
-        held = states_by_hand(parameters, plan.dp * plan.cp, plan.zero, precision)
-        gathered = min(layers, 2) * layer * (plan.zero == 3)  # one computes, one is on its way
-        held["gathered parameters"] = gathered * precision.parameters
-        held["activations"] = under_way * layers * (inputs if again else whole)
-        held["activations"] += last * (2 * inputs + 4 * tokens * model.vocabulary / plan.tp)
-        held["recomputed activations"] = whole * again
-        found.append(held)
-    return max(found, key=lambda held: sum(held.values()))
+    parts = ahead if plan.chunks == 1 else 2 * (ahead - 1) + (plan.chunks - 1) * plan.pp + 1
+    under_way = min(plan.micro_batches, parts / plan.chunks)
+    held["activations"] = under_way * layers * (inputs if again else whole)
+    held["activations"] += last * (2 * inputs + 4 * tokens * model.vocabulary / plan.tp)
+    return held | {"recomputed activations": whole * again}
+
+
+def memory_by_hand(
+    model: Transformer, plan: Plan, precision: Precision = formulas.MIXED
+) -> dict[str, float]:
+    """Return the bytes of the rank that holds most, by kind."""
+    stages = [stage_by_hand(model, plan, stage, precision) for stage in range(plan.pp)]
+    return max(stages, key=lambda held: sum(held.values()))
 
 
 def layer_by_hand(

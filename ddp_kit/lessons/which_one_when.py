@@ -22,6 +22,7 @@ from ddp_kit.lessons._planned_by_hand import (  # noqa: F401 - the notebook uses
     layer_keeps,
     memory_by_hand,
     plans_by_hand,
+    stage_by_hand,
     states_by_hand,
     step_by_hand,
     tflops,

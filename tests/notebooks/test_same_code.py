@@ -126,7 +126,7 @@ REQUIRED: dict[str, set[str]] = {
     "17_which_one_when": {
         *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
         *("memory_by_hand", "layer_by_hand", "dp_by_hand", "step_by_hand", "plans_by_hand"),
-        "tflops",
+        *("stage_by_hand", "tflops"),
     },
 }
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
