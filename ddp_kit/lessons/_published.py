@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ddp_kit.model import MIXED, Cluster, Plan, Precision, Transformer, step
+from ddp_kit.model import Cluster, Plan, Precision, Transformer
 
 
 class Megatron(NamedTuple):
@@ -82,18 +82,6 @@ def llama(row: Llama, chunks: int = 1) -> tuple[Transformer, Plan]:
     transformer = Transformer(126, 16_384, 128, 128_256, row.context, **sizes, **bare)
     # The paper shards gradients, too, which is stage 2; stage 1 reduces them once in a step.
     return transformer, Plan(row.dp, 1, row.tp, row.pp, row.cp, row.batch, 1, chunks)
-
-
-def tflops(
-    transformer: Transformer, plan: Plan, cluster: Cluster, precision: Precision = MIXED
-) -> float:
-    """Return the predicted TFLOP/s of each accelerator; recomputation counts, as in Megatron-LM."""
-    done = transformer.flops_per_token
-    if plan.recompute == "full":
-        layer = 2 * transformer.layer_weights + transformer.scores_flops
-        done += transformer.layers * layer
-    done *= plan.batch * transformer.context / plan.ranks
-    return done / sum(step(transformer, plan, cluster, precision).values()) / 1e12
 
 
 def with_efficiency(cluster: Cluster, efficiency: float) -> Cluster:

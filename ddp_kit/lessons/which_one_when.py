@@ -16,14 +16,24 @@ from ddp_kit import compare, model
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._gpt import Config, make_gpt
 from ddp_kit.lessons._placements import pieces
-from ddp_kit.lessons._published import (  # noqa: F401 - the notebook uses them
+from ddp_kit.lessons._planned_by_hand import (  # noqa: F401 - the notebook uses them
+    dp_by_hand,
+    layer_by_hand,
+    layer_keeps,
+    memory_by_hand,
+    plans_by_hand,
+    stage_by_hand,
+    states_by_hand,
+    step_by_hand,
+    tflops,
+)
+from ddp_kit.lessons._published import (  # noqa: F401
     FLOAT32_GRADIENTS,
     LLAMA_3,
     MEGATRON,
     fit_efficiency,
     llama,
     megatron,
-    tflops,
     with_efficiency,
 )
 from ddp_kit.lessons._two_dimensions import (  # noqa: F401

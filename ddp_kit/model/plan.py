@@ -47,6 +47,8 @@ class Plan:
     the tp ranks also share what they would all keep of a sequence. overlap: dp communicates while
     backward computes.
 
+    As text: "dp 8, ZeRO 3, 16 micro-batches of 1", without what is 1 or off.
+
     Neighbours in a tp group are neighbouring ranks; then cp, pp and dp follow, as in Llama 3.
     """
 
@@ -91,7 +93,8 @@ class Plan:
             shown.append(f"ZeRO {self.zero}")
         if self.recompute != "none":
             shown.append(f"recompute {self.recompute}")
-        return ", ".join([*shown, f"{self.micro_batches} x {self.micro_batch} sequences"])
+        many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
+        return ", ".join([*shown, f"{self.micro_batches} {many} of {self.micro_batch}"])
 
 
 def objection(transformer: Transformer, plan: Plan) -> tuple[str, str] | None:

@@ -84,13 +84,16 @@ def plans(
     micro_batch: Sequence[int] = (1, 2, 4),
     recompute: Sequence[str] = ("none", "full"),
     chunks: Sequence[int] = (1,),
+    cp: Sequence[int] = (1,),
 ) -> Plans:
     """Return all plans for a number of accelerators and a batch, and which of them fit.
 
-    gpus: all of them are used. batch: sequences in a step. micro_batch, recompute, chunks: those to
-    try. A plan fits if its rank with most memory has at most 90 percent of an accelerator's: the
-    rest is for what `memory` does not count. Raises ModelError if gpus fill more than one host, and
-    not a whole number of them.
+    gpus: all of them are used. batch: sequences in a step. micro_batch, recompute, chunks, cp:
+    those to try. cp is for sequences that are too long for a rank: `step` does not know that
+    kernels become less efficient when each rank has a smaller part of a sequence. A plan fits if
+    its rank with most memory has at most 90 percent of an accelerator's: the rest is for what
+    `memory` does not count. Raises ModelError if gpus fill more than one host, and not a whole
+    number of them.
     """
     check_count("gpus", gpus)
     check_count("batch", batch)
@@ -99,10 +102,11 @@ def plans(
     fitting: list[Estimate] = []
     refused: dict[str, list[tuple[Plan, str]]] = {}
     room = 0.9 * cluster.accelerator.memory
-    for size in micro_batch:
-        check_count("micro_batch", size)
+    for name, sizes in (("micro_batch", micro_batch), ("cp", cp)):
+        for size in sizes:
+            check_count(name, size)
     too_large: list[tuple[float, Plan, str]] = []
-    for plan in _candidates(transformer, gpus, batch, micro_batch, recompute, chunks):
+    for plan in _candidates(transformer, gpus, batch, micro_batch, recompute, chunks, cp):
         problem = objection(transformer, plan)
         if problem is None and plan.batch != batch:
             shared = f"dp={plan.dp} times micro-batches of {plan.micro_batch}"
@@ -130,11 +134,14 @@ def _candidates(
     micro_batch: Sequence[int],
     recompute: Sequence[str],
     chunks: Sequence[int],
+    context_parallel: Sequence[int],
 ) -> Iterator[Plan]:
     """Yield the plans to look at: sizes that divide the number of ranks, in reasonable limits."""
     for tp in _divisors(gpus, transformer.heads):
         for pp in _divisors(gpus // tp, transformer.layers):
-            for cp in _divisors(gpus // tp // pp, max(1, transformer.context // 1024)):
+            for cp in context_parallel:
+                if gpus // tp // pp % cp:
+                    continue
                 dp = gpus // tp // pp // cp
                 options = product(range(4 if dp * cp > 1 else 1), micro_batch, recompute, chunks)
                 for zero, size, again, parts in options:

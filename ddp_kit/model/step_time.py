@@ -84,8 +84,9 @@ def _micro_batch(
     reduced = layers * (4 + 2 * again) * cluster.all_reduce(plan.tp, nbytes)
     keys = 2 * nbytes * transformer.kv_width / transformer.width / plan.tp
     ring = cluster.link(plan.cp, plan.tp)
-    # Keys and values go round in forward; in backward, so do their gradients.
-    passed = (plan.cp - 1) * layers * (3 + again) * (ring.alpha + ring.beta * keys)
+    # Keys and values go round in forward and in backward; their gradients take one step more, home.
+    messages = (plan.cp - 1) * (3 + again) + (plan.cp > 1)
+    passed = layers * messages * (ring.alpha + ring.beta * keys)
     sent = 0.0
     if plan.pp > 1:
         hop = cluster.link(plan.pp, plan.tp * plan.cp)

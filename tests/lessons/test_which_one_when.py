@@ -110,7 +110,45 @@ def test_main_fails_where_the_formula_is_wrong(monkeypatch):
         lesson.main(["--world-size", "2"])
 
 
-# ---- published trainings
+# ---- by hand, and `ddp_kit.model`
+
+LLAMA = lesson.llama(lesson.LLAMA_3[0])[0]
+PLANS = [
+    model.Plan(),
+    model.Plan(dp=4, tp=2, micro_batches=3),
+    *(model.Plan(dp=64, zero=zero, tp=8, micro_batches=2, micro_batch=2) for zero in (1, 2, 3)),
+    *(model.Plan(4, 1, 8, 16, micro_batches=32, chunks=chunks) for chunks in (1, 8)),
+    model.Plan(8, 3, 4, 2, 4, 2, recompute="full"),
+    model.Plan(8, 0, 8, 1, 2, 2, 1, 1, "full", False, False, False),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("transformer", [LLAMA, lesson.megatron(lesson.MEGATRON[9])[0]])
+def test_the_cells_have_other_formulas_than_the_model(transformer, plan):
+    precision = lesson.FLOAT32_GRADIENTS
+    held = lesson.memory_by_hand(transformer, plan, precision)
+    assert held == pytest.approx(model.memory(transformer, plan, precision))
+    for cluster in (model.DGX_A100, model.DGX_H100):
+        seconds = lesson.step_by_hand(transformer, plan, cluster, precision)
+        assert seconds == pytest.approx(model.step(transformer, plan, cluster, precision))
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(4, 16), (8, 128), (64, 128)])
+def test_the_planner_of_the_cells_finds_other_plans(gpus, batch):
+    gpt = model.Transformer(36, 4096, 32, 51200, 2048)
+    found = lesson.plans_by_hand(gpt, model.DGX_H100, gpus, batch)
+    reference = model.plans(gpt, model.DGX_H100, gpus, batch).fitting
+    assert found
+    assert found[0] == (pytest.approx(reference[0].seconds), reference[0].plan)
+    others = {plan: seconds for seconds, plan in found}
+    for each in reference:
+        if each.plan.pp in (1, 2, 4) and each.plan.tp <= 8:
+            assert others.pop(each.plan) == pytest.approx(each.seconds)
+    assert not others, "plans that the reference lacks"
+
+
+# ---- published training runs
 
 
 @pytest.mark.parametrize("row", lesson.MEGATRON, ids=lambda row: str(row.billions))

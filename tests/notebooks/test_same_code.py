@@ -53,7 +53,7 @@ PARTS = {  # private modules from which a lesson's module imports
     "tensor_parallel": ["_tensor_parallel_layers"],
     "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
     "context_parallel": ["_ring_attention", "_all_to_all", "_experts"],
-    "which_one_when": ["_two_dimensions", "_published"],
+    "which_one_when": ["_two_dimensions", "_planned_by_hand", "_published"],
 }
 REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
@@ -125,7 +125,9 @@ REQUIRED: dict[str, set[str]] = {
         *("route", "counts_of", "Experts"),
     },
     "17_which_one_when": {
-        *("train_by_hand", "parallelize_2d", "train_2d"),
+        *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
+        *("memory_by_hand", "layer_by_hand", "dp_by_hand", "step_by_hand", "plans_by_hand"),
+        *("stage_by_hand", "tflops"),
     },
 }
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"
