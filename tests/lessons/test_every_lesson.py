@@ -90,6 +90,7 @@ def under_torchrun(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.mark.usefixtures("forked_torchrun")
 def test_torchrun_gives_the_same_lines(tmp_path):
     """All in one start, because a start takes seconds."""
     program = tmp_path / "program.py"

@@ -38,5 +38,7 @@ class ImportsTorch:
 sys.meta_path.insert(0, ImportsTorch())
 if "DDP_KIT_FORKED_SPAWN" in os.environ:
     import forked_spawn
+    import forked_torchrun
 
     forked_spawn.install()
+    forked_torchrun.install()
