@@ -31,6 +31,9 @@ ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv
 # See quick_imports/forked_spawn.py and forked_torchrun.py.
 FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if sys.platform == "linux" else {}
 
+# For programs that are not to see what else this process has in its environment.
+QUICK_START = FORKED | {"PYTHONPATH": str(Path(__file__).parent / "quick_imports")}
+
 SET_UP = """
 import ctypes, os, pathlib, time
 import torch, torch.distributed as dist
