@@ -1,8 +1,8 @@
 """The ranks of a torchrun agent are forked from it, which has imported PyTorch.
 
-torchrun starts a new Python for each rank, and each imports PyTorch for 1.5 s of CPU time. That
-this works is tested in tests/lessons/test_every_lesson.py, tests/lessons/test_train.py and
-tests/cluster.
+torchrun starts a new Python for each rank, and each imports PyTorch for 1.5 s of CPU time. It does
+so in a test of tests/lessons/test_every_lesson.py, and wherever it may restart ranks: in notebook
+10 and in tests/test_torchrun.py.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def install() -> None:
     An agent that is to restart its ranks starts them as always: a test that kills one finds it by
     the variables that its process was started with, and a fork has those of the agent.
     """
-    is_agent = sys.orig_argv[1:3] == ["-m", "torch.distributed.run"]
-    if is_agent and "--max-restarts" not in sys.orig_argv:
+    command = sys.orig_argv[1:]
+    is_agent = command[:2] == ["-m", "torch.distributed.run"]
+    restarts = "--max-restarts" in command and command[command.index("--max-restarts") + 1]
+    if is_agent and restarts in (False, "0"):
         subprocess.Popen = Fork  # which the agent has not imported yet
 
 
