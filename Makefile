@@ -73,7 +73,8 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@# Notebooks first: of the files with few tests, which xdist would begin last, some take long.
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 long: $(STAMP)  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load

@@ -9,7 +9,7 @@ import forked_ranks as forked
 import psutil
 import pytest
 from forked_ranks import forked_ranks  # noqa: F401 - a fixture
-from kernels import forked_spawn, kernel, shared  # noqa: F401 - fixtures
+from kernels import forked_spawn, forked_torchrun, kernel, shared  # noqa: F401 - fixtures
 from processes import BOUND, alive
 
 import ddp_kit as kit

@@ -28,8 +28,11 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 ENVIRONMENT["DDP_KIT_WARM"] = "0"  # only tests/test_warm_start.py starts kernels that warm up
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
 
-# See quick_imports/forked_spawn.py.
+# See quick_imports/forked_spawn.py and forked_torchrun.py.
 FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if sys.platform == "linux" else {}
+
+# For programs that are not to see what else this process has in its environment.
+QUICK_START = FORKED | {"PYTHONPATH": str(Path(__file__).parent / "quick_imports")}
 
 SET_UP = """
 import ctypes, os, pathlib, time
@@ -175,6 +178,13 @@ def forked_spawn(monkeypatch) -> None:
     """Let the kernel of a test that is not about processes fork its ranks."""
     for name, value in FORKED.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
+
+
+@pytest.fixture
+def forked_torchrun(monkeypatch) -> None:
+    """Let the agents of torchrun that a test starts fork their ranks."""
+    for name, value in FORKED.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

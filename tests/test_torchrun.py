@@ -30,6 +30,7 @@ from ddp_kit.lessons import beyond_one_machine
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import rank_processes, view
 
+pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
 
 

@@ -260,6 +260,7 @@ def test_processes_of_one_host_have_one_clock_name():
 # --- lessons -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_torchrun")
 def test_torchrun_and_spawned_ranks_write_the_same(tmp_path):
     own, theirs = tmp_path / "spawned", tmp_path / "torchrun"
     collectives.main(["--world-size", "2", "--backend", "gloo", "--trace", str(own)])

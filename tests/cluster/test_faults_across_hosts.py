@@ -21,6 +21,8 @@ def add_up(rank, world_size):
 with open_ranks() as ranks:
     ranks.say(list(ranks(add_up)))
 """
+pytestmark = pytest.mark.usefixtures("forked_torchrun")
+
 TALKING = str(Path(__file__).with_name("talking.py"))
 START = 300  # seconds; every process imports PyTorch, and the machine may have other work
 END = 300

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from notebook import Notebook
 
+pytestmark = pytest.mark.usefixtures("forked_torchrun")
+
 BOUND = 60  # seconds for a verdict; README.md has the true figures
 
 MUTUAL = """

@@ -16,6 +16,7 @@ EVERY_LESSON = str(Path(__file__).with_name("every_lesson.py"))
 STATIC = ("environment", "init_methods", "beyond_one_machine", "ring_allreduce")
 
 
+@pytest.mark.usefixtures("forked_torchrun")
 @pytest.mark.parametrize(
     ("rendezvous", "per_host", "folder", "names"),
     [("c10d", 2, "shared", tuple(PROOFS)), ("static", 1, "host-{host}", STATIC)],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from measure import MODELS, times
 
+pytestmark = pytest.mark.usefixtures("forked_torchrun")
+
 NBYTES = 2_500_000
 BETA = 8 / 100e6  # seconds a byte at 100 Mbit/s; headers make it 5 % more
 

@@ -255,6 +255,7 @@ def test_a_rank_that_dies_is_named(leave, exitcode, words):
     assert kit.run(total, world_size=2)[0] == 1
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_failure_is_also_reported_when_another_rank_dies():
     def worker(rank, world_size):
         if rank == 0:
@@ -272,6 +273,7 @@ def test_a_failure_is_also_reported_when_another_rank_dies():
     assert list(caught.value.failures) == [0]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_sys_exit_waits_for_no_thread():
     def worker(rank, world_size):
         threading.Thread(target=time.sleep, args=(600,)).start()
@@ -329,6 +331,7 @@ def zero_waits(rank, world_size):
     dist.recv(torch.zeros(1), src=1)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_only_the_ranks_that_had_to_be_stopped_are_replaced():
     before = list(kit.run(pid, world_size=2))
     with pytest.raises(kit.RankError):
@@ -355,6 +358,7 @@ spawn.mp.spawn = noted
 """
 
 
+@pytest.mark.usefixtures("forked_spawn")
 def test_a_notebook_shows_the_error_last_or_starts_replacements_that_it_does_not_need(kernel):
     """All in one notebook, because a kernel and its ranks take seconds."""
     kernel.run(NOTED)

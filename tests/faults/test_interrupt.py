@@ -16,12 +16,11 @@ from processes import assert_gone, wait_until
 from ddp_kit.pool.run import Run
 
 
-def test_the_interrupt_button_ends_a_run_whatever_it_does(kernel, tmp_path):
-    """All in one notebook, because a kernel takes seconds."""
+def test_the_interrupt_button_ends_a_run_that_starts(kernel):
+    """Both in one notebook, because a kernel takes seconds."""
     while_its_processes_are_being_spawned(kernel)
     kernel.run("kit.shutdown()")
     while_its_ranks_are_starting(kernel)
-    while_its_ranks_do_something(kernel, tmp_path)
 
 
 def while_its_ranks_are_starting(kernel):
@@ -59,7 +58,8 @@ def while_its_processes_are_being_spawned(kernel):
     assert len(kernel.ranks(2)) == 2
 
 
-def while_its_ranks_do_something(kernel, tmp_path):
+@pytest.mark.usefixtures("forked_spawn")
+def test_the_interrupt_button_ends_a_run_whatever_its_ranks_do(kernel, tmp_path):
     kernel.run(STUCK)
     for worker in ("recv", "loop", "sleep", "flood"):
         cell, ranks = start_stuck(kernel, worker, tmp_path / worker)

@@ -50,6 +50,7 @@ def launched(folder: Path, *options: str) -> list[str]:
     return out.stdout.splitlines()
 
 
+@pytest.mark.usefixtures("forked_torchrun")
 def test_a_worker_says_the_same_in_the_kit_and_in_the_script_under_torchrun(tmp_path):
     result = kit.run(lambda rank, world_size: environment.introduce(), world_size=3)
     assert result[1] == "rank 1 of 3, local rank 1, sum of all ranks 3"

@@ -18,7 +18,6 @@ from ddp_kit.launch import prove
 from ddp_kit.launch.rank import environment
 from ddp_kit.lessons import ring_allreduce
 
-WORLD_SIZES = (1, pytest.param(2, marks=pytest.mark.long), 3, 4)  # torchrun starts two
 PROOFS = {
     "point_to_point": "point_to_point: {}, every tensor arrived as it was sent\n",
     "collectives": "collectives: {}, 12 collectives and the barrier are right\n",
@@ -49,6 +48,9 @@ PROOFS = {
 }
 
 QUICKLY = {"partitioned_sgd": ["--epochs", "0"]}  # it trains once, on four ranks
+# torchrun starts two ranks below, and tests/cluster four, of every lesson. These run on four here
+# as well: two have meshes of 2 x 2, one trains, and `make check` runs one.
+ON_FOUR = ("device_mesh", "which_one_when", "partitioned_sgd", "ring_allreduce")
 
 
 def lesson(name: str) -> ModuleType:
@@ -64,9 +66,16 @@ def test_no_lesson_is_left_out():
     assert {file.stem for file in files} == set(PROOFS)
 
 
+def on_world_sizes():
+    for name in PROOFS:
+        for world_size in (1, 2, 3, 4):
+            default = world_size in (1, 3) or (world_size == 4 and name in ON_FOUR)
+            marks = [] if default else pytest.mark.long
+            yield pytest.param(name, world_size, id=f"{name}-{world_size}", marks=marks)
+
+
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", PROOFS)
+@pytest.mark.parametrize(("name", "world_size"), list(on_world_sizes()))
 def test_main_prints_its_one_line_and_writes_its_traces(name, world_size, capsys, tmp_path):
     options = QUICKLY.get(name, []) if world_size < 4 else []
     lesson(name).main(["--world-size", str(world_size), "--trace", str(tmp_path), *options])
@@ -90,6 +99,7 @@ def under_torchrun(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.mark.usefixtures("forked_torchrun")
 def test_torchrun_gives_the_same_lines(tmp_path):
     """All in one start, because a start takes seconds."""
     program = tmp_path / "program.py"

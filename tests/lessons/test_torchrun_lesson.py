@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kernels import QUICK_START
 from processes import alive, ended, wait_until
 from scripts import NOTEBOOKS, code_of, notebook_of, written
 from torch.distributed.run import get_args_parser
@@ -46,6 +47,7 @@ def shell(folder: Path, **programs: str) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not UNSET.match(name)}
+    kept |= QUICK_START
     return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
 
 

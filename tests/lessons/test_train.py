@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from kernels import QUICK_START
 
 import ddp_kit as kit
 
@@ -26,9 +27,10 @@ def train(*options: object, ranks: int = 0) -> subprocess.CompletedProcess:
     """Run the program as python runs it, or on some ranks of torchrun, on one thread a rank."""
     launcher = [*TORCHRUN, str(ranks)] if ranks else []
     environment = {key: value for key, value in os.environ.items() if not UNSET.match(key)}
+    environment |= QUICK_START | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *launcher, str(SCRIPT), *map(str, options)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
