@@ -73,9 +73,10 @@ class Receive(Finished):
         return self.take is None
 
 
-def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the parts of a contiguous tensor that fit into a slot."""
-    yield from tensor.detach().view(-1).split(ROOM // tensor.itemsize)
+def pieces(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the parts of contiguous tensors that fit into a slot."""
+    for tensor in tensors:
+        yield from tensor.detach().view(-1).split(ROOM // tensor.itemsize)
 
 
 class BareGroup(dist.ProcessGroup):
@@ -110,13 +111,13 @@ class CollectiveGroup(BareGroup):
         """Sum tensors over all ranks, in place."""
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
             raise ValueError(f"this backend can only sum, got {opts.reduceOp}")
-        for piece in (piece for tensor in tensors for piece in pieces(tensor)):
+        for piece in pieces(*tensors):
             all_reduce(self.segment, piece)
         return Finished(tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Finished:
         """Copy tensors of the root to all ranks."""
-        for piece in (piece for tensor in tensors for piece in pieces(tensor)):
+        for piece in pieces(*tensors):
             broadcast(self.segment, piece, opts.rootRank)
         return Finished(tensors)
 
@@ -127,14 +128,9 @@ class CollectiveGroup(BareGroup):
                 all_gather(self.segment, parts, piece)
         return Finished([tensor for gathered in outputs for tensor in gathered])
 
-    def barrier(self, opts: Any = None) -> Finished:
-        """Wait until all ranks have called this."""
-        self.segment.barrier()
-        return Finished([])
-
 
 class SegmentGroup(CollectiveGroup):
-    """A group that also sends messages.
+    """A group that has a barrier and sends messages, too.
 
     They arrive in the order in which they were sent, whatever their tags are.
     """
@@ -147,3 +143,8 @@ class SegmentGroup(CollectiveGroup):
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Receive:
         """Receive a tensor, when somebody waits for it."""
         return Receive(tensors, partial(recv, self.segment, tensors[0].detach().view(-1), src))
+
+    def barrier(self, opts: Any = None) -> Finished:
+        """Wait until all ranks have called this."""
+        self.segment.barrier()
+        return Finished([])

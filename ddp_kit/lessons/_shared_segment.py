@@ -65,7 +65,8 @@ def tell_all(where: str | None) -> str:
 
 
 def spin(looks: int) -> None:
-    """Do nothing: look again at once."""
+    """Look again at once."""
+    pass
 
 
 def give_way(looks: int) -> None:

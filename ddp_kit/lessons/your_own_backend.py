@@ -12,13 +12,15 @@ https://docs.pytorch.org/tutorials/intermediate/process_group_cpp_extension_tuto
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from statistics import median
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import compare
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._digits import accuracy, first_digits, flat
+from ddp_kit.lessons._digits import first_digits, flat
 from ddp_kit.lessons._segment_group import (  # noqa: F401 - the notebook uses them
     BareGroup,
     CollectiveGroup,
@@ -234,96 +236,96 @@ def ring(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
 
 
 def train(
-    rank: int, world_size: int, own: bool = True, steps: int = 20, make_group: Callable = join
+    rank: int, world_size: int, own: bool = True, steps: int = 20, join: Callable = join
 ) -> dict[str, Any]:
-    """Train the network of lesson 03 with DDP on 2,560 digits.
+    """Train the network of lesson 03 with DDP on 1,280 digits, ten batches.
 
-    own: over the new backend, else over that of the ranks. Returns "losses" of this rank,
-    "accuracy" (on the test digits, 0 to 1), and "parameters" (all of them, one flat tensor).
+    own: over the new backend, else over that of the ranks. Returns "losses" of this rank, and
+    "parameters" (all of them, one flat tensor).
     """
     torch.manual_seed(SEED)
-    group = make_group() if own else None
+    group = join() if own else None
     model = DistributedDataParallel(Net().eval(), process_group=group)  # without dropout
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9), []
-    images, labels = (part.cpu().split(BATCH) for part in first_digits(20 * BATCH))
+    images, labels = (part.cpu().split(BATCH) for part in first_digits(10 * BATCH))
     for step in range(steps):
         mine = slice(rank, None, world_size)
         optimizer.zero_grad()
-        loss = F.nll_loss(model(images[step % 20][mine]), labels[step % 20][mine])
+        loss = F.nll_loss(model(images[step % 10][mine]), labels[step % 10][mine])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    parameters = flat(model.parameters())
-    result = {"losses": losses, "accuracy": accuracy(model.module), "parameters": parameters}
     if group is not None:
         dist.destroy_process_group(group)
-    return result
+    return {"losses": losses, "parameters": flat(model.parameters())}
+
+
+def timed(call: Callable[..., Any], *args: Any) -> float:
+    """Return the seconds that a call takes after a barrier."""
+    dist.barrier()
+    start = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - start
 
 
 def measure(
-    rank: int, world_size: int, sizes: Sequence[int] = SIZES, rounds: int = 8
-) -> dict[str, list[tuple[int, list[float]]]]:
-    """Time all_reduce and the ring over the ranks' backend and the new one, in turn.
+    rank: int, world_size: int, sizes: Sequence[int] = SIZES, rounds: int = 5
+) -> dict[str, dict[int, list[float]]]:
+    """Time all_reduce and the ring over gloo and over the new backend, in turn.
 
-    Returns for each name pairs of bytes and the seconds of each round on this rank. The first
-    round is left out. The ring is timed up to 4 MB, because a mailbox has no room for more.
+    Returns this rank's seconds by name, bytes and round. The first round is left out. The ring is
+    timed from 400 B to what a mailbox holds.
     """
-    group, series = join(), {}
-    contestants: dict[str, Callable[[torch.Tensor], Any]] = {
+    group, seconds = join(), {}
+    calls: dict[str, Callable] = {
         "gloo": dist.all_reduce,
         "segment": lambda tensor: dist.all_reduce(tensor, group=group),
         "ring on gloo": ring,
         "ring on segment": lambda tensor: ring(tensor, group),
     }
-    for nbytes in sizes:
+    for nbytes, round_ in product(sizes, range(1 + rounds)):
         tensor = torch.zeros(nbytes // 4)
-        for round_ in range(1 + rounds):
-            for name, contestant in contestants.items():
-                if "ring" not in name or 400 <= nbytes <= ROOM:
-                    dist.barrier()
-                    start = time.perf_counter()
-                    contestant(tensor)
-                    seconds = time.perf_counter() - start
-                    samples = series.setdefault(name, {}).setdefault(nbytes, [])
-                    samples += [seconds] * (round_ > 0)
+        for name, call in calls.items():
+            if "ring" not in name or 400 <= nbytes <= ROOM:
+                spent = timed(call, tensor)
+                if round_:
+                    seconds.setdefault(name, {}).setdefault(nbytes, []).append(spent)
     dist.destroy_process_group(group)
-    return {name: list(points.items()) for name, points in series.items()}
+    return seconds
 
 
-def slowest(result: Sequence[dict[str, list[tuple[int, list[float]]]]]) -> dict[str, list]:
+def slowest(result: Sequence[dict[str, dict[int, list[float]]]]) -> dict[str, list]:
     """Return for each name pairs of bytes and the seconds of each round of the slowest rank."""
     return {
         name: [
-            (nbytes, [max(times) for times in zip(*(dict(r[name])[nbytes] for r in result))])
-            for nbytes, _ in points
+            (nbytes, list(map(max, zip(*(rank[name][nbytes] for rank in result), strict=True))))
+            for nbytes in points
         ]
         for name, points in result[0].items()
     }
 
 
-def step_seconds(
-    rank: int, world_size: int, width: int = 0, rounds: int = 10
-) -> dict[str, list[float]]:
-    """Time steps of DDP over both backends, in turn.
+def step_seconds(rank: int, world_size: int, width: int = 0, rounds: int = 10) -> Seconds:
+    """Time steps of DDP over gloo and over the new backend, in turn.
 
-    width: of four linear layers; 0: the network of lesson 03. Returns seconds by backend.
+    width: of four linear layers; 0: the network of lesson 03. Returns this rank's seconds.
     """
     group, seconds = join(), {}
     layers = [torch.nn.Linear(width, width) for _ in range(4)] if width else [Net().eval()]
     x = torch.randn(32, width) if width else torch.randn(32, 1, 28, 28)
-    models = {
-        name: DistributedDataParallel(torch.nn.Sequential(*layers), process_group=used)
-        for name, used in (("gloo", None), ("segment", group))
-    }
-    for round_ in range(2 + rounds):
-        for name, model in models.items():
-            dist.barrier()
-            start = time.perf_counter()
-            model(x).square().mean().backward()
-            if round_ >= 2:  # DDP arranges its buckets after the first
-                seconds.setdefault(name, []).append(time.perf_counter() - start)
+    model = torch.nn.Sequential(*layers)
+    for name, used in (("gloo", None), ("segment", group)) * 2:
+        replica = DistributedDataParallel(copy.deepcopy(model), process_group=used)
+        step = partial(one_step, replica, x)
+        samples = [timed(step) for _ in range(2 + rounds)][2:]  # DDP orders its buckets first
+        seconds.setdefault(name, []).extend(samples)
     dist.destroy_process_group(group)
     return seconds
+
+
+def one_step(model: torch.nn.Module, x: torch.Tensor) -> None:
+    """Compute gradients, which DDP averages."""
+    model(x).square().mean().backward()
 
 
 def main(argv: list[str] | None = None) -> None:
