@@ -39,16 +39,16 @@ def exercise_18_1(barrier: Callable[..., Any]) -> None:
     grader = Grader("18.1", "barrier(flags, rank, pause)", barrier, hints, collectives=True)
     for n in SIZES:
         for order in _orders(n):
-            found = list(grader.run(_meet, order, world_size=n))
-            for rank, (what, number, detail) in enumerate(found):
-                if what == "early":
-                    missing = " and ".join(f"rank {each}" for each in detail)
-                    fact = f"rank {rank} left barrier {number} before {missing} had come"
-                    grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST)
-            for rank, (what, number, detail) in enumerate(found):
-                if what == "stuck":
-                    fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
-                    grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT)
+            ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
+            what, number, detail, rank = min(ends)  # "early" before "met" and "stuck"
+            if what == "early":
+                missing = " and ".join(f"rank {each}" for each in detail)
+                fact = f"rank {rank} left barrier {number} before {missing} had come"
+                grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST)
+            what, number, detail, rank = max(ends)
+            if what == "stuck":
+                fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
+                grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT)
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, three times in a row")
 
 
@@ -202,11 +202,11 @@ class _Turns:
 
     def _wait(self) -> None:
         looks = 0
-        while self._state[0] != self.rank + 1:
-            if self._state[2]:
-                raise _StuckError
+        while self._state[0] != self.rank + 1 and not self._state[2]:
             looks += 1
             time.sleep(0 if looks < 100 else 0.001)  # the run has a time limit
+        if self._state[2]:
+            raise _StuckError
 
 
 class _Flags:
