@@ -144,7 +144,7 @@ def test_memory_of_another_host_or_system_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="cannot open the memory of rank 0: No such file"):
         yob.attach(f"{yob.this_host()} /proc/self/fd/987654")
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(RuntimeError, match="needs Linux, for os.memfd_create; on Windows, use WSL"):
+    with pytest.raises(RuntimeError, match=r"needs Linux, for os\.memfd_create; on Windows"):
         yob.create(4096)
 
 
@@ -178,10 +178,8 @@ def test_times_have_all_names_sizes_and_rounds():
     result = list(kit.run(worker, world_size=2))
     series = yob.slowest([each[0] for each in result])
     sizes = {name: [nbytes for nbytes, _ in points] for name, points in series.items()}
-    assert sizes == {
-        **dict.fromkeys(("gloo", "segment"), [4, 4000]),
-        **dict.fromkeys(("ring on gloo", "ring on segment"), [4000]),
-    }
+    assert {name for name in sizes if sizes[name] == [4, 4000]} == {"gloo", "segment"}
+    assert {name for name in sizes if sizes[name] == [4000]} == {"ring on gloo", "ring on segment"}
     for points in series.values():
         assert all(len(seconds) == 2 and min(seconds) > 0 for _, seconds in points)
     for _, barriers, steps, through in result:
