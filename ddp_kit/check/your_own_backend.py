@@ -23,6 +23,7 @@ from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 ROUNDS = 3  # barriers, or sums, one after the other
 LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
 LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
+_FACTORS = (1, 5, 7, 3)  # of the numbers in each call, and in one that never comes
 _START = 4096  # bytes of shared memory before the slots
 
 
@@ -45,8 +46,8 @@ def exercise_18_1(barrier: Callable[..., Any]) -> None:
                 missing = " and ".join(f"rank {each}" for each in detail)
                 fact = f"rank {rank} left barrier {number} before {missing} had come"
                 grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST)
-            what, number, detail, rank = max(ends)
-            if what == "stuck":
+            if stuck := [end for end in ends if end[0] == "stuck"]:
+                _, number, detail, rank = min(stuck)
                 fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
                 grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT)
     grader.passed("right on 1, 2, 3, 4 and 5 ranks, three times in a row")
@@ -127,6 +128,8 @@ def exercise_18_4(backend: Callable[..., Any]) -> None:
     grader = Grader("18.4", form, backend, hints, collectives=True)
     for n in SIZES:
         found = list(grader.run(_use_backend, world_size=n))
+        if not all(each["finished"] for each in found):
+            grader.fail("allreduce returned no Work", hint=work)
         for name, wanted in (
             ("small", [sum(_matrix(rank) for rank in range(n))] * n),
             ("large", [torch.tensor([float(n)] * 3)] * n),
@@ -135,8 +138,6 @@ def exercise_18_4(backend: Callable[..., Any]) -> None:
             held = [each[f"{name} before"] for each in found]
             hint = hint_if_unchanged(held, here) or _hint_for_backend(here, wanted, n)
             grader.compare(wanted, here, hint, place=f" of the {name} tensor")
-        if not all(each["finished"] for each in found):
-            grader.fail("allreduce returned no Work", hint=work)
         hint = "DDP divides by the number of ranks itself: allreduce must return the plain sum."
         wanted = [_gradient_alone(n)] * n
         grader.compare(wanted, [each["gradient"] for each in found], hint, place=" in weight.grad")
@@ -296,7 +297,7 @@ def _check_barriers(grader: Grader, found: Sequence) -> None:
 
 def _numbers(rank: int, number: int) -> torch.Tensor:
     """Return what a rank brings to a call; sums are exact, and tell who is in them and when."""
-    return torch.arange(1.0, LENGTH + 1) * 10.0**rank * (number + 1)
+    return torch.arange(1.0, LENGTH + 1) * 10.0**rank * _FACTORS[number]
 
 
 def _hint_for_sum(found: Sequence[Any], held: Sequence[torch.Tensor], number: int) -> str:
