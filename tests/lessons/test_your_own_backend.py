@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -40,19 +41,23 @@ def test_a_group_does_what_gloo_does(world_size):
     assert list(kit.run(yob.try_group, world_size=world_size)) == [[]] * world_size
 
 
-def test_calls_in_a_row_with_a_slow_rank_are_not_mixed_up():
+def test_no_slot_is_written_while_a_slow_rank_reads_it():
     def worker(rank, world_size):
-        group, sums = yob.join(), []
-        for call in range(60):
-            tensor = torch.full((5,), float(rank + 10 * call))
-            for _ in range(3000 * (call % world_size == rank)):
-                pass  # another rank is late each time
-            dist.all_reduce(tensor, group=group)
-            sums.append(tensor)
-        return torch.stack(sums)
+        segment = yob.Segment(rank, world_size)
+        tensors, reads = [torch.full((length,), 1.0 + rank) for length in (4, 8)], []
 
-    expected = torch.tensor([[3 + 30.0 * call] * 5 for call in range(60)])
-    assert all(torch.equal(sums, expected) for sums in kit.run(worker, world_size=3))
+        def slowly(segment, place):
+            reads.append(place)
+            if rank == 0 and len(reads) == 2:  # the sum of the other; let that rank go on first
+                segment.flags.wait([1], segment.turn + 1, "ranks")
+            return place
+
+        with mock.patch("ddp_kit.lessons._shared_segment.get", slowly):
+            for tensor in tensors:  # other lengths have other chunks
+                yob.all_reduce(segment, tensor)
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    assert list(kit.run(worker, world_size=2)) == [[[3], [3]]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
