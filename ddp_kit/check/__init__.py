@@ -43,6 +43,12 @@ from ddp_kit.check.what_happens_at_1024 import (
     exercise_11_4,
 )
 from ddp_kit.check.which_one_when import exercise_17_1, exercise_17_2, exercise_17_3, exercise_17_4
+from ddp_kit.check.your_own_backend import (
+    exercise_18_1,
+    exercise_18_2,
+    exercise_18_3,
+    exercise_18_4,
+)
 from ddp_kit.check.zero import exercise_13_1, exercise_13_2, exercise_13_4
 
 __all__ = [
@@ -105,6 +111,10 @@ __all__ = [
     "exercise_17_2",
     "exercise_17_3",
     "exercise_17_4",
+    "exercise_18_1",
+    "exercise_18_2",
+    "exercise_18_3",
+    "exercise_18_4",
 ]
 
 

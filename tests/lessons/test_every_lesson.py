@@ -44,6 +44,7 @@ PROOFS = {
         "tensor_parallel: {}, by hand and PyTorch's own train as one process does\n"
     ),
     "pipeline_parallel": "pipeline_parallel: {}, 7 schedules train as one process does\n",
+    "your_own_backend": ("your_own_backend: {}, sums are exact and DDP trains as over gloo\n"),
     "data_parallel": "data_parallel: {}, eight steps and a weighted mean equal one process\n",
 }
 

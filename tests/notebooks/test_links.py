@@ -61,6 +61,7 @@ SOURCES = {  # what lessons follow, and say so in their first cells
     "15_pipeline_parallel": "https://arxiv.org/abs/1811.06965",
     "16_context_parallel": "https://arxiv.org/abs/2310.01889",
     "17_which_one_when": "https://arxiv.org/abs/2104.04473",
+    "18_your_own_backend": f"{TUTORIALS}/intermediate/process_group_cpp_extension_tutorial.html",
 }
 TRACKING = re.compile(r"utm_\w+|fbclid|gclid|ref|source")
 SAYS_NOTHING = {"here", "link", "this", "this link", "this page", "click here"}

@@ -1,0 +1,197 @@
+"""A backend in shared memory: values, bytes, races, limits, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.lessons import your_own_backend as yob
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+SIZES = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_sums_are_exact_and_bytes_are_worked_out_by_hand(world_size):
+    lengths = (0, 1, 7, 12)
+
+    def worker(rank, world_size):
+        return [yob.reduce_in(rank, world_size, yob.all_reduce, length) for length in lengths]
+
+    found = list(kit.run(worker, world_size=world_size))
+    for number, length in enumerate(lengths):
+        whole = sum(yob.numbers(rank, length) for rank in range(world_size))
+        for each in found:
+            assert torch.equal(each[number][0], whole)
+    n, nbytes = world_size, 48  # of 12 numbers, which all world sizes divide
+    moved = [(nbytes, 2 * (n - 1) * nbytes // n)] * n
+    assert [each[-1][1] for each in found] == moved
+    assert yob.all_reduce_bytes(n, nbytes) == moved[0]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_group_does_what_gloo_does(world_size):
+    assert list(kit.run(yob.try_group, world_size=world_size)) == [[]] * world_size
+
+
+def test_no_slot_is_written_while_a_slow_rank_reads_it():
+    def worker(rank, world_size):
+        segment = yob.Segment(rank, world_size)
+        tensors, reads = [torch.full((length,), 1.0 + rank) for length in (4, 8)], []
+
+        def slowly(segment, place):
+            reads.append(place)
+            if rank == 0 and len(reads) == 2:  # the sum of the other; let that rank go on first
+                segment.flags.wait([1], segment.turn + 1, "ranks")
+            return place
+
+        with mock.patch("ddp_kit.lessons._shared_segment.get", slowly):
+            for tensor in tensors:  # other lengths have other chunks
+                yob.all_reduce(segment, tensor)
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    assert list(kit.run(worker, world_size=2)) == [[[3], [3]]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training_is_bit_equal_with_two_ranks_and_equal_with_four(world_size):
+    def worker(rank, world_size):
+        return [yob.train(rank, world_size, own, steps=4) for own in (True, False)]
+
+    pairs = list(kit.run(worker, world_size=world_size))
+    for ours, theirs in pairs:
+        assert ours["losses"] != [ours["losses"][0]] * 4
+        kit.compare(ours, theirs).check()
+        assert torch.equal(ours["parameters"], pairs[0][0]["parameters"])  # no replica drifts
+        if world_size == 2:
+            assert torch.equal(ours["parameters"], theirs["parameters"])
+            assert ours["losses"] == theirs["losses"]
+
+
+def test_a_rank_that_skips_a_barrier_is_named_after_the_limit():
+    start = time.monotonic()
+    with pytest.raises(
+        kit.RankError, match=r"ranks 0 and 1 raised RuntimeError: waited 0.5 s for "
+    ):
+        kit.run(yob.miss_a_barrier, 0.5, world_size=3)
+    assert time.monotonic() - start >= 0.5
+
+
+def test_a_message_that_nobody_sends_or_takes_is_named_after_the_limit():
+    def receive(rank, world_size):
+        segment = yob.Segment(rank, world_size, limit=0.3)
+        if rank == 0:
+            yob.recv(segment, torch.zeros(3), src=1)
+
+    def send(rank, world_size):
+        segment = yob.Segment(rank, world_size, limit=0.3)
+        if rank == 0:
+            yob.send(segment, torch.zeros(3), dst=1)
+            yob.send(segment, torch.zeros(3), dst=1)
+
+    for worker, words in (receive, "has not sent a message"), (send, "has not taken a message"):
+        with pytest.raises(kit.RankError, match=f"waited 0.3 s for rank 1, which {words}"):
+            kit.run(worker, world_size=2)
+
+
+def test_messages_arrive_in_order_and_a_large_one_is_refused():
+    def worker(rank, world_size):
+        group, right = yob.join(), (rank + 1) % world_size
+        got = torch.zeros(3, 2)
+        works = [dist.irecv(t, (rank - 1) % world_size, group=group) for t in got]
+        assert not works[0].is_completed()
+        for number in range(3):
+            dist.send(torch.full((2,), 10.0 * rank + number), right, group=group)
+            works[number].wait()
+        assert works[0].is_completed()
+        with pytest.raises(ValueError, match="a message has at most 4,194,304 bytes here, got 4,1"):
+            dist.send(torch.zeros(yob.ROOM // 4 + 1), right, group=group)
+        return got[:, 0].tolist()
+
+    assert list(kit.run(worker, world_size=3)) == [[20, 21, 22], [0, 1, 2], [10, 11, 12]]
+
+
+def test_another_operation_than_a_sum_is_refused():
+    def worker(rank, world_size):
+        dist.all_reduce(torch.zeros(1), dist.ReduceOp.MAX, group=yob.join())
+
+    with pytest.raises(kit.RankError, match="this backend can only sum, got "):
+        kit.run(worker, world_size=1)
+
+
+def test_nothing_is_left_mapped_or_open_once_a_group_is_destroyed():
+    def worker(rank, world_size):
+        dist.destroy_process_group(yob.join())
+        yob.reduce_in(rank, world_size, yob.all_reduce, 10)
+
+    def look(rank, world_size):
+        with open("/proc/self/maps") as maps:
+            mapped = [line for line in maps if "memfd:segment" in line]
+        paths = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return mapped, [p for p in paths if os.path.islink(p) and "segment" in os.readlink(p)]
+
+    with kit.WorkerPool(2) as pool:
+        for _ in range(3):
+            pool.run(worker)
+        assert list(pool.run(look)) == [([], [])] * 2
+
+
+def test_memory_of_another_host_or_system_is_refused(monkeypatch):
+    with pytest.raises(RuntimeError, match="needs all ranks on one host; rank 0 is on another"):
+        yob.attach("another /proc/1/fd/3")
+    with pytest.raises(RuntimeError, match="cannot open the memory of rank 0: No such file"):
+        yob.attach(f"{yob.this_host()} /proc/self/fd/987654")
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(RuntimeError, match=r"needs Linux, for os\.memfd_create; on Windows"):
+        yob.create(4096)
+
+
+def test_ranks_without_a_store_in_common_tell_the_address_by_broadcast():
+    def worker(rank, world_size):
+        group = yob.join(yob.without_store)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    assert list(kit.run(worker, world_size=2)) == [[2, 2, 2]] * 2
+
+
+def test_the_timeout_of_a_group_is_its_limit():
+    def worker(rank, world_size):
+        dist.Backend.register_backend("segment", yob.SegmentGroup, devices=["cpu"])
+        group = dist.new_group(backend="segment", timeout=timedelta(seconds=7))
+        return group.segment.flags.limit
+
+    assert list(kit.run(worker, world_size=2)) == [7, 7]
+
+
+def test_times_have_all_names_sizes_and_rounds():
+    def worker(rank, world_size):
+        pauses = yob.spin, yob.give_way, yob.nap, yob.give_way_then_nap
+        barriers = [yob.barrier_seconds(rank, world_size, pause, rounds=2) for pause in pauses]
+        steps = yob.step_seconds(rank, world_size, width=8, rounds=1)
+        through = yob.through_a_socket(rank, world_size, 100_000, rounds=2)
+        return yob.measure(rank, world_size, (4, 4000), rounds=2), barriers, steps, through
+
+    result = list(kit.run(worker, world_size=2))
+    series = yob.slowest([each[0] for each in result])
+    sizes = {name: [nbytes for nbytes, _ in points] for name, points in series.items()}
+    assert {name for name in sizes if sizes[name] == [4, 4000]} == {"gloo", "segment"}
+    assert {name for name in sizes if sizes[name] == [4000]} == {"ring on gloo", "ring on segment"}
+    for points in series.values():
+        assert all(len(seconds) == 2 and min(seconds) > 0 for _, seconds in points)
+    for _, barriers, steps, through in result:
+        assert [len(seconds) for seconds in barriers] == [2] * 4
+        assert {name: len(seconds) for name, seconds in steps.items()} == {"gloo": 2, "segment": 2}
+        assert {name: len(seconds) for name, seconds in through.items()} == {"socket": 2, "copy": 2}
+
+
+def test_ranks_see_what_another_has_written():
+    assert list(kit.run(yob.see_each_other, world_size=3)) == [[10, 11, 12, 0]] * 3
