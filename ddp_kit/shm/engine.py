@@ -108,6 +108,7 @@ class Engine:
         self._poll = select.poll()
         for descriptor in members.values():
             self._poll.register(descriptor, select.POLLIN)
+        self._looked = 0.0  # when the processes of the others were last looked at
         self._spin = _SPIN if segment.size <= len(os.sched_getaffinity(0)) else 0.0
         self._left_alone: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -280,7 +281,11 @@ class Engine:
         if now > operation.deadline:
             self._give_up(operation, timeout_error(operation.name, operation.timeout))
             return
-        gone = {descriptor for descriptor, _ in self._poll.poll(0)} if self._members else ()
+        if now < self._looked + _SLICE / 2:
+            return
+        self._looked = now
+        with self._lock:  # poll is for one thread at a time
+            gone = {descriptor for descriptor, _ in self._poll.poll(0)} if self._members else ()
         if not gone:
             return
         dead = {rank for rank, descriptor in self._members.items() if descriptor in gone}

@@ -8,8 +8,8 @@ Which store does another core see first? Python has no word for that. `shm` reli
   instruction: a full barrier on every processor, so nobody sleeps past what came before it.
 * Between data and counter, a writer and a reader call `fence`. On x86 that does nothing, because
   x86 shows no other core two stores, and does no two loads, in another order than the program's
-  (total store order). The C library may copy much data with stores that x86 does not keep in order; it
-  ends such a copy with a barrier of its own.
+  (total store order). The C library may copy much data with stores that x86 does not keep in
+  order; it ends such a copy with a barrier of its own.
 * ARM and others may reorder both. There `fence` is the same system call, on a word of its own.
   Nobody has run this on ARM yet.
 * `memoryview` reads and writes a word of 4 or 8 bytes, at a multiple of its size, with one
