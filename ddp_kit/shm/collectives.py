@@ -65,6 +65,13 @@ class Collectives:
                     f"but rank {rank} called {_describe(theirs)}"
                 )
 
+    def _until_read(self, ranks: Sequence[int]) -> Steps:
+        """Wait until ranks have read the last round: with gloo, too, who gives waits for who takes.
+
+        So a rank that leaves out a collective is noticed.
+        """
+        return self._until(READ, self._round, ranks)
+
     def _slot(self, rank: int, dtype: torch.dtype) -> Tensor:
         return self._segment.slot(rank, self._round % SLOTS, dtype)
 
@@ -106,6 +113,8 @@ class Collectives:
                 yield from self._until_written((root,), call)
                 part.copy_(self._slot(root, data.dtype)[: end - start])
             self._end_round()
+        if root == self._rank:
+            yield from self._until_read(self._others)
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
         """Copy the flat tensor of rank i into output i. They may differ in size."""
@@ -139,9 +148,11 @@ class Collectives:
                 everybody = range(self._size)
                 reduction([self._slot(r, data.dtype)[: len(data)] for r in everybody], data)
             self._end_round()
-            return
-        for start, end in _chunks(len(data), SLOT // data.itemsize):
-            yield from self._reduce_chunk(data[start:end], reduction, call, wants)
+        else:
+            for start, end in _chunks(len(data), SLOT // data.itemsize):
+                yield from self._reduce_chunk(data[start:end], reduction, call, wants)
+        if not wants:
+            yield from self._until_read((root or 0,))
 
     def _reduce_chunk(
         self, data: Tensor, reduction: Reduction, call: tuple[int, int], wants: bool
@@ -160,11 +171,13 @@ class Collectives:
             own if rank == self._rank else self._slot(rank, data.dtype)[low:high]
             for rank in range(self._size)
         ]
-        self._end_round()
-        # Nobody overwrites what was just read: that is two rounds away.
-        yield from self._until_free()
-        result = self._slot(self._rank, data.dtype)[: high - low]
+        # The result goes into the slot of the next round. This one ends when it is computed, because
+        # a rank that does not wait for results may then overwrite what was read.
+        yield from self._until(READ, self._round - SLOTS + 2, self._others)
+        following = self._segment.slot(self._rank, (self._round + 1) % SLOTS, data.dtype)
+        result = following[: high - low]
         reduction(parts, result)
+        self._end_round()
         self._publish(call)
         if wants:
             own.copy_(result)
@@ -248,7 +261,7 @@ class _Stream:
             self._done += count
             if not count:
                 return False
-        return True
+        return not self._ring.available  # who gives waits for who takes
 
     def read(self) -> bool:
         """Read what is there; return whether that was the end; RuntimeError: a mismatch."""
