@@ -171,8 +171,8 @@ class Collectives:
             own if rank == self._rank else self._slot(rank, data.dtype)[low:high]
             for rank in range(self._size)
         ]
-        # The result goes into the slot of the next round. This one ends when it is computed, because
-        # a rank that does not wait for results may then overwrite what was read.
+        # The result goes into the slot of the next round. This one ends when it is computed: then
+        # a rank that does not wait for results may overwrite what was read.
         yield from self._until(READ, self._round - SLOTS + 2, self._others)
         following = self._segment.slot(self._rank, (self._round + 1) % SLOTS, data.dtype)
         result = following[: high - low]

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -88,11 +89,12 @@ class Receive(SharedOperation):
 
 
 class Engine:
-    """The operations of this process in one group. members: pidfds of the others, by rank."""
+    """The operations of this process in one group.
 
-    def __init__(self, segment: Segment, members: dict[int, int]) -> None:
-        from ddp_kit.shm.messages import Inboxes  # it needs the classes above
+    inboxes: `messages.Inboxes`. members: pidfds of the other processes, by rank.
+    """
 
+    def __init__(self, segment: Segment, inboxes: Any, members: dict[int, int]) -> None:
         self.segment = segment
         self.failure: Exception | None = None  # after it, the ranks are no longer in step
         self.closed = False
@@ -102,7 +104,7 @@ class Engine:
         self._sends: list[SharedOperation] = []  # of messages that may not be received yet
         self._unfinished: dict[SharedOperation, None] = {}
         self._ended: list[SharedOperation] = []  # whose futures are to be completed
-        self._inboxes = Inboxes(segment)
+        self._inboxes = inboxes
         self._seen: list[int] = []  # of each bell, before the last look at what it announces
         self._members = members
         self._poll = select.poll()

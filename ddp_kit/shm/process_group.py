@@ -14,7 +14,7 @@ from ddp_kit.group.process_group import PythonProcessGroup, Tensors
 from ddp_kit.group.work import PythonWork
 from ddp_kit.shm.collectives import Collectives
 from ddp_kit.shm.engine import Engine, Receive, Send, SharedOperation, Steps
-from ddp_kit.shm.messages import Outbox, Sent
+from ddp_kit.shm.messages import Inboxes, Outbox, Sent
 from ddp_kit.shm.reductions import reduction_of
 from ddp_kit.shm.segment import Segment
 
@@ -44,7 +44,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     def __init__(self, segment: Segment, members: dict[int, int], timeout: float) -> None:
         super().__init__(NAME, segment.rank, segment.size, timeout)
         self._segment = segment
-        self._engine = Engine(segment, members)
+        self._engine = Engine(segment, Inboxes(segment), members)
         self._steps = Collectives(segment)
         self._outboxes: dict[int, Outbox] = {}
 
