@@ -28,7 +28,7 @@ def call(name, group, chance, seed):
     dtype = chance.choice((*FLOATS, *INTEGERS))
     ops = OPS[:4] if dtype.is_floating_point else OPS[:7]
     op = getattr(dist.ReduceOp, chance.choice((*ops, "AVG") if dtype in FLOATS else ops))
-    length = chance.choice((1, 2, 7, 100, 1000, chance.randrange(1, 20_000), 400_000 // size))
+    length = chance.choice((1, 2, 7, 100, 1000, chance.randrange(1, 20_000), 2_000_000 // size))
     root = chance.randrange(size)
     here, seed = rank == root, seed * 64 + rank
     source = numbers(chance, seed, (length,), dtype)

@@ -104,8 +104,8 @@ def test_a_collective_with_random_arguments_differs_from_gloo(repeats, forked_ra
 def test_the_order_of_a_sum_depends_on_the_rank_or_the_chunk(world_size, forked_ranks):
     def worker(rank, world_size):
         torch.manual_seed(rank)
-        own = torch.randn(700_000)
-        every = [torch.empty(700_000) for _ in range(world_size)]
+        own = torch.randn(2_500_000)
+        every = [torch.empty(2_500_000) for _ in range(world_size)]
         dist.all_gather(every, own)
         dist.all_reduce(own)
         in_order = every[0]
@@ -211,11 +211,11 @@ def test_a_killed_rank_leaves_something_behind(kills, forked_ranks, monkeypatch,
 
 
 def many_collectives(rank, world_size):
-    small, large = torch.ones(1), torch.ones(1_000_000)
+    small, large = torch.ones(1), torch.ones(3_000_000)
     while True:
         dist.all_reduce(small)
         dist.all_reduce(large)
         dist.broadcast(large, 0)
-        works = [dist.isend(large, 1 - rank), dist.irecv(small.new_zeros(1_000_000), 1 - rank)]
+        works = [dist.isend(large, 1 - rank), dist.irecv(small.new_zeros(3_000_000), 1 - rank)]
         for work in works:
             work.wait()

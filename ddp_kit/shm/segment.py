@@ -23,7 +23,7 @@ from ddp_kit.shm import futex
 
 PAGE = 4096
 SLOTS = 2  # of each rank; one may be written while the other is still being read
-SLOT = 1 << 20  # bytes
+SLOT = 1 << 22  # bytes
 RING = 1 << 19  # bytes
 MARKS = 48  # messages from one rank to another that may be under way at once
 NONCE = 16  # bytes at the start that tell this file from any other
