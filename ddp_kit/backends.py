@@ -8,10 +8,10 @@ import sys
 import torch
 import torch.distributed as dist
 
-from ddp_kit import mpi
+from ddp_kit import mpi, shm
 from ddp_kit.errors import BackendError
 
-NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi")
+NAMES = ("auto", "gloo", "nccl", "cuda:gloo", "mpi", "shm")
 ON_GPUS = ("nccl", "cuda:gloo")
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface that stays on this machine
@@ -52,6 +52,8 @@ def choose_backend(backend: str, world_size: int) -> str:
         )
     if backend == "mpi" and (missing := mpi.missing()):
         raise BackendError(missing)
+    if backend == "shm" and (missing := shm.missing()):
+        raise BackendError(missing)
     return backend
 
 
@@ -70,11 +72,14 @@ def _hint(backend: object) -> str:
 def for_group(backend: str) -> str:
     """Return the backend for `init_process_group`, which includes gloo for tensors on the CPU.
 
-    "mpi" is PyTorch's own if it was compiled in, else that of `ddp_kit.mpi`.
+    "mpi" is PyTorch's own if it was compiled in, else that of `ddp_kit.mpi`. "shm" is that of
+    `ddp_kit.shm`.
     """
     if backend == "mpi" and not dist.is_mpi_available():
         mpi.register()
         return mpi.NAME
+    if backend == "shm":
+        shm.register()
     return {"nccl": "cpu:gloo,cuda:nccl", "cuda:gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
 
 

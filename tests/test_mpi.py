@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mpi_cases
+import group_cases
 import psutil
 import pytest
 
@@ -29,8 +29,8 @@ needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing
 def launch(
     scenario: str, world_size: int, folder: Path, seconds: float = 120.0
 ) -> subprocess.CompletedProcess:
-    """Run a scenario of `mpi_program.py` on ranks; fail if it does not end."""
-    program = [sys.executable, "-m", "tests.mpi_program", scenario, str(folder)]
+    """Run a scenario of `group_program.py` on ranks; fail if it does not end."""
+    program = [sys.executable, "-m", "tests.group_program", scenario, str(folder)]
     with open(folder / "output", "w+") as output:
         process = subprocess.Popen(
             [*mpi.mpiexec(world_size), *program],
@@ -67,7 +67,7 @@ def failures(world_size: int) -> dict[str, str]:
 
 @needs_mpi
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("case", [*mpi_cases.COMPARED, *mpi_cases.OWN])
+@pytest.mark.parametrize("case", [*group_cases.COMPARED, *group_cases.OWN])
 def test_mpi_differs_from_gloo_or_from_its_docstring(case, world_size):
     problem = failures(world_size)[case]
     assert not problem, problem

@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddp_kit import mpi
+from ddp_kit import mpi, shm
 from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
@@ -90,6 +90,7 @@ def backends() -> Finding:
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": mpi.missing() is None,
+        "shm": shm.missing() is None,
     }
     found = ", ".join(name for name, here in available.items() if here) or "none"
     if unavailable := ", ".join(name for name, here in available.items() if not here):

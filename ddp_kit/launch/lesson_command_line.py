@@ -29,7 +29,7 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         default="auto",
-        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", or "auto": nccl if '
+        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", "shm", or "auto": nccl if '
         "every rank can have a GPU of its own, else gloo (default auto)",
     )
     parser.add_argument(

@@ -8,11 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_kit.group import tensors as memory
+from ddp_kit.group.process_group import Tensors
+from ddp_kit.group.work import PythonWork
 from ddp_kit.mpi import buffers
 from ddp_kit.mpi.buffers import reduction_of
 from ddp_kit.mpi.launcher import load_mpi
-from ddp_kit.mpi.process_group import BaseProcessGroup, Tensors
-from ddp_kit.mpi.work import MPIWork
+from ddp_kit.mpi.process_group import BaseProcessGroup
 
 
 class MPIProcessGroup(BaseProcessGroup):
@@ -40,7 +42,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     # Data movement
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         """Copy the root's tensors to all ranks."""
         opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
@@ -50,7 +52,7 @@ class MPIProcessGroup(BaseProcessGroup):
         return self._start(
             "broadcast",
             lambda comm: [comm.Ibcast(message, root) for message in messages],
-            lambda: None if root == self._rank else buffers.copy_back(tensors, memory),
+            lambda: None if root == self._rank else memory.copy_back(tensors, memory),
             tensors,
             opts=opts,
             memory=memory,
@@ -58,7 +60,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Collect a tensor of every rank in the root's list; they may differ in size."""
         opts = opts or dist.GatherOptions()
         root = opts.rootRank
@@ -70,7 +72,7 @@ class MPIProcessGroup(BaseProcessGroup):
             (outputs,) = output_tensors
             self._check_list("gather", outputs, input_tensors[0], "output")
             flat = buffers.empty_flat(outputs)
-            receive = buffers.describe(flat, buffers.numels(outputs))
+            receive = buffers.describe(flat, memory.numels(outputs))
         return self._start(
             "gather",
             lambda comm: [comm.Igatherv(message, receive, root)],
@@ -82,7 +84,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Send entry i of the root's list to rank i; the tensors may differ in size."""
         opts = opts or dist.ScatterOptions()
         root = opts.rootRank
@@ -93,12 +95,12 @@ class MPIProcessGroup(BaseProcessGroup):
         if root == self._rank:
             (inputs,) = input_tensors
             self._check_list("scatter", inputs, output, "input")
-            flat = buffers.without_overlap(buffers.flatten(inputs), buffer)
-            message = buffers.describe(flat, buffers.numels(inputs))
+            flat = memory.without_overlap(buffers.flatten(inputs), buffer)
+            message = buffers.describe(flat, memory.numels(inputs))
         return self._start(
             "scatter",
             lambda comm: [comm.Iscatterv(message, receive, root)],
-            lambda: buffers.copy_back([output], [buffer]),
+            lambda: memory.copy_back([output], [buffer]),
             output_tensors,
             opts=opts,
             memory=flat,
@@ -106,25 +108,25 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def allgather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Collect a tensor of every rank in a list; they may differ in size."""
         return self._all_gather_lists("allgather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Do `allgather` with several tensors. Entry [rank][i] is tensor i of that rank."""
         lists = [[tensors[i] for tensors in output_lists] for i in range(len(input_list))]
         return self._all_gather_lists("allgather_coalesced", lists, input_list, opts)
 
     def _all_gather_lists(
         self, name: str, lists: Sequence[Tensors], inputs: Tensors, opts: Any
-    ) -> MPIWork:
+    ) -> PythonWork:
         calls = []
         for outputs, tensor in zip(lists, inputs, strict=True):
             self._check_list(name, outputs, tensor, "output")
             source, flat = buffers.send_buffer(tensor), buffers.empty_flat(outputs)
-            receive = buffers.describe(flat, buffers.numels(outputs))
+            receive = buffers.describe(flat, memory.numels(outputs))
             calls.append((buffers.describe(source), receive, source, flat))
 
         def finish() -> None:
@@ -140,30 +142,30 @@ class MPIProcessGroup(BaseProcessGroup):
             memory=calls,
         )
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MPIWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
         """Collect a tensor of every rank in one tensor; all have the same size."""
         return self._all_gather("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Do `all_gather_single` with several tensors, as one operation."""
         return self._all_gather("all_gather_single_coalesced", outputs, inputs, opts)
 
-    def _all_gather(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> MPIWork:
+    def _all_gather(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
         received, calls = [], []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_whole(name, whole=output, part=tensor)
             buffer = buffers.receive_buffer(output)
-            source = buffers.without_overlap(buffers.send_buffer(tensor), buffer)
+            source = memory.without_overlap(buffers.send_buffer(tensor), buffer)
             received.append(buffer)
-            memory, _, type = buffers.describe(buffer)
-            receive = [memory, source.numel(), type]  # the count of each rank
+            room, _, type = buffers.describe(buffer)
+            receive = [room, source.numel(), type]  # the count of each rank
             calls.append((buffers.describe(source), receive, source))
         return self._start(
             name,
             lambda comm: [comm.Iallgather(message, receive) for message, receive, _ in calls],
-            lambda: buffers.copy_back(outputs, received),
+            lambda: memory.copy_back(outputs, received),
             outputs,
             opts=opts,
             memory=calls,
@@ -171,14 +173,14 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def alltoall(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Send entry i of the list to rank i, on every rank; the tensors may differ in size."""
         own = output_tensors[self._rank] if len(output_tensors) == self._size else None
         self._check_list("alltoall", input_tensors, own, "input")
         self._check_list("alltoall", output_tensors, input_tensors[self._rank], "output")
         source, flat = buffers.flatten(input_tensors), buffers.empty_flat(output_tensors)
-        message = buffers.describe(source, buffers.numels(input_tensors))
-        receive = buffers.describe(flat, buffers.numels(output_tensors))
+        message = buffers.describe(source, memory.numels(input_tensors))
+        receive = buffers.describe(flat, memory.numels(output_tensors))
         return self._start(
             "alltoall",
             lambda comm: [comm.Ialltoallv(message, receive)],
@@ -195,18 +197,18 @@ class MPIProcessGroup(BaseProcessGroup):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Send rows of a tensor to each rank, and receive rows of each; splits may differ."""
-        buffers.check_dtypes("all_to_all_single", [output], input)
-        sends = buffers.split_counts(input, input_split_sizes or (), self._size, "the input")
-        receives = buffers.split_counts(output, output_split_sizes or (), self._size, "the output")
+        memory.check_dtypes("all_to_all_single", [output], input)
+        sends = memory.split_counts(input, input_split_sizes or (), self._size, "the input")
+        receives = memory.split_counts(output, output_split_sizes or (), self._size, "the output")
         buffer = buffers.receive_buffer(output)
-        source = buffers.without_overlap(buffers.send_buffer(input), buffer)
+        source = memory.without_overlap(buffers.send_buffer(input), buffer)
         message, receive = buffers.describe(source, sends), buffers.describe(buffer, receives)
         return self._start(
             "all_to_all_single",
             lambda comm: [comm.Ialltoallv(message, receive)],
-            lambda: buffers.copy_back([output], [buffer]),
+            lambda: memory.copy_back([output], [buffer]),
             [output],
             opts=opts,
             memory=source,
@@ -214,7 +216,7 @@ class MPIProcessGroup(BaseProcessGroup):
 
     # Reductions
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks on the root; the others keep theirs."""
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
@@ -233,16 +235,16 @@ class MPIProcessGroup(BaseProcessGroup):
             memory=flat,
         )
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks; every rank gets the result."""
         return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> MPIWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         """Do `allreduce` with several tensors, as one operation."""
         opts = opts or dist.AllreduceCoalescedOptions()
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> MPIWork:
+    def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> PythonWork:
         calls = []
         for tensor in tensors:
             reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
@@ -264,20 +266,20 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Reduce the lists of all ranks; rank i gets entry i. Sizes may differ."""
         (output,), (inputs,) = output_tensors, input_tensors
         self._check_list("reduce_scatter", inputs, output, "input")
         return self._reduce_scatter("reduce_scatter", [output], [inputs], opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> MPIWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks; each rank gets its part."""
         self._check_whole("reduce_scatter_single", whole=input, part=output)
         return self._reduce_scatter("reduce_scatter_single", [output], [[input]], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Do `reduce_scatter_single` with several tensors, as one operation."""
         name = "reduce_scatter_single_coalesced"
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -286,16 +288,16 @@ class MPIProcessGroup(BaseProcessGroup):
 
     def _reduce_scatter(
         self, name: str, outputs: Tensors, lists: Sequence[Tensors], opts: Any
-    ) -> MPIWork:
+    ) -> PythonWork:
         """Reduce each list, which has a tensor for each rank or one tensor of equal parts."""
         opts = opts or dist.ReduceScatterOptions()
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
             reduction = reduction_of(opts.reduceOp, output.dtype, self._size)
             result = reduction.receive_buffer(output)
-            flat = buffers.without_overlap(reduction.flatten(inputs), result)
+            flat = memory.without_overlap(reduction.flatten(inputs), result)
             equal = [flat.numel() // self._size] * self._size
-            counts = equal if len(inputs) == 1 else buffers.numels(inputs)
+            counts = equal if len(inputs) == 1 else memory.numels(inputs)
             calls.append((reduction, flat, result, counts))
 
         def begin(comm: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from ddp_kit.errors import BackendError
 from ddp_kit.mpi import work
 from ddp_kit.mpi.collectives import MPIProcessGroup
 from ddp_kit.mpi.launcher import load_mpi
-from ddp_kit.mpi.work import Operation
+from ddp_kit.mpi.work import MPIOperation
 
 _FIRST_TAG, _TAGS = 16384, 16000  # MPI guarantees tags up to 32767
 
@@ -103,8 +103,8 @@ def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -
         with work.lock:
             receives = [world.Irecv(nothing, peer, tag) for peer in receive]
             sends = [world.Isend(nothing, peer, tag) for peer in send]
-        Operation("new_group", sends, timeout)
-        Operation("new_group", receives, timeout, expected=0).wait()
+        MPIOperation("new_group", sends, timeout)
+        MPIOperation("new_group", receives, timeout, expected=0).wait()
 
     first, *others = members
     if rank == 0:

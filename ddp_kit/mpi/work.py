@@ -1,4 +1,4 @@
-"""Operations under way: MPI's requests, the `dist.Work` over them, and the thread that polls them.
+"""Operations under way: MPI's requests, and the thread that polls them.
 
 MPI makes progress only inside its own calls. Without the thread, a future would never complete
 and a large message would stall while the learner's code computes.
@@ -10,14 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.futures import Future
 
+from ddp_kit.group.work import Operation, timeout_error
 from ddp_kit.mpi.launcher import load_mpi
 
 # Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
@@ -27,14 +25,13 @@ _SPIN = 0.001  # seconds for which `wait` only yields the core
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
 _WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second if there is a future
 _IDLE_INTERVALS = 100  # after so many with no operation, the thread sleeps until there is one
-_NO_TIMEOUT = timedelta(0)
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
-_unfinished: dict[Operation, None] = {}  # it keeps the tensors alive that MPI reads or writes
+_unfinished: dict[MPIOperation, None] = {}  # it keeps the tensors alive that MPI reads or writes
 # MPI may still write into the tensors of an operation that timed out: they are never freed. The
 # second of each pair is `finish`, which holds the memory that would have been copied.
-_timed_out: list[tuple[Operation, Callable[[], None] | None]] = []
+_timed_out: list[tuple[MPIOperation, Callable[[], None] | None]] = []
 
 
 def format_error(name: str, error: Exception) -> str:
@@ -42,7 +39,7 @@ def format_error(name: str, error: Exception) -> str:
     return f"{name} failed in MPI: {' '.join(str(error).split())}"
 
 
-class Operation:
+class MPIOperation(Operation):
     """Nonblocking MPI requests that together are one operation of PyTorch.
 
     name: for errors. requests: as MPI returned them. timeout: seconds from now.
@@ -60,12 +57,7 @@ class Operation:
         memory: Any = None,
         expected: int | None = None,
     ) -> None:
-        self.name = name
-        self.outputs = list(outputs)
-        self.done = False
-        self.error: Exception | None = None
-        self.source = -1
-        self.has_future = False
+        super().__init__(name, outputs)
         self._requests = list(requests)
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -75,8 +67,6 @@ class Operation:
         self._status = None if expected is None else load_mpi().Status()
         self._completer: int | None = None  # the thread that completes it now, or has completed it
         self._awaited = False
-        self._pending: Future | None = None  # to set when done
-        self._future: Future | None = None  # what `future` returns
         _unfinished[self] = None
         _wake_watcher()
 
@@ -115,7 +105,7 @@ class Operation:
                 if now > self._deadline:
                     self._time_out()
                 elif now > deadline:
-                    raise self._timeout_error(timeout)
+                    raise timeout_error(self.name, timeout)
                 elif now - start < _SPIN:
                     _yield()
                 else:
@@ -130,26 +120,6 @@ class Operation:
         if self._expected is not None:
             for request in self._requests:
                 request.Cancel()
-
-    def future(self) -> Future:
-        """Return a future of `outputs`, which completes without a call of `wait`."""
-        with lock:
-            if self._future is not None:
-                return self._future
-            pending = self._pending = Future()
-            # The exception must come out of a callback. One that is set as a result, which is
-            # what Future.set_exception does, looks like success to PyTorch's C++ (DDP).
-            self._future = pending.then(lambda _: self._result())
-            self.has_future = True
-            done = self.done
-        if done:
-            pending.set_result(None)
-        return self._future
-
-    def _result(self) -> list[torch.Tensor]:
-        if self.error is not None:
-            raise self.error
-        return self.outputs
 
     def _test(self) -> bool:
         """Return whether all requests are complete, or one failed."""
@@ -184,15 +154,11 @@ class Operation:
         with lock:
             if self._completer is not None:
                 return
-            self.error = self._timeout_error(self._timeout)
+            self.error = timeout_error(self.name, self._timeout)
             self._completer = threading.get_ident()
             _timed_out.append((self, self._finish))
             self.cancel()
         self._complete()
-
-    def _timeout_error(self, seconds: float) -> RuntimeError:
-        limit = round(seconds * 1000)
-        return RuntimeError(f"Timed out waiting {limit}ms for {self.name} operation to complete")
 
     def _complete(self) -> None:
         """Run `finish` and mark it done. Only one thread gets here, without the lock."""
@@ -208,60 +174,10 @@ class Operation:
         finally:
             with lock:
                 self.done = True
-                pending, self._pending = self._pending, None
                 if not self._requests:
                     self._memory = None
             _unfinished.pop(self, None)
-            if pending is not None:
-                pending.set_result(None)
-
-
-class MPIWork(dist.Work):
-    """The `dist.Work` of one operation, which goes on if this is dropped, unlike with gloo."""
-
-    ends_alone = True  # for the recorder: a message is not lost when its work is dropped
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__()
-        self._operation = operation
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when the operation is complete. Raises RuntimeError if it failed.
-
-        It polls: at first it only yields the core between two polls, after a millisecond it
-        sleeps.
-        """
-        self._operation.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
-        return True
-
-    def is_completed(self) -> bool:
-        """Return whether the operation is done, successful or not."""
-        return self._operation.poll()
-
-    def is_success(self) -> bool:
-        """Return whether the operation is done and did not fail."""
-        return self._operation.poll() and self._operation.error is None
-
-    def exception(self) -> Exception | None:
-        """Return why the operation failed."""
-        return self._operation.error
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the operation writes."""
-        return self._operation.outputs
-
-    def get_future(self) -> torch.futures.Future:
-        """Return a future of `result()`, which completes without a call of `wait`."""
-        return self._operation.future()
-
-    def source_rank(self) -> int:
-        """Return the group rank that a message came from, or -1 before it is received."""
-        return self._operation.source
-
-    _source_rank = source_rank
-
-    def synchronize(self) -> None:
-        """Do nothing: on the CPU there is no stream to synchronize with."""
+            self.complete_future()
 
 
 # The watcher: one thread that polls operations which nobody waits for
@@ -271,7 +187,7 @@ _stop = threading.Event()
 _thread: threading.Thread | None = None
 
 
-def unfinished() -> list[Operation]:
+def unfinished() -> list[MPIOperation]:
     """Return the operations that are not done."""
     return list(_unfinished)
 

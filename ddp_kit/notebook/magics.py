@@ -54,7 +54,7 @@ class RanksMagics(Magics):
     @argument("--timeout", type=float, help="seconds for the cell to end on every rank")
     @argument(
         "--backend",
-        help='"gloo", "nccl", "cuda:gloo", "mpi" or "auto"; default "auto", or as before',
+        help='"gloo", "nccl", "cuda:gloo", "mpi", "shm" or "auto"; default "auto", or as before',
     )
     @cell_magic("ranks")
     def run_cell(self, line: str, body: str) -> None:

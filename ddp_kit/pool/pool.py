@@ -43,7 +43,8 @@ class WorkerPool:
 
     world_size: number of ranks to start; they import torch in the background.
     backend: "auto" (nccl if every rank can have a GPU of its own, else gloo), "gloo", "nccl",
-        "cuda:gloo" for gloo on GPUs that ranks share, or "mpi", whose ranks mpiexec starts.
+        "cuda:gloo" for gloo on GPUs that ranks share, "mpi", whose ranks mpiexec
+        starts, or "shm", shared memory.
     init: False leaves it to the worker to call `init_process_group`. Groups that it leaves are
         destroyed after the run.
 
@@ -246,7 +247,8 @@ def run(
 ) -> Result:
     """Call `worker(rank, world_size, *args)` on every rank of the notebook's shared pool.
 
-    world_size: number of ranks. backend: "auto", "gloo", "nccl", "cuda:gloo" or "mpi".
+    world_size: number of ranks. backend: "auto", "gloo", "nccl", "cuda:gloo", "mpi"
+        or "shm".
     timeout: seconds for the worker to return on every rank; None: no limit.
 
     The first call starts the processes, unless they have been started in the background since the

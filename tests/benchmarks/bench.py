@@ -146,6 +146,40 @@ COMPARISONS = (
 )
 
 
+def all_reduce(ranks: int, nbytes: int, size: str, goal: str) -> Comparison:
+    """Compare backends by an all_reduce of float32, with a copy of the tensor as the limit."""
+    names = {
+        "shm": "ddp_kit, shm",
+        "gloo": "gloo",
+        "mpi": "Open MPI, over mpi4py",
+        "copy": "one copy of the tensor, in all ranks at once",
+    }
+    return Comparison(
+        f"all_reduce of {size}, {ranks} ranks",
+        goal,
+        rounds=7,
+        fresh=False,
+        sides=tuple(
+            Side(name, "kit_side.py", f"all_reduce {backend} {ranks} {nbytes}")
+            for backend, name in names.items()
+        ),
+    )
+
+
+COMPARISONS += (
+    all_reduce(2, 4, "4 B", "at most 0.5 times gloo"),
+    all_reduce(4, 4, "4 B", "no slower than gloo"),
+    all_reduce(2, 10_000, "10 kB", "none"),
+    all_reduce(4, 10_000, "10 kB", "none"),
+    all_reduce(2, 2**20, "1 MB", "at most 0.5 times gloo"),
+    all_reduce(4, 2**20, "1 MB", "at most 0.5 times gloo"),
+    all_reduce(2, 40_000_000, "40 MB", "at most 0.5 times gloo"),
+    all_reduce(4, 40_000_000, "40 MB", "at most 0.65 times gloo"),
+    all_reduce(2, 100_000_000, "100 MB", "at most 0.5 times gloo"),
+    all_reduce(4, 100_000_000, "100 MB", "at most 0.65 times gloo"),
+)
+
+
 class SideFailed(Exception):
     """A side gave no answer; the text says why, in a few words and without a path."""
 
@@ -309,6 +343,8 @@ def table(comparison: Comparison, results: dict[Side, list[float] | str]) -> str
 
 def shown(value: float) -> str:
     """Write a time in the unit in which it is easily read."""
+    if value < 0.001:
+        return f"{value * 1e6:.1f} µs"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"
 
 

@@ -51,6 +51,22 @@ def many_all_reduces(rank, world_size, traced):
     return time.perf_counter() - began
 
 
+def timed_all_reduces(rank, world_size, nbytes, repeats, copies):
+    """Time all_reduces of a tensor, or only a copy of it, which all ranks do at once."""
+    recorder.current = None  # until the end of the run
+    tensor = torch.ones(nbytes // 4)
+    copy = torch.empty_like(tensor) if copies else None
+    times = []
+    for number in range(repeats + 1):  # the first is not counted
+        dist.barrier()
+        tensor.fill_(1)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor) if copy is None else copy.copy_(tensor)
+        times += [time.perf_counter() - began] if number else []
+    return times
+
+
 def heavy_modules(rank, world_size):
     return [name for name in HEAVY if name in sys.modules]
 
@@ -92,6 +108,15 @@ def traced(yes: bool):
         yield "ready"
         while True:
             yield [pool.run(many_all_reduces, yes)[0]]
+
+
+def all_reduces(backend: str, world_size: int, nbytes: int, copies: bool = False):
+    """all_reduces on a backend, one after another; rank 0's clock."""
+    repeats = 50 if nbytes < 1e5 else 10 if nbytes < 1e7 else 3
+    with kit.WorkerPool(world_size, backend) as pool:
+        yield "ready"
+        while True:
+            yield pool.run(timed_all_reduces, nbytes, repeats, copies)[0]
 
 
 def values():
@@ -218,6 +243,14 @@ if __name__ == "__main__":
             "traced": lambda: traced(True),
             "untraced": lambda: traced(False),
             "values": values,
+            **{
+                f"all_reduce {backend} {ranks} {nbytes}": partial(
+                    all_reduces, backend.replace("copy", "gloo"), ranks, nbytes, backend == "copy"
+                )
+                for backend in ("shm", "gloo", "mpi", "copy")
+                for ranks in (2, 4)
+                for nbytes in (4, 10_000, 2**20, 40_000_000, 100_000_000)
+            },
             **{f"growth {n}": partial(growth, n) for n in (2, 4, 8, 16, 32, 64)},
             "first_run": first_run,
             "cells_while_starting": lambda: cells(True),

@@ -51,11 +51,11 @@ Results = dict[str, Report]  # by the program's name
 class Tool:
     """A process that runs programs under one tool; it is started again if it gives no answer."""
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, backend: str) -> None:
         self._environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._command = [sys.executable, str(HERE / "with_torch.py"), name, str(timeout)]
         if name == "ddp_kit":
-            self._command = [sys.executable, str(HERE / "with_kit.py")]
+            self._command = [sys.executable, str(HERE / "with_kit.py"), backend]
         elif name == "detail":
             self._environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         elif name == "flight_recorder":
@@ -132,10 +132,12 @@ def score(
     timeout: float,
     jobs: int,
     show: Callable[[Program, Report], None] | None = None,
+    backend: str = "gloo",
 ) -> tuple[Results, list[str]]:
     """Return what a tool says of each program, and the processes and files that it has left.
 
     jobs: how many run at once; the kit runs one. show: is called with each report as it comes.
+    backend: of the kit's ranks.
     """
     results: Results = {}
     todo = list(programs)[::-1]
@@ -143,7 +145,7 @@ def score(
     lock = threading.Lock()
 
     def work(folder: Path) -> None:
-        process = Tool(tool, timeout)
+        process = Tool(tool, timeout, backend)
         try:
             while True:
                 with lock:
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="programs with this in their name or category")
     parser.add_argument("--show", metavar="NAME", help="print a program and stop")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds, of PyTorch's tools")
+    parser.add_argument("--backend", default="gloo", help="of ddp_kit's ranks, such as shm")
     parser.add_argument("--jobs", type=int, default=24, help="programs at once, not for ddp_kit")
     parser.add_argument("--failures", action="store_true", help="list what ddp_kit gets wrong")
     parser.add_argument("--text", action="store_true", help="print what each tool said")
@@ -292,8 +295,9 @@ def main() -> None:
     if options.show:
         print(next(p.source for p in PROGRAMS if p.name == options.show), end="")
         return
-    if options.record and (options.only or options.tools != list(TOOLS)):
-        parser.error("--record needs every program and every tool")
+    everything = not options.only and options.tools == list(TOOLS) and options.backend == "gloo"
+    if options.record and not everything:
+        parser.error("--record needs every program and every tool, on gloo")
     programs = [p for p in PROGRAMS if options.only in f"{p.category} {p.name}"]
     if not programs:
         parser.error(f"no program has {options.only!r} in its name or category")
@@ -301,7 +305,9 @@ def main() -> None:
     left: dict[str, list[str]] = {}
     for tool in options.tools:
         show = partial(print_report, tool) if options.text else None
-        results[tool], left[tool] = score(tool, programs, options.timeout, options.jobs, show)
+        results[tool], left[tool] = score(
+            tool, programs, options.timeout, options.jobs, show, options.backend
+        )
         if options.failures and tool == "ddp_kit":
             print(failures(programs, results[tool]))
     rows = [

@@ -102,7 +102,7 @@ def main() -> None:
     """Answer every line of stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may write between the answers
-    with kit.WorkerPool(2, backend="gloo") as pool:
+    with kit.WorkerPool(2, backend=sys.argv[1]) as pool:
         for line in sys.stdin:
             report = run(pool.run, **json.loads(line))
             print(json.dumps(asdict(report)), file=answers, flush=True)

@@ -1,4 +1,4 @@
-"""`backend="mpi"` in a pool: ranks that mpiexec starts behave as spawned ones do."""
+"""`backend="mpi"` and `backend="shm"` in a pool: their ranks behave as those of gloo do."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit import mpi
+from ddp_kit import mpi, shm
 from ddp_kit.pool import view
 from ddp_kit.pool.launchers import mpiexec
 
-pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
+needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
+needs_shm = pytest.mark.skipif(shm.missing() is not None, reason=str(shm.missing()))
+NAMES = {"mpi": mpi.NAME, "shm": shm.NAME}
 
 
-run = functools.partial(kit.run, world_size=2, backend="mpi")
+@pytest.fixture(params=[pytest.param("mpi", marks=needs_mpi), pytest.param("shm", marks=needs_shm)])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def run(backend):
+    return functools.partial(kit.run, world_size=2, backend=backend)
 
 
 def total(rank, world_size):
@@ -43,10 +52,10 @@ def no_ranks_of_another_file():
     kit.shutdown()
 
 
-def test_runs_are_warm_and_bring_back_values_output_and_trace():
+def test_runs_are_warm_and_bring_back_values_output_and_trace(run, backend):
     first, second = run(total), run(total)
     assert [value for value, _ in first] == [3.0] * 2
-    assert first.output == tuple(f"rank {rank} over mpi4py\n" for rank in range(2))
+    assert first.output == tuple(f"rank {rank} over {NAMES[backend]}\n" for rank in range(2))
     assert [pid for _, pid in first] == [pid for _, pid in second]
     (call,) = second.trace.collectives
     assert {rank: event.call for rank, event in call.items()} == dict.fromkeys(
@@ -55,13 +64,13 @@ def test_runs_are_warm_and_bring_back_values_output_and_trace():
     assert all(event.waited and event.end for event in call.values())
 
 
-def test_a_smaller_world_uses_the_warm_processes():
+def test_a_smaller_world_uses_the_warm_processes(run, backend):
     pids = [pid for _, pid in run(total)]
-    assert list(kit.run(total, world_size=1, backend="mpi")) == [(1.0, pids[0])]
+    assert list(run(total, world_size=1)) == [(1.0, pids[0])]
     assert [pid for _, pid in run(total)] == pids
 
 
-def test_a_message_whose_work_was_dropped_still_arrives():
+def test_a_message_whose_work_was_dropped_still_arrives(run):
     def worker(rank, world_size):
         tensor = torch.arange(1_000_000.0) if rank == 0 else torch.zeros(1_000_000)
         if rank == 0:
@@ -76,7 +85,7 @@ def test_a_message_whose_work_was_dropped_still_arrives():
     assert result[0] == result[1]
 
 
-def test_ddp_leaves_the_mean_gradient_and_shows_its_buckets():
+def test_ddp_leaves_the_mean_gradient_and_shows_its_buckets(run):
     def worker(rank, world_size):
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
@@ -90,7 +99,7 @@ def test_ddp_leaves_the_mean_gradient_and_shows_its_buckets():
     assert ops == ["DistributedDataParallel", "DDP broadcast", "DDP all_reduce"]
 
 
-def test_an_exception_comes_back_from_its_rank():
+def test_an_exception_comes_back_from_its_rank(run):
     def worker(rank, world_size):
         if rank == 1:
             raise ValueError("no")
@@ -102,7 +111,7 @@ def test_an_exception_comes_back_from_its_rank():
     assert [value for value, _ in run(total)] == [3.0] * 2
 
 
-def test_a_deadlock_is_ended_and_explained():
+def test_a_deadlock_is_ended_and_explained(run):
     def ring(rank, world_size):
         dist.recv(torch.zeros(1), (rank + 1) % world_size)
 
@@ -111,7 +120,7 @@ def test_a_deadlock_is_ended_and_explained():
     assert [value for value, _ in run(total)] == [3.0] * 2
 
 
-def test_ranks_that_disagree_are_reported():
+def test_ranks_that_disagree_are_reported(run):
     def worker(rank, world_size):
         dist.broadcast(torch.zeros(2 + (rank == 1)), src=0)
 
@@ -120,7 +129,7 @@ def test_ranks_that_disagree_are_reported():
     assert [value for value, _ in run(total)] == [3.0] * 2
 
 
-def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
+def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended(run):
     def worker(rank, world_size, end):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(end)
@@ -137,7 +146,7 @@ def test_the_rank_that_died_is_named_and_not_those_that_mpiexec_ended():
     assert [value for value, _ in run(total)] == [3.0] * 2
 
 
-def test_an_interrupt_ends_the_run_and_the_pool_works():
+def test_an_interrupt_ends_the_run_and_the_pool_works(run):
     def waits(rank, world_size, pid):
         if rank:
             dist.barrier()
@@ -150,6 +159,7 @@ def test_an_interrupt_ends_the_run_and_the_pool_works():
     assert [value for value, _ in run(total)] == [3.0] * 2
 
 
+@needs_mpi
 def test_an_interrupt_while_mpiexec_starts_ends_what_it_has_started(monkeypatch):
     sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
     with kit.WorkerPool(2, backend="mpi") as pool:
@@ -173,6 +183,7 @@ def temporary(monkeypatch, tmp_path_factory):
     shutil.rmtree(folder)
 
 
+@needs_mpi
 def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(temporary, tmp_path):
     program = textwrap.dedent(
         """
@@ -198,7 +209,7 @@ def test_a_killed_parent_takes_mpiexec_and_its_ranks_along(temporary, tmp_path):
     wait_until(lambda: not list(temporary.glob("ompi.*")), 300, "Open MPI's files are gone")
 
 
-def test_a_wait_that_only_its_timeout_can_end_is_not_explained():
+def test_a_wait_that_only_its_timeout_can_end_is_not_explained(run):
     def worker(rank, world_size):
         group = dist.new_group(timeout=timedelta(seconds=2))
         if rank == 0:
@@ -210,6 +221,7 @@ def test_a_wait_that_only_its_timeout_can_end_is_not_explained():
 
 
 # The pool keeps three ranks after this one, so the tests above come first.
+@needs_mpi
 def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
     seen: list[str] = []
 
@@ -223,7 +235,7 @@ def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
     assert set(seen[:3]) <= {"starting under mpiexec", "ready"}, "one may have been quick"
 
 
-def test_messages_of_any_source_are_matched_in_the_trace():
+def test_messages_of_any_source_are_matched_in_the_trace(run):
     def worker(rank, world_size):
         tensor = torch.tensor([rank])
         if rank:
@@ -231,22 +243,27 @@ def test_messages_of_any_source_are_matched_in_the_trace():
             return None
         return [dist.recv(tensor, tag=tag) for tag in (2, 1)]
 
-    result = kit.run(worker, world_size=3, backend="mpi")
+    result = run(worker, world_size=3)
     assert result[0] == [2, 1]
     assert [(m.src, m.dst, m.tag) for m in result.trace.messages()] == [(1, 0, 1), (2, 0, 2)]
 
 
-def test_bare_ranks_are_recorded_from_their_first_run_on():
-    def worker(rank, world_size):
-        options = {"rank": rank, "world_size": world_size, "store": dist.HashStore()}
-        dist.init_process_group(mpi.NAME, **options)
+def test_bare_ranks_are_recorded_from_their_first_run_on(backend, tmp_path):
+    def worker(rank, world_size, name, path):
+        if name == shm.NAME:
+            shm.register()
+            store = dist.FileStore(path, world_size)
+        else:
+            store = dist.HashStore()
+        dist.init_process_group(name, rank=rank, world_size=world_size, store=store)
         dist.barrier()
         dist.destroy_process_group()
 
-    with kit.WorkerPool(2, backend="mpi", init=False) as pool:
-        assert len(pool.run(worker).trace.collectives) == 1
+    with kit.WorkerPool(2, backend=backend, init=False) as pool:
+        assert len(pool.run(worker, NAMES[backend], str(tmp_path / "store")).trace.collectives) == 1
 
 
+@needs_mpi
 def test_a_folder_with_a_long_name_is_refused_in_one_sentence(tmp_path, monkeypatch):
     (tmp_path / ("long" * 25)).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
@@ -265,6 +282,7 @@ def segments(ranks):
     return {f"{path.stem}.*" for path in mapped if path.match("/dev/shm/sm_segment.*")}
 
 
+@needs_mpi
 def test_a_closed_pool_leaves_neither_processes_nor_files(temporary):
     with kit.WorkerPool(2, backend="mpi") as pool:
         ranks = [psutil.Process(pid) for _, pid in pool.run(total)]
@@ -277,6 +295,7 @@ def test_a_closed_pool_leaves_neither_processes_nor_files(temporary):
     assert list(temporary.iterdir()) == []
 
 
+@needs_mpi
 def test_the_output_of_an_mpiexec_that_starts_nothing_is_reported(monkeypatch):
     refuses = [sys.executable, "-c", "import sys; sys.exit('no slots')"]
     with kit.WorkerPool(2, backend="mpi") as pool:
@@ -288,6 +307,7 @@ def test_the_output_of_an_mpiexec_that_starts_nothing_is_reported(monkeypatch):
     assert str(caught.value) == "mpiexec did not start 3 ranks: no slots"
 
 
+@needs_mpi
 def test_an_mpi_that_cannot_be_loaded_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setenv("MPI4PY_LIBMPI", "/no/such/libmpi.so")
     with kit.WorkerPool(2, backend="mpi") as pool, pytest.raises(kit.BackendError) as caught:
@@ -298,6 +318,7 @@ def test_an_mpi_that_cannot_be_loaded_is_reported_with_its_reason(monkeypatch):
     assert str(caught.value).startswith(message)
 
 
+@needs_mpi
 def test_a_missing_package_is_reported_before_anything_starts(monkeypatch):
     missing = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: missing)

@@ -1,4 +1,7 @@
-"""Ranks that mpiexec starts for `test_mpi.py`: `python -m tests.mpi_program SCENARIO FOLDER`.
+"""Ranks for `test_mpi.py` and `test_shm.py`: `python -m tests.group_program SCENARIO FOLDER`.
+
+mpiexec starts those of the first, and those of the second find RANK and WORLD_SIZE as environment
+variables.
 
 Several scenarios are separated by commas; all but the last destroy their group.
 """
@@ -17,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_kit import mpi
+from ddp_kit import mpi, shm
 
 LIMIT = timedelta(seconds=20)
 
@@ -26,11 +29,15 @@ def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> 
     """Initialise the default group; return rank and world size."""
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)  # of the store
-    rank, world_size, _, _ = mpi.rank_info()
+    backend = mpi if mpi.started_by_mpiexec() else shm
+    if backend is mpi:
+        rank, world_size, _, _ = mpi.rank_info()
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     size = size or world_size
-    mpi.register()
+    backend.register()
     dist.init_process_group(
-        mpi.NAME,
+        backend.NAME,
         store=dist.FileStore(str(folder / "store"), size),
         rank=rank,
         world_size=size,
@@ -41,18 +48,20 @@ def start(folder: Path, size: int | None = None, timeout: timedelta = LIMIT) -> 
 
 def cases(folder: Path) -> None:
     """Run every case, and write what failed on which rank to failures.json."""
-    import mpi_cases
+    import group_cases
 
     rank, size = start(folder)
     gloo = dist.new_group(backend="gloo", timeout=LIMIT)
     report = dist.new_group(backend="gloo", timeout=10 * LIMIT)
     failures: dict[str, str | None] = {}
-    for name, case in (mpi_cases.COMPARED | mpi_cases.OWN).items():
+    for name, case in (group_cases.COMPARED | group_cases.OWN).items():
         if len(sys.argv) > 3 and name not in sys.argv[3:]:
+            continue
+        if name in group_cases.ONLY_MPI and dist.get_backend() != mpi.NAME:
             continue
         problem = None
         try:
-            if name in mpi_cases.OWN:
+            if name in group_cases.OWN:
                 seed(name, rank)
                 case(dist.group.WORLD)
             else:

@@ -1,0 +1,221 @@
+"""The backend "shm", on plain processes that PyTorch connects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import group_cases
+import psutil
+import pytest
+import random_collectives
+import torch
+import torch.distributed as dist
+from processes import wait_until
+
+import ddp_kit as kit
+from ddp_kit import shm
+from ddp_kit.errors import BackendError
+from ddp_kit.shm import futex, joining
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD_SIZES = (1, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4)))
+CASES = [*group_cases.COMPARED, *group_cases.OWN]
+LIMIT = 240.0  # seconds for all cases of a world size; far more than they need
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has futexes")
+
+
+@contextlib.contextmanager
+def started(scenario: str, world_size: int, folder: Path, *more: str) -> Iterator[list]:
+    """Start the ranks of a scenario of `group_program.py`; kill those that do not end."""
+    program = [sys.executable, "-m", "tests.group_program", scenario, str(folder), *more]
+    ranks = []
+    try:
+        for rank in range(world_size):
+            with open(folder / f"output-{rank}", "w") as output:
+                own = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                ranks.append(
+                    subprocess.Popen(
+                        program,
+                        cwd=ROOT,
+                        env=os.environ | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def launch(
+    scenario: str, world_size: int, folder: Path, *more: str, seconds: float = 120.0
+) -> tuple[list[int], str]:
+    """Run a scenario; return the exit codes and what was printed. Fail if it does not end."""
+    with started(scenario, world_size, folder, *more) as ranks:
+        try:
+            codes = [process.wait(timeout=seconds) for process in ranks]
+        except subprocess.TimeoutExpired:
+            codes = None
+    text = "".join(path.read_text() for path in sorted(folder.glob("output-*")))
+    assert codes is not None, f"{scenario} did not end within {seconds} s:\n{text}"
+    return codes, text
+
+
+@functools.cache
+def failures(world_size: int) -> dict[str, str]:
+    """Run all cases once at a world size; return what failed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        codes, text = launch("cases", world_size, folder, seconds=LIMIT)
+        written = folder / "failures.json"
+        assert written.exists(), f"the ranks failed:\n{text}"
+        assert codes == [0] * world_size, text
+        return json.loads(written.read_text())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in group_cases.ONLY_MPI])
+def test_shm_differs_from_gloo_or_from_its_docstring(case, world_size):
+    problem = failures(world_size)[case]
+    assert not problem, problem
+
+
+@pytest.mark.parametrize("repeats", [25, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_collective_with_random_arguments_differs_from_gloo(repeats, forked_ranks):
+    counts = kit.run(random_collectives.compare, repeats, world_size=3, backend="shm")
+    assert all(count > repeats / 2 for count in counts[0].values())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_order_of_a_sum_depends_on_the_rank_or_the_chunk(world_size, forked_ranks):
+    def worker(rank, world_size):
+        torch.manual_seed(rank)
+        own = torch.randn(2_500_000)
+        every = [torch.empty(2_500_000) for _ in range(world_size)]
+        dist.all_gather(every, own)
+        dist.all_reduce(own)
+        in_order = every[0]
+        for each in every[1:]:
+            in_order = in_order + each
+        return torch.equal(own, in_order)
+
+    assert list(kit.run(worker, world_size=world_size, backend="shm")) == [True] * world_size
+
+
+def test_an_operation_that_nobody_waits_for_does_not_move(forked_ranks):
+    def worker(rank, world_size):
+        first, second = torch.ones(2_000_000), torch.ones(3)
+        work = dist.all_reduce(first, async_op=True)
+        later = dist.all_reduce(second, async_op=True)
+        done = []
+        work.get_future().then(lambda _: done.append("first"))
+        later.get_future().then(lambda _: done.append("second")).wait()
+        return done, first[-1].item(), second[0].item()
+
+    assert (
+        list(kit.run(worker, world_size=2, backend="shm")) == [(["first", "second"], 2.0, 2.0)] * 2
+    )
+
+
+def test_the_ranks_of_two_hosts_share_memory():
+    one = {"host": "here", "boot": "1", "processes": "pid:[1]"}
+    assert joining._refusal(one, {**one, "host": "alias"}, 2) == ""
+    assert joining._refusal(one, {**one, "host": "there", "boot": "2"}, 2) == (
+        "backend=\"shm\" needs all ranks on one host, and rank 0 runs on 'here' and rank 2 on "
+        "'there'; use backend=\"gloo\""
+    )
+    assert "several containers" in joining._refusal(one, {**one, "processes": "pid:[2]"}, 1)
+
+
+def test_a_refused_rank_waits_for_the_others(forked_ranks):
+    def worker(rank, world_size):
+        if rank == 1:
+            joining._identity = lambda: {"host": "there", "boot": "2", "processes": ""}
+        messages = []
+        try:
+            dist.new_group(backend="shm")
+        except BackendError as error:
+            messages.append("needs all ranks on one host" in str(error))
+        return messages
+
+    with kit.WorkerPool(3, backend="gloo") as pool:
+        shm.register()
+        assert list(pool.run(registered(worker), timeout=60)) == [[True]] * 3
+
+
+def registered(worker):
+    def call(rank, world_size):
+        shm.register()
+        return worker(rank, world_size)
+
+    return call
+
+
+def test_another_system_is_not_refused(monkeypatch):
+    monkeypatch.setattr(futex, "is_supported", False)
+    with pytest.raises(BackendError, match='backend="shm" needs Linux'):
+        kit.run(registered, backend="shm")
+    with pytest.raises(BackendError, match='backend="shm" needs Linux'):
+        shm.register()
+
+
+def test_a_wait_goes_on_although_the_process_that_it_needs_has_ended(tmp_path):
+    with started("vanishing", 3, tmp_path) as ranks:
+        assert ranks[1].wait(timeout=LIMIT) == 3
+        assert [rank.wait(timeout=60) for rank in (ranks[0], ranks[2])] == [1, 1]
+    for rank in (0, 2):
+        text = (tmp_path / f"output-{rank}").read_text()
+        assert "allreduce failed: the process of rank 1 has ended" in text
+
+
+def segments() -> list[str]:
+    """Return the shared memory of the backend that any process here still has open or mapped."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found += [f"{process.pid}"] if "memfd:ddp_kit shm" in maps else []
+    return found
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_a_killed_rank_leaves_something_behind(kills, forked_ranks, monkeypatch, tmp_path):
+    chance = random.Random(kills)
+    before, files = set(segments()), set(os.listdir("/dev/shm"))
+    for _ in range(kills):
+        with kit.WorkerPool(2, backend="shm") as pool:
+            ranks = list(pool.run(lambda rank, world_size: os.getpid()))
+            assert set(map(str, ranks)) <= set(segments()), "this test looks in the wrong place"
+            killer = threading.Timer(chance.random() * 0.2, os.kill, (chance.choice(ranks), 9))
+            killer.start()
+            with pytest.raises(kit.RankDiedError):
+                pool.run(many_collectives, timeout=120)
+            killer.join()
+        wait_until(lambda ranks=ranks: not set(map(str, ranks)) & set(segments()), 60, "unmapped")
+    assert not set(segments()) - before - {str(os.getpid())}
+    assert set(os.listdir("/dev/shm")) == files
+
+
+def many_collectives(rank, world_size):
+    small, large = torch.ones(1), torch.ones(3_000_000)
+    while True:
+        dist.all_reduce(small)
+        dist.all_reduce(large)
+        dist.broadcast(large, 0)
+        works = [dist.isend(large, 1 - rank), dist.irecv(small.new_zeros(3_000_000), 1 - rank)]
+        for work in works:
+            work.wait()
