@@ -59,7 +59,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_choices(gpus):
 def test_an_unknown_backend_is_refused_with_a_hint(asked, hint):
     with pytest.raises(kit.BackendError) as caught:
         backends.choose_backend(asked, 2)
-    names = '"auto", "gloo", "nccl", "cuda:gloo", "mpi"'
+    names = '"auto", "gloo", "nccl", "cuda:gloo", "mpi", "shm"'
     assert str(caught.value) == f"backend must be one of {names}, got {asked!r}{hint}"
 
 

@@ -129,16 +129,22 @@ def test_a_torchvision_without_operators_goes_unnoticed(torchvision):
             False,
             "mpi4py",
             True,
-            'gloo (unavailable: nccl, mpi). backend="auto" selects gloo. To',
+            'gloo, shm (unavailable: nccl, mpi). backend="auto" selects gloo. To',
         ),
-        (True, False, None, True, 'gloo, mpi (unavailable: nccl). backend="auto" selects gloo.'),
+        (
+            True,
+            False,
+            None,
+            True,
+            'gloo, mpi, shm (unavailable: nccl). backend="auto" selects gloo.',
+        ),
         (True, True, None, True, "nccl if every rank has its own GPU, otherwise gloo."),
         (
             False,
             False,
             "mpi4py",
             False,
-            "none (unavailable: gloo, nccl, mpi). The lessons need gloo",
+            "shm (unavailable: gloo, nccl, mpi). The lessons need gloo",
         ),
     ],
 )
@@ -148,6 +154,7 @@ def test_a_backend_is_misjudged(monkeypatch, gloo, nccl, lacking, ok, words):
         (dist, "is_gloo_available", gloo),
         (dist, "is_nccl_available", nccl),
         (checks.mpi, "missing", lacking),
+        (checks.shm, "missing", None),
     )
     found = checks.backends()
     assert found.ok == ok

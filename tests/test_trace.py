@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -742,3 +743,19 @@ def test_a_new_run_finds_an_empty_board(page):
     assert (snapshot.log.head.run, snapshot.events, snapshot.waiting, snapshot.counts()) == (
         *(2, [], None, {}),
     )
+
+
+def test_numpy_integers_and_tensors_are_numbers_as_in_pytorch():
+    def worker(rank, world_size):
+        pair = dist.new_group(list(np.arange(world_size)))
+        for tag in (np.int64(3), torch.tensor(4)):
+            if rank == 0:
+                dist.send(torch.ones(2), 1, tag=tag)
+            else:
+                dist.recv(torch.zeros(2), 0, tag=tag)
+        splits = np.array([1, 2])
+        received = torch.empty(2 * int(splits[rank]))
+        dist.all_to_all_single(received, torch.ones(3), [splits[rank]] * 2, splits, group=pair)
+
+    trace = kit.run(worker, world_size=2).trace
+    assert [message.tag for message in trace.messages()] == [3, 4]

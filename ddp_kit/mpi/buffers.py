@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from ddp_kit.group import tensors as memory
+from ddp_kit.group import tensors as dense
 from ddp_kit.group.tensors import copy_back, numels
 from ddp_kit.mpi.launcher import load_mpi
 
@@ -18,19 +18,19 @@ _MOST = 2**31 - 1  # MPI counts in a C int
 
 def check(tensor: torch.Tensor) -> None:
     """Raise RuntimeError for a tensor whose memory MPI cannot use."""
-    memory.check("mpi4py", tensor)
+    dense.check("mpi4py", tensor)
 
 
 def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return memory to send from: the tensor itself, or a contiguous copy."""
     check(tensor)
-    return memory.source_of(tensor)
+    return dense.source_of(tensor)
 
 
 def receive_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Return memory to receive in: the tensor itself, or a new one to `copy_back` later."""
     check(tensor)
-    return memory.target_of(tensor)
+    return dense.target_of(tensor)
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -89,14 +89,14 @@ class Reduction:
     """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype, size: int) -> None:
-        name = memory.reduction_name("mpi4py", op, dtype)
+        name = dense.reduction_name("mpi4py", op, dtype)
         small = dtype.is_floating_point and dtype.itemsize < 4
         self.dtype = torch.float32 if small else dtype  # that MPI computes in
         self.divisor = size if name == "AVG" else 1
         self.type = _number_types().get(self.dtype)
         if self.type is None:
             raise ValueError(f'the "mpi4py" backend cannot reduce tensors of {dtype}')
-        name = memory.OF_BOOL.get(name, name) if dtype is torch.bool else name
+        name = dense.OF_BOOL.get(name, name) if dtype is torch.bool else name
         # AVG is MPI's sum, divided at the end.
         self.op = getattr(load_mpi(), {"AVG": "SUM", "PRODUCT": "PROD"}.get(name, name))
 

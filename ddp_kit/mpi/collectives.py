@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_kit.group import tensors as memory
+from ddp_kit.group import tensors as dense
 from ddp_kit.group.process_group import Tensors
 from ddp_kit.group.work import PythonWork
 from ddp_kit.mpi import buffers
@@ -52,7 +52,7 @@ class MPIProcessGroup(BaseProcessGroup):
         return self._start(
             "broadcast",
             lambda comm: [comm.Ibcast(message, root) for message in messages],
-            lambda: None if root == self._rank else memory.copy_back(tensors, memory),
+            lambda: None if root == self._rank else dense.copy_back(tensors, memory),
             tensors,
             opts=opts,
             memory=memory,
@@ -72,7 +72,7 @@ class MPIProcessGroup(BaseProcessGroup):
             (outputs,) = output_tensors
             self._check_list("gather", outputs, input_tensors[0], "output")
             flat = buffers.empty_flat(outputs)
-            receive = buffers.describe(flat, memory.numels(outputs))
+            receive = buffers.describe(flat, dense.numels(outputs))
         return self._start(
             "gather",
             lambda comm: [comm.Igatherv(message, receive, root)],
@@ -95,12 +95,12 @@ class MPIProcessGroup(BaseProcessGroup):
         if root == self._rank:
             (inputs,) = input_tensors
             self._check_list("scatter", inputs, output, "input")
-            flat = memory.without_overlap(buffers.flatten(inputs), buffer)
-            message = buffers.describe(flat, memory.numels(inputs))
+            flat = dense.without_overlap(buffers.flatten(inputs), buffer)
+            message = buffers.describe(flat, dense.numels(inputs))
         return self._start(
             "scatter",
             lambda comm: [comm.Iscatterv(message, receive, root)],
-            lambda: memory.copy_back([output], [buffer]),
+            lambda: dense.copy_back([output], [buffer]),
             output_tensors,
             opts=opts,
             memory=flat,
@@ -126,7 +126,7 @@ class MPIProcessGroup(BaseProcessGroup):
         for outputs, tensor in zip(lists, inputs, strict=True):
             self._check_list(name, outputs, tensor, "output")
             source, flat = buffers.send_buffer(tensor), buffers.empty_flat(outputs)
-            receive = buffers.describe(flat, memory.numels(outputs))
+            receive = buffers.describe(flat, dense.numels(outputs))
             calls.append((buffers.describe(source), receive, source, flat))
 
         def finish() -> None:
@@ -157,7 +157,7 @@ class MPIProcessGroup(BaseProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_whole(name, whole=output, part=tensor)
             buffer = buffers.receive_buffer(output)
-            source = memory.without_overlap(buffers.send_buffer(tensor), buffer)
+            source = dense.without_overlap(buffers.send_buffer(tensor), buffer)
             received.append(buffer)
             room, _, type = buffers.describe(buffer)
             receive = [room, source.numel(), type]  # the count of each rank
@@ -165,7 +165,7 @@ class MPIProcessGroup(BaseProcessGroup):
         return self._start(
             name,
             lambda comm: [comm.Iallgather(message, receive) for message, receive, _ in calls],
-            lambda: memory.copy_back(outputs, received),
+            lambda: dense.copy_back(outputs, received),
             outputs,
             opts=opts,
             memory=calls,
@@ -179,8 +179,8 @@ class MPIProcessGroup(BaseProcessGroup):
         self._check_list("alltoall", input_tensors, own, "input")
         self._check_list("alltoall", output_tensors, input_tensors[self._rank], "output")
         source, flat = buffers.flatten(input_tensors), buffers.empty_flat(output_tensors)
-        message = buffers.describe(source, memory.numels(input_tensors))
-        receive = buffers.describe(flat, memory.numels(output_tensors))
+        message = buffers.describe(source, dense.numels(input_tensors))
+        receive = buffers.describe(flat, dense.numels(output_tensors))
         return self._start(
             "alltoall",
             lambda comm: [comm.Ialltoallv(message, receive)],
@@ -199,16 +199,16 @@ class MPIProcessGroup(BaseProcessGroup):
         opts: Any = None,
     ) -> PythonWork:
         """Send rows of a tensor to each rank, and receive rows of each; splits may differ."""
-        memory.check_dtypes("all_to_all_single", [output], input)
-        sends = memory.split_counts(input, input_split_sizes or (), self._size, "the input")
-        receives = memory.split_counts(output, output_split_sizes or (), self._size, "the output")
+        dense.check_dtypes("all_to_all_single", [output], input)
+        sends = dense.split_counts(input, input_split_sizes or (), self._size, "the input")
+        receives = dense.split_counts(output, output_split_sizes or (), self._size, "the output")
         buffer = buffers.receive_buffer(output)
-        source = memory.without_overlap(buffers.send_buffer(input), buffer)
+        source = dense.without_overlap(buffers.send_buffer(input), buffer)
         message, receive = buffers.describe(source, sends), buffers.describe(buffer, receives)
         return self._start(
             "all_to_all_single",
             lambda comm: [comm.Ialltoallv(message, receive)],
-            lambda: memory.copy_back([output], [buffer]),
+            lambda: dense.copy_back([output], [buffer]),
             [output],
             opts=opts,
             memory=source,
@@ -295,9 +295,9 @@ class MPIProcessGroup(BaseProcessGroup):
         for output, inputs in zip(outputs, lists, strict=True):
             reduction = reduction_of(opts.reduceOp, output.dtype, self._size)
             result = reduction.receive_buffer(output)
-            flat = memory.without_overlap(reduction.flatten(inputs), result)
+            flat = dense.without_overlap(reduction.flatten(inputs), result)
             equal = [flat.numel() // self._size] * self._size
-            counts = equal if len(inputs) == 1 else memory.numels(inputs)
+            counts = equal if len(inputs) == 1 else dense.numels(inputs)
             calls.append((reduction, flat, result, counts))
 
         def begin(comm: Any) -> list[Any]:

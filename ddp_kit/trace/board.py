@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import operator
 import os
 import struct
 from multiprocessing import reduction
@@ -123,7 +124,8 @@ class Board:
 
     def add_text(self, text: Any) -> int:
         """Write what events have in common; return its number, or 0 if there is no room left."""
-        line = json.dumps(text).encode() + b"\n"
+        # PyTorch takes NumPy's integers and tensors of one as ranks, tags and splits.
+        line = json.dumps(text, default=operator.index).encode() + b"\n"
         if self._texts + len(line) > TEXTS:
             return 0
         at = _TEXTS_AT + self._texts

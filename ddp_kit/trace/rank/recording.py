@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ def _point_to_point(
     *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
     if method == "recv" and peer[0] == group.rank():  # PyTorch only refuses a send to oneself
         raise ValueError("a rank cannot receive from itself: src is its own rank")
-    posted = recorder.post(group, describe(method, given), *peer, tag=tag)
+    posted = recorder.post(group, describe(method, given), *peer, tag=operator.index(tag))
     return _start(recorder, posted, original, group, *args, **kwargs)
 
 
