@@ -14,7 +14,7 @@ from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
 INTERLEAVED = ((2, 2, 4), (3, 2, 6), (1, 2, 2), (4, 3, 8), (4, 2, 4))  # ranks, stages, as above
-BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (1, 0.1))
+BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (5, 0.3), (2, 0.3), (1, 0.1))
 WIDTH, SEQUENCES = 3, 2
 
 _NO_GRADIENT = (

@@ -180,7 +180,7 @@ def _drift(mine: Tensors, want: torch.Tensor, bound: float) -> Cause | None:
     agree = f"The ranks differ from each other, and {'no rank' if not right else name_ranks(right)}"
     verb = "equals" if len(right) < 2 else "equal"
     text = f"{agree} {verb} the reference: replicas have drifted, because of different starts or"
-    return Cause("drift", f"{text} because ranks did not apply the same updates.")
+    return Cause("drift", f"{text} different updates, or a sum over the ranks is missing.")
 
 
 def _mixture(have: torch.Tensor, want: torch.Tensor, parts: Tensors, slack: float) -> Cause | None:

@@ -181,6 +181,7 @@ def enough(p, most):
         (lambda p, most: math.ceil(p * (1 / most - 1) - 1e-9), "passes p - 1 ranks before"),
         (lambda p, most: enough(p, most) + 1, "One less is enough"),
         (lambda p, most: max(1, enough(p, most) - 1), "round up"),
+        (lambda p, most: max(1, round((p - 1) * (1 / most - 1))), "round up"),
         (lambda p, most: (p - 1) * (1 / most - 1) + 0.5, "Return a whole number: round up."),
         (lambda p, most: None, "Solve (p-1)/(m+p-1) <= most for m"),
         (lambda p, most: enough(p, most) if p > 1 else 0, "One rank never waits for another"),
