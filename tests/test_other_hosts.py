@@ -36,6 +36,7 @@ class Far:
         self.signs[rank] += 1
         sign = Sign(self.signs[rank], shown, Head(**{"run": 1} | head))
         self.store.set(f"sign {rank}", sign.encode())
+        self.arrive()
 
     def show(self, rank, board):
         self.store.set(f"board {rank}", other_host.encode_board(board.read()))
@@ -45,7 +46,12 @@ class Far:
         if report is not None:
             self.store.set(f"report {rank}", pickle.dumps(report))
         self.store.append("ends", f"{rank} {how}\n")
+        self.arrive()
         self.hosts.look()
+
+    def arrive(self):
+        """Wait until the store has what was written: set and append return without an answer."""
+        self.store.num_keys()
 
     def error(self):
         return self.hosts.error(Reports())
