@@ -19,6 +19,7 @@ from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import (
     BackendError,
     CompareError,
+    CourseError,
     DataError,
     DeadlockError,
     ExerciseError,
@@ -50,6 +51,7 @@ __all__ = [
     "BackendError",
     "CompareError",
     "Comparison",
+    "CourseError",
     "DataError",
     "DeadlockError",
     "ExerciseError",

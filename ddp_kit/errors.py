@@ -114,6 +114,10 @@ class ProofError(KitError, AssertionError):
     """A lesson's claim, or the equality of two values, does not hold on this machine."""
 
 
+class CourseError(KitError):
+    """A command of `python -m ddp_kit.course` cannot do what it was asked to do."""
+
+
 class ExerciseError(KitError, AssertionError):
     """An answer to an exercise is not right yet.
 

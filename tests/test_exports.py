@@ -19,7 +19,7 @@ def test_public_names_are_sorted_and_exist():
 
 def test_every_error_is_a_kit_error():
     errors = [getattr(kit, name) for name in kit.__all__ if name.endswith("Error")]
-    assert len(errors) == 17
+    assert len(errors) == 18
     assert all(issubclass(error, kit.KitError) for error in errors)
 
 
