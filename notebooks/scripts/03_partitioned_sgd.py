@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def train(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(1234)  # the same data and the same parameters on every rank
     centres, labels = torch.randn(10, 64), torch.randint(10, (8000,))

@@ -23,6 +23,7 @@ def whole_ring(tensor):
 
 
 def worker(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     ours = 1.0 / torch.arange(1 + rank, 100_001 + rank)
     theirs, size = ours.clone(), ours.nbytes

@@ -32,6 +32,7 @@ def train(rank, unwrap):
 
 
 def worker(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     for unwrap in (False, True):
         difference = train(rank, unwrap)

@@ -24,6 +24,7 @@ def time_of(nbytes, rounds=30):
 
 
 def worker(rank, n):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=n)
     times = [time_of(size) for size in SIZES]
     if rank == 0:  # a ring: 2(n-1) messages of N/n bytes follow one another

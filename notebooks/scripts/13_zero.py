@@ -10,6 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 def worker(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     models = []
     for _ in range(2):

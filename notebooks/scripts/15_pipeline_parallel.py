@@ -16,6 +16,7 @@ def stages(count):
 
 
 def worker(rank, world_size, m):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     alone = stages(world_size)
     stage = stages(world_size)[rank]

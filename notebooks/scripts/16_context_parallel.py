@@ -34,6 +34,7 @@ def ring_attention(query, key, value):
 
 
 def worker(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     whole = torch.randn(3, 2, 4, 240, 16)  # query, key, value: batch, heads, tokens, width

@@ -35,6 +35,7 @@ class Shared(dist.ProcessGroup):
 
 
 def worker(rank, world_size):
+    torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.Backend.register_backend("shared", Shared, devices=["cpu"])
     dist.init_process_group("shared", rank=rank, world_size=world_size)
     x = torch.randn(64, 9, generator=torch.Generator().manual_seed(0))
