@@ -57,6 +57,7 @@ class Notebook:
     """One run of `worker`, source code that defines it, on `per_host` ranks of each host.
 
     folder: an empty one, where the worker's `note` writes. before: a statement of the script.
+    options: torchrun's on host 1, besides those of the printed command.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Notebook:
         worker: str,
         before: str = "",
         per_host: int = 1,
+        options: Sequence[str] = (),
     ) -> None:
         self.hosts, self.notes = hosts, folder / "notes"
         self.notes.mkdir()
@@ -82,7 +84,7 @@ class Notebook:
         self.script = self._start(hosts[0], [sys.executable, str(script)], self._out, self._err)
         wait_until(lambda: "  torchrun " in self.printed(), START, "the command is printed")
         (command,) = (line for line in self.printed().splitlines() if line.startswith("  torchrun"))
-        words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]]
+        words = [sys.executable, "-m", "torch.distributed.run", *options, *shlex.split(command)[1:]]
         self.agent = self._start(hosts[1], words, folder / "out-1", folder / "err-1")
 
     def _start(self, host: Host, command: list[str], out: Path, err: Path) -> psutil.Popen:

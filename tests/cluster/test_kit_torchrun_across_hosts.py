@@ -87,8 +87,8 @@ def notebook(hosts, tmp_path):
     """Return a function that starts a run on both hosts; nothing of it may be left."""
     started = []
 
-    def start(worker: str, before: str = "", per_host: int = 1) -> Notebook:
-        started.append(Notebook(hosts, tmp_path, worker, before, per_host))
+    def start(worker: str, before: str = "", per_host: int = 1, options: tuple = ()) -> Notebook:
+        started.append(Notebook(hosts, tmp_path, worker, before, per_host, options))
         return started[-1]
 
     yield start
@@ -166,6 +166,9 @@ def test_a_message_between_hosts_of_unequal_ends_is_not_compared(notebook):
 
 
 def test_a_rank_that_dies_on_another_host_is_told_as_a_broken_connection(notebook):
-    told = notebook(DYING, before="other_hosts.REASON = 60").told()  # on a busy machine
+    # On a busy machine: wait long for the reason, and let the agent outlive its rank. If both are
+    # gone when the observer looks, it cannot know which ended first.
+    late = "--monitor-interval", "10"
+    told = notebook(DYING, before="other_hosts.REASON = 60", options=late).told()
     assert told["error"] == "RankDiedError", told
     assert told["text"].startswith("rank 1 died on host 1;"), told
