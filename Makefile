@@ -70,11 +70,11 @@ style: $(STAMP)  ## check style, imports and the types of the public names
 check: style  ## the quick checks: style, public types, one notebook, a lesson under each launcher
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
-test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
+test: style  ## check style, public types, tests and every notebook; ALL=1: in a browser and on two hosts, too
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
-	@# Notebooks first: of the files with few tests, which xdist would begin last, some take long.
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	    $(if $(ALL),,--ignore=tests/browser --ignore=tests/cluster)
 
 long: $(STAMP)  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load
