@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from kernels import Kernel
 from processes import BOUND, assert_gone, wait_until
+from torch.distributed import tensor
 
 import ddp_kit as kit
+from ddp_kit import lessons
 from ddp_kit.lessons import collectives, ddp, partitioned_sgd, ring_allreduce
+from ddp_kit.notebook import controls
 
 # An explorer of one number. 7 raises, 8 waits for a file, 9 never ends.
 EXPLORER = """
@@ -314,6 +320,26 @@ def test_a_static_picture_is_a_png_with_its_numbers_as_text():
     )
     assert view._repr_png_().startswith(b"\x89PNG")
     assert view.call == "kit.run(collectives.scatter, 1, world_size=2)"
+
+
+FILES = Path(lessons.__file__).parent.glob("[!_]*.py")
+LESSONS = sorted(file.stem for file in FILES if re.search(r"\bexplore\b", file.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_call_below_a_picture_is_not_the_one_that_was_made(name, monkeypatch):
+    made = []
+
+    def noting_run(*args, **options):
+        made.append((args, options))
+        return run(*args, **options)
+
+    run = controls.run
+    monkeypatch.setattr(controls, "run", noting_run)
+    module = importlib.import_module(f"ddp_kit.lessons.{name}")
+    view = module.explore(world_size=2)
+    shown = SimpleNamespace(run=lambda *args, **options: (args, options))
+    assert eval(view.call, vars(tensor) | {"kit": shown, name: module}) == made[0]
 
 
 def test_controls_outside_a_notebook_are_refused():

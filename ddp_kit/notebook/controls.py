@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,7 +134,12 @@ def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:
 
 
 def _name(lesson: str, value: Any) -> str:
-    return f"{lesson}.{value.__name__}" if callable(value) else repr(value)
+    if not callable(value):
+        return repr(value)
+    if hasattr(value, "__name__"):
+        return f"{lesson}.{value.__name__}"
+    names = vars(importlib.import_module(f"ddp_kit.lessons.{lesson}")).items()
+    return next(f"{lesson}.{name}" for name, found in names if found is value)  # a partial
 
 
 class Request(NamedTuple):
