@@ -42,10 +42,15 @@ IDLE = """() => window.jupyterapp
     && document.querySelector('#jp-main-statusbar')?.textContent.includes('| Idle')
     && document.querySelector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
 """
-# JupyterLab fills a page in pieces, so the number of the code cells is asked for too.
-PROMPTS = """count => {
+# JupyterLab fills a page in pieces, so the number of the code cells is asked for too. Behind a cell
+# with an error that it did not expect, the others lose their star.
+ENDED = """count => {
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
-    return prompts.length === count && prompts.every(e => /\\[\\d+\\]/.test(e.textContent));
+    const shown = prompts.map(e => e.textContent);
+    const errors = document.querySelectorAll("[data-mime-type='application/vnd.jupyter.stderr']");
+    if (shown.length !== count || shown.some(text => text.includes('[*]'))) return null;
+    if (shown.every(text => /\\[\\d+\\]/.test(text))) return 'numbered';
+    return errors.length && errors[errors.length - 1].textContent;
 }"""
 NUMBERED = """index => /\\[\\d+\\]/.test(
     document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[index].textContent)
@@ -179,9 +184,10 @@ class Document:
         self.command("notebook:run-cell-and-select-next")
 
     def run_all(self, seconds: float) -> None:
-        """Run all cells, and wait until each has its number."""
+        """Run all cells, and wait until each has its number; fail if an error ends it earlier."""
         self.command("notebook:run-all-cells")
-        self.wait(PROMPTS, seconds, arg=self.count)
+        ended = self.wait(ENDED, seconds, arg=self.count)
+        assert ended == "numbered", ended
         self.wait_until_idle()
 
     def click(self, command: str) -> None:
