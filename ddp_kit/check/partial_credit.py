@@ -16,18 +16,19 @@ SECONDS = 20.0  # for all runs of an answer: less than the 30 s that nbgrader gi
 class Credit(float):
     """The share of an exercise's parts that hold, 0.0 to 1.0.
 
-    parts: whether each of them holds, by name.
+    parts: whether each of them holds, by name. wrong: what is wrong, by the part that it is in.
     """
 
-    def __new__(cls, parts: Mapping[str, bool]) -> Credit:  # noqa: D102
+    parts: dict[str, bool]
+    wrong: dict[str, str]
+
+    def __new__(cls, parts: Mapping[str, bool], wrong: Mapping[str, str] | None = None) -> Credit:  # noqa: D102
         credit = super().__new__(cls, sum(parts.values()) / max(1, len(parts)))
-        credit.parts = dict(parts)
+        credit.parts, credit.wrong = dict(parts), dict(wrong or {})
         return credit
 
-    parts: dict[str, bool]
-
-    def __getnewargs__(self) -> tuple[dict[str, bool]]:  # type: ignore[override]
-        return (self.parts,)
+    def __getnewargs__(self) -> tuple:
+        return self.parts, self.wrong
 
     def _ipython_display_(self) -> None:
         """Show nothing: a check that passes has printed its line."""
@@ -47,12 +48,8 @@ def credit(check: Callable[[Any], Credit], answer: Any) -> Credit:
     trial = _try(check, answer, float(os.environ.get("DDP_KIT_CHECK_SECONDS", SECONDS)))
     found = trial.credit()
     if found < 1:
-        for wrong in dict.fromkeys(trial.messages):
-            print(wrong)
-        print(
-            *(f"{'yes' if holds else 'no':4}{part}" for part, holds in found.parts.items()),
-            sep="\n",
-        )
+        parts = [f"{'yes' if holds else 'no':4}{part}" for part, holds in found.parts.items()]
+        print(*dict.fromkeys(found.wrong.values()), *parts, sep="\n")
     return found
 
 
@@ -65,17 +62,16 @@ class Trial:
     """One answer, checked again from where it failed until every part has been tried."""
 
     def __init__(self, seconds: float) -> None:
-        self.messages: list[str] = []  # one for each part that failed
         self._end = time.monotonic() + seconds
         self._cases: list[str] = []  # the parts of which each case is one
         self._others: list[str] = []
         self._case = -1  # that is being tried
-        self._wrong: set[str] = set()
+        self._wrong: dict[str, str] = {}  # the first message of each part that failed
 
     @property
     def passed(self) -> bool:
         """Whether nothing has failed so far."""
-        return not self.messages
+        return not self._wrong
 
     def begin(self, cases: Iterable[str], others: Iterable[str]) -> None:
         """Take the parts that cases belong to, and those for right answers only."""
@@ -93,9 +89,7 @@ class Trial:
 
     def note(self, part: str, message: str) -> None:
         """Note that a part does not hold."""
-        if part not in self._wrong:
-            self.messages.append(message)
-        self._wrong.add(part)
+        self._wrong.setdefault(part, message)
 
     def fail(self, message: str) -> bool:
         """Note that the case failed; return whether there was one."""
@@ -104,14 +98,14 @@ class Trial:
 
     def give_up(self, message: str) -> None:
         """Note that no part holds."""
-        self.messages = [message]
-        self._wrong |= {*self._cases, *self._others}
+        self._wrong = dict.fromkeys([*self._cases, *self._others], message)
 
     def credit(self) -> Credit:
         """Return which parts hold."""
-        right = not self._wrong.intersection(self._cases)
         parts = {part: part not in self._wrong for part in self._cases}
-        return Credit(parts | {part: right and part not in self._wrong for part in self._others})
+        right = all(parts.values())
+        parts |= {part: right and part not in self._wrong for part in self._others}
+        return Credit(parts, self._wrong)
 
 
 _TRIAL: ContextVar[Trial | None] = ContextVar("trial", default=None)
