@@ -11,6 +11,7 @@ __all__ = ["add_arguments", "run"]
 
 _CONFIG = """c = get_config()
 c.CourseDirectory.course_id = "ddp_kit"
+c.Execute.timeout = 120  # seconds of a cell; a check takes 20, and its ranks may start slowly
 """
 
 

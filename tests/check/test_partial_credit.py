@@ -106,6 +106,14 @@ def test_an_answer_that_cannot_be_called_raises(answer):
     assert kit.check.credit(kit.check.exercise_2_1, answer) == 0.0
 
 
+@pytest.mark.parametrize("seconds", ["soon", "0", "nan", "inf"])
+def test_a_limit_that_is_no_time_is_taken(seconds, monkeypatch):
+    monkeypatch.setenv("DDP_KIT_CHECK_SECONDS", seconds)
+    with pytest.raises(kit.ExerciseError) as caught:
+        kit.check.credit(kit.check.exercise_2_1, broadcast)
+    assert str(caught.value) == f"DDP_KIT_CHECK_SECONDS must be a number above 0, got '{seconds}'"
+
+
 def test_an_answer_that_never_ends_takes_longer_than_the_limit(monkeypatch):
     def endless(tensor, src):
         if dist.get_world_size() > 1:
