@@ -98,6 +98,10 @@ class Trial:
         """Return how long runs may still take; not more than 0 if the time is up."""
         return self._end - time.monotonic()
 
+    def has_failed(self, part: str) -> bool:
+        """Return whether a part is known not to hold."""
+        return part in self._wrong
+
     def note(self, part: str, message: str) -> None:
         """Note that a part does not hold."""
         self._wrong.setdefault(part, message)
