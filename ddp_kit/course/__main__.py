@@ -8,7 +8,10 @@ import sys
 
 from ddp_kit.errors import CourseError
 
-COMMANDS: dict[str, str] = {}
+COMMANDS = {
+    "nbgrader": "write the exercises as nbgrader's source files, with partial credit",
+    "otter": "write the exercises with Otter-Grader's test files, with partial credit",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
