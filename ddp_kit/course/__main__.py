@@ -8,7 +8,9 @@ import sys
 
 from ddp_kit.errors import CourseError
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "copy": "copy the notebooks to a folder, without overwriting what was changed there",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
