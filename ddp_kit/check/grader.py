@@ -166,11 +166,13 @@ class Grader:
         if self._printed:
             print(self._printed[-1], end="")
         lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
-        raise ExerciseError(
+        wrong = ExerciseError(
             "\n".join([*lines, hint] if hint else lines),
             error,
             getattr(error or self._result, "trace", None),
-        ) from error
+        )
+        wrong.hint = hint
+        raise wrong from error
 
     def passed(self, praise: str) -> None:
         """Show what the ranks printed in the first run, and print that the answer is right."""

@@ -10,6 +10,7 @@ from ddp_kit.errors import CourseError
 
 COMMANDS: dict[str, str] = {
     "copy": "copy the notebooks to a folder, without overwriting what was changed there",
+    "progress": "show which exercise stops whom, and which hints are given most",
 }
 
 
