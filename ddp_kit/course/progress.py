@@ -25,7 +25,7 @@ from ddp_kit.progress_file import RANKS_CELL
 MOST = 10  # hints and parts that are listed
 NAMED = 5  # learners in a row of the table
 PICTURE = "progress.png"
-CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.75, 0.35  # inches
+CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.6, 0.35  # inches
 # Colours that no rank has; the fill of a box, its edge, and the text in the key.
 PASSED = "#3c7d78", "#a6a6a6", "passed"
 NOT_YET = "#d9d9d9", "#a6a6a6", "not yet"
