@@ -235,6 +235,7 @@ def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
         (GIB / 4, None, None, False, "when memory runs out: shut down other notebooks."),
         (8 * GIB, "max", GIB, True, "34 ranks"),
         (8 * GIB, str(2 * GIB), None, True, "8 ranks"),
+        (8 * GIB, str(2 * GIB), GIB // 2, False, "train need up to 2.0 GiB, as in lesson 08: call"),
         (8 * GIB, str(2 * GIB), GIB + GIB // 2, False, "Enough for 2 ranks"),
         (8 * GIB, str(GIB // 2), 0, False, "512 MiB free of the 512 MiB to which this container"),
     ],
@@ -255,7 +256,7 @@ def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, word
 
 
 def test_memory_is_blamed_for_a_limit_of_open_files(monkeypatch):
-    replace(monkeypatch, (checks, "available_memory", GIB), (checks, "most_ranks", 2))
+    replace(monkeypatch, (checks, "available_memory", 2 * GIB), (checks, "most_ranks", 2))
     assert checks.memory().ok
 
 

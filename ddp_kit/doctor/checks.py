@@ -23,7 +23,7 @@ from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
 from ddp_kit.error_text import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
-from ddp_kit.pool.warm_start import available_memory
+from ddp_kit.pool.warm_start import MEMORY, available_memory
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_PYTORCH = (2, 12)
@@ -187,6 +187,14 @@ def memory() -> Finding:
         free = min(free, limit[0])
         found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
     ranks = int(free / RANK_MEMORY)
+    if ranks >= RANKS and free < MEMORY:
+        return Finding(
+            found,
+            f"Enough for {ranks} ranks that do little, but {RANKS} ranks that train need up to "
+            f"{_size(MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No ranks "
+            "start in the background.",
+            ok=False,
+        )
     if ranks >= RANKS:
         return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
     fewer = f"call kit.run(worker, world_size={ranks}), or " if ranks > 1 else ""
