@@ -122,15 +122,22 @@ class ExerciseError(KitError, AssertionError):
     """An answer to an exercise is not right yet.
 
     error: the kit's own error if the run failed, such as a DeadlockError, else None. trace: the
-    Trace of the wrong run, None if there is none. hint: the last sentence of the message, if it
-    says what to try, else ""; settable.
+    Trace of the wrong run, None if there is none. credit: the share of the exercise's parts that
+    passed before this one failed. hint: the last sentence of the message, if it says what to
+    try, else ""; settable.
     """
 
     hint = ""
 
-    def __init__(self, message: str, error: KitError | None = None, trace: Any = None):
-        self.error, self.trace = error, trace
-        super().__init__(message, error, trace)
+    def __init__(
+        self,
+        message: str,
+        error: KitError | None = None,
+        trace: Any = None,
+        credit: float = 0.0,
+    ):
+        self.error, self.trace, self.credit = error, trace, credit
+        super().__init__(message, error, trace, credit)
 
     def __str__(self) -> str:
         return "\n".join([self.args[0], *([str(self.error)] if self.error else [])])

@@ -14,22 +14,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 RANKS_CELL = "%%ranks"  # recorded like an exercise
 P, R = ParamSpec("P"), TypeVar("R")
+_open: ContextVar[dict[str, Any] | None] = ContextVar("line", default=None)
 _refused: set[str] = set()  # the files that could not be written, each reported once
 
 
 def recorded(check: Callable[P, R]) -> Callable[P, R]:
-    """Return a check that adds its line; its name is that of an exercise, "exercise_4_1"."""
-    exercise = check.__name__.removeprefix("exercise_").replace("_", ".")
+    """Return a check that adds its line: `exercise_4_1`, or `credit`, whose argument has the name.
+
+    A line of `credit` has the first hint of the checks that it calls; these add none.
+    """
 
     @functools.wraps(check)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with recording(exercise) as line:
+        name = check.__name__ if check.__name__ != "credit" else getattr(args[0], "__name__", "")
+        with recording(name.removeprefix("exercise_").replace("_", ".")) as line:
             outcome = check(*args, **kwargs)
             line |= _parts(outcome)
+            if isinstance(outcome, float):
+                line["passed"] = outcome == 1
         return outcome
 
     return call
@@ -38,17 +45,19 @@ def recorded(check: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def recording(exercise: str) -> Iterator[dict[str, Any]]:
     """Add a line when the block ends, also if it raises; yield what the line will have."""
-    path = os.environ.get("DDP_KIT_PROGRESS")
+    path, outer = os.environ.get("DDP_KIT_PROGRESS"), _open.get()
     line: dict[str, Any] = {"exercise": exercise, "passed": True}
-    begun = time.monotonic()
+    begun, token = time.monotonic(), _open.set(line)
     try:
         yield line
     except BaseException as error:
         line |= {"passed": False, "error": type(error).__name__, **_parts(error)}
-        line |= {"hint": hint} if (hint := _hint(error)) else {}
+        if hint := _hint(error):
+            (line if outer is None else outer).setdefault("hint", hint)
         raise
     finally:
-        if path:
+        _open.reset(token)
+        if path and outer is None:
             line["seconds"] = round(time.monotonic() - begun, 1)
             line |= {"learner": name} if (name := os.environ.get("DDP_KIT_LEARNER")) else {}
             _append(path, line)

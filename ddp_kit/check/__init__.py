@@ -1,7 +1,9 @@
 """Graders: each runs an answer to an exercise on real ranks and explains what is wrong with it.
 
 `kit.check.exercise_4_1(chunked_ring)` prints one line if the answer is right. Otherwise it raises
-NotImplementedError for a stub, or ExerciseError for an answer that is not right yet.
+NotImplementedError for a stub, or ExerciseError for an answer that is not right yet. It returns
+which parts of the exercise hold, as a float from 0 to 1, which is 1 if it does not raise.
+`kit.check.credit(kit.check.exercise_4_1, chunked_ring)` tries all parts, and does not raise.
 """
 
 from ddp_kit.check.backends import exercise_9_1, exercise_9_2, exercise_9_3
@@ -26,6 +28,7 @@ from ddp_kit.check.device_mesh import exercise_12_1, exercise_12_2, exercise_12_
 from ddp_kit.check.environment import exercise_5_1, exercise_5_2
 from ddp_kit.check.fully_sharded import exercise_13_3
 from ddp_kit.check.init_methods import exercise_6_1, exercise_6_2, exercise_6_3
+from ddp_kit.check.partial_credit import credit
 from ddp_kit.check.partitioned_sgd import exercise_3_1, exercise_3_2
 from ddp_kit.check.pipeline_parallel import (
     exercise_15_1,
@@ -53,6 +56,7 @@ from ddp_kit.check.zero import exercise_13_1, exercise_13_2, exercise_13_4
 from ddp_kit.progress_file import recorded
 
 __all__ = [
+    "credit",
     "exercise_1_1",
     "exercise_1_2",
     "exercise_1_3",
@@ -119,9 +123,7 @@ __all__ = [
 ]
 
 # With DDP_KIT_PROGRESS, each check adds a line to that file; see ddp_kit/progress_file.py.
-globals().update(
-    {name: recorded(globals()[name]) for name in __all__ if name.startswith("exercise_")}
-)
+globals().update({name: recorded(globals()[name]) for name in __all__})
 
 
 def __dir__() -> list[str]:

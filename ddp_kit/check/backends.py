@@ -8,10 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.grader import IN_PLACE, SIZES, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.check.grader import (
+    IN_PLACE,
+    SENT,
+    SIZES,
+    Credit,
+    Grader,
+    brought,
+    hint_if_unchanged,
+    in_place,
+)
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
 HUGE = 2.0**17  # beyond float16, and exact in bfloat16, as are its multiples up to 5
+_DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
 # Where tensors are, and how many ranks share a GPU.
 PLACES = (
     ({"cpu"}, 0),
@@ -22,53 +32,62 @@ PLACES = (
 )
 
 
-def exercise_9_1(slowest_rounds: Callable[[Callable, Callable, int], Any]) -> None:
+def exercise_9_1(slowest_rounds: Callable[[Callable, Callable, int], Any]) -> Credit:
     """Grade `slowest_rounds(operation, clock, rounds)` on 1 to 5 ranks, with a clock that is set.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "slowest_rounds(operation, clock, rounds)"
     grader = Grader("9.1", form, slowest_rounds, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES):
         found = list(grader.run(_slowest_rounds, world_size=world_size))
         own = [_seconds(rank, world_size) for rank in range(world_size)]
         wanted = [max(times) for times in zip(*own, strict=True)][1:]
         grader.compare([wanted] * world_size, found, _hint_for_rounds(own, found), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
 
 
-def exercise_9_2(backend_for: Callable[[set[str], int], Any]) -> None:
+def exercise_9_2(backend_for: Callable[[set[str], int], Any]) -> Credit:
     """Grade `backend_for(devices, ranks_per_gpu)` for tensors on the CPU, on GPUs, and on both.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("9.2", "backend_for(devices, ranks_per_gpu)", backend_for)
-    for devices, ranks in PLACES:
+    for devices, ranks in grader.each(PLACES, part=_devices):
         case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"
         found = grader.run(_backend_for, devices, ranks, world_size=1, case=case)[0]
         fact, hint = _judge_backend(found, devices, ranks)
         if fact:
             grader.fail(f"it returns {found!r}, {fact}", hint=hint)
-    grader.passed("right for tensors on the CPU, on GPUs, and on both")
+    return grader.passed("right for tensors on the CPU, on GPUs, and on both")
 
 
-def exercise_9_3(compressed_all_reduce: Callable[[torch.Tensor], Any]) -> None:
+def exercise_9_3(compressed_all_reduce: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `compressed_all_reduce(tensor)` on 1 to 5 ranks: its sums, and the bytes it sends.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "compressed_all_reduce(tensor)"
     grader = Grader("9.3", form, compressed_all_reduce, collectives=True)
-    for world_size in SIZES:
-        for held in (brought(world_size, 8), [torch.full((3,), HUGE)] * world_size):
-            found = list(grader.run(in_place, held, world_size=world_size))
-            total = sum(held[1:], held[0])
-            hint = _hint_for_sums(total, held, found)
-            grader.compare([total] * world_size, found, hint)
-            sent = sum(event.nbytes for event in grader.collectives())
-            hint = "Send the tensor in bfloat16, which has two bytes for each number, and once."
-            grader.check_at_most(" in collectives by rank 0", sent, 2 * total.numel(), "byte", hint)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with two bytes for each number")
+    cases = [(n, huge) for n in SIZES for huge in (False, True)]
+    for world_size, huge in grader.each(cases, SENT, part=_range):
+        held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)
+        found = list(grader.run(in_place, held, world_size=world_size))
+        total = sum(held[1:], held[0])
+        hint = _hint_for_sums(total, held, found)
+        grader.compare([total] * world_size, found, hint)
+        sent = sum(event.nbytes for event in grader.collectives())
+        hint = "Send the tensor in bfloat16, which has two bytes for each number, and once."
+        grader.check_at_most(" in collectives by rank 0", sent, 2 * total.numel(), "byte", hint)
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with two bytes for each number")
+
+
+def _devices(place: tuple[set[str], int]) -> str:
+    return f"tensors on {' and on '.join(_DEVICES[each] for each in sorted(place[0]))}"
+
+
+def _range(case: tuple[int, bool]) -> str:
+    return "numbers beyond 65,504, where float16 ends" if case[1] else "small numbers"
 
 
 def _seconds(rank: int, world_size: int) -> list[float]:

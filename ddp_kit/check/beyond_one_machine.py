@@ -13,30 +13,32 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.grader import IN_PLACE, SIZES, STORE_LIMIT, Grader
+from ddp_kit.check.grader import IN_PLACE, SIZES, STORE_LIMIT, Credit, Grader, by_size
 from ddp_kit.errors import DeadlockError, RankError
 
 PER_HOST = 2
 LOCAL_SIZES = (2, 1, 4, 3, 2)  # how many ranks each host has in 10.3
 
 
-def exercise_10_1(my_place: Callable[[int], Any]) -> None:
+def exercise_10_1(my_place: Callable[[int], Any]) -> Credit:
     """Grade `my_place(gpus)` on 1 to 5 ranks, two on each host.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("10.1", "my_place(gpus)", my_place)
-    for world_size in (4, *SIZES):
-        for gpus in (PER_HOST, 0):
-            result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
-            places = [divmod(rank, PER_HOST) for rank in range(world_size)]
-            wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
-            found = list(result)
-            grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with GPUs and without")
+    cases = [(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)]
+    for world_size, gpus in grader.each(
+        cases, part=lambda case: "with GPUs" if case[1] else "without GPUs"
+    ):
+        result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
+        places = [divmod(rank, PER_HOST) for rank in range(world_size)]
+        wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
+        found = list(result)
+        grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with GPUs and without")
 
 
-def exercise_10_2(resume: Callable[[str, torch.Tensor], Any]) -> None:
+def exercise_10_2(resume: Callable[[str, torch.Tensor], Any]) -> Credit:
     """Grade `resume(folder, weights)` on 1 to 5 ranks, where only rank 0's host has the checkpoint.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -47,7 +49,7 @@ def exercise_10_2(resume: Callable[[str, torch.Tensor], Any]) -> None:
     )
     hints: dict[type[Exception], str] = {DeadlockError: everybody, RankError: everybody}
     grader = Grader("10.2", "resume(folder, weights)", resume, hints, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, "the next step"):
         for step in (3, None):
             with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
                 if step is not None:
@@ -67,11 +69,12 @@ def exercise_10_2(resume: Callable[[str, torch.Tensor], Any]) -> None:
                 if step
                 else "Without a checkpoint, the next step is 0."
             )
-            grader.compare([step or 0] * world_size, steps, hint, verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with a checkpoint and without")
+            wanted = [step or 0] * world_size
+            grader.compare(wanted, steps, hint, verb="return", part="the next step")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with a checkpoint and without")
 
 
-def exercise_10_3(ranks_here: Callable[[dist.Store, int, int], Any]) -> None:
+def exercise_10_3(ranks_here: Callable[[dist.Store, int, int], Any]) -> Credit:
     """Grade `ranks_here(store, host, local_world_size)` on 1 to 5 hosts.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -82,7 +85,7 @@ def exercise_10_3(ranks_here: Callable[[dist.Store, int, int], Any]) -> None:
     }
     form = "ranks_here(store, host, local_world_size)"
     grader = Grader("10.3", form, ranks_here, hints, collectives=True)
-    for hosts in SIZES:
+    for hosts in grader.each(SIZES, part=by_size(SIZES, "host")):
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder, "store"))
             result = grader.run(_ranks_here, path, STORE_LIMIT, world_size=hosts)
@@ -93,7 +96,7 @@ def exercise_10_3(ranks_here: Callable[[dist.Store, int, int], Any]) -> None:
         ]
         found = list(result)
         grader.compare(wanted, found, _hint_for_ranks(found), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each")
+    return grader.passed("right on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each")
 
 
 def _hint_for_place(found: list, wanted: list, gpus: int) -> str:

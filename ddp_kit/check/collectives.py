@@ -8,44 +8,57 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place, same
+from ddp_kit.check.grader import (
+    SENT,
+    SIZES,
+    Credit,
+    Grader,
+    brought,
+    hint_if_unchanged,
+    in_place,
+    same,
+)
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.logical import steps
 
+ROUNDS = "no more rounds than needed"
 
-def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> None:
+
+def exercise_2_1(broadcast: Callable[[torch.Tensor, int], Any]) -> Credit:
     """Grade `broadcast(tensor, src)` on 1 to 5 ranks, from each of them.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("2.1", "broadcast(tensor, src)", broadcast)
-    for world_size in SIZES:
-        for src in range(world_size):
-            held = brought(world_size, 5)
-            case = f"broadcast(tensor, src={src})"
-            result = grader.run(in_place, held, src, world_size=world_size, case=case)
-            grader.compare(
-                [held[src]] * world_size,
-                result,
-                hint_if_unchanged(held, result.values)
-                or "Rank `src` sends, and that need not be rank 0. All others receive into "
-                "their own `tensor`.",
-            )
-            others = world_size - 1
-            grader.check_total_sent(
-                others, 20 * others, "Each rank except `src` needs to receive only once."
-            )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, from every src")
+    pairs = [(n, src) for n in SIZES for src in range(n)]
+    for world_size, src in grader.each(
+        pairs, SENT, part=lambda pair: "every other src" if pair[1] else "src=0"
+    ):
+        held = brought(world_size, 5)
+        case = f"broadcast(tensor, src={src})"
+        result = grader.run(in_place, held, src, world_size=world_size, case=case)
+        grader.compare(
+            [held[src]] * world_size,
+            result,
+            hint_if_unchanged(held, result.values)
+            or "Rank `src` sends, and that need not be rank 0. All others receive into "
+            "their own `tensor`.",
+        )
+        others = world_size - 1
+        grader.check_total_sent(
+            others, 20 * others, "Each rank except `src` needs to receive only once."
+        )
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, from every src")
 
 
-def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
+def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `tree_reduce(tensor)` on 1 to 5 ranks: the sum on rank 0, in log2 rounds.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("2.2", "tree_reduce(tensor)", tree_reduce)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT, ROUNDS):
         held = brought(world_size, 5)
         result = grader.run(in_place, held, world_size=world_size)
         grader.compare(
@@ -61,10 +74,11 @@ def exercise_2_2(tree_reduce: Callable[[torch.Tensor], Any]) -> None:
         if needed > most:
             grader.fail(
                 f"right, but it takes {count(needed, 'round')} where {most} would be enough",
+                part=ROUNDS,
                 hint="In each round a rank can take part in one message. Let pairs of ranks work "
                 "at the same time, so that half of the ranks with a partial sum send it.",
             )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, in 0, 1, 2, 2 and 3 rounds")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, in 0, 1, 2, 2 and 3 rounds")
 
 
 def _hint_for_sum(held: list[torch.Tensor], found: torch.Tensor) -> str:
@@ -82,13 +96,13 @@ def _hint_for_sum(held: list[torch.Tensor], found: torch.Tensor) -> str:
     )
 
 
-def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
+def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> Credit:
     """Grade `all_gather(pieces, tensor)` on 1 to 5 ranks, including the bytes sent.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("2.3", "all_gather(pieces, tensor)", all_gather)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         held = brought(world_size, 3)
         result = grader.run(_all_gather, held, world_size=world_size)
         grader.compare(
@@ -101,45 +115,47 @@ def exercise_2_3(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any]) 
         grader.check_total_sent(
             messages, 12 * messages, "Each rank needs the piece of every other rank once."
         )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece came to each rank once")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece came to each rank once")
 
 
-def exercise_2_4(gather: Callable[[torch.Tensor, int], Any]) -> None:
+def exercise_2_4(gather: Callable[[torch.Tensor, int], Any]) -> Credit:
     """Grade `gather(tensor, dst)` on 1 to 5 ranks whose tensors have unequal lengths.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("2.4", "gather(tensor, dst)", gather)
-    for world_size in SIZES:
+    pairs = [(n, dst) for n in SIZES for dst in range(n)]
+    for world_size, dst in grader.each(
+        pairs, SENT, part=lambda pair: "every other dst" if pair[1] else "dst=0"
+    ):
         lengths = (2, 0, 3, 1, 5)  # an empty tensor is among them
         held = [t[:n] for t, n in zip(brought(world_size, 5), lengths, strict=False)]
-        for dst in range(world_size):
-            case = f"gather(tensor, dst={dst})"
-            result = grader.run(_gather, held, dst, world_size=world_size, case=case)
-            grader.compare(
-                [held if rank == dst else None for rank in range(world_size)],
-                result,
-                "Rank `dst` returns the tensors of all ranks, in rank order; all others return "
-                "None. `dst` must allocate room for as many numbers as it will receive.",
-                verb="return",
-            )
-            others = world_size - 1
-            numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
-            grader.check_total_sent(
-                2 * others,
-                8 * others + 4 * numbers,
-                "Each rank except `dst` sends it two messages: a length, and then as many numbers.",
-            )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, to every dst, also for an empty tensor")
+        case = f"gather(tensor, dst={dst})"
+        result = grader.run(_gather, held, dst, world_size=world_size, case=case)
+        grader.compare(
+            [held if rank == dst else None for rank in range(world_size)],
+            result,
+            "Rank `dst` returns the tensors of all ranks, in rank order; all others return "
+            "None. `dst` must allocate room for as many numbers as it will receive.",
+            verb="return",
+        )
+        others = world_size - 1
+        numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
+        grader.check_total_sent(
+            2 * others,
+            8 * others + 4 * numbers,
+            "Each rank except `dst` sends it two messages: a length, and then as many numbers.",
+        )
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, to every dst, also for an empty tensor")
 
 
-def exercise_2_5(barrier: Callable[[], Any]) -> None:
+def exercise_2_5(barrier: Callable[[], Any]) -> Credit:
     """Grade `barrier()` on 1 to 5 ranks, by what each rank could know when it left.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("2.5", "barrier()", barrier)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         result = grader.run(_barrier, world_size=world_size)
         early = [
             f"rank {rank} leaves without having heard of {name_ranks(unknown)}"
@@ -156,7 +172,7 @@ def exercise_2_5(barrier: Callable[[], Any]) -> None:
         # All ranks send to all others, or a token goes round twice.
         most = max(2 * world_size, world_size * (world_size - 1)) if world_size > 1 else 0
         grader.check_total_sent(most, 64 * most, "A token passed round the ring twice is enough.")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come")
 
 
 def rounds(trace: Trace) -> int:

@@ -8,47 +8,47 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.check.grader import SIZES, Credit, Grader, same
 from ddp_kit.errors import DeadlockError, MismatchError, RankDiedError, RankError, RunTimeoutError
 
 CHUNK = 2  # tokens
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # maximum, sum, weighted sum
 
 
-def exercise_16_1(add_block: Callable[..., Any]) -> None:
+def exercise_16_1(add_block: Callable[..., Any]) -> Credit:
     """Grade `add_block(maximum, total, weighted, scores, values)` on 1 and 3 blocks of keys.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "add_block(maximum, total, weighted, scores, values)"
     grader = Grader("16.1", form, add_block)
-    for count in (1, 3):
+    for count in grader.each((1, 3), part=lambda n: "one block" if n == 1 else "three blocks"):
         blocks = _blocks(count)
         (found,) = grader.run(_add_blocks, blocks, world_size=1, case=f"{count} x {form}")
         wanted = _in_one_step(blocks)
         shown = list(found) if isinstance(found, (tuple, list)) else found
         hint = _hint_for_softmax(blocks, shown)
         grader.compare([list(wanted)], [shown], hint, verb="return")
-    grader.passed("right with one block of keys and with three")
+    return grader.passed("right with one block of keys and with three")
 
 
-def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> None:
+def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> Credit:
     """Grade `block_mask(rank, step, n, chunk)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("16.2", "block_mask(rank, step, n, chunk)", block_mask)
-    for n in SIZES:
+    for n in grader.each(SIZES):
         found = list(grader.run(_masks, world_size=n))
         for step in range(n):
             right = [_right_mask(rank, step, n) for rank in range(n)]
             here = [masks[step] for masks in found]
             hint = _hint_for_mask(here, step, n)
             grader.compare(right, here, hint, verb="return", place=f" in step {step}")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, in each step")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, in each step")
 
 
-def exercise_16_3(bring_home: Callable[[list], Any]) -> None:
+def exercise_16_3(bring_home: Callable[[list], Any]) -> Credit:
     """Grade `bring_home(parts)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -59,14 +59,14 @@ def exercise_16_3(bring_home: Callable[[list], Any]) -> None:
         "for both, as often as the others.",
     )
     grader = Grader("16.3", "bring_home(parts)", bring_home, hints=hints)
-    for n in SIZES:
+    for n in grader.each(SIZES):
         found = list(grader.run(_bring_home, world_size=n))
         wanted = [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)]
         grader.compare(wanted, found, _hint_for_home(found), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, the gradients are home")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, the gradients are home")
 
 
-def exercise_16_4(through_experts: Callable[..., Any]) -> None:
+def exercise_16_4(through_experts: Callable[..., Any]) -> Credit:
     """Grade `through_experts(tokens, choice, expert)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -84,11 +84,11 @@ def exercise_16_4(through_experts: Callable[..., Any]) -> None:
         hints=dict.fromkeys(failing, hint),
         collectives=True,
     )
-    for n in SIZES:
+    for n in grader.each(SIZES):
         found = list(grader.run(_use_experts, world_size=n))
         wanted = [_expert(choice[:, None], tokens) for tokens, choice in _tokens(n)]
         grader.compare(wanted, found, _hint_for_experts(wanted, found), verb="return")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with uneven counts and with none")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with uneven counts and with none")
 
 
 def _blocks(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

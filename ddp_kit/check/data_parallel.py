@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.grader import Grader, same
+from ddp_kit.check.grader import SENT, Credit, Grader, by_size, same
 from ddp_kit.errors import DeadlockError, MismatchError, RankError
 
 WIDTH = 3
 SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
 
 
-def exercise_7_1(scatter_batch: Callable[[torch.Tensor | None, list[int], int], Any]) -> None:
+def exercise_7_1(scatter_batch: Callable[[torch.Tensor | None, list[int], int], Any]) -> Credit:
     """Grade `scatter_batch(batch, sizes, width)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -31,7 +31,7 @@ def exercise_7_1(scatter_batch: Callable[[torch.Tensor | None, list[int], int], 
         scatter_batch,
         hints=dict.fromkeys((RankError, DeadlockError, MismatchError), hint),
     )
-    for sizes in SHARDS:
+    for sizes in grader.each(SHARDS, SENT, part=_on_ranks):
         n, batch = len(sizes), _batch(sum(sizes))
         case = f"scatter_batch(batch, {sizes}, {WIDTH})"
         result = grader.run(_scatter, batch, sizes, world_size=n, case=case)
@@ -39,17 +39,17 @@ def exercise_7_1(scatter_batch: Callable[[torch.Tensor | None, list[int], int], 
         grader.compare(wanted, result, _hint_for_shards(wanted, list(result)), verb="return")
         sent = sum(shard.nbytes for shard in wanted[1:])
         grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message for each rank but the first")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message for each rank but the first")
 
 
-def exercise_7_2(part_of_loss: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> None:
+def exercise_7_2(part_of_loss: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> Credit:
     """Grade `part_of_loss(outputs, targets, total)` on 1 to 5 ranks with uneven shards.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "part_of_loss(outputs, targets, total)"
     grader = Grader("7.2", form, part_of_loss, collectives=True)  # they add the gradients up
-    for sizes in SHARDS:
+    for sizes in grader.each(SHARDS, part=_on_ranks):
         n, batch = len(sizes), _batch(sum(sizes))
         case = f"{grader.form} for shards of {sizes}"
         result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
@@ -57,7 +57,11 @@ def exercise_7_2(part_of_loss: Callable[[torch.Tensor, torch.Tensor, int], Any])
         found = list(result)
         hint = _hint_for_parts(found[0], batch, sizes)
         grader.compare([wanted] * n, found, hint, place=" as the sum of all gradients")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, for shards of different sizes")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, for shards of different sizes")
+
+
+def _on_ranks(sizes: list[int]) -> str:
+    return by_size([len(each) for each in SHARDS])(len(sizes))
 
 
 def _batch(rows: int) -> torch.Tensor:

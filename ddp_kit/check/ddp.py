@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SIZES, Grader
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader
 from ddp_kit.check.partitioned_sgd import hint_for_mean, small_layers
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -18,6 +18,7 @@ from ddp_kit.trace import Event
 
 BUCKETS = 3
 BATCHES = 4
+SECOND, OVERLAP = "a second backward", "all_reduces begin during backward, and do not stop it"
 _PLACE = " in weight.grad"
 _ONCE = "Call all_reduce once per bucket in each backward, and do not convert the gradients."
 _START = (
@@ -26,14 +27,14 @@ _START = (
 )
 
 
-def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any]) -> None:
+def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any]) -> Credit:
     """Grade `average_in_backward(buckets)` on 1 to 5 ranks, in two backwards of one model.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("8.1", "average_in_backward(buckets)", average_in_backward, collectives=True)
     numbers = sum(parameter.numel() for parameter in _model().parameters())
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SECOND, SENT, OVERLAP):
         result = grader.run(_backwards, world_size=world_size)
         for step in range(2):
             _check_gradients(grader, step)
@@ -43,6 +44,7 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
                 f"right, but two backwards with {BUCKETS} buckets made "
                 f"{count(len(calls), 'collective call')}",
                 hint=_ONCE,
+                part=SENT,
             )
         sent, needed = sum(event.nbytes for event in calls), 2 * 4 * numbers
         grader.check_at_most(" in collectives by rank 0", sent, needed, "byte", _ONCE)
@@ -53,12 +55,17 @@ def exercise_8_1(average_in_backward: Callable[[list[list[nn.Parameter]]], Any])
                     grader.fail(
                         f"right, but bucket {number} waited for the gradients of all buckets",
                         hint=_START,
+                        part=OVERLAP,
                     )
                 if event.waited is not None and event.waited < done:
                     grader.fail(
-                        f"right, but backward waited until bucket {number} was reduced", hint=_START
+                        f"right, but backward waited until bucket {number} was reduced",
+                        hint=_START,
+                        part=OVERLAP,
                     )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward")
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, all buckets but the last leave during backward"
+    )
 
 
 _FROZEN = (
@@ -71,13 +78,13 @@ _TIED = (
 )
 
 
-def exercise_8_3(accumulate: Callable[[nn.Module, list[torch.Tensor]], Any]) -> None:
+def exercise_8_3(accumulate: Callable[[nn.Module, list[torch.Tensor]], Any]) -> Credit:
     """Grade `accumulate(model, batches)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("8.3", "accumulate(model, batches)", accumulate, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         result = grader.run(_accumulate, world_size=world_size)
         own = [
             torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))
@@ -91,13 +98,14 @@ def exercise_8_3(accumulate: Callable[[nn.Module, list[torch.Tensor]], Any]) -> 
         if len(calls) > 1:
             grader.fail(
                 f"right, but DDP called all_reduce {len(calls)} times where once would be enough",
+                part=SENT,
                 hint="Call the model and backward under no_sync() for all batches but the last. "
                 "DDP decides in the forward.",
             )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with one all_reduce for four batches")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with one all_reduce for four batches")
 
 
-def exercise_8_6(own_ddp: Callable[[nn.Module], Any]) -> None:
+def exercise_8_6(own_ddp: Callable[[nn.Module], Any]) -> Credit:
     """Grade the class `OwnDDP(module)` on 1 to 5 ranks, in two backwards of one model.
 
     The model has a weight that two layers share, a frozen layer and a buffer.
@@ -107,7 +115,7 @@ def exercise_8_6(own_ddp: Callable[[nn.Module], Any]) -> None:
     hints = {RankError: _hint_for_frozen}
     grader = Grader("8.6", "OwnDDP(module)", own_ddp, hints, collectives=True)
     tensors, trained = _tensors(_Tied()), list(_trained(_Tied()))
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, OVERLAP):
         result = grader.run(_train_own, world_size=world_size)
         for name, tensor in tensors.items():
             found = [value["start"][name] for value in result]
@@ -130,7 +138,9 @@ def exercise_8_6(own_ddp: Callable[[nn.Module], Any]) -> None:
                     [mean] * world_size, found, hint_for_mean(mean, found, own), place=place
                 )
         _check_overlap(grader, calls)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with tied and frozen weights, during backward")
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, with tied and frozen weights, during backward"
+    )
 
 
 def _check_overlap(grader: Grader, calls: list[Event]) -> None:
@@ -142,11 +152,13 @@ def _check_overlap(grader: Grader, calls: list[Event]) -> None:
             grader.fail(
                 f"right, but no all_reduce of backward {step + 1} began before the last gradient "
                 "was ready",
+                part=OVERLAP,
                 hint="Start the all_reduce in the hook: it is called when its gradient is ready.",
             )
         if any(event.waited is not None and event.waited < done for event in sent):
             grader.fail(
                 f"right, but backward {step + 1} waited for an all_reduce",
+                part=OVERLAP,
                 hint="Call all_reduce with async_op=True, and put the Work object into self.works: "
                 "`finish_gradient_synchronization` waits for it.",
             )
@@ -252,6 +264,7 @@ def _check_gradients(grader: Grader, step: int) -> None:
             if step == 0
             else "The first backward was right. Reset your counts for the next one.",
             place=f" in {name}.grad after backward {step + 1}",
+            part=SECOND if step else "",
         )
 
 

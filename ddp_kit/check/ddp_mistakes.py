@@ -15,12 +15,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SIZES, Grader
+from ddp_kit.check.grader import SIZES, Credit, Grader
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.pool import Result
 
 SEEDS = (7, 1000)  # further apart than the epochs are
+SHUFFLED = "shuffled by seed and epoch"
+OTHERS = "nothing else is changed"
+NAMES, ONE_SAVES, WAITED = "the network's names", "only rank 0 saves", "ranks wait for the file"
 _PLAIN = (
     "A DistributedDataParallel puts `module.` before each name. Save the state_dict of the network "
     "in it: model.module.state_dict()."
@@ -31,13 +34,13 @@ _WRITTEN = (
 )
 
 
-def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
+def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> Credit:
     """Grade the class `OwnSampler(data, seed)` on 1 to 5 ranks and several lengths.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SHUFFLED):
         for length in (12, 10, 23, 2):
             case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
             result = grader.run(_deal, length, world_size=world_size, case=case)
@@ -57,25 +60,27 @@ def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> None:
             if any(dealt["seeded"] for dealt in result):
                 grader.fail(
                     "it changed the random state of the whole process",
+                    part=SHUFFLED,
                     hint="Seed a torch.Generator of the sampler's own, and pass it to "
                     "torch.randperm.",
                 )
             if first != again:
                 grader.fail(
                     "epoch 0 has a different order the second time",
+                    part=SHUFFLED,
                     hint="The order must depend only on seed and epoch: create and seed a new "
                     "torch.Generator for each epoch.",
                 )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
 
 
-def exercise_8_4(average_statistics: Callable[[nn.Module], Any]) -> None:
+def exercise_8_4(average_statistics: Callable[[nn.Module], Any]) -> Credit:
     """Grade `average_statistics(model)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("8.4", "average_statistics(model)", average_statistics, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, OTHERS):
         result = grader.run(_average_statistics, world_size=world_size)
         total = sum(range(1, world_size + 1))
         for name, mean in (("running_mean", 60 * total), ("running_var", 120 * total)):
@@ -88,14 +93,16 @@ def exercise_8_4(average_statistics: Callable[[nn.Module], Any]) -> None:
         counts = [held["num_batches_tracked"] for held in result]
         hint = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
         place = " in num_batches_tracked"
-        grader.compare([torch.tensor(3)] * world_size, counts, hint, place=place)
+        grader.compare([torch.tensor(3)] * world_size, counts, hint, place=place, part=OTHERS)
         hint = "Parameters are equal already. Take model.buffers(), not model.parameters()."
         ones = [torch.ones(2)] * world_size
-        grader.compare(ones, [held["weight"] for held in result], hint, place=" in weight")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks")
+        grader.compare(
+            ones, [held["weight"] for held in result], hint, "hold", " in weight", OTHERS
+        )
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
 
 
-def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> None:
+def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> Credit:
     """Grade `save_and_load(model, path, plain)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -106,7 +113,7 @@ def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> N
     }
     form = "save_and_load(model, path, plain)"
     grader = Grader("8.5", form, save_and_load, hints, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, NAMES, ONE_SAVES, WAITED):
         with TemporaryDirectory() as folder:
             path = f"{folder}/network.pt"
             limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
@@ -123,15 +130,17 @@ def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> N
         grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
         if set(saved) != {"weight"}:
             names = ", ".join(map(str, saved))
-            grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN)
+            grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN, part=NAMES)
         if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
             hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
-            grader.fail(f"right, but {name_ranks(others)} saved as well", hint=hint)
+            fact = f"right, but {name_ranks(others)} saved as well"
+            grader.fail(fact, hint=hint, part=ONE_SAVES)
         before = _collectives_before(result, 0, result[0]["saved"])
         for rank in range(1, world_size):
             if _collectives_before(result, rank, result[rank]["loads"]) <= before:
-                grader.fail(f"right, but rank {rank} did not wait for rank 0's file", hint=_WRITTEN)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks")
+                fact = f"right, but rank {rank} did not wait for rank 0's file"
+                grader.fail(fact, hint=_WRITTEN, part=WAITED)
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
 
 
 def _hint_for_file(error: RankError) -> str:
@@ -204,12 +213,14 @@ def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[
     if hands == others:
         grader.fail(
             f"{whose} the same order",
+            part=SHUFFLED,
             hint="Draw the order from the seed plus the epoch given to set_epoch.",
         )
     order, other = hands[0], others[0]
     if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
         grader.fail(
             f"{whose} the same order, only starting at a different position",
+            part=SHUFFLED,
             hint="Shuffle again: seed a torch.Generator with the seed plus the epoch, and pass it "
             "to torch.randperm.",
         )

@@ -8,42 +8,43 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, same
 
 MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
+KEPT = "the tensor that it gets stays as it is"
 NAMES = ("dp", "tp")
 ROWS = 60  # of a product: divisible by all world sizes
 INNER, COLUMNS = 2, 2  # of a product: a rank's part of what is summed over, and the columns
 _UNCHANGED = "Leave the tensor that it gets as it is: `a * a` makes a new one, `a *= a` does not."
 
 
-def exercise_12_1(norm: Callable[[torch.Tensor, DeviceMesh], Any]) -> None:
+def exercise_12_1(norm: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
     """Grade `norm(local, mesh)` on meshes of 1 to 6 ranks, with [Shard(0), Replicate()].
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("12.1", "norm(local, mesh)", norm, collectives=True)
-    for shape in MESHES:
+    for shape in grader.each(MESHES, KEPT, SENT, part=mesh_name):
         rows, columns = shape
         held = [_matrix(rows)[r // columns * 2 :][:2] for r in range(rows * columns)]
         result = _run(grader, "norm", _call, shape, held)
         found = [value for value, _ in result]
         wanted = [_matrix(rows).norm()] * len(held)
         grader.compare(wanted, found, _hint_for_norm(held, found, columns), verb="return")
-        grader.compare(held, [local for _, local in result], _UNCHANGED, place=" in local")
+        grader.compare(held, [local for _, local in result], _UNCHANGED, "hold", " in local", KEPT)
         hint = "Add up the squares on each rank first: only one number has to travel."
         nbytes = sum(event.nbytes for event in grader.collectives() if event.op != "new_group")
         grader.check_at_most(" in collectives by rank 0", nbytes, 8, "byte", hint)
-    grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
+    return grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
 
 
-def exercise_12_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> None:
+def exercise_12_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
     """Grade `gather_whole(local, mesh)` on meshes of 1 to 6 ranks, with [Shard(0), Shard(1)].
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("12.2", "gather_whole(local, mesh)", gather_whole, collectives=True)
-    for shape in MESHES:
+    for shape in grader.each(MESHES, part=mesh_name):
         rows, columns = shape
         whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
         held = [
@@ -52,16 +53,16 @@ def exercise_12_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> No
         result = _run(grader, "gather_whole", _call, shape, held)
         found = [value for value, _ in result]
         grader.compare([whole] * len(held), found, _hint_for_whole(whole, found), verb="return")
-    grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
+    return grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
 
 
-def exercise_12_3(own_rows: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+def exercise_12_3(own_rows: Callable[[torch.Tensor, torch.Tensor], Any]) -> Credit:
     """Grade `own_rows(x, w)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("12.3", "own_rows(x, w)", own_rows, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, SENT):
         result = grader.run(_multiply, world_size=n)
         factors = [_factors(rank) for rank in range(n)]
         summands = [x @ w for x, w in factors]
@@ -75,7 +76,14 @@ def exercise_12_3(own_rows: Callable[[torch.Tensor, torch.Tensor], Any]) -> None
             "in one call. An all_reduce sends twice as much, and so does gathering the factors."
         )
         grader.check_at_most(" by rank 0", sent, enough, "byte", hint)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each row is sent where it is needed only")
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, each row is sent where it is needed only"
+    )
+
+
+def mesh_name(shape: tuple[int, int]) -> str:
+    """Return the name of the part to which a mesh belongs; most mistakes show on 2 x 2 ranks."""
+    return "on 2 x 2 ranks" if shape == (2, 2) else "on other meshes"
 
 
 def _run(grader: Grader, name: str, worker: Callable, shape: tuple[int, int], held: list) -> Any:

@@ -7,35 +7,37 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import Grader
+from ddp_kit.check.grader import Credit, Grader
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
 
 # Hosts, ranks on each, and GPUs or cores of each.
 ON_GPUS = ((1, 2, 2), (1, 3, 0), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 2, 4))
+ALONE = ((1, None, 2), (1, None, 0))
 ON_CORES = ((1, 2, 8), (2, 2, 8), (1, 3, 8), (1, 5, 4), (1, 1, 6))
 
 
-def exercise_5_1(place: Callable[[Mapping[str, str], int], Any]) -> None:
+def exercise_5_1(place: Callable[[Mapping[str, str], int], Any]) -> Credit:
     """Grade `place(environ, gpus)` for ranks on one host and on two, and for a single process.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {RankError: "The values in environ are strings, and a process alone has none of them."}
     grader = Grader("5.1", "place(environ, gpus)", place, hints)
-    for hosts, ranks, gpus in ON_GPUS:
+    for hosts, ranks, gpus in grader.each((*ON_GPUS, *ALONE), part=_where):
+        if ranks is None:
+            case = f"place({{}}, gpus={gpus})"
+            found = grader.run(_place, None, gpus, world_size=1, case=case)
+            hint = "A process that is alone has no variables: it is the only rank on its host."
+            grader.compare([_wanted_place(0, 1, gpus)], found, hint, verb="return")
+            continue
         found = grader.run(_place, ranks, gpus, world_size=hosts * ranks, case=_case(hosts, gpus))
         wanted = [_wanted_place(rank % ranks, ranks, gpus) for rank in range(hosts * ranks)]
         grader.compare(wanted, found, _hint_for_place(list(found), ranks, gpus), verb="return")
-    for gpus in (2, 0):
-        case = f"place({{}}, gpus={gpus})"
-        found = grader.run(_place, None, gpus, world_size=1, case=case)
-        hint = "A process that is alone has no variables: it is the only rank on its host."
-        grader.compare([_wanted_place(0, 1, gpus)], found, hint, verb="return")
-    grader.passed("right on one host and on two, with and without GPUs, and alone")
+    return grader.passed("right on one host and on two, with and without GPUs, and alone")
 
 
-def exercise_5_2(share_cores: Callable[[Mapping[str, str], int], Any]) -> None:
+def exercise_5_2(share_cores: Callable[[Mapping[str, str], int], Any]) -> Credit:
     """Grade `share_cores(environ, cores)` by the number of threads that PyTorch has afterwards.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -45,13 +47,20 @@ def exercise_5_2(share_cores: Callable[[Mapping[str, str], int], Any]) -> None:
         "A process alone has no variables in environ."
     }
     grader = Grader("5.2", "share_cores(environ, cores)", share_cores, hints)
-    for hosts, ranks, cores in ON_CORES:
-        case = f"share_cores(environ, cores={cores}), {count(hosts, 'host')}"
-        found = list(grader.run(_threads, ranks, cores, world_size=hosts * ranks, case=case))
-        _check_threads(grader, max(1, cores // ranks), found, (hosts, ranks, cores))
-    found = list(grader.run(_threads, None, 6, world_size=1, case="share_cores({}, cores=6)"))
-    _check_threads(grader, 6, found, (1, 1, 6))
-    grader.passed("right for 1 to 5 ranks on a host, on one host and on two, and alone")
+    for hosts, ranks, cores in grader.each((*ON_CORES, (1, None, 6)), part=_where):
+        environ = "{}" if ranks is None else "environ"
+        on = "" if ranks is None else f", {count(hosts, 'host')}"
+        case = f"share_cores({environ}, cores={cores}){on}"
+        n = hosts * (ranks or 1)
+        found = list(grader.run(_threads, ranks, cores, world_size=n, case=case))
+        each = ranks or 1
+        _check_threads(grader, max(1, cores // each), found, (hosts, each, cores))
+    return grader.passed("right for 1 to 5 ranks on a host, on one host and on two, and alone")
+
+
+def _where(case: tuple[int, int | None, int]) -> str:
+    hosts, ranks, _ = case
+    return "alone" if ranks is None else f"on {count(hosts, 'host')}"
 
 
 def _case(hosts: int, gpus: int) -> str:

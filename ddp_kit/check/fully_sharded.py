@@ -10,15 +10,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.grader import SIZES, Grader, brought, same
+from ddp_kit.check.grader import SIZES, Credit, Grader, brought, same
 from ddp_kit.check.zero import own_rows
 from ddp_kit.errors import RankError
 
+OF_X, OF_ROWS, FREED = "the gradient of x", "the gradient of rows", "gathered only when needed"
 OUTPUTS, INPUTS = 5, 3  # the weight has 5 rows, which few world sizes divide
 BATCH = 4  # examples of a rank: no rank has as many rows
 
 
-def exercise_13_3(sharded_linear: Callable[..., Any]) -> None:
+def exercise_13_3(sharded_linear: Callable[..., Any]) -> Credit:
     """Grade `sharded_linear(x, rows, gather, average)`, a layer in stage 3, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -27,7 +28,7 @@ def exercise_13_3(sharded_linear: Callable[..., Any]) -> None:
     hints = {RankError: _hint_for_product}
     grader = Grader("13.3", form, sharded_linear, hints, collectives=True)
     weight = torch.arange(1.0, OUTPUTS * INPUTS + 1).view(OUTPUTS, INPUTS)
-    for n in SIZES:
+    for n in grader.each(SIZES, OF_X, OF_ROWS, FREED):
         inputs, grads = brought(n, BATCH, INPUTS), [2 * grad for grad in brought(n, BATCH, OUTPUTS)]
         result = grader.run(_use_layer, weight, inputs, grads, world_size=n)
         _check_returned(grader, list(result))
@@ -37,14 +38,16 @@ def exercise_13_3(sharded_linear: Callable[..., Any]) -> None:
         wanted = [grad @ weight for grad in grads]
         found = [each["gradients"][0] for each in result]
         hint = _hint_for_x(wanted, found)
-        grader.compare(wanted, found, hint, verb="return", place=" as the gradient of x")
+        grader.compare(wanted, found, hint, verb="return", place=f" as {OF_X}", part=OF_X)
         summands = [grad.T @ x for grad, x in zip(grads, inputs, strict=True)]
         found = [each["gradients"][1] for each in result]
         wanted = [own_rows(sum(summands) / n, rank, n) for rank in range(n)]
         hint = _hint_for_weight(summands, found)
-        grader.compare(wanted, found, hint, verb="return", place=" as the gradient of rows")
+        grader.compare(wanted, found, hint, verb="return", place=f" as {OF_ROWS}", part=OF_ROWS)
         _check_freed(grader, list(result))
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, the whole weight is there only when needed")
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, the whole weight is there only when needed"
+    )
 
 
 def _use_layer(
@@ -154,8 +157,9 @@ def _check_freed(grader: Grader, result: list[dict[str, Any]]) -> None:
                     "A function keeps the variables that it uses from outside. Call gather(rows) "
                     "inside backward, so that nothing refers to the first weight any more."
                 )
-                grader.fail(f"right, but rank {rank} holds the whole weight {moment}", hint=hint)
+                fact = f"right, but rank {rank} holds the whole weight {moment}"
+                grader.fail(fact, hint=hint, part=FREED)
             if gathered > enough:
                 fact = f"right, but rank {rank} has gathered {gathered} times {moment}"
                 hint = "Gather once in the forward, and once in the backward."
-                grader.fail(f"{fact} where {enough} would be enough", hint=hint)
+                grader.fail(f"{fact} where {enough} would be enough", hint=hint, part=FREED)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import io
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 
+from ddp_kit.check.partial_credit import Credit, current_trial
 from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
     DeadlockError,
@@ -27,6 +28,7 @@ from ddp_kit.trace import Event
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
 STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
+SENT = "no more is sent than needed"  # a part of many exercises
 IN_PLACE = (
     "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
     "new one."
@@ -43,6 +45,10 @@ _FAILED: dict[type[Exception], str] = {
 
 class Grader:
     """Grades one answer: runs it case by case, and fails with a message that helps.
+
+    Each case belongs to a part of the exercise, which holds if no case of it fails. Other parts
+    are about answers that are right otherwise, such as the number of messages: they hold if all
+    cases pass and no `fail(..., part=...)` names them.
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
     answer: the learner's function or class. hints: what to try if a run fails with such an error,
@@ -64,6 +70,7 @@ class Grader:
         self._hints, self._allows_collectives = hints or {}, collectives
         self._result: Result | None = None  # of the latest run
         self._case = ""
+        self._parts: dict[str, bool] = {}  # whether each is known to hold
         self._printed: list[str] = []  # the output of each run
         check = f"kit.check.exercise_{number.replace('.', '_')}"
         name, _, parameters = form.rstrip(")").partition("(")
@@ -73,6 +80,28 @@ class Grader:
         if not _takes(answer, [part for part in parameters.split(", ") if part]):
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
             self._refuse(f"your answer must accept the call {form}, but it is defined as {given}")
+
+    def each(
+        self, cases: Iterable[Any], *others: str, part: Callable[[Any], str] | None = None
+    ) -> Iterator[Any]:
+        """Yield the cases, each of which passes if the loop asks for the next one.
+
+        others: the names of parts that `fail` may get. part: returns the name of the part to which
+        a case belongs; without it, cases are numbers of ranks, the first of which is a part, and
+        all others are one.
+        """
+        cases = list(cases)
+        part = part or by_size(cases)
+        names = [part(case) for case in cases]
+        self._parts = dict.fromkeys([*names, *others], False)
+        trial = current_trial()
+        if trial is not None:
+            trial.begin(names, others)
+        for number, (case, name) in enumerate(zip(cases, names, strict=True)):
+            if trial is None or trial.wants(number):
+                yield case
+            self._parts[name] = name not in names[number + 1 :]
+        self._parts |= dict.fromkeys(others, True)
 
     @property
     def result(self) -> Result:
@@ -92,7 +121,11 @@ class Grader:
         if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
-        printed = io.StringIO()
+        printed, timeout = io.StringIO(), TIMEOUT
+        if (trial := current_trial()) is not None:
+            timeout = min(timeout, trial.seconds_left())
+            if timeout <= 0:
+                self.fail("there was no time left for it")
         try:
             with redirect_stdout(printed):
                 self._result = run(
@@ -101,7 +134,7 @@ class Grader:
                     *args,
                     world_size=world_size,
                     backend="gloo",  # the tensors are on the CPU
-                    timeout=TIMEOUT,
+                    timeout=timeout,
                 )
         except tuple(_FAILED) as error:
             self._printed.append(printed.getvalue())
@@ -126,11 +159,12 @@ class Grader:
         hint: str,
         verb: str = "hold",
         place: str = "",
+        part: str = "",
     ) -> None:
         """Fail unless each rank's value is what it should be.
 
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
-        is, for the message, as in " in weight.grad".
+        is, for the message, as in " in weight.grad". part: see `fail`.
         """
         wrong = [
             f"rank {rank} should {verb} {format_value(want)}{place} "
@@ -139,7 +173,7 @@ class Grader:
             if not same(want, have)
         ]
         if wrong:
-            self.fail("wrong result", *wrong, hint=hint)
+            self.fail("wrong result", *wrong, hint=hint, part=part)
 
     def collectives(self) -> list[Event]:
         """Return the collectives that rank 0 called in the latest run."""
@@ -157,12 +191,22 @@ class Grader:
         if sent > most:
             were = "was" if sent == 1 else "were"
             sent_by = f"{count(sent, noun)} {were} sent{by}"
-            self.fail(f"right, but {sent_by} where {most:,} would be enough", hint=hint)
+            fact = f"right, but {sent_by} where {most:,} would be enough"
+            self.fail(fact, hint=hint, part=SENT)
 
     def fail(
-        self, fact: str, *details: str, hint: str = "", error: Exception | None = None
-    ) -> NoReturn:
-        """Show what the ranks printed in the latest run, and raise ExerciseError."""
+        self,
+        fact: str,
+        *details: str,
+        hint: str = "",
+        error: Exception | None = None,
+        part: str = "",
+    ) -> None:
+        """Show what the ranks printed in the latest run, and raise ExerciseError.
+
+        part: what does not hold, if not the part to which the case belongs. `credit` then goes on
+        with this case: only with a part, this returns.
+        """
         if self._printed:
             print(self._printed[-1], end="")
         lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
@@ -170,14 +214,22 @@ class Grader:
             "\n".join([*lines, hint] if hint else lines),
             error,
             getattr(error or self._result, "trace", None),
+            Credit(self._parts),
         )
         wrong.hint = hint
+        assert not part or part in self._parts, part
+        if part and (trial := current_trial()) is not None:
+            trial.note(part, str(wrong))
+            return
         raise wrong from error
 
-    def passed(self, praise: str) -> None:
+    def passed(self, praise: str) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
-        print(self._printed[0], end="")
-        print(f"Exercise {self.number}: {praise}.")
+        trial = current_trial()
+        if trial is None or trial.passed:
+            print(self._printed[0], end="")
+            print(f"Exercise {self.number}: {praise}.")
+        return Credit(self._parts)
 
     def _check_waits(self) -> None:
         left = {
@@ -208,13 +260,28 @@ def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
 def _raise_if_stub(error: Exception, number: str) -> None:
     """Raise NotImplementedError if a rank reached the missing lines of this exercise."""
     for failure in getattr(error, "failures", {}).values():
-        named = failure.message.startswith(f"Exercise {number}")
+        named = (
+            failure.message.startswith(f"Exercise {number}") or not failure.message
+        )  # nbgrader's
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
             missing = NotImplementedError(failure.message)
             shown = [f"NotImplementedError: {missing}"]
             # IPython calls this; without it, it would show the kit's internals.
             missing._render_traceback_ = lambda shown=shown: shown  # type: ignore[attr-defined]
             raise missing from None
+
+
+def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:
+    """Return the names of two parts: the first number of ranks, and all others."""
+    first, *others = dict.fromkeys(sizes)
+    rest = f"on {name_counts(sorted(others))} {noun}s"
+    return lambda size: f"on {count(first, noun)}" if size == first else rest
+
+
+def name_counts(numbers: Sequence[int]) -> str:
+    """Return numbers as "1, 2 and 5"."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def brought(world_size: int, *shape: int) -> list[torch.Tensor]:

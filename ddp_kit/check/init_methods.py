@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader
+from ddp_kit.check.grader import SIZES, STORE_LIMIT, Credit, Grader
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, RankError, RunTimeoutError
 
@@ -20,16 +20,19 @@ HOST_LISTS = (
     [("beta", 1), ("alpha", 3)],
     [("gamma", 2), ("alpha", 1), ("beta", 2)],
 )
+# Ranks that never come, by world size. Each such case takes seconds.
+ABSENT = {2: ([], [1]), 3: ([], [2]), 1: ([],), 4: ([], [1, 3]), 5: ([], [4])}
+SECOND = "a second barrier"
 LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
 
 
-def exercise_6_1(place_of: Callable[[list[tuple[str, int]], str, int], Any]) -> None:
+def exercise_6_1(place_of: Callable[[list[tuple[str, int]], str, int], Any]) -> Credit:
     """Grade `place_of(hosts, host, local_rank)` for three lists of hosts.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("6.1", "place_of(hosts, host, local_rank)", place_of)
-    for hosts in HOST_LISTS:
+    for hosts in grader.each(HOST_LISTS, part=lambda hosts: f"on {count(len(hosts), 'host')}"):
         places = [(host, local) for host, ranks in hosts for local in range(ranks)]
         n = len(places)
         case = f"place_of({hosts}, host, local_rank)"
@@ -37,10 +40,10 @@ def exercise_6_1(place_of: Callable[[list[tuple[str, int]], str, int], Any]) -> 
         found = [tuple(value) if isinstance(value, list) else value for value in result]
         wanted = [(rank, n) for rank in range(n)]
         grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
-    grader.passed("right for 4 and 5 ranks on two and three hosts")
+    return grader.passed("right for 4 and 5 ranks on two and three hosts")
 
 
-def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> None:
+def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> Credit:
     """Grade `barrier(store, world_size, name)` on 1 to 5 ranks, two barriers in each run.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -55,7 +58,7 @@ def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> None:
         barrier,
         hints=dict.fromkeys((RankError, DeadlockError, RunTimeoutError), stuck),
     )
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SECOND):
         with TemporaryDirectory() as folder:
             path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
             result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
@@ -65,15 +68,16 @@ def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> None:
                     grader.fail(
                         f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
                         "had come",
+                        part=SECOND if number else "",
                         hint="Begin the names of your keys with `name`, or the second barrier "
                         "finds the keys of the first."
                         if number
                         else "After adding 1 to the counter, a rank must wait until all have.",
                     )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, two barriers one after the other")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, two barriers one after the other")
 
 
-def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> None:
+def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> Credit:
     """Grade `who_is_missing(store, world_size, seconds)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -87,11 +91,8 @@ def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> Non
             "store.get waits as well. Catch the error, and look with store.check.",
         },
     )
-    for world_size in SIZES:
-        last, odd = range(world_size)[-1:], range(world_size)[1::2]
-        for absent in map(list, dict.fromkeys(((), tuple(last), tuple(odd)))):
-            if 0 in absent:
-                continue
+    for world_size in grader.each(SIZES, "returns when all have come"):
+        for absent in ABSENT[world_size]:
             seconds = 3.0 if absent else 6.0
             case = f"{grader.form}, where {_who(absent)}"
             with TemporaryDirectory() as folder:
@@ -109,10 +110,11 @@ def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> Non
             if not absent and took >= seconds:
                 grader.fail(
                     f"right, but it took {took:.0f} s though all ranks came",
+                    part="returns when all have come",
                     hint="Wait for the keys, and not for the time: store.wait returns as soon as "
                     "all are there.",
                 )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, with and without missing ones")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with and without missing ones")
 
 
 def _ask_for_place(

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, name_counts, same
 from ddp_kit.error_text import count
 
 # Digits of each rank: their sums are powers of two, so the weights are exact.
 DIGITS = {1: (4,), 2: (1, 3), 3: (1, 2, 5), 4: (9, 1, 4, 2), 5: (1, 8, 2, 4, 1)}
+SEPARATE = "an all_reduce for each bucket"
 
 
-def exercise_3_1(average_weighted: Callable[[nn.Module, int], Any]) -> None:
+def exercise_3_1(average_weighted: Callable[[nn.Module, int], Any]) -> Credit:
     """Grade `average_weighted(model, digits)` on 1 to 5 ranks; one layer of the model is frozen.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("3.1", "average_weighted(model, digits)", average_weighted, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         digits = DIGITS[world_size]
         case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
         grader.run(_average, True, digits, world_size=world_size, case=case)
@@ -31,24 +32,18 @@ def exercise_3_1(average_weighted: Callable[[nn.Module, int], Any]) -> None:
         gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
         hint = "One all_reduce for each gradient and one for the number of digits are enough."
         _cost(grader, gradients + 1, hint, also=8)
-    grader.passed(
+    return grader.passed(
         "right on 1, 2, 3, 4 and 5 ranks, with at most one all_reduce more than there are gradients"
     )
 
 
-def name_counts(digits: Sequence[int]) -> str:
-    """Return numbers as "1, 2 and 5"."""
-    *most, last = map(str, digits)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
+def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> Credit:
     """Grade `average_in_buckets(model, most)` on 1 to 5 ranks and three sizes of bucket.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("3.2", "average_in_buckets(model, most)", average_in_buckets, collectives=True)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT, SEPARATE):
         for most, buckets in ((100, 1), (10, 3), (1, 6)):
             case = f"average_in_buckets(model, most={most})"
             given = [most] * world_size
@@ -60,10 +55,11 @@ def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> None:
                 calls = count(len(reduced), "all_reduce")
                 grader.fail(
                     f"right, but only {calls} for {count(buckets, 'bucket')}",
+                    part=SEPARATE,
                     hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
                     "larger. Reduce each of `buckets` separately.",
                 )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each bucket")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each bucket")
 
 
 def model(frozen: bool) -> nn.Sequential:
@@ -176,10 +172,10 @@ def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:
     """Fail if the answer did more than reduce each gradient. also: bytes besides these."""
     reduced = grader.collectives()
     if grader.result.trace.messages():
-        grader.fail("right, but it sends messages", hint=hint)
+        grader.fail("right, but it sends messages", hint=hint, part=SENT)
     for event in reduced:
         if event.op != "all_reduce":
-            grader.fail(f"right, but {event.op} was called", hint=hint)
+            grader.fail(f"right, but {event.op} was called", hint=hint, part=SENT)
     gradients = grader.result[0]["gradients"].values()
     nbytes = also + sum(4 * gradient.numel() for gradient in gradients if gradient is not None)
     grader.check_at_most(
@@ -189,4 +185,5 @@ def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:
         grader.fail(
             f"right, but all_reduce was called {len(reduced)} times where {calls} would be enough",
             hint=hint,
+            part=SENT,
         )

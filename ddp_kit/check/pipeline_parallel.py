@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.grader import Grader, same
+from ddp_kit.check.grader import Credit, Grader, by_size, same
 from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
@@ -26,65 +26,83 @@ _NO_SEND = (
 )
 
 
-def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> None:
+def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> Credit:
     """Grade `one_f_one_b(rank, p, m)` for 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("15.1", "one_f_one_b(rank, p, m)", one_f_one_b)
-    for p, m in CASES:
+    for p, m in grader.each(CASES, part=_micro_batches):
         case = f"one_f_one_b(rank, {p}, {m})"
         found = list(map(_text, grader.run(_call, p, m, world_size=p, case=case)))
         wanted = [_order(p - rank - 1, m) for rank in range(p)]
         grader.compare(wanted, found, _hint_for_order(found, p, m), verb="return")
-    grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
+    return grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
 
 
-def exercise_15_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> None:
+def exercise_15_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> Credit:
     """Grade `backward(stage, x, target, m)` in a pipeline of 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {RankError: _hint_for_error, DeadlockError: _NO_SEND}
     grader = Grader("15.2", "backward(stage, x, target, m)", backward, hints)
-    for p, m in ((2, 2), (3, 4), (1, 2), (4, 3)):
+    cases = {2: 2, 3: 4, 1: 2, 4: 3}  # ranks: micro-batches
+    for p in grader.each(cases):
+        m = cases[p]
         case = f"backward(stage, x, target, {m})"
         found = list(grader.run(_train, m, world_size=p, case=case))
         wanted = _alone(p, m)
         hint = _hint_for_gradients(wanted, found, m)
         grader.compare(wanted, found, hint, place=" in the gradients of its stage")
-    grader.passed("right on 1, 2, 3 and 4 ranks")
+    return grader.passed("right on 1, 2, 3 and 4 ranks")
 
 
-def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> None:
+def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> Credit:
     """Grade `micro_batches(p, most)`: the smallest number for a bubble that is not larger.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("15.3", "micro_batches(p, most)", micro_batches)
-    for p, most in BUBBLES:
+    for p, most in grader.each(BUBBLES, part=_rounding):
         case = f"micro_batches({p}, {most:g})"
         (found,) = grader.run(_call_once, p, most, world_size=1, case=case)
         want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
         if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
             hint = _hint_for_bubble(found, p, most, want)
             grader.fail(f"it should return {want} but returns {found!r}", hint=hint)
-    grader.passed("right for 1 to 16 ranks")
+    return grader.passed("right for 1 to 16 ranks")
 
 
-def exercise_15_4(interleaved: Callable[[int, int, int, int], Any]) -> None:
+def exercise_15_4(interleaved: Callable[[int, int, int, int], Any]) -> Credit:
     """Grade `interleaved(rank, p, v, m)` for 1 to 4 ranks with 2 or 3 stages each.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("15.4", "interleaved(rank, p, v, m)", interleaved)
-    for p, v, m in INTERLEAVED:
+    for p, v, m in grader.each(INTERLEAVED, part=_ranks):
         case = f"interleaved(rank, {p}, {v}, {m})"
         found = list(map(_text, grader.run(_call, p, v, m, world_size=p, case=case)))
         wanted = [_interleaved(rank, p, v, m) for rank in range(p)]
         hint = _hint_for_interleaved(found, p, v, m)
         grader.compare(wanted, found, hint, verb="return")
-    grader.passed("right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each")
+    return grader.passed("right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each")
+
+
+def _micro_batches(case: tuple[int, int]) -> str:
+    p, m = case
+    return f"{'fewer' if m < p else 'no fewer'} micro-batches than ranks"
+
+
+def _rounding(case: tuple[int, float]) -> str:
+    p, most = case
+    exact = (p - 1) / most - (p - 1)
+    needed = p == 1 or abs(exact - round(exact)) > 1e-9
+    return "rounded up, and one rank" if needed else "where nothing is rounded"
+
+
+def _ranks(case: tuple[int, int, int]) -> str:
+    return by_size([p for p, *_ in INTERLEAVED])(case[0])
 
 
 def _call(rank: int, world_size: int, answer: Callable, *sizes: int) -> Any:

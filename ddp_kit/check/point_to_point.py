@@ -7,16 +7,26 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import IN_PLACE, SIZES, Grader, brought, hint_if_unchanged, in_place, same
+from ddp_kit.check.grader import (
+    IN_PLACE,
+    SENT,
+    SIZES,
+    Credit,
+    Grader,
+    brought,
+    hint_if_unchanged,
+    in_place,
+    same,
+)
 
 
-def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
+def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> Credit:
     """Grade `ping_pong(counter, rounds)` on 2, 3 and 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("1.1", "ping_pong(counter, rounds)", ping_pong)
-    for world_size in (2, 3, 5):
+    for world_size in grader.each((2, 3, 5), SENT):
         for rounds in (1, 3):
             held = [torch.tensor([100 * rank]) for rank in range(world_size)]
             case = f"ping_pong(counter, rounds={rounds})"
@@ -34,16 +44,16 @@ def exercise_1_1(ping_pong: Callable[[torch.Tensor, int], Any]) -> None:
             grader.check_total_sent(
                 2 * rounds, 16 * rounds, "A round is one message there and one back."
             )
-    grader.passed("right on 2, 3 and 5 ranks, two messages a round")
+    return grader.passed("right on 2, 3 and 5 ranks, two messages a round")
 
 
-def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
+def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `shift(tensor)`, the first deadlock fixed, on 2 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("1.2", "shift(tensor)", shift)
-    for world_size in (2, 3, 4, 5):
+    for world_size in grader.each((2, 3, 4, 5), SENT):
         held = brought(world_size, 4)
         result = grader.run(_returned_and_held, held, world_size=world_size)
         wanted = [held[rank - 1] for rank in range(world_size)]
@@ -61,16 +71,16 @@ def exercise_1_2(shift: Callable[[torch.Tensor], Any]) -> None:
         grader.check_total_sent(
             world_size, 16 * world_size, "One message from each rank is enough."
         )
-    grader.passed("right on 2, 3, 4 and 5 ranks, one message a rank")
+    return grader.passed("right on 2, 3, 4 and 5 ranks, one message a rank")
 
 
-def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
+def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `running_sum(tensor)`, the second deadlock fixed, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("1.3", "running_sum(tensor)", running_sum)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         held = brought(world_size, 3)
         result = grader.run(in_place, held, world_size=world_size)
         wanted = [sum(held[1 : rank + 1], held[0]) for rank in range(world_size)]
@@ -86,16 +96,16 @@ def exercise_1_3(running_sum: Callable[[torch.Tensor], Any]) -> None:
             12 * (world_size - 1),
             "Each rank except the last sends one message, to the rank on its right.",
         )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message from each rank but the last")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message from each rank but the last")
 
 
-def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
+def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> Credit:
     """Grade `stream(items)`, the third deadlock fixed, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("1.4", "stream(items)", stream)
-    for world_size in SIZES:
+    for world_size in grader.each(SIZES, SENT):
         for items in ([3, 1, 4], []):
             case = f"stream({items})"
             result = grader.run(_stream, items, world_size=world_size, case=case)
@@ -110,7 +120,7 @@ def exercise_1_4(stream: Callable[[list[int] | None], Any]) -> None:
             grader.check_total_sent(
                 messages, 8 * messages, "Send each item, and END, to each rank once."
             )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, also for an empty list")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, also for an empty list")
 
 
 def _returned_and_held(rank: int, world_size: int, shift: Callable, held: list) -> tuple:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, brought, hint_if_unchanged, in_place
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Trace
 
 SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
+AT_ONCE = "each piece is passed on at once"
 _CHUNKS = (
     "In step s, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n. In the first "
     "n - 1 steps it adds what it receives to its own chunk, in the others it replaces the chunk."
@@ -30,36 +32,41 @@ _BYTES = (
 )
 
 
-def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> None:
+def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `chunked_ring(tensor)` on 1 to 5 ranks, also where the size does not divide.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("4.1", "chunked_ring(tensor)", chunked_ring, {MismatchError: _LENGTHS})
-    for world_size in SIZES:
-        for shape in SHAPES:
-            case = f"chunked_ring(tensor of shape {shape})"
-            _sum(grader, shape, world_size, case)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
+    for world_size, shape in grader.each(product(SIZES, SHAPES), SENT, part=_divides):
+        _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
 
 
-def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> None:
+def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> Credit:
     """Grade `pipelined_ring(tensor, pieces)` on 1 to 5 ranks: is each piece passed on at once?
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {DeadlockError: _PIECES}
     grader = Grader("4.2", "pipelined_ring(tensor, pieces)", pipelined_ring, hints)
-    for world_size in SIZES:
-        for shape, pieces in (((60,), 3), ((7,), 2), ((60,), 1)):
-            case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-            trace = _sum(grader, shape, world_size, case, pieces)
-            if shape != (60,) or world_size == 1:
-                continue  # some pieces are empty and need not be sent
-            messages = 2 * (world_size - 1) * pieces
-            for rank in range(world_size):
-                _as_a_pipeline(grader, trace, rank, messages, pieces)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there")
+    shapes = (((60,), 3), ((7,), 2), ((60,), 1))
+    cases = [(n, *each) for n in SIZES for each in shapes]
+    for world_size, shape, pieces in grader.each(cases, SENT, AT_ONCE, part=_divides):
+        case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
+        trace = _sum(grader, shape, world_size, case, pieces)
+        if shape != (60,) or world_size == 1:
+            continue  # some pieces are empty and need not be sent
+        messages = 2 * (world_size - 1) * pieces
+        for rank in range(world_size):
+            _as_a_pipeline(grader, trace, rank, messages, pieces)
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there"
+    )
+
+
+def _divides(case: tuple) -> str:
+    return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
 
 
 def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
@@ -87,13 +94,16 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
         grader.fail(
             f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}",
             hint="Send each chunk as `pieces` messages.",
+            part=AT_ONCE,
         )
+        return
     # The first sends are the rank's own chunk. The next one passes on what it received.
     passed_on = sends[pieces]
     before = sum(event.kind == "recv" and (event.waited or 0) < passed_on for event in mine)
     if before > 1:
         grader.fail(
             f"right, but rank {rank} waited for {before} pieces before it passed on the first",
+            part=AT_ONCE,
             hint="Pass a piece on as soon as it has arrived and been added, and only then wait for "
             "the next one. That gives the right neighbour work while this rank waits.",
         )

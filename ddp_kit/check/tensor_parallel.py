@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import SIZES, Grader, same
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, same
 from ddp_kit.errors import RankError
 
 POSITIONS = 60  # of logits: divisible by all world sizes
+KEPT = "the gradient that it gets stays as it is"
 PRAISE = "right on 1, 2, 3, 4 and 5 ranks"
 
 
-def exercise_14_1(own_heads: Callable[[torch.Tensor], Any]) -> None:
+def exercise_14_1(own_heads: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `own_heads(weight)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("14.1", "own_heads(weight)", own_heads, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, SENT):
         weight = torch.arange(1.0, 1 + 3 * 2 * n * 2 * n).view(3 * 2 * n, 2 * n)
         layers = weight.chunk(3)
         wanted = [torch.cat([layer.chunk(n)[rank] for layer in layers]) for rank in range(n)]
@@ -29,16 +30,16 @@ def exercise_14_1(own_heads: Callable[[torch.Tensor], Any]) -> None:
         grader.compare(wanted, result, hint, verb="return")
         hint = "Every rank has the whole weight: nothing has to be sent."
         grader.check_at_most(" by rank 0", _sent(grader), 0, "byte", hint)
-    grader.passed(PRAISE)
+    return grader.passed(PRAISE)
 
 
-def exercise_14_2(row_parallel: Callable[..., Any]) -> None:
+def exercise_14_2(row_parallel: Callable[..., Any]) -> Credit:
     """Grade `row_parallel(x, weight, bias)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("14.2", "row_parallel(x, weight, bias)", row_parallel, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, SENT):
         result = grader.run(_add_up, world_size=n)
         held = [_factors(rank, n) for rank in range(n)]
         summands, bias = [x @ weight.T for x, weight, _ in held], held[0][2]
@@ -51,40 +52,40 @@ def exercise_14_2(row_parallel: Callable[..., Any]) -> None:
             "An all_reduce sends twice as much."
         )
         grader.check_at_most(" by rank 0", _sent(grader), enough, "byte", hint)
-    grader.passed(f"{PRAISE}, and no position is sent where it is not needed")
+    return grader.passed(f"{PRAISE}, and no position is sent where it is not needed")
 
 
-def exercise_14_3(backward: Callable[[Any, torch.Tensor], Any]) -> None:
+def exercise_14_3(backward: Callable[[Any, torch.Tensor], Any]) -> Credit:
     """Grade `backward(ctx, gradient)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("14.3", "backward(ctx, gradient)", backward, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, KEPT, SENT):
         held = [torch.arange(1.0, 9).view(2, 2, 2) + 10 * rank for rank in range(n)]
         result = grader.run(_go_back, held, world_size=n)
         wanted = [torch.cat(held, dim=1)] * n
         found = [value for value, _ in result]
         grader.compare(wanted, found, _hint_for_backward(held, found), verb="return")
         hint = "Leave the gradient as it is: autograd may use it elsewhere as well."
-        grader.compare(held, [kept for _, kept in result], hint, place=" in gradient")
+        grader.compare(held, [kept for _, kept in result], hint, "hold", " in gradient", KEPT)
         enough = (n - 1) * held[0].nbytes
         hint = (
             "Each number of the gradient is on one rank only, so nothing has to be added up: an "
             "all_gather sends half of what an all_reduce does."
         )
         grader.check_at_most(" by rank 0", _sent(grader), enough, "byte", hint)
-    grader.passed(PRAISE)
+    return grader.passed(PRAISE)
 
 
-def exercise_14_4(loss_gradient: Callable[..., Any]) -> None:
+def exercise_14_4(loss_gradient: Callable[..., Any]) -> Credit:
     """Grade `loss_gradient(logits, targets)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints: dict = {RankError: _hint_for_index}
     grader = Grader("14.4", "loss_gradient(logits, targets)", loss_gradient, hints, True)
-    for n in SIZES:
+    for n in grader.each(SIZES, SENT):
         logits, targets = _logits(n)
         result = grader.run(_differentiate, world_size=n)
         x = logits.clone().requires_grad_()
@@ -95,7 +96,7 @@ def exercise_14_4(loss_gradient: Callable[..., Any]) -> None:
         enough = 2 * 2 * (n - 1) * len(targets) * logits.itemsize // n
         hint = "Two numbers per position are enough: the maximum, and the sum of the exponentials."
         grader.check_at_most(" by rank 0", _sent(grader), enough, "byte", hint)
-    grader.passed(f"{PRAISE}, with two numbers per position")
+    return grader.passed(f"{PRAISE}, with two numbers per position")
 
 
 def _sent(grader: Grader) -> int:

@@ -6,11 +6,11 @@ These answers are arithmetic. They run on one rank, where they are bounded as al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ddp_kit import model
-from ddp_kit.check.grader import Grader
+from ddp_kit.check.grader import Credit, Grader
 
 RATE, REFERENCE = 0.1, 256  # a learning rate, and the global batch that it is for
 SHARDED = (16, 4, 2, 0)  # bytes of a parameter that every rank holds, by the stage of ZeRO
@@ -29,7 +29,7 @@ _SURPLUS = (
 )
 
 
-def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> None:
+def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> Credit:
     """Grade `two_costs(n, nbytes, alpha, beta)`: seconds of a chunked ring and halving-doubling.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -39,24 +39,27 @@ def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> None:
     # First the messages in a row alone, then the bytes in a row, then both.
     prices = ((1.0, 0.0), (0.0, 1.0), (20e-6, 1 / 5e9))
     calls = [(n, 4000.0, *price) for price in prices for n in sizes]
-    for call, found in each_call(grader, calls):
+    names = ("of the ring", "of halving-doubling")
+    cases = [(call, name) for call in calls for name in names]
+    for call, name in grader.each(cases, part=lambda case: f"the seconds {case[1]}"):
+        found = ask(grader, call)
         n, _, alpha, beta = call
         if not isinstance(found, tuple | list) or len(found) != 2:
             grader.fail(f"it returns {found!r}", hint="Return both: `return ring, halving`.")
         surplus = n & (n - 1) != 0
         hints = {
-            "of the ring": _TWICE if beta == 0 else _CHUNKS,
-            "of halving-doubling": _SURPLUS if surplus else _LEVELS if beta == 0 else _HALVES,
+            names[0]: _TWICE if beta == 0 else _CHUNKS,
+            names[1]: _SURPLUS if surplus else _LEVELS if beta == 0 else _HALVES,
         }
         wanted = model.chunked_ring(*call), model.halving_doubling(*call)
-        for (name, hint), want, have in zip(hints.items(), wanted, found, strict=True):
-            if alpha and beta:
-                hint = "A message costs alpha, and beta for each of its bytes. Add up both."
-            expect(grader, want, have, hint, f" for the seconds {name}")
-    grader.passed("right for 1, 2, 6, 8, 1,000 and 1,024 ranks")
+        hint, place = hints[name], names.index(name)
+        if alpha and beta:
+            hint = "A message costs alpha, and beta for each of its bytes. Add up both."
+        expect(grader, wanted[place], found[place], hint, f" for the seconds {name}")
+    return grader.passed("right for 1, 2, 6, 8, 1,000 and 1,024 ranks")
 
 
-def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> None:
+def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> Credit:
     """Grade `learning_rate(step, batch, warmup)`: the linear scaling rule with a warm-up.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -79,15 +82,16 @@ def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> None:
         (700, 256, 1000): f"With a batch of {REFERENCE} there is nothing to scale.",
         (0, 8192, 0): "Without a warm-up the rate is the whole one from step 0 on.",
     }
-    for call, found in each_call(grader, calls):
+    for call in grader.each(calls, part=_when):
+        found = ask(grader, call)
         step, batch, warmup = call
         whole = RATE * batch / REFERENCE
         want = RATE + (whole - RATE) * step / warmup if step < warmup else whole
         expect(grader, want, found, calls[call])
-    grader.passed("right in the first step, during the warm-up and after it")
+    return grader.passed("right in the first step, during the warm-up and after it")
 
 
-def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> None:
+def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> Credit:
     """Grade `ranks_needed(parameters, memory, stage)`: the fewest ranks on which a model fits.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -104,7 +108,8 @@ def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> None:
     rounded = "Round up: with one rank less, the model does not fit."
     calls = [(6.7e9, 30.0 * GIGABYTE, stage) for stage in (3, 2, 1, 0)]
     calls += [(6.7e9, 20.0 * GIGABYTE, 1), (70e9, 80.0 * GIGABYTE, 3), (1e9, 80.0 * GIGABYTE, 0)]
-    for call, found in each_call(grader, calls):
+    for call in grader.each(calls, part=_stage):
+        found = ask(grader, call)
         parameters, memory, stage = call
         kept = SHARDED[stage]
         room = memory / parameters - kept
@@ -121,10 +126,10 @@ def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> None:
         elif found in (exact, math.floor(exact), round(exact)):
             hint = rounded
         expect(grader, want, found, hint)
-    grader.passed("right for DDP and the three stages of ZeRO")
+    return grader.passed("right for DDP and the three stages of ZeRO")
 
 
-def exercise_11_4(mfu: Callable[..., Any]) -> None:
+def exercise_11_4(mfu: Callable[..., Any]) -> Credit:
     """Grade `mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)`.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -142,22 +147,31 @@ def exercise_11_4(mfu: Callable[..., Any]) -> None:
         "Attention adds 12 * layers * width * length operations for each token.",
         "The tokens are those of all GPUs together, so divide by the peak of all of them.",
     )
-    for (call, found), hint in zip(each_call(grader, calls), hints, strict=True):
+    parts = ("without attention", "with attention", "on 8 GPUs")
+    for call in grader.each(calls, part=lambda call: parts[calls.index(call)]):
+        found, hint = ask(grader, call), hints[calls.index(call)]
         tokens, gpus, parameters, layers, width, length, peak = call
         want = (6 * parameters + 12 * layers * width * length) * tokens / (gpus * peak)
         if close(100 * want, found):
             hint = "Return a fraction, not a percentage."
         expect(grader, want, found, hint)
-    grader.passed("right with and without attention, on 1 and 8 GPUs")
+    return grader.passed("right with and without attention, on 1 and 8 GPUs")
 
 
-def each_call(grader: Grader, calls: Iterable[tuple]) -> Iterator[tuple[tuple, Any]]:
-    """Call the answer with each of these arguments; yield them with what it returned."""
+def _when(call: tuple[int, int, int]) -> str:
+    step, _, warmup = call
+    return "during the warm-up" if step < warmup else "after the warm-up"
+
+
+def _stage(call: tuple[float, float, int]) -> str:
+    return {0: "DDP", 3: "stage 3 of ZeRO"}.get(call[2], "stages 1 and 2 of ZeRO")
+
+
+def ask(grader: Grader, call: tuple) -> Any:
+    """Return what the answer returns for these arguments, on one rank."""
     name = grader.form.partition("(")[0]
-    for call in calls:
-        shown = ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in call)
-        result = grader.run(_call, call, world_size=1, case=f"{name}({shown})")
-        yield call, result[0]
+    shown = ", ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in call)
+    return grader.run(_call, call, world_size=1, case=f"{name}({shown})")[0]
 
 
 def _call(rank: int, world_size: int, answer: Callable, call: tuple) -> Any:

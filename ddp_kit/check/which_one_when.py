@@ -7,28 +7,29 @@ where they are bounded as all answers are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ddp_kit.check.grader import Grader, same
+from ddp_kit.check.device_mesh import mesh_name
+from ddp_kit.check.grader import Credit, Grader, same
 
 MESHES = ((2, 2), (1, 2), (2, 1), (1, 1))  # most mistakes show on the first
 NAMES = ("dp", "tp")
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 
 
-def exercise_17_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> None:
+def exercise_17_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> Credit:
     """Grade `average_gradients(model, mesh)` on meshes of (dp, tp) with 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "average_gradients(model, mesh)"
     grader = Grader("17.1", form, average_gradients, collectives=True)
-    for dp, tp in MESHES:
+    for dp, tp in grader.each(MESHES, part=mesh_name):
         case = f"average_gradients(model, mesh of {dp} x {tp})"
         result = grader.run(_average, (dp, tp), world_size=dp * tp, case=case)
         before = [_gradient(rank) for rank in range(dp * tp)]
@@ -36,10 +37,10 @@ def exercise_17_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> 
         wanted = [sum(before[other] for other in group) / dp for group in groups]
         hint = _hint_for_average(before, wanted, list(result), dp, tp)
         grader.compare(wanted, result, hint, place=" in weight.grad")
-    grader.passed("right on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks")
+    return grader.passed("right on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks")
 
 
-def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> None:
+def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> Credit:
     """Grade `smallest_stage(parameters, ranks, memory)`: the least of ZeRO that fits.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -50,7 +51,10 @@ def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> None:
         *((7.5e9, 64, memory) for memory in (130e9, 40e9, 20e9, 10e9)),
         *((7.5e9, 64, 1e9), (1e9, 1, 17e9), (1e9, 1, 15e9), (70e9, 16, 80e9), (1e9, 8, 16e9)),
     ]
-    for call, found in _each(grader, calls):
+    for call in grader.each(
+        calls, part=lambda call: "on 64 ranks" if call[1] == 64 else "on 1 to 16 ranks"
+    ):
+        found = _ask(grader, call)
         parameters, ranks, memory = call
         needed = [parameters * (kept + shared / ranks) for kept, shared in BYTES]
         fitting = [stage for stage, nbytes in enumerate(needed) if nbytes <= memory]
@@ -65,10 +69,10 @@ def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> None:
             hint += "A stage shares 0, 12, 14 or 16 of the 16 bytes, and keeps the others."
         if type(found) is not type(want) or found != want:
             grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
-    grader.passed("right from 1 to 64 ranks, with a memory of 1 to 130 GB")
+    return grader.passed("right from 1 to 64 ranks, with a memory of 1 to 130 GB")
 
 
-def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> None:
+def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> Credit:
     """Grade `inside(sent, ranks, per_host)`: the dimensions that go inside a host.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -81,7 +85,8 @@ def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> None:
         ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
         ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
     ]
-    for call, found in _each(grader, calls):
+    for call in grader.each(calls, part=lambda call: f"hosts with {call[2]} ranks"):
+        found = _ask(grader, call)
         sent, ranks, per_host = call
         want, room = [], per_host
         for name in sorted(sent, key=sent.get, reverse=True):
@@ -92,10 +97,10 @@ def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> None:
         if not isinstance(found, list) or found != want:
             hint = _hint_for_inside(call, want, found)
             grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
-    grader.passed("right for hosts with 8 and 16 ranks")
+    return grader.passed("right for hosts with 8 and 16 ranks")
 
 
-def exercise_17_4(step_seconds: Callable[..., Any]) -> None:
+def exercise_17_4(step_seconds: Callable[..., Any]) -> Credit:
     """Grade `step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)`.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -106,8 +111,12 @@ def exercise_17_4(step_seconds: Callable[..., Any]) -> None:
         (126, 16_384, 405e9, 8_192, 16.8e6, 8_192, 989e12, 0.43),
         (126, 16_384, 405e9, 131_072, 16.8e6, 16_384, 989e12, 0.38),
         (32, 4_096, 6.7e9, 4_096, 4e6, 1_024, 312e12, 0.45),
+        (32, 4_096, 6.7e9, 0, 4e6, 1_024, 312e12, 0.45),
     ]
-    for call, found in _each(grader, calls):
+    for call in grader.each(
+        calls, part=lambda call: "with attention" if call[3] else "without attention"
+    ):
+        found = _ask(grader, call)
         layers, width, parameters, context, tokens, gpus, peak, mfu = call
         attention = 12 * layers * width * context
         rate = gpus * peak * mfu
@@ -129,7 +138,7 @@ def exercise_17_4(step_seconds: Callable[..., Any]) -> None:
         hint = next((text for value, text in hints.items() if _close(found, value)), hint)
         shown = f"{found:.3g}" if isinstance(found, (int, float)) else repr(found)
         grader.fail(f"it returns {shown} where {want:.3g} seconds are right", hint=hint)
-    grader.passed("right for Llama 3 with 405 billion parameters, and for one with 6.7")
+    return grader.passed("right for Llama 3 with 405 billion parameters, and for one with 6.7")
 
 
 def _average(
@@ -203,13 +212,11 @@ def _hint_for_inside(call: tuple, want: list[str], found: Any) -> str:
     )
 
 
-def _each(grader: Grader, calls: Iterable[tuple]) -> Iterator[tuple[tuple, Any]]:
-    """Call the answer with each of the arguments, on one rank; yield them and what it returned."""
-    for call in calls:
-        name = grader.form.partition("(")[0]
-        case = f"{name}({', '.join(map(_number, call))})"
-        (found,) = grader.run(_call, call, world_size=1, case=case)
-        yield call, found
+def _ask(grader: Grader, call: tuple) -> Any:
+    """Return what the answer returns for these arguments, on one rank."""
+    name = grader.form.partition("(")[0]
+    case = f"{name}({', '.join(map(_number, call))})"
+    return grader.run(_call, call, world_size=1, case=case)[0]
 
 
 def _call(rank: int, world_size: int, answer: Callable, arguments: tuple) -> Any:

@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SIZES, Grader, hint_if_unchanged
+from ddp_kit.check.grader import SIZES, Credit, Grader, hint_if_unchanged
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 
 ROUNDS = 3  # barriers, or sums, one after the other
+AGAIN = "three times in a row"
 LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
 LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
 _FACTORS = (1, 5, 7, 3)  # of the numbers in each call, and in one that never comes
 _START = 4096  # bytes of shared memory before the slots
 
 
-def exercise_18_1(barrier: Callable[..., Any]) -> None:
+def exercise_18_1(barrier: Callable[..., Any]) -> Credit:
     """Grade `barrier(flags, rank, pause)` on 1 to 5 ranks, three times in a row.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -38,19 +39,19 @@ def exercise_18_1(barrier: Callable[..., Any]) -> None:
         "the core that another rank needs.",
     }
     grader = Grader("18.1", "barrier(flags, rank, pause)", barrier, hints, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, AGAIN):
         for order in _orders(n):
             ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
             what, number, detail, rank = min(ends)  # "early" before "met" and "stuck"
             if what == "early":
                 missing = " and ".join(f"rank {each}" for each in detail)
                 fact = f"rank {rank} left barrier {number} before {missing} had come"
-                grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST)
+                grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST, part=_part(number))
             if stuck := [end for end in ends if end[0] == "stuck"]:
                 _, number, detail, rank = min(stuck)
                 fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
-                grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, three times in a row")
+                grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT, part=_part(number))
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, three times in a row")
 
 
 _FIRST = "Raise flags[rank] first. Then wait until the flag of every rank has been raised."
@@ -65,14 +66,14 @@ _AHEAD = (
 _SILENT = "No rank has changed its flag: raise flags[rank] before you wait."
 
 
-def exercise_18_2(all_reduce: Callable[..., Any]) -> None:
+def exercise_18_2(all_reduce: Callable[..., Any]) -> Credit:
     """Grade `all_reduce(tensor, slots, rank, barrier)` on 2 ranks, three times in a row.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "all_reduce(tensor, slots, rank, barrier)"
     grader = Grader("18.2", form, all_reduce, {RankError: _IN_SLOTS}, collectives=True)
-    for order in _orders(2):
+    for order in grader.each(_orders(2), AGAIN, part=lambda order: f"rank {order[0]} is faster"):
         found = list(grader.run(_sums, order, True, world_size=2))
         _check_barriers(grader, found)
         for number in range(ROUNDS):
@@ -80,8 +81,8 @@ def exercise_18_2(all_reduce: Callable[..., Any]) -> None:
             here = [results[number] for results in found]
             hint = hint_if_unchanged(held, here) or _hint_for_sum(here, held, number)
             place = f" after call {number + 1}"
-            grader.compare([sum(held)] * 2, here, hint, place=place)
-    grader.passed("right on 2 ranks, whichever is faster, three times in a row")
+            grader.compare([sum(held)] * 2, here, hint, place=place, part=_part(number + 1))
+    return grader.passed("right on 2 ranks, whichever is faster, three times in a row")
 
 
 _IN_SLOTS = "slots[r] is the slot of rank r, a tensor of the same shape as yours."
@@ -92,14 +93,14 @@ _READ = (
 )
 
 
-def exercise_18_3(reduce_scatter: Callable[..., Any]) -> None:
+def exercise_18_3(reduce_scatter: Callable[..., Any]) -> Credit:
     """Grade `reduce_scatter(tensor, slots, rank, barrier)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "reduce_scatter(tensor, slots, rank, barrier)"
     grader = Grader("18.3", form, reduce_scatter, {RankError: _IN_SLOTS}, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, AGAIN):
         for order in _orders(n):
             found = list(grader.run(_sums, order, False, world_size=n))
             _check_barriers(grader, found)
@@ -109,11 +110,11 @@ def exercise_18_3(reduce_scatter: Callable[..., Any]) -> None:
                 wanted = list(sum(held).tensor_split(n))
                 hint = _hint_for_chunks(here, held, number)
                 place = f" from call {number + 1}"
-                grader.compare(wanted, here, hint, verb="return", place=place)
-    grader.passed(f"right on 1, 2, 3, 4 and 5 ranks, with {LENGTH} numbers in uneven chunks")
+                grader.compare(wanted, here, hint, "return", place, _part(number + 1))
+    return grader.passed(f"right on 1, 2, 3, 4 and 5 ranks, with {LENGTH} numbers in uneven chunks")
 
 
-def exercise_18_4(backend: Callable[..., Any]) -> None:
+def exercise_18_4(backend: Callable[..., Any]) -> Credit:
     """Grade the `allreduce` of a process group: sums, and the gradients of DDP on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -126,7 +127,7 @@ def exercise_18_4(backend: Callable[..., Any]) -> None:
     hints: dict = {RankError: pieces, RankDiedError: work, RunTimeoutError: pieces}
     form = "Backend(store, rank, size, timeout)"
     grader = Grader("18.4", form, backend, hints, collectives=True)
-    for n in SIZES:
+    for n in grader.each(SIZES, "a tensor larger than the room", "DDP"):
         found = list(grader.run(_use_backend, world_size=n))
         if not all(each["finished"] for each in found):
             grader.fail("allreduce returned no Work", hint=work)
@@ -134,14 +135,22 @@ def exercise_18_4(backend: Callable[..., Any]) -> None:
             ("small", [sum(_matrix(rank) for rank in range(n))] * n),
             ("large", [torch.tensor([float(n)] * 3)] * n),
         ):
+            part = "a tensor larger than the room" if name == "large" else ""
             here = [each[name] for each in found]
             held = [each[f"{name} before"] for each in found]
             hint = hint_if_unchanged(held, here) or _hint_for_backend(here, wanted, n)
-            grader.compare(wanted, here, hint, place=f" of the {name} tensor")
+            grader.compare(wanted, here, hint, place=f" of the {name} tensor", part=part)
         hint = "DDP divides by the number of ranks itself: allreduce must return the plain sum."
         wanted = [_gradient_alone(n)] * n
-        grader.compare(wanted, [each["gradient"] for each in found], hint, place=" in weight.grad")
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, and DDP trains on it")
+        grader.compare(
+            wanted, [each["gradient"] for each in found], hint, place=" in weight.grad", part="DDP"
+        )
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, and DDP trains on it")
+
+
+def _part(number: int) -> str:
+    """Return the part to which a call belongs, of 1 to ROUNDS in a row."""
+    return AGAIN if number > 1 else ""
 
 
 class _StuckError(BaseException):

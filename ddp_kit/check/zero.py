@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_kit.check.grader import SIZES, Grader, brought, same
-from ddp_kit.check.what_happens_at_1024 import close, each_call, expect
+from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, brought, same
+from ddp_kit.check.what_happens_at_1024 import ask, close, expect
 from ddp_kit.errors import DeadlockError, MismatchError, RankError
 
 SHAPES = ((2, 3), (4,), (1, 2), (3,), (2,))  # of parameters: at least one for each rank
+SECOND, STATES = "the second step", "no more states than needed"
 STEPS = 2  # the second one needs the states of the first
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 CASES = ((2, 4), (2, 5), (3, 5), (1, 5), (4, 5), (5, 5))  # ranks, rows
@@ -38,7 +39,7 @@ _SENT = (
 )
 
 
-def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> None:
+def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> Credit:
     """Grade `make_step(owners, optimizer_cls)`, which returns stage 1's step, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -46,7 +47,7 @@ def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> N
     hints = {MismatchError: _SAME_CALLS, DeadlockError: _SAME_CALLS}
     grader = Grader("13.1", "make_step(owners, optimizer_cls)", make_step, hints, collectives=True)
     start, wanted = [p.detach() for p in _parameters()], _alone(SGD)
-    for n in SIZES:
+    for n in grader.each(SIZES, SECOND, STATES):
         result = grader.run(_take_steps, world_size=n)
         for step, want in enumerate(wanted):
             found = [held[step] for held, _ in result]
@@ -57,6 +58,7 @@ def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> N
                     [held[number] for held in found],
                     hint,
                     place=f" in parameter {number} after step {step + 1}",
+                    part=SECOND if step else "",
                 )
         for rank, (_, states) in enumerate(result):
             own = [p.numel() for p, owner in zip(start, _owners(n), strict=True) if owner == rank]
@@ -64,19 +66,22 @@ def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> N
                 grader.fail(
                     f"right, but rank {rank} keeps {states} numbers as the optimizer's states "
                     f"where {sum(own)} would be enough",
+                    part=STATES,
                     hint="Give the optimizer only the parameters that this rank owns.",
                 )
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, and each keeps the states of its own share")
+    return grader.passed(
+        "right on 1, 2, 3, 4 and 5 ranks, and each keeps the states of its own share"
+    )
 
 
-def exercise_13_2(own_gradient: Callable[[torch.Tensor], Any]) -> None:
+def exercise_13_2(own_gradient: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `own_gradient(gradient)`, the mean of this rank's rows, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {RankError: _hint_for_shapes, MismatchError: _FILL_UP}
     grader = Grader("13.2", "own_gradient(gradient)", own_gradient, hints, collectives=True)
-    for n, length in CASES:
+    for n, length in grader.each(CASES, SENT, part=_divides):
         gradients = brought(n, length, 2)
         rows = -(-length // n)
         case = f"own_gradient(gradient of {length} rows)"
@@ -92,29 +97,37 @@ def exercise_13_2(own_gradient: Callable[[torch.Tensor], Any]) -> None:
             "An all_reduce sends twice as much."
         )
         grader.check_at_most(" by rank 0", sent, enough, "byte", hint)
-    grader.passed("right on 1, 2, 3, 4 and 5 ranks, also where the rows do not divide")
+    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, also where the rows do not divide")
 
 
-def exercise_13_4(held_and_sent: Callable[[int, int, int], Any]) -> None:
+def exercise_13_4(held_and_sent: Callable[[int, int, int], Any]) -> Credit:
     """Grade `held_and_sent(stage, parameters, n)`: the bytes of a rank; stage 0 is DDP.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     grader = Grader("13.4", "held_and_sent(stage, parameters, n)", held_and_sent)
     calls = [(stage, 1000, n) for n in (8, 1, 64) for stage in (0, 1, 2, 3)]
-    for call, found in each_call(grader, calls):
+    cases = [(call, what) for call in calls for what in ("bytes held", "bytes sent")]
+    for call, what in grader.each(cases, part=lambda case: case[1]):
+        found = ask(grader, call)
         stage, parameters, n = call
         if not isinstance(found, tuple | list) or len(found) != 2:
             grader.fail(f"it returns {found!r}", hint="Return both: `return held, sent`.")
-        held = sum(
-            nbytes * parameters / (n if kind < stage else 1) for kind, nbytes in enumerate(BYTES)
-        )
-        sent = ROUNDS[stage] * (n - 1) / n * 4 * parameters
-        hint = _hint_for_held(stage, parameters, n, found)
-        expect(grader, held, found[0], hint, " bytes held")
-        hint = _hint_for_sent(stage, sent, n, found[1])
-        expect(grader, sent, found[1], hint, " bytes sent")
-    grader.passed("right for DDP and the three stages, on 1, 8 and 64 ranks")
+        if what == "bytes held":
+            shares = [n if kind < stage else 1 for kind in range(len(BYTES))]
+            held = sum(b * parameters / share for b, share in zip(BYTES, shares, strict=True))
+            hint = _hint_for_held(stage, parameters, n, found)
+            expect(grader, held, found[0], hint, f" {what}")
+        else:
+            sent = ROUNDS[stage] * (n - 1) / n * 4 * parameters
+            hint = _hint_for_sent(stage, sent, n, found[1])
+            expect(grader, sent, found[1], hint, f" {what}")
+    return grader.passed("right for DDP and the three stages, on 1, 8 and 64 ranks")
+
+
+def _divides(case: tuple[int, int]) -> str:
+    n, length = case
+    return "rows that do not divide" if length % n else "rows that divide by the ranks"
 
 
 def _parameters() -> list[nn.Parameter]:

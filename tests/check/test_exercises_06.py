@@ -163,5 +163,5 @@ def test_a_roll_call_is_right_in_cases_that_differ_though_a_rank_starts_late(cap
     monkeypatch.setattr(Grader, "run", noting_run)
     kit.check.exercise_6_3(calling())
     assert capsys.readouterr().out.startswith("Exercise 6.3: right on 1, 2, 3, 4 and 5 ranks")
-    small = [(1,), (2,), (2, 1), (3,), (3, 1), (3, 2)]
-    assert sorted(cases) == [*small, (4,), (4, 1, 3), (4, 3), (5,), (5, 1, 3), (5, 4)]
+    small = [(1,), (2,), (2, 1), (3,), (3, 2)]
+    assert sorted(cases) == [*small, (4,), (4, 1, 3), (5,), (5, 4)]

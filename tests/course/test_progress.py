@@ -81,6 +81,14 @@ def test_a_check_records_something_else_than_what_happened(recorded, monkeypatch
     assert hints[2] in str(caught.value)
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_partial_credit_records_every_run_or_no_part(recorded):
+    found = kit.check.credit(kit.check.exercise_2_1, wrong)
+    (line,) = lines(recorded)
+    assert (line["exercise"], line["passed"], line["parts"]) == ("2.1", False, found.parts)
+    assert line["hint"].startswith("Every rank still holds what it started with.")
+
+
 def test_a_check_records_although_no_file_is_named(monkeypatch):
     monkeypatch.delenv("DDP_KIT_PROGRESS", raising=False)
     monkeypatch.setattr(progress_file, "_append", lambda *given: pytest.fail("recorded"))

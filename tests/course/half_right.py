@@ -1,0 +1,70 @@
+"""Answers that are right in part: a change of the solution, and how many parts of it hold."""
+
+from __future__ import annotations
+
+_TREE = """    while distance < world_size:
+        if rank % (2 * distance) == distance:
+            dist.send(tensor, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < world_size:
+            dist.recv(arriving, rank + distance)
+            tensor += arriving
+        distance *= 2"""
+_ONE_BY_ONE = """    if rank > 0:
+        dist.send(tensor, 0)
+    for src in range(1, world_size if rank == 0 else 0):
+        dist.recv(arriving, src)
+        tensor += arriving"""
+
+_LINEAR = """y = x @ gather(rows).T
+    def backward(grad_y):
+        return grad_y @ gather(rows)"""
+
+# exercise: (what the solution has, what is there instead, parts that hold)
+ANSWERS: dict[str, tuple[str, str, int]] = {
+    "exercise_1_1": ("elif rank == receiver:", "else:", 1),  # deadlocks on three ranks
+    "exercise_1_4": ("range(1, world_size)", "[1]", 1),
+    "exercise_2_1": ("dist.recv(tensor, src)", "dist.recv(tensor, 0)", 1),
+    "exercise_2_2": (_TREE, _ONE_BY_ONE, 3),
+    "exercise_3_1": (
+        "dist.all_reduce(total)",
+        "dist.all_reduce(total), dist.all_reduce(total.clone())",
+        2,
+    ),
+    "exercise_4_1": ("arriving[: len(coming)] if", "arriving if", 1),
+    "exercise_5_1": ('environ.get("LOCAL_RANK", 0)', 'environ["LOCAL_RANK"]', 2),
+    "exercise_6_1": ("sum(sizes[: names.index(host)])", "names.index(host) * sizes[0]", 1),
+    "exercise_6_2": ('f"{name}/all"', '"all"', 2),
+    "exercise_8_3": ("nullcontext() if last else model.no_sync()", "nullcontext()", 2),
+    "exercise_9_3": ("bfloat16", "float16", 1),
+    "exercise_10_1": (' if gpus else "cpu"', "", 1),
+    "exercise_11_1": ("halving += 2", "halving += 3", 1),
+    "exercise_11_2": ("if step >= warmup:", "if True:", 1),
+    "exercise_11_3": ("return None", "return 0", 1),
+    "exercise_11_4": (" + 12 * layers * width * length", "", 1),
+    "exercise_12_1": ("local.square()", "local.square_()", 3),
+    "exercise_13_1": (
+        "        optimizer.step()",
+        "        optimizer_cls([p for p, owner in owners.items() if owner == rank]).step()",
+        2,
+    ),
+    "exercise_13_2": ("return mean[: len(mine)]", "return mean", 1),
+    "exercise_13_3": (
+        _LINEAR,
+        _LINEAR.replace("gather(rows)", "w").replace("y =", "w = gather(rows)\n    y =", 1),
+        4,
+    ),
+    "exercise_13_4": ("(2, 3, 2, 3)", "(2, 2, 2, 2)", 1),
+    "exercise_15_1": ("min(p - 1 - rank, m)", "p - 1 - rank", 1),
+    "exercise_15_3": ("> most", ">= most", 1),
+    "exercise_16_1": ("total = total * rescale", "total = total", 1),
+    "exercise_17_1": ('mesh["dp"].size()', "2", 1),
+    "exercise_17_4": (" + 12 * layers * width * context", "", 1),
+    "exercise_18_1": ("flags[rank] += 1", "flags[rank] = 1", 2),
+}
+
+
+def changed(exercise: str, solution: str) -> str:
+    """Return the solution's cell with the change for this exercise."""
+    right, wrong, _ = ANSWERS[exercise]
+    assert right in solution, exercise
+    return solution.replace(right, wrong)
