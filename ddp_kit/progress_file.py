@@ -31,7 +31,8 @@ def recorded(check: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(check)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        name = check.__name__ if check.__name__ != "credit" else getattr(args[0], "__name__", "")
+        named = check if check.__name__ != "credit" else next(iter(args), None)
+        name = getattr(named, "__name__", "")
         with recording(name.removeprefix("exercise_").replace("_", ".")) as line:
             outcome = check(*args, **kwargs)
             line |= _parts(outcome)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import lab
 from PIL import Image
-from processes import wait_until_calm
+from processes import BOUND, wait_until, wait_until_calm
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "deadlock.gif"
@@ -35,7 +35,7 @@ SIZE = {"width": 900, "height": 690}
 COLORS = 96
 EVERY = 0.1  # seconds between two photographs
 READ, READ_ERROR = 3.0, 8.0  # seconds for reading what a cell shows
-SCROLL = 40  # pixels from one photograph to the next
+SCROLL, MOST = 40, 50  # pixels from one photograph to the next, and how many of these
 NO_QUESTIONS = ".Toastify { display: none }"  # JupyterLab asks whether to show its news
 
 
@@ -46,23 +46,34 @@ class Film:
         self._page, self._panel = page, page.locator(".jp-NotebookPanel").bounding_box()
         self.frames: list[tuple[float, bytes]] = []
 
-    def shoot(self, seconds: float, until=lambda: False) -> None:
-        """Photograph the page for so many seconds, or until something is true."""
+    def shoot(self, seconds: float) -> None:
+        """Photograph the page for so many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.frames.append((time.monotonic(), self._page.screenshot(clip=self._panel)))
-            if until():
-                return
-            self._page.wait_for_timeout(1000 * EVERY)
+            self._photograph()
+
+    def shoot_until(self, shown) -> None:
+        """Photograph the page until it has this output."""
+        end = time.monotonic() + lab.LIMIT
+        while not shown.count():
+            assert time.monotonic() < end, f"{shown} is not there after {lab.LIMIT} s"
+            self._photograph()
+
+    def _photograph(self) -> None:
+        self.frames.append((time.monotonic(), self._page.screenshot(clip=self._panel)))
+        self._page.wait_for_timeout(1000 * EVERY)
 
     def scroll_to(self, shown) -> None:
         """Scroll down until the end of an output is on the page."""
         middle = self._panel["x"] + self._panel["width"] / 2
         self._page.mouse.move(middle, self._panel["y"] + self._panel["height"] / 2)
         end = self._panel["y"] + self._panel["height"]
-        while (box := shown.bounding_box()) and box["y"] + box["height"] > end:
+        for _ in range(MOST):
+            box = shown.bounding_box()
+            if box["y"] + box["height"] <= end:
+                break
             self._page.mouse.wheel(0, SCROLL)
-            self.shoot(EVERY)
+            self._photograph()
 
     def save(self, path: Path, last: float) -> None:
         """Write an animation; equal pictures become one. last: how long the last one stays."""
@@ -96,8 +107,7 @@ def prepare(document: lab.Document) -> None:
     document.command("application:toggle-left-area")
     document.run()
     document.wait_for_number(cell=1)
-    while len(document.server.processes()) < 5:  # the kernel and four ranks
-        document.page.wait_for_timeout(100)
+    wait_until(lambda: len(document.server.processes()) >= 5, BOUND, "the kernel and four ranks")
     wait_until_calm(document.server.processes())
 
 
@@ -106,10 +116,10 @@ def film(document: lab.Document) -> Film:
     film = Film(document.page)
     film.shoot(1.5)
     document.command("notebook:run-cell-and-select-next")
-    film.shoot(lab.LIMIT, until=shows(document, 2, "[rank 3] my tensor"))
+    film.shoot_until(output(document, 2, "[rank 3] my tensor"))
     film.shoot(READ)
     document.command("notebook:run-cell")  # it adds no empty cell, as the other command would
-    film.shoot(lab.LIMIT, until=shows(document, 3, "DeadlockError"))
+    film.shoot_until(output(document, 3, "DeadlockError"))
     film.shoot(0.5)
     film.scroll_to(document.cell(3).locator(".jp-OutputArea-output img"))
     film.shoot(READ)
@@ -117,10 +127,9 @@ def film(document: lab.Document) -> Film:
     return film
 
 
-def shows(document: lab.Document, cell: int, text: str):
-    """Return a function: whether an output of this cell shows this text."""
-    output = document.cell(cell).locator(".jp-OutputArea-output", has_text=text)
-    return lambda: output.count() > 0
+def output(document: lab.Document, cell: int, text: str):
+    """Return the output of this cell that shows this text, which may not be there yet."""
+    return document.cell(cell).locator(".jp-OutputArea-output", has_text=text)
 
 
 def main() -> None:
@@ -136,7 +145,6 @@ def main() -> None:
             recorded = film(document)
             document.close()
         finally:
-            server.end_kernels()
             server.end()
     recorded.save(PICTURE, READ_ERROR)
     print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size / 1e6:.2f} MB")
