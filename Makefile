@@ -70,13 +70,13 @@ style: $(STAMP)  ## check style, imports and the types of the public names
 check: style  ## the quick checks: style, public types, one notebook, a lesson under each launcher
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
-test: style  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
+test: style $(VENV)-graders/.installed  ## check style, public types, tests and every notebook; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
 	@# Notebooks first: of the files with few tests, which xdist would begin last, some take long.
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-long: $(STAMP)  ## run the tests that repeat others: more notebooks, scripts and world sizes
+long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load
 
 browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium
@@ -118,7 +118,17 @@ $(VENV)-peers/.installed: $(STAMP) tests/benchmarks/requirements.txt
 	    $(VENV)-peers/bin/python -m pip install --quiet "$$peer" || echo "$$peer is left out" >&2; done
 	@touch $@
 
+# nbgrader and Otter-Grader, whose extensions would change the JupyterLab of .venv. If they cannot be
+# installed, their tests are skipped, and pytest says so.
+$(VENV)-graders/.installed: $(STAMP) tests/course/requirements.txt
+	@echo "Installing nbgrader and Otter-Grader into $(VENV)-graders, for the tests."
+	@rm -rf $(VENV)-graders && $(BIN)/python -m venv $(VENV)-graders
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -c "$$packages" > "$$($(VENV)-graders/bin/python -c "$$packages")/kit.pth"
+	@$(VENV)-graders/bin/python -m pip install --quiet -r tests/course/requirements.txt \
+	    -c constraints.txt && touch $@ || echo "The grading tools are left out." >&2
+
 clean:  ## remove every environment and every cache
-	@rm -rf .venv .venv-peers .venv-torch-* .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
+	@rm -rf .venv .venv-peers .venv-graders .venv-torch-* .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
 	@find ddp_kit tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) \
 	    -prune -exec rm -rf {} +

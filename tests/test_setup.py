@@ -141,7 +141,8 @@ def test_another_pytorch_changes_the_environment_of_the_pinned_one():
     assert out.returncode == 0, out.stderr
     assert "torch==2.99.0" in out.stdout
     environments = set(re.findall(r"\.venv(?:-torch-2\.99\.0)?[\w-]*", out.stdout))
-    assert environments == {".venv-torch-2.99.0", ".venv-torch-2.99.0-peers"}
+    own = ".venv-torch-2.99.0"
+    assert environments == {own, f"{own}-peers", f"{own}-graders"}
 
 
 def test_a_lesson_with_a_long_name_moves_its_description_to_another_column():
@@ -175,7 +176,7 @@ def test_an_environment_is_committed_or_outlives_make_clean():
     ignored = (ROOT / ".gitignore").read_text("utf-8").split()
     makefile = (ROOT / "Makefile").read_text("utf-8")
     (removed,) = re.findall(r"^clean:.*\n\t@rm -rf (.+)$", makefile, re.MULTILINE)
-    for environment in (".venv", ".venv-peers", ".venv-torch-*"):
+    for environment in (".venv", ".venv-peers", ".venv-graders", ".venv-torch-*"):
         assert f"{environment}/" in ignored
         assert environment in removed.split()
 

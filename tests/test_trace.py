@@ -27,6 +27,7 @@ from ddp_kit.trace import (
     board,
     join,
     recording,
+    stacks,
 )
 from ddp_kit.trace.rank import recorder
 
@@ -759,3 +760,15 @@ def test_numpy_integers_and_tensors_are_numbers_as_in_pytorch():
 
     trace = kit.run(worker, world_size=2).trace
     assert [message.tag for message in trace.messages()] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        ("/opt/torch/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", False),
+        ("/usr/lib/python3/dist-packages/numpy/__init__.py", False),
+        ("/home/me/site-packages.py", True),
+    ],
+)
+def test_a_package_of_another_environment_is_the_learners_code(file, own):
+    assert stacks.is_own(file) == own

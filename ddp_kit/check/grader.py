@@ -207,6 +207,10 @@ class Grader:
         part: what does not hold, if not the part to which the case belongs. `credit` then goes on
         with this case: only with a part, this returns.
         """
+        assert not part or part in self._parts, part
+        trial = current_trial()
+        if part and trial is not None and trial.has_failed(part):
+            return
         if self._printed:
             print(self._printed[-1], end="")
         lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
@@ -217,8 +221,7 @@ class Grader:
             Credit(self._parts),
         )
         wrong.hint = hint
-        assert not part or part in self._parts, part
-        if part and (trial := current_trial()) is not None:
+        if part and trial is not None:
             trial.note(part, str(wrong))
             return
         raise wrong from error
@@ -260,9 +263,8 @@ def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
 def _raise_if_stub(error: Exception, number: str) -> None:
     """Raise NotImplementedError if a rank reached the missing lines of this exercise."""
     for failure in getattr(error, "failures", {}).values():
-        named = (
-            failure.message.startswith(f"Exercise {number}") or not failure.message
-        )  # nbgrader's
+        # nbgrader's stubs have no message.
+        named = not failure.message or failure.message.startswith(f"Exercise {number}")
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
             missing = NotImplementedError(failure.message)
             shown = [f"NotImplementedError: {missing}"]

@@ -42,15 +42,26 @@ def credit(check: Callable[[Any], Credit], answer: Any) -> Credit:
     an answer that cannot be called have 0. The environment variable DDP_KIT_CHECK_SECONDS limits
     the time for all runs together, 20 s by default; a part for which no time is left does not hold.
 
-    Raises PoolError if the answer cannot be sent to the ranks or these do not start, and
-    BackendError if gloo is unavailable.
+    Raises PoolError if the answer cannot be sent to the ranks or these do not start, BackendError
+    if gloo is unavailable, and ExerciseError if that variable is not a number above 0.
     """
-    trial = _try(check, answer, float(os.environ.get("DDP_KIT_CHECK_SECONDS", SECONDS)))
+    trial = _try(check, answer, _limit())
     found = trial.credit()
     if found < 1:
         parts = [f"{'yes' if holds else 'no':4}{part}" for part, holds in found.parts.items()]
         print(*dict.fromkeys(found.wrong.values()), *parts, sep="\n")
     return found
+
+
+def _limit() -> float:
+    text = os.environ.get("DDP_KIT_CHECK_SECONDS", str(SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < float("inf"):
+        raise ExerciseError(f"DDP_KIT_CHECK_SECONDS must be a number above 0, got {text!r}")
+    return seconds
 
 
 def parts_of(check: Callable[[Any], Credit]) -> list[str]:
@@ -86,6 +97,10 @@ class Trial:
     def seconds_left(self) -> float:
         """Return how long runs may still take; not more than 0 if the time is up."""
         return self._end - time.monotonic()
+
+    def has_failed(self, part: str) -> bool:
+        """Return whether a part is known not to hold."""
+        return part in self._wrong
 
     def note(self, part: str, message: str) -> None:
         """Note that a part does not hold."""

@@ -12,6 +12,7 @@ from typing import Any
 from ddp_kit import check
 from ddp_kit.check.partial_credit import parts_of
 from ddp_kit.course import notebooks
+from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
 _MISSING = re.compile(r' *raise NotImplementedError\("(Exercise (\d+)\.(\d+): .+)"\)')
@@ -113,6 +114,11 @@ def write(files: dict[Path, str]) -> None:
             path.write_text(text, "utf-8")
         except OSError as error:
             raise CourseError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def counted(assignments: list[Assignment]) -> str:
+    """Return how many assignments there are: "18 assignments are"."""
+    return f"{count(len(assignments), 'assignment')} {'is' if len(assignments) == 1 else 'are'}"
 
 
 def _read_assignment(exercises: Path, solutions: Path) -> Assignment:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, Gap, add_arguments, read, write
+from ddp_kit.course.assignment import Cell, Check, Gap, add_arguments, counted, read, write
 
 __all__ = ["add_arguments", "run"]
 
 _CONFIG = """c = get_config()
 c.CourseDirectory.course_id = "ddp_kit"
+c.Execute.timeout = 120  # seconds of a cell; a check takes 20, and its ranks may start slowly
 """
 
 
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> str:
         files[path] = each.to_json([_cell(cell) for cell in each.cells])
     write(files)
     return (
-        f"{len(assignments)} assignments are in {folder}/source. "
+        f"{counted(assignments)} in {folder}/source. "
         f"Next, in {folder}: nbgrader generate_assignment {assignments[0].name}"
     )
 

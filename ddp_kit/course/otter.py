@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, add_arguments, read, write
+from ddp_kit.course.assignment import Cell, Check, add_arguments, counted, read, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> str:
         files |= {own / "tests" / f"{check.name}.py": _test(check) for check in each.checks}
     write(files)
     return (
-        f"{len(assignments)} assignments are in {folder}. "
+        f"{counted(assignments)} in {folder}. "
         f"Next, in {folder}/{assignments[0].name}: otter generate -t tests"
     )
 

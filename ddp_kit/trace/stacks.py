@@ -30,6 +30,8 @@ _LIBRARIES = tuple(
     | {folder + os.sep for folder in (*site.getsitepackages(), site.getusersitepackages())}
     | {"<frozen ", _KIT}
 )
+# Of other environments, which a .pth file or PYTHONPATH may add.
+_PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
@@ -39,7 +41,8 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 @functools.cache
 def is_own(filename: str) -> bool:
     """Return whether a file is the learner's code, lessons included, and not a library's."""
-    return filename.startswith(_LESSONS) or not filename.startswith(_LIBRARIES)
+    library = filename.startswith(_LIBRARIES) or _PACKAGES.search(filename) is not None
+    return filename.startswith(_LESSONS) or not library
 
 
 def is_kit(filename: str) -> bool:

@@ -77,14 +77,16 @@ def test_a_part_that_needs_right_results_holds_though_one_is_wrong(capsys):
     assert parts == ["yes src=0", "no  every other src", f"no  {SENT}"]
 
 
-def test_a_wasteful_answer_loses_other_parts():
+def test_a_wasteful_answer_loses_other_parts(capsys):
     def twice(tensor, src):
+        print("src is", src)
         broadcast(tensor, src)
         broadcast(tensor, src)
 
     credit = kit.check.credit(kit.check.exercise_2_1, twice)
     assert credit.parts == {"src=0": True, "every other src": True, SENT: False}
     assert "where 20 would be enough" in credit.wrong[SENT]
+    assert capsys.readouterr().out.count("src is") == 2  # of the first run that sent too much
 
 
 def test_a_stub_has_points_where_its_gap_is_not_reached():
@@ -104,6 +106,14 @@ def test_a_stub_has_points_where_its_gap_is_not_reached():
 @pytest.mark.parametrize("answer", [None, lambda tensor: None])
 def test_an_answer_that_cannot_be_called_raises(answer):
     assert kit.check.credit(kit.check.exercise_2_1, answer) == 0.0
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "nan", "inf"])
+def test_a_limit_that_is_no_time_is_taken(seconds, monkeypatch):
+    monkeypatch.setenv("DDP_KIT_CHECK_SECONDS", seconds)
+    with pytest.raises(kit.ExerciseError) as caught:
+        kit.check.credit(kit.check.exercise_2_1, broadcast)
+    assert str(caught.value) == f"DDP_KIT_CHECK_SECONDS must be a number above 0, got '{seconds}'"
 
 
 def test_an_answer_that_never_ends_takes_longer_than_the_limit(monkeypatch):

@@ -187,6 +187,12 @@ def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_
     arguments = ["nbgrader", str(tmp_path / "out"), "--course", str(two_exercises)]
     if words is None:  # other lines in the gap are a solution, too
         assert main(arguments) == 0
+        out = tmp_path / "out"
+        assert capsys.readouterr() == (
+            f"1 assignment is in {out}/source. "
+            f"Next, in {out}: nbgrader generate_assignment 02_collectives\n",
+            "",
+        )
         return
     error = refused(capsys, *arguments)
     assert error.startswith(f"{path}{words}")
