@@ -122,7 +122,8 @@ def test_a_teacher_sees_other_numbers_than_were_recorded(tmp_path, capsys):
         return json.dumps({"exercise": exercise, "passed": passed, "seconds": 2.0, **more}) + "\n"
 
     stuck = line("10.1", False, hint="Count them.", parts={"on 2 ranks": True, "on 3": False})
-    grace = line("2.1", False, hint="Send first.") + line("2.1", True) + line("2.1", False)
+    grace = line("2.1", False, hint="Send first.") + line("2.1", True)
+    grace += line("2.1", False) + line("2.1", True)
     (tmp_path / "ada.jsonl").write_text(stuck + stuck + line("2.1", True) + "nonsense\n[]\n")
     (tmp_path / "room.jsonl").write_text(line("%%ranks", True, learner="tony") + grace)
     assert main(["progress", str(tmp_path)]) == 0
