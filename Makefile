@@ -16,7 +16,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab check test style long browser lesson notebooks bench gpu verdicts clean
+.PHONY: help install lab check test style long browser recording lesson notebooks bench gpu verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -81,6 +81,9 @@ long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: 
 
 browser: $(STAMP)  ## run the tests in a real JupyterLab, with every notebook; needs Chromium
 	@$(BIN)/python -m pytest -m "long or not long" -n 2 --dist load tests/browser
+
+recording: $(STAMP)  ## record the README's moving picture in JupyterLab; needs Chromium
+	@PYTHONPATH=tests:tests/notebooks $(BIN)/python tests/browser/record.py
 
 lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson: NAME=ring_allreduce ARGS="--world-size 2"
 	@if [ -f "ddp_kit/lessons/$(NAME).py" ]; then \

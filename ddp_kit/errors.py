@@ -18,7 +18,7 @@
     │                                                     .result
     ├── InternalError         a bug in ddp_kit itself     .rank, .traceback
     ├── ProofError            a claim of a lesson or a comparison does not hold
-    └── ExerciseError         an answer is not right yet  .error, .trace
+    └── ExerciseError         an answer is not right yet  .error, .trace, .hint
 
     try:
         kit.run(worker)
@@ -123,8 +123,11 @@ class ExerciseError(KitError, AssertionError):
 
     error: the kit's own error if the run failed, such as a DeadlockError, else None. trace: the
     Trace of the wrong run, None if there is none. credit: the share of the exercise's parts that
-    passed before this one failed.
+    passed before this one failed. hint: the last sentence of the message, if it says what to
+    try, else ""; settable.
     """
+
+    hint = ""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import namedtuple
 from importlib import metadata
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ import ddp_kit as kit
 from ddp_kit import data
 from ddp_kit.doctor import Finding, checks, findings, run_check
 from ddp_kit.doctor import __main__ as command
+from ddp_kit.pool import warm_start
 from ddp_kit.pool.arguments import most_ranks
 
 GIB = 2**30
@@ -225,27 +227,36 @@ def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
 
 
 @pytest.mark.parametrize(
-    ("free", "limit", "ok", "words"),
+    ("free", "limit", "used", "ok", "words"),
     [
-        (8 * GIB, None, True, "Enough for 34 ranks now; kit.run allows 50."),
-        (GIB / 2, None, False, "Enough for 2 ranks of 250 MB, but the lessons use 4."),
-        (8 * GIB, "max", True, "34 ranks"),
-        (8 * GIB, str(2 * GIB), True, "8 ranks"),
-        (8 * GIB, str(GIB // 2), False, "this container is limited to 512 MiB"),
+        (8 * GIB, None, None, True, "Enough for 34 ranks now; kit.run allows 50."),
+        (GIB / 2, None, None, False, "Enough for 2 ranks of 250 MB, but the lessons use 4."),
+        (GIB / 2, None, None, False, "call kit.run(worker, world_size=2), or shut down other"),
+        (GIB / 4, None, None, False, "when memory runs out: shut down other notebooks."),
+        (8 * GIB, "max", GIB, True, "34 ranks"),
+        (8 * GIB, str(2 * GIB), None, True, "8 ranks"),
+        (8 * GIB, str(2 * GIB), GIB // 2, False, "train need up to 2.0 GiB, as in lesson 08: call"),
+        (8 * GIB, str(2 * GIB), GIB + GIB // 2, False, "Enough for 2 ranks"),
+        (8 * GIB, str(GIB // 2), 0, False, "512 MiB free of the 512 MiB to which this container"),
     ],
 )
-def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, ok, words):
-    replace(monkeypatch, (psutil, "virtual_memory", (16 * GIB, free)), (checks, "most_ranks", 50))
+def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, words):
+    machine = SimpleNamespace(total=16 * GIB, available=free)
+    replace(monkeypatch, (psutil, "virtual_memory", machine), (checks, "most_ranks", 50))
     monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(warm_start, "CONTROL_GROUP", tmp_path)
     if limit:
         (tmp_path / "memory.max").write_text(limit)
+    if used is not None:
+        (tmp_path / "memory.current").write_text(str(used))
+        (tmp_path / "memory.stat").write_text("inactive_file 0\n")
     found = checks.memory()
     assert found.ok == ok
     assert words in f"{found.found}. {found.consequence}"
 
 
 def test_memory_is_blamed_for_a_limit_of_open_files(monkeypatch):
-    replace(monkeypatch, (psutil, "virtual_memory", (GIB, GIB)), (checks, "most_ranks", 2))
+    replace(monkeypatch, (checks, "available_memory", 2 * GIB), (checks, "most_ranks", 2))
     assert checks.memory().ok
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 from types import SimpleNamespace
 
@@ -368,6 +369,18 @@ def test_work_that_a_cell_leaves_behind_is_reported_and_disturbs_no_later_cell(n
     left = notebook.run("%%ranks\nwork = dist.isend(torch.ones(1), 1) if rank == 0 else None\nrank")
     assert "rank 0 never waited for isend(dst=1)" in left.stdout
     assert notebook.run("%%ranks\ndist.barrier()\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_cell_is_missing_in_the_class_view_or_tells_its_code(notebook, tmp_path):
+    path = tmp_path / "progress.jsonl"
+    notebook.run(f"import os; os.environ['DDP_KIT_PROGRESS'] = {str(path)!r}; secret = 1")
+    notebook.run("%%ranks -n 2\nsecret_value = rank")
+    notebook.raises("%%ranks -n 2\nsecret")
+    notebook.run("del os.environ['DDP_KIT_PROGRESS'], secret")
+    right, wrong = map(json.loads, path.read_text().splitlines())
+    assert right.keys() == {"exercise", "passed", "seconds"}
+    assert (wrong["exercise"], wrong["error"]) == ("%%ranks", "RankError")
+    assert "secret" not in path.read_text()
 
 
 # --- the IPython of Colab, version 7 -------------------------------------------------------------

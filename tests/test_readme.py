@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from PIL import Image
 
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
@@ -50,6 +51,12 @@ def test_the_last_line_of_an_example_is_what_is_shown_below_it(capsys, before):
 )
 def test_the_picture_is_the_one_the_kit_draws():
     assert PICTURE.read_bytes() == kit.plot.ring(kit.run(ring_allreduce.watch))._repr_png_()
+
+
+def test_the_moving_picture_is_still_or_takes_long_to_load():
+    moving = ROOT / re.search(r"!\[.+\]\((.+\.gif)\)\n\n## Start", README)[1]
+    assert moving.stat().st_size < 2e6
+    assert Image.open(moving).n_frames > 5
 
 
 def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():

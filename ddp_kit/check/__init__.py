@@ -53,6 +53,7 @@ from ddp_kit.check.your_own_backend import (
     exercise_18_4,
 )
 from ddp_kit.check.zero import exercise_13_1, exercise_13_2, exercise_13_4
+from ddp_kit.progress_file import recorded
 
 __all__ = [
     "credit",
@@ -120,6 +121,9 @@ __all__ = [
     "exercise_18_3",
     "exercise_18_4",
 ]
+
+# With DDP_KIT_PROGRESS, each check adds a line to that file; see ddp_kit/progress_file.py.
+globals().update({name: recorded(globals()[name]) for name in __all__})
 
 
 def __dir__() -> list[str]:

@@ -220,6 +220,7 @@ class Grader:
             getattr(error or self._result, "trace", None),
             Credit(self._parts),
         )
+        wrong.hint = hint
         if part and trial is not None:
             trial.note(part, str(wrong))
             return

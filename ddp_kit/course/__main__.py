@@ -8,7 +8,9 @@ import sys
 
 from ddp_kit.errors import CourseError
 
-COMMANDS = {
+COMMANDS: dict[str, str] = {
+    "copy": "copy the notebooks to a folder, without overwriting what was changed there",
+    "progress": "show which exercise stops whom, and which hints are given most",
     "nbgrader": "write the exercises as nbgrader's source files, with partial credit",
     "otter": "write the exercises with Otter-Grader's test files, with partial credit",
 }

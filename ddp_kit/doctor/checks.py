@@ -23,6 +23,7 @@ from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
 from ddp_kit.error_text import count
 from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
+from ddp_kit.pool.warm_start import MEMORY, available_memory
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_PYTORCH = (2, 12)
@@ -179,21 +180,31 @@ def cores() -> Finding:
 
 def memory() -> Finding:
     """Check how much memory is free, and how many ranks fit in it."""
-    total, free = psutil.virtual_memory()[:2]
+    total, free = psutil.virtual_memory().total, available_memory()
     found = f"{_size(free)} free of {_size(total)}"
     limit = _control_group("memory.max")
     if limit and limit[0] < total:
         free = min(free, limit[0])
-        found += f", but this container is limited to {_size(limit[0])}"
+        found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
     ranks = int(free / RANK_MEMORY)
-    if ranks < RANKS:
+    if ranks >= RANKS and free < MEMORY:
         return Finding(
             found,
-            f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons use "
-            f"{RANKS}. The system kills a rank when memory runs out: shut down other notebooks.",
+            f"Enough for {ranks} ranks that do little, but {RANKS} ranks that train need up to "
+            f"{_size(MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No ranks "
+            "start in the background.",
             ok=False,
         )
-    return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
+    if ranks >= RANKS:
+        return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
+    fewer = f"call kit.run(worker, world_size={ranks}), or " if ranks > 1 else ""
+    return Finding(
+        found,
+        f"Enough for {count(max(ranks, 0), 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons "
+        f"use {RANKS}. The system kills a rank when memory runs out: {fewer}shut down other "
+        "notebooks.",
+        ok=False,
+    )
 
 
 def shared_memory() -> Finding:

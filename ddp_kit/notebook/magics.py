@@ -24,6 +24,7 @@ from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import CellOutput, SealedValue
 from ddp_kit.pool import Result, launcher_of
+from ddp_kit.progress_file import RANKS_CELL, recording
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
 
@@ -76,15 +77,16 @@ class RanksMagics(Magics):
         source, file = self._name_source(body)
         quiet = _check(source, file)
         cell = session.Cell(source, file, only, quiet, self._with_names(backend))
-        try:
-            result = self._run(cell, size, backend, arguments.timeout)
-        except RunError as error:
-            self.shell.user_ns[RESULT] = error
-            if isinstance(error, DeadlockError) and _left_out(error, only):
-                error.hint = "--only leaves out ranks: let all that communicate run the cell."
-            if isinstance(error, RankError):
-                error.hint = self._hint_for_name(error)
-            raise
+        with recording(RANKS_CELL):
+            try:
+                result = self._run(cell, size, backend, arguments.timeout)
+            except RunError as error:
+                self.shell.user_ns[RESULT] = error
+                if isinstance(error, DeadlockError) and _left_out(error, only):
+                    error.hint = "--only leaves out ranks: let all that communicate run the cell."
+                if isinstance(error, RankError):
+                    error.hint = self._hint_for_name(error)
+                raise
         outputs = [output or CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
         values = tuple(v.open() if isinstance(v, SealedValue) else v for v in values)

@@ -1,0 +1,98 @@
+"""The class view: one line for each check, in the file that the teacher names.
+
+It is off unless `DDP_KIT_PROGRESS` names a file. `python -m ddp_kit.course progress` reads it.
+A line has no code, no values and no time of day, and no name unless `DDP_KIT_LEARNER` sets one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+RANKS_CELL = "%%ranks"  # recorded like an exercise
+P, R = ParamSpec("P"), TypeVar("R")
+_open: ContextVar[dict[str, Any] | None] = ContextVar("line", default=None)
+_refused: set[str] = set()  # the files that could not be written, each reported once
+
+
+def recorded(check: Callable[P, R]) -> Callable[P, R]:
+    """Return a check that adds its line: `exercise_4_1`, or `credit`, whose argument has the name.
+
+    A line of `credit` has the first hint of the checks that it calls; these add none.
+    """
+
+    @functools.wraps(check)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        named = check if check.__name__ != "credit" else next(iter(args), None)
+        name = getattr(named, "__name__", "")
+        with recording(name.removeprefix("exercise_").replace("_", ".")) as line:
+            outcome = check(*args, **kwargs)
+            line |= _parts(outcome)
+            if isinstance(outcome, float):
+                line["passed"] = outcome == 1
+        return outcome
+
+    return call
+
+
+@contextmanager
+def recording(exercise: str) -> Iterator[dict[str, Any]]:
+    """Add a line when the block ends, also if it raises; yield what the line will have."""
+    path, outer = os.environ.get("DDP_KIT_PROGRESS"), _open.get()
+    line: dict[str, Any] = {"exercise": exercise, "passed": True}
+    begun, token = time.monotonic(), _open.set(line)
+    try:
+        yield line
+    except BaseException as error:
+        line |= {"passed": False, "error": type(error).__name__, **_parts(error)}
+        if hint := _hint(error):
+            (line if outer is None else outer).setdefault("hint", hint)
+        raise
+    finally:
+        _open.reset(token)
+        if path and outer is None:
+            line["seconds"] = round(time.monotonic() - begun, 1)
+            line |= {"learner": name} if (name := os.environ.get("DDP_KIT_LEARNER")) else {}
+            _append(path, line)
+
+
+def _parts(outcome: Any) -> dict[str, dict[str, bool]]:
+    """Return which parts of an exercise hold, if a check has returned or raised them."""
+    parts = getattr(getattr(outcome, "credit", outcome), "parts", None)
+    return {"parts": dict(parts)} if parts else {}
+
+
+def _hint(error: BaseException) -> str:
+    """Return the hint that the learner has read; "" for one that may name a variable of theirs."""
+    inner = getattr(error, "error", None)  # of an ExerciseError: that of the run
+    either = (one for one in (error, inner) if type(one).__name__ != "RankError")
+    return next((one.hint for one in either if getattr(one, "hint", "")), "")
+
+
+def _append(path: str, line: dict[str, Any]) -> None:
+    """Add one line to a file, or say once in this process that it cannot be done."""
+    text = json.dumps(line) + "\n"
+    try:
+        # One write to a file opened in this way is not mixed with that of another process. Without
+        # O_NONBLOCK, a pipe would have to be read by somebody first.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        file = os.open(path, flags, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError("it is not a regular file")
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+    except OSError as error:
+        if path not in _refused:
+            _refused.add(path)
+            why = error.strerror or error
+            print(f"DDP_KIT_PROGRESS: nothing is recorded in {path}: {why}.", file=sys.stderr)
