@@ -1,11 +1,13 @@
-"""Build the course as a static site: python docs/build.py [SITE]    default: build/book
+"""Build the course as a static site: python docs/build.py [--without-solutions] [SITE]
 
-It lays out all pages in build/book-source, in the folders that they have here, and runs Sphinx on
-them. The notebooks are not executed: the site shows the outputs that they hold.
+SITE is build/book by default. All pages are laid out in build/book-source, in the folders that they
+have here, and Sphinx builds the site from them. No notebook is executed: the site shows the outputs
+that they hold. Building it needs the packages in requirements.txt; laying it out needs none.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import posixpath
 import re
@@ -17,24 +19,23 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-GUIDES = ("README.md", "docs/teaching.md", "CONTRIBUTING.md", "CHANGELOG.md")
-LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)")
-DETAILS = (
-    *(f"tests/{name}/README.md" for name in ("benchmarks", "cluster", "wrong_programs")),
-    "ddp_kit/digits/ORIGIN.md",
-)
-PARTS = {  # of the course, by folder below notebooks/: the title, and what comes first on its page
-    "exercises": (
-        "Exercises",
-        "Each exercise is a function with a gap of at most five lines. A check runs your function on real\n"
-        "processes, and says what is wrong with it.",
-    ),
-    "solutions": (
-        "Solutions",
-        "The cells of the exercises with the missing lines filled in, and why they are right. Try first.\n"
-        "The search leaves these pages out.",
-    ),
+GUIDES = {  # and their titles in the contents
+    "docs/teaching.md": "The teacher's guide",
+    "README.md": "About ddp_kit",
+    "CONTRIBUTING.md": "Contributing",
+    "CHANGELOG.md": "Changelog",
+    "tests/benchmarks/README.md": "Benchmarks",
+    "tests/wrong_programs/README.md": "Wrong programs",
+    "tests/cluster/README.md": "Hosts in one machine",
+    "ddp_kit/digits/ORIGIN.md": "Where the digits are from",
 }
+PARTS = {  # folders of notebooks/, each with a page of its own
+    "exercises": "Each exercise is a function with a gap of at most five lines. A check runs your "
+    "function on real\nprocesses, and says what is wrong with it.",
+    "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
+    "right. Try first.\nThe search leaves these pages out.",
+}
+LINK = re.compile(r"\[([^][]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def lessons() -> list[Path]:
@@ -47,122 +48,147 @@ def part(name: str) -> list[Path]:
     return sorted((NOTEBOOKS / name).glob("[0-9][0-9]_*.ipynb"))
 
 
-def heading(path: Path) -> str:
-    """Return the heading of a notebook, without markup."""
-    first = "".join(json.loads(path.read_text("utf-8"))["cells"][0]["source"])
-    return first.splitlines()[0].removeprefix("# ").replace("`", "")
-
-
 def minutes() -> dict[str, str]:
     """Return the minutes of each lesson, by its name, from the table in README.md."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    return dict(re.findall(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", text, re.MULTILINE))
+    row = re.compile(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", re.MULTILINE)
+    return dict(row.findall((ROOT / "README.md").read_text("utf-8")))
 
 
-def page(path: Path) -> dict[str, Any]:
+def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
+    """Return markdown that has moved from one path to another, with links that fit.
+
+    A link to a folder leads to the folder's page, and one to a part that is left out is plain text.
+    """
+
+    def fit(link: re.Match[str]) -> str:
+        words, path, anchor = link.groups()
+        target = (old.parent / path).resolve()
+        if target.is_dir():
+            target /= "README.md" if (target / "README.md").exists() else "index.md"
+        left_out = set(PARTS) - set(parts)
+        if left_out.intersection(target.relative_to(ROOT).parts):
+            return words
+        return f"[{words}]({posixpath.relpath(target, new.parent)}{anchor or ''})"
+
+    return LINK.sub(fit, text)
+
+
+def page(path: Path, parts: list[str]) -> dict[str, Any]:
     """Return a notebook as the site shows it: with its minutes and a link to its file."""
     notebook = json.loads(path.read_text("utf-8"))
-    opening = notebook["cells"][0]
-    heading, _, rest = "".join(opening["source"]).partition("\n")
-    lasts = f"{minutes()[path.stem]} minutes · " if path in lessons() else ""
-    file = path.relative_to(NOTEBOOKS).as_posix()
-    opens = (
-        f'<p class="opens">{lasts}<a href="{path.name}" download>Download this notebook</a>'
-        f" · in JupyterLab: <code>{file}</code></p>"
-    )
-    opening["source"] = f"{heading}\n\n{opens}\n\n{rest}"
     for cell in notebook["cells"]:
-        if "outputs" in cell:  # a live view leaves a display without data
+        if cell["cell_type"] == "markdown":
+            cell["source"] = relinked("".join(cell["source"]), path, path, parts)
+        elif "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
+    heading, _, rest = notebook["cells"][0]["source"].partition("\n")
+    lasts = f"{minutes()[path.stem]} minutes · " if path in lessons() else ""
+    notebook["cells"][0]["source"] = (
+        f'{heading}\n\n<p class="opens">{lasts}<a href="{path.name}" download>Download this '
+        f"notebook</a> · in JupyterLab: <code>{path.relative_to(NOTEBOOKS).as_posix()}</code></p>"
+        f"\n\n{rest}"
+    )
     notebook["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
     if path.parent.name == "solutions":
         notebook["metadata"]["nosearch"] = True
     return notebook
 
 
-def contents(title: str, paths: list[Path], folder: Path, depth: str = "") -> str:
-    """Return a table of contents of notebooks, with their numbers, for a page in `folder`."""
-    rows = [
-        f"{path.stem[:2]} {heading(path)} <{path.relative_to(folder).with_suffix('').as_posix()}>"
-        for path in paths
-    ]
-    return "\n".join([f"```{{toctree}}\n:caption: {title}", depth, *rows, "```", ""])
+def contents(caption: str, pages: dict[str, str], hidden: bool = True) -> str:
+    """Return a table of contents: pages, without their suffix, and their titles."""
+    rows = [f"{title} <{name}>" for name, title in pages.items()]
+    options = [f":caption: {caption}", *([":hidden:"] if hidden else [])]
+    return "\n".join(["```{toctree}", *options, "", *rows, "```", ""])
 
 
-def index() -> str:
+def titles(paths: list[Path], folder: Path) -> dict[str, str]:
+    """Return the pages of notebooks, relative to a folder, and their headings with numbers."""
+    found = {}
+    for path in paths:
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        heading = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ").replace("`", "")
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        heading = heading.removeprefix(f"{path.parent.name.capitalize()}: ")
+        found[name] = f"{path.stem[:2]} {heading[0].upper()}{heading[1:]}"
+    return found
+
+
+def index(parts: list[str]) -> str:
     """Return the first page: docs/index.md, the table of lessons, and the contents of the site."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)[0]
-    more = [
-        contents("Lessons", lessons(), ROOT, ":hidden:\n"),
-        "```{toctree}\n:caption: Practise\n:hidden:\n",
-        *[f"notebooks/{name}/index" for name in PARTS],
-        "```\n",
-        "```{toctree}\n:caption: About\n:hidden:\n",
-        *[guide.removesuffix(".md") for guide in GUIDES],
-        *[page.removesuffix(".md") for page in DETAILS],
-        "```\n",
-    ]
-    return "\n".join([(ROOT / "docs/index.md").read_text("utf-8"), table, *more])
+    own, readme = ROOT / "docs/index.md", (ROOT / "README.md").read_text("utf-8")
+    table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
+    assert table is not None, "README.md has the table of lessons"
+    guides = {name.removesuffix(".md"): title for name, title in GUIDES.items()}
+    return "\n".join(
+        [
+            relinked(own.read_text("utf-8"), own, ROOT / "index.md", parts),
+            table[0],
+            contents("Lessons", titles(lessons(), ROOT)),
+            contents("Practise", {f"notebooks/{name}/index": name.capitalize() for name in parts}),
+            contents("More", guides),
+        ]
+    )
 
 
-def with_pages(text: str, path: Path) -> str:
-    """Return markdown whose links to folders lead to the page of the folder instead."""
-
-    def whole(link: re.Match[str]) -> str:
-        target = path.parent / link[1]
-        if not target.is_dir():
-            return link[0]
-        name = "README.md" if (target / "README.md").exists() else "index.md"
-        return f"]({posixpath.join(link[1], name)}"
-
-    return LINK.sub(whole, text)
-
-
-def lay_out(source: Path) -> None:
-    """Write all pages, and the files to which they link, into the folder `source`."""
-    written = {}
-    for name in (*GUIDES, *DETAILS):
-        written[name] = with_pages((ROOT / name).read_text("utf-8"), ROOT / name)
-    written["index.md"] = index()
-    for name, (title, text) in PARTS.items():
-        rows = contents(title, part(name), NOTEBOOKS / name)
-        written[f"notebooks/{name}/index.md"] = f"# {title}\n\n{text}\n\n{rows}"
-    for path in [*lessons(), *(path for name in PARTS for path in part(name))]:
-        notebook = page(path)
-        written[path.relative_to(ROOT).as_posix()] = json.dumps(notebook)
-    for name, text in written.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(text, "utf-8")
-    for name in linked_files(written):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, source / name)
+def pages(parts: list[str]) -> dict[str, str]:
+    """Return the text of all pages of the site, by their path."""
+    found = {"index.md": index(parts)}
+    for name in GUIDES:
+        path = ROOT / name
+        found[name] = relinked(path.read_text("utf-8"), path, path, parts)
+    for name in parts:
+        rows = contents(name.capitalize(), titles(part(name), NOTEBOOKS / name), hidden=False)
+        found[f"notebooks/{name}/index.md"] = f"# {name.capitalize()}\n\n{PARTS[name]}\n\n{rows}"
+    for path in notebooks(parts):
+        found[path.relative_to(ROOT).as_posix()] = json.dumps(page(path, parts))
+    return found
 
 
-def linked_files(written: dict[str, str]) -> set[str]:
+def notebooks(parts: list[str]) -> list[Path]:
+    """Return all notebooks of the site."""
+    return [*lessons(), *(path for name in parts for path in part(name))]
+
+
+def linked_files(found: dict[str, str]) -> set[str]:
     """Return the files of the repository to which pages link and which are no pages."""
     targets = {
-        posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
-        for name, text in written.items()
-        for target in LINK.findall(text)
+        posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
+        for name, text in found.items()
+        for _, path, _ in LINK.findall(text)
     }
-    return {target for target in targets - set(written) if (ROOT / target).is_file()}
+    return {target for target in targets - set(found) if (ROOT / target).is_file()}
 
 
-def main(site: Path) -> int:
-    """Build the site; return Sphinx's exit status, which is not 0 after a warning."""
+def build(site: Path, parts: list[str]) -> int:
+    """Build the site; return Sphinx's exit status, which is not 0 if there is a warning."""
     source = ROOT / "build" / "book-source"
     for folder in (source, site):
         shutil.rmtree(folder, ignore_errors=True)
-    lay_out(source)
-    options = ["-b", "html", "-c", ROOT / "docs", "-W", "--keep-going", "-q", "-n", "-j", "2"]
-    cache = ["-d", ROOT / "build" / "book-cache"]
-    status = subprocess.run([sys.executable, "-m", "sphinx", *options, *cache, source, site])
-    for path in [*lessons(), *(path for name in PARTS for path in part(name))]:
-        if status.returncode == 0:
+    found = pages(parts)
+    for name, text in found.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text, "utf-8")
+    for name in linked_files(found):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
+    options = ["--conf-dir", ROOT / "docs", "--doctree-dir", ROOT / "build" / "book-cache"]
+    options += ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet", "--jobs", "2"]
+    status = subprocess.run([sys.executable, "-m", "sphinx", *options, source, site]).returncode
+    if status == 0:
+        for path in notebooks(parts):
             shutil.copyfile(path, site / path.relative_to(ROOT))
-    return status.returncode
+    return status
+
+
+def main() -> int:
+    """Build the site that the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(description="Build the course as a static site.")
+    parser.add_argument("--without-solutions", action="store_true")
+    parser.add_argument("site", nargs="?", type=Path, default=ROOT / "build" / "book")
+    arguments = parser.parse_args()
+    parts = [name for name in PARTS if name != "solutions" or not arguments.without_solutions]
+    return build(arguments.site.resolve(), parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "book"))
+    sys.exit(main())

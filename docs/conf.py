@@ -4,8 +4,10 @@ import os
 import re
 
 from docutils import nodes
-from docutils.utils.math import MathError, latex2mathml
+from latex2mathml.converter import convert
 from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
 
 project = "ddp_kit"
 author = "the authors of ddp_kit"
@@ -15,6 +17,7 @@ root_doc = "index"
 
 nb_execution_mode = "off"  # the notebooks hold their outputs
 nb_merge_streams = True
+nb_render_error_lexer = "myst-ansi"  # an error of ranks is no traceback of Python
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on GitHub
 myst_links_external_new_tab = True
@@ -29,6 +32,7 @@ html_show_copyright = False
 html_math_renderer = "mathml"
 html_theme_options = {
     "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search
     "navigation_with_keys": False,
     "search_bar_text": "Search the course",
     "show_toc_level": 2,
@@ -48,8 +52,8 @@ if repository := os.environ.get("DDP_KIT_REPOSITORY"):
         },
     }
 
-# Commands of TeX that docutils does not know, and ones that look the same.
-SAME = {r"\dots": r"\ldots", r"\Big": "", r"\texttt": r"\text"}
+# Commands of TeX that latex2mathml does not know, and what looks the same.
+SAME = {r"\operatorname": r"\mathrm", r"\arg": r"\mathrm{arg}", r"\_": "_"}
 
 
 def mathml(translator, node: nodes.Element) -> None:
@@ -57,13 +61,10 @@ def mathml(translator, node: nodes.Element) -> None:
     source = node.astext()
     for command, known in SAME.items():
         source = source.replace(command, known)
-    block = isinstance(node, nodes.math_block)
-    try:
-        formula = latex2mathml.tex2mathml(source, as_block=block)
-    except MathError as error:
-        logging.getLogger(__name__).warning("formula %r: %s", source, error, location=node)
-        formula = translator.encode(source)
-    translator.body.append(f'<div class="math">{formula}</div>' if block else formula)
+    formula = convert(source, display="block" if isinstance(node, nodes.math_block) else "inline")
+    if "\\" in formula:
+        logger.warning("a formula has a command that is not known: %s", source, location=node)
+    translator.body.append(formula)
     raise nodes.SkipNode
 
 
