@@ -94,10 +94,9 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
     return notebook
 
 
-def contents(caption: str, pages: dict[str, str], hidden: bool = True) -> str:
+def contents(pages: dict[str, str], *options: str) -> str:
     """Return a table of contents: pages, without their suffix, and their titles."""
     rows = [f"{title} <{name}>" for name, title in pages.items()]
-    options = [f":caption: {caption}", *([":hidden:"] if hidden else [])]
     return "\n".join(["```{toctree}", *options, "", *rows, "```", ""])
 
 
@@ -118,14 +117,15 @@ def index(parts: list[str]) -> str:
     own, readme = ROOT / "docs/index.md", (ROOT / "README.md").read_text("utf-8")
     table = re.search(r"^\| notebook \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)
     assert table is not None, "README.md has the table of lessons"
+    practice = {f"notebooks/{name}/index": name.capitalize() for name in parts}
     guides = {name.removesuffix(".md"): title for name, title in GUIDES.items()}
     return "\n".join(
         [
             relinked(own.read_text("utf-8"), own, ROOT / "index.md", parts),
             table[0],
-            contents("Lessons", titles(lessons(), ROOT)),
-            contents("Practise", {f"notebooks/{name}/index": name.capitalize() for name in parts}),
-            contents("More", guides),
+            contents(titles(lessons(), ROOT), ":caption: Lessons", ":hidden:"),
+            contents(practice, ":caption: Practise", ":hidden:"),
+            contents(guides, ":caption: More", ":hidden:"),
         ]
     )
 
@@ -137,7 +137,7 @@ def pages(parts: list[str]) -> dict[str, str]:
         path = ROOT / name
         found[name] = relinked(path.read_text("utf-8"), path, path, parts)
     for name in parts:
-        rows = contents(name.capitalize(), titles(part(name), NOTEBOOKS / name), hidden=False)
+        rows = contents(titles(part(name), NOTEBOOKS / name), ":maxdepth: 2")
         found[f"notebooks/{name}/index.md"] = f"# {name.capitalize()}\n\n{PARTS[name]}\n\n{rows}"
     for path in notebooks(parts):
         found[path.relative_to(ROOT).as_posix()] = json.dumps(page(path, parts))

@@ -29,6 +29,7 @@ html_static_path = ["style"]
 html_css_files = ["book.css"]
 html_copy_source = False
 html_show_copyright = False
+html_context = {"default_mode": "auto"}  # light or dark, as the system is
 html_math_renderer = "mathml"
 html_theme_options = {
     "home_page_in_toc": True,
