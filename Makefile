@@ -103,6 +103,8 @@ book: .venv-book/.installed  ## build the course as a site in build/book; SOLUTI
 
 # The site needs neither PyTorch nor the kit: it shows the outputs that the notebooks hold.
 .venv-book/.installed: docs/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "The site needs" \
+	    "Python 3.11 or newer. To use another Python: make book PYTHON=python3.12" >&2; exit 1; }
 	@rm -rf .venv-book && $(PYTHON) -m venv .venv-book
 	@.venv-book/bin/python -m pip install --quiet -r docs/requirements.txt
 	@touch $@
