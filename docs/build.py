@@ -107,8 +107,10 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
         cells = json.loads(path.read_text("utf-8"))["cells"]
         heading = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ").replace("`", "")
         name = path.relative_to(folder).with_suffix("").as_posix()
-        heading = heading.removeprefix(f"{path.parent.name.capitalize()}: ")
-        found[name] = f"{path.stem[:2]} {heading[0].upper()}{heading[1:]}"
+        kind, colon, topic = heading.partition(": ")  # "Exercises: rings"
+        if colon and kind == path.parent.name.capitalize():
+            heading = topic[0].upper() + topic[1:]
+        found[name] = f"{path.stem[:2]} {heading}"
     return found
 
 
