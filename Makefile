@@ -16,7 +16,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab check test style long browser recording lesson notebooks bench gpu verdicts clean
+.PHONY: help install lab check test style long browser recording lesson notebooks book bench gpu verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -99,6 +99,19 @@ lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson
 notebooks: $(STAMP)  ## execute every notebook again and save it
 	@$(BIN)/python tests/notebooks/regenerate.py
 
+book: .venv-book/.installed  ## build the course as a site in build/book; SOLUTIONS=no leaves the solutions out
+	@echo "Building the site, which takes some minutes."
+	@.venv-book/bin/python docs/build.py $(if $(filter no,$(SOLUTIONS)),--without-solutions)
+	@echo "The site is in build/book. Open build/book/index.html."
+
+# The site needs neither PyTorch nor the kit: it shows the outputs that the notebooks hold.
+.venv-book/.installed: docs/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "The site needs" \
+	    "Python 3.11 or newer. To use another Python: make book PYTHON=python3.12" >&2; exit 1; }
+	@rm -rf .venv-book && $(PYTHON) -m venv .venv-book
+	@.venv-book/bin/python -m pip install --quiet -r docs/requirements.txt
+	@touch $@
+
 bench: $(STAMP) $(if $(PEERS),$(VENV)-peers/.installed)  ## measure the speed; PEERS=1 compares with other tools, ARGS=--record saves the result
 	@$(BIN)/python tests/benchmarks/bench.py $(if $(PEERS),--peers $(VENV)-peers/bin/python) $(ARGS)
 
@@ -129,6 +142,6 @@ $(VENV)-graders/.installed: $(STAMP) tests/course/requirements.txt
 	    -c constraints.txt && touch $@ || echo "The grading tools are left out." >&2
 
 clean:  ## remove every environment and every cache
-	@rm -rf .venv .venv-peers .venv-graders .venv-torch-* .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
+	@rm -rf .venv .venv-peers .venv-graders .venv-book .venv-torch-* .ruff_cache .pytest_cache .mypy_cache .import_linter_cache build dist *.egg-info
 	@find ddp_kit tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) \
 	    -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""The teacher's guide names every notebook and exercise, and quotes the hints of the checks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ddp_kit import check
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
+EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in check.__all__]
+SECTION = re.compile(r"^#### (\d+\.\d+) .*?\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
+ROW = re.compile(r"^\| (?!mistake \||---)(.+?) \| (.+) \|$", re.MULTILINE)
+# Sentences that are facts, and no hints.
+FACTS = {"there is no file at `path`"}
+
+
+@cache
+def rows() -> dict[str, list[tuple[str, str]]]:
+    """Return what the guide has for each exercise: mistakes and hints."""
+    return {number: ROW.findall(section) for number, section in SECTION.findall(GUIDE)}
+
+
+@cache
+def hints(source: str) -> dict[str, re.Pattern[str]]:
+    """Return the sentences in a module of checks, with a pattern for what a run makes of each."""
+    tree = ast.parse(source)
+    inner = {id(part) for node in ast.walk(tree) for part in parts(node)}
+    found = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in inner:
+                pass
+            case ast.JoinedStr(values=values):
+                text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in values)
+            case _:
+                continue
+        if len(text) > 14 and " " in text and re.search(r"[.,`]\s*$|\. \{\}$", text):
+            found[text] = re.compile(".+".join(map(re.escape, text.strip().split("{}"))))
+    return {text: pattern for text, pattern in found.items() if text not in FACTS}
+
+
+def parts(node: ast.AST) -> list[ast.AST]:
+    """Return what belongs to a string with values in it, and the docstring of a function."""
+    if isinstance(node, ast.JoinedStr):
+        return [part for part in ast.walk(node) if part is not node]
+    body = getattr(node, "body", None)
+    if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+        return [body[0].value]
+    return []
+
+
+def modules() -> dict[Path, list[str]]:
+    """Return the exercises of each module of checks."""
+    found: dict[Path, list[str]] = {}
+    for name, number in zip(check.__all__, EXERCISES, strict=True):
+        source = inspect.getsourcefile(inspect.unwrap(getattr(check, name)))
+        found.setdefault(Path(source), []).append(number)
+    return found
+
+
+def test_an_exercise_is_missing_or_without_a_mistake():
+    assert list(rows()) == EXERCISES
+    assert [number for number, found in rows().items() if not found] == []
+
+
+def test_a_notebook_is_missing():
+    lessons = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    linked = set(re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", GUIDE))
+    assert lessons == sorted(linked)
+
+
+def test_a_lesson_has_other_minutes_than_in_the_readme():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = re.findall(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", readme, re.MULTILINE)
+    said = re.findall(r"\[(\w+)\]\(\.\./notebooks/\w+\.ipynb\) \((\d+)\)", GUIDE)
+    assert sorted(said) == sorted(table)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
+def test_a_hint_of_a_check_is_not_in_the_guide(path):
+    quoted = [hint for number in EXERCISES for _, hint in rows()[number]]
+    sentences = hints(path.read_text("utf-8"))
+    missing = [text for text, one in sentences.items() if not any(map(one.search, quoted))]
+    assert missing == []
+
+
+def test_a_hint_of_the_guide_is_in_no_check():
+    texts = [path.read_text("utf-8") for path in (ROOT / "ddp_kit" / "check").glob("*.py")]
+    patterns = [pattern for text in texts for pattern in hints(text).values()]
+    invented = []
+    for number, found in rows().items():
+        for _, hint in found:
+            if not any(pattern.fullmatch(hint) for pattern in patterns):
+                invented.append((number, hint))
+    assert invented == []
+
+
+def test_a_question_names_no_lesson_or_has_no_answer():
+    section = GUIDE.split("## Questions for an exam\n")[1].split("\n## ")[0]
+    questions = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    assert len(questions) >= 30
+    for question in questions:
+        (name,) = re.findall(r"^\((\w+)\)", question)
+        assert (ROOT / "notebooks" / f"{name}.ipynb").exists(), name
+        assert question.count("**Answer:**") == 1, question
