@@ -54,6 +54,8 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
     """Call a lesson's main with the command line; print an error of the kit in one line.
 
     Ctrl-C ends the lesson and its ranks with one line and exit status 130, as shells expect.
+    In a notebook, `%run -m` would then copy the names of the lesson over those that the learner's
+    cells define; it does not after a SystemExit, which it takes for success without a status.
     """
     shown_by_notebook = shell() is not None
     if shown_by_notebook:  # %run -m adds that the failure is unknown
@@ -70,6 +72,8 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         lines = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
         print(*lines(), sep="\n", file=sys.stderr)
         sys.exit(130)
+    if shown_by_notebook:
+        sys.exit()
 
 
 def prove(claim: str, holds: bool | Comparison) -> None:
