@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from ddp_kit.comparison import Comparison
 from ddp_kit.errors import KitError, PoolError, ProofError
@@ -74,6 +74,13 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         sys.exit(130)
     if shown_by_notebook:
         sys.exit()
+
+
+def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
+    """Return what a choice stands for. Raises PoolError unless it is one of the options."""
+    if value not in list(options):
+        raise PoolError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
+    return options[value]
 
 
 def prove(claim: str, holds: bool | Comparison) -> None:
