@@ -199,7 +199,7 @@ def test_a_sum_instead_of_a_mean():
 
 
 def test_a_division_by_the_number_of_micro_batches_that_is_missing():
-    words = "It is 6 times the reference, as if a division by 6 were missing: by the number of micro"
+    words = "It is 6 times the reference, as if a division by 6 were missing: by the number"
     assert_differs(kit.compare([changed(lambda t: 6 * t)] * N, RIGHT), "scaled", words)
     loss = random(1, seed=3)
     assert_differs(kit.compare([6 * loss] * N, loss), "scaled", words)
