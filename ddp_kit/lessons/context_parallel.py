@@ -25,6 +25,7 @@ from ddp_kit import compare, device
 from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._all_to_all import (  # noqa: F401 - the notebook uses them
     AllToAll,
+    check_tokens,
     exchange_rows,
     to_heads,
     to_sequence,
