@@ -151,8 +151,10 @@ def train(
     wait: seconds that each forward of a rank waits; a backward waits twice.
 
     Returns this rank's "losses", empty without the last stage, "parameters" by name, the "cells" of
-    the last step, and "activations", the bytes that it kept for backwards at most.
+    the last step, and "activations", the bytes that it kept for backwards at most. Raises
+    ValueError if the micro-batches cannot be equal.
     """
+    cut(torch.empty(sequences), micro_batches)
     model = make_gpt(config_for(world_size, tied))
     running = start(schedule, model, micro_batches, wait)
     both = sorted({*running.ends})
@@ -160,7 +162,6 @@ def train(
     mine = list(nn.ModuleList(running.stages).parameters())
     optimizer, losses = optimizer_cls(mine), []
     for tokens, targets in batches(sequences, steps, context_of(model)):
-        cut(tokens, micro_batches)
         optimizer.zero_grad()
         dist.barrier()
         running.cells.clear()

@@ -240,6 +240,9 @@ def test_an_unknown_schedule_and_no_micro_batches_are_refused_in_one_sentence():
         pp.start("GPip", None, 4)
     with pytest.raises(ValueError, match="24 sequences cannot be cut into 0 equal micro-batches"):
         pp.cut(torch.zeros(24), 0)
+    for m in (0, 5):
+        with pytest.raises(ValueError, match=f"24 sequences cannot be cut into {m} equal micro"):
+            pp.train(0, 1, "ScheduleInterleaved1F1B", m)
 
 
 def test_explore_draws_the_orders_and_refuses_other_choices():
