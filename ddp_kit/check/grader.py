@@ -81,24 +81,17 @@ class Grader:
         return self._result
 
     def run(
-        self,
-        worker: Callable[..., Any],
-        *args: Any,
-        world_size: int,
-        case: str | None = None,
-        alone: bool = False,
+        self, worker: Callable[..., Any], *args: Any, world_size: int, case: str | None = None
     ) -> Result:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
-        case: the call in this run, for messages, if it is more specific than the form. alone: the
-        answer has nothing to do with ranks, so that messages do not say on how many it ran.
+        case: the call in this run, for messages, if it is more specific than the form.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails or calls a collective
         that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
         if gloo is unavailable.
         """
-        on_ranks = "" if alone else f" on {count(world_size, 'rank')}"
-        self._case, self._result = f"{case or self.form}{on_ranks}", None
+        self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
         printed = io.StringIO()
         try:
             with redirect_stdout(printed):

@@ -36,8 +36,7 @@ def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> None:
         case = f"one_f_one_b(rank, {p}, {m})"
         found = list(map(_text, grader.run(_call, p, m, world_size=p, case=case)))
         wanted = [_order(p - rank - 1, m) for rank in range(p)]
-        hint = f'{_hint_for_order(found, p, m)} (B3 is short for ("B", 3).)'
-        grader.compare(wanted, found, hint, verb="return")
+        grader.compare(wanted, found, _hint_for_order(found, p, m), verb="return")
     grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
 
 
@@ -65,7 +64,7 @@ def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> None:
     grader = Grader("15.3", "micro_batches(p, most)", micro_batches)
     for p, most in BUBBLES:
         case = f"micro_batches({p}, {most:g})"
-        (found,) = grader.run(_call_once, p, most, world_size=1, case=case, alone=True)
+        (found,) = grader.run(_call_once, p, most, world_size=1, case=f"{case}, called")
         want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
         if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
             hint = _hint_for_bubble(found, p, most, want)
@@ -83,7 +82,7 @@ def exercise_15_4(interleaved: Callable[[int, int, int, int], Any]) -> None:
         case = f"interleaved(rank, {p}, {v}, {m})"
         found = list(map(_text, grader.run(_call, p, v, m, world_size=p, case=case)))
         wanted = [_interleaved(rank, p, v, m) for rank in range(p)]
-        hint = f'{_hint_for_interleaved(found, p, v, m)} (2B3 is short for ("B", 3, 2).)'
+        hint = _hint_for_interleaved(found, p, v, m)
         grader.compare(wanted, found, hint, verb="return")
     grader.passed("right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each")
 
@@ -115,6 +114,10 @@ def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
 
 
 def _hint_for_order(found: list, p: int, m: int) -> str:
+    return f'{_what_is_wrong(found, p, m)} (B3 is short for ("B", 3).)'
+
+
+def _what_is_wrong(found: list, p: int, m: int) -> str:
     warm_ups = [p - rank - 1 for rank in range(p)]
     hints = {
         "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": [_order(m, m)]
@@ -159,6 +162,10 @@ def _interleaved(
 
 
 def _hint_for_interleaved(found: list, p: int, v: int, m: int) -> str:
+    return f'{_what_is_interleaved_wrong(found, p, v, m)} (2B3 is short for ("B", 3, 2).)'
+
+
+def _what_is_interleaved_wrong(found: list, p: int, v: int, m: int) -> str:
     hints = {
         "Backwards pass the last stage of a rank first: take its stages in reverse order.": {
             "back": 1

@@ -215,7 +215,7 @@ def enough(p, most):
 def test_a_number_that_is_wrong(answer, words):
     text = error_text(kit.check.exercise_15_3, answer)
     assert text.startswith("exercise 15.3, micro_batches(")
-    assert "on 1 rank" not in text
+    assert "), called on 1 rank: it should return " in text
     assert words in text
 
 
