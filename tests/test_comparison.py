@@ -136,7 +136,7 @@ def test_a_difference_that_more_terms_would_explain_says_how_many():
 
 def test_a_difference_far_beyond_rounding_says_so():
     found = kit.compare({"x": random(20)}, {"x": random(20, seed=1)})
-    assert_differs(found, None, "It is none of the usual mistakes.", name="x")
+    assert_differs(found, None, "It is none of the mistakes that kit.compare recognizes.", name="x")
 
 
 def test_drift_within_what_more_terms_would_explain_says_both():
@@ -196,6 +196,17 @@ def test_a_sum_instead_of_a_mean():
     )
     alone = kit.compare(changed(lambda t: 3 * t), RIGHT)
     assert_differs(alone, "summed", "if there are 3 ranks, it was summed", rank=None)
+
+
+def test_a_division_by_the_number_of_micro_batches_that_is_missing():
+    words = "It is 6 times the reference, as if a division by 6 were missing: by the number"
+    assert_differs(kit.compare([changed(lambda t: 6 * t)] * N, RIGHT), "scaled", words)
+    loss = random(1, seed=3)
+    assert_differs(kit.compare([6 * loss] * N, loss), "scaled", words)
+    assert_differs(kit.compare(6 * loss, loss), "scaled", words)
+    alone = kit.compare(changed(lambda t: 6 * t), RIGHT)
+    assert_differs(alone, "summed", "If there are 6 micro-batches, divide the loss of each by 6.")
+    assert kit.compare(torch.tensor(12), torch.tensor(2)).cause is None  # a count, by chance
 
 
 def test_a_mean_of_a_mean():

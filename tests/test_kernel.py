@@ -136,6 +136,13 @@ def test_a_lesson_under_percent_run_works_twice_and_later_cells_too(shared, comm
         assert shared.value("list(kit.run(own, world_size=2))") == "[0, 3]"
 
 
+def test_a_lesson_under_percent_run_leaves_the_names_of_cells_alone(shared):
+    shared.run("def blocking():\n    return 'my own'")
+    cell = shared.run("%run -m ddp_kit.lessons.point_to_point -- --world-size 2")
+    assert (cell.stdout.count("\n"), cell.stderr) == (1, "")
+    assert shared.value("blocking()") == "'my own'"
+
+
 # --- errors --------------------------------------------------------------------------------
 
 FAILING = """# the first line of the cell

@@ -1277,11 +1277,21 @@ def test_a_name_below_a_bar_is_cut_only_if_the_bars_are_narrow(count, shown):
         ({"a": [{}]}, "held has no kind"),
         ({"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
         ({"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
+        ({"a": [1, 2]}, r"one mapping per device, such as .*, got \[1, 2\]$"),
+        ({"a": 3}, "one mapping per device, such as .*, got 3$"),
     ],
 )
 def test_memory_says_what_it_cannot_draw(held, message):
     with pytest.raises(PlotError, match=message):
         memory(held)
+
+
+@pytest.mark.parametrize("until", ["3", float("inf"), None])
+def test_pipeline_asks_for_a_number_to_reach(until):
+    with pytest.raises(
+        PlotError, match=f"until must be a finite number, such as 33, got {until!r}"
+    ):
+        pipeline([[("F", 0, 0, 1)]], until=until)
 
 
 def test_memory_asks_for_a_mapping():
@@ -1489,6 +1499,8 @@ def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
         ([CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. with ranges, got 3"),
         ([[(0, 4, 4, 16)]], "rank 0 must list"),
         ([[(-1, range(4), range(4), 16)]], "rank 0 must list"),
+        ([[(0, "0-4", range(4), 16)]], "rank 0 must list"),
+        ([[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
     ],
 )
 def test_attention_says_what_it_cannot_draw(result, message):

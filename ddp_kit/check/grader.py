@@ -319,9 +319,11 @@ def same(want: Any, have: Any) -> bool:
 
 
 def format_value(value: Any, against: Any = None) -> str:
-    """Return a value in one line; for a long tensor, with the first number that differs."""
+    """Return a value in one line; if it is long, with the first number or word that differs."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
         return f"[{', '.join(map(format_value, value))}]"
+    if isinstance(value, str) and " " in value:
+        return _format_words(value.split(), against.split() if isinstance(against, str) else [])
     if not isinstance(value, torch.Tensor):
         return reprlib.repr(value)
     numbers = [f"{number:g}" for number in value.flatten().tolist()]
@@ -336,6 +338,17 @@ def format_value(value: Any, against: Any = None) -> str:
     place = int((~torch.isclose(value, against)).flatten().nonzero()[0])
     should = against.flatten()[place].item()
     return f"{text}, where number {place} is {numbers[place]} instead of {should:g}"
+
+
+def _format_words(words: list[str], against: list[str]) -> str:
+    """Return words in one line; of many, the first ones, and the first that differs."""
+    if len(words) <= 2 * _MOST_SHOWN:
+        return repr(" ".join(words))
+    text = repr(" ".join([*words[:_MOST_SHOWN], "..."]))
+    for place, pair in enumerate(zip(words, against, strict=False)):
+        if pair[0] != pair[1]:
+            return f"{text}, where number {place} is {pair[0]} instead of {pair[1]}"
+    return f"{text}, {len(words)} instead of {len(against)}" if against else text
 
 
 def _kind(tensor: torch.Tensor) -> str:

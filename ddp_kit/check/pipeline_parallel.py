@@ -18,8 +18,8 @@ BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (5, 0.3), (2, 0.
 WIDTH, SEQUENCES = 3, 2
 
 _NO_GRADIENT = (
-    "x came from another process, so autograd does not know where it is from: x.requires_grad_() "
-    "before the forward makes it an input of the graph, and x.grad its gradient."
+    "Send x.grad. x came from another process, so autograd does not know where it is from: "
+    "x.requires_grad_() before the forward makes it an input of the graph, and x.grad its gradient."
 )
 _NO_SEND = (
     "Every rank but the first sends the gradient of its x to the rank before, which waits for it."
@@ -66,7 +66,7 @@ def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> Credit:
     grader = Grader("15.3", "micro_batches(p, most)", micro_batches)
     for p, most in grader.each(BUBBLES, part=_rounding):
         case = f"micro_batches({p}, {most:g})"
-        (found,) = grader.run(_call_once, p, most, world_size=1, case=case)
+        (found,) = grader.run(_call_once, p, most, world_size=1, case=f"{case}, called")
         want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
         if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
             hint = _hint_for_bubble(found, p, most, want)
@@ -132,6 +132,10 @@ def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
 
 
 def _hint_for_order(found: list, p: int, m: int) -> str:
+    return f'{_what_is_wrong(found, p, m)} (B3 is short for ("B", 3).)'
+
+
+def _what_is_wrong(found: list, p: int, m: int) -> str:
     warm_ups = [p - rank - 1 for rank in range(p)]
     hints = {
         "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": [_order(m, m)]
@@ -176,6 +180,10 @@ def _interleaved(
 
 
 def _hint_for_interleaved(found: list, p: int, v: int, m: int) -> str:
+    return f'{_what_is_interleaved_wrong(found, p, v, m)} (2B3 is short for ("B", 3, 2).)'
+
+
+def _what_is_interleaved_wrong(found: list, p: int, v: int, m: int) -> str:
     hints = {
         "Backwards pass the last stage of a rank first: take its stages in reverse order.": {
             "back": 1
@@ -227,10 +235,13 @@ def _train(rank: int, world_size: int, backward: Callable, m: int) -> list[torch
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters()]
 
 
-def _alone(p: int, m: int) -> list[list[torch.Tensor]]:
-    """Return the gradients of each stage, computed in one process."""
+def _alone(p: int, m: int, first: int = 0) -> list[list[torch.Tensor]]:
+    """Return the gradients of each stage, computed in one process.
+
+    first: the micro-batches before this one are left out.
+    """
     stages = [_stage(rank) for rank in range(p)]
-    inputs, targets = _data(m)
+    inputs, targets = (each[first:] for each in _data(m))
     (nn.Sequential(*stages)(inputs) - targets).square().mean().backward()
     return [[q.grad for q in stage.parameters()] for stage in stages]
 
@@ -239,6 +250,8 @@ def _hint_for_error(error: RankError) -> str:
     said = " ".join(failure.message for failure in error.failures.values())
     if "does not require grad" in said:
         return "There is no graph yet: y = stage(x) computes the forward again, with a graph."
+    if "implicitly created only for scalar" in said:
+        return "Only the loss goes without one: on the other ranks, y.backward(gradient)."
     return _NO_GRADIENT if "NoneType" in said or "torch.Tensor" in said else ""
 
 
@@ -254,6 +267,9 @@ def _hint_for_gradients(wanted: list, found: list, m: int) -> str:
         return "Each gradient is m times too large: the last stage divides the loss by m."
     if all(map(same, scaled([m ** -(p - 1.0 - rank) for rank in range(p)]), found)):
         return "Only the last stage divides by m: the gradients it sends are divided already."
+    last = [[gradient / m for gradient in of] for of in _alone(p, m, first=m - 1)]
+    if all(map(same, last, found)):
+        return "Only the last micro-batch is left in the gradients: add to them, without zero_grad."
     if not any(gradient.any() for of in found for gradient in of):
         return "No stage has a gradient: y.backward(gradient) adds to those of its parameters."
     if p > 1 and same(wanted[-1], found[-1]):

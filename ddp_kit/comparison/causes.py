@@ -15,6 +15,7 @@ from ddp_kit.error_text import name_ranks
 MOST_GUESSED = 8  # the largest world size to try if it is unknown
 FEW = 8  # fewer numbers may be a multiple of others by chance
 COARSE = 1e-3  # slack from which a few numbers show nothing
+FINE = 1e-4  # slack up to which a few numbers, if not whole, are no whole multiple by chance
 
 Tensors = Sequence[torch.Tensor]
 
@@ -126,7 +127,8 @@ def _multiple(
         was = f"if there are {n} ranks, it was"
     if n > 1 and is_times(n):
         text = f"It is {n} times the reference: {was} summed and not averaged."
-        return Cause("summed", f"{text} Divide it by the world size.")
+        micro = f" If there are {n} micro-batches, divide the loss of each by {n}."
+        return Cause("summed", f"{text} Divide it by the world size.{'' if world_size else micro}")
     if n > 1 and is_times(1 / n):
         text = (
             f"It is 1/{n} of the reference: {was} averaged twice, or averaged where a sum is right."
@@ -135,6 +137,11 @@ def _multiple(
     if n > 2 and world_size and is_times((n - 1) / n):
         text = f"It is {n - 1}/{n} of the reference, as if the part of one rank were missing."
         return Cause("part missing", text)
+    whole, size = round(factor), want.abs()
+    by_chance = have.numel() < FEW and (slack > FINE or size.equal(size.round()))
+    if whole > 1 and not by_chance and is_times(whole):
+        text = f"It is {whole} times the reference, as if a division by {whole} were missing:"
+        return Cause("scaled", f"{text} by the number of micro-batches, ranks or examples.")
     if have.numel() >= FEW and is_times(factor):
         return Cause("scaled", f"It is {factor:.6g} times the reference.")
     return None

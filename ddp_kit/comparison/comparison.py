@@ -242,7 +242,7 @@ def _format_difference(
     if cause and cause.text:
         sentences.append(cause.text if where is first else f"{_subject(where)}: {cause.text}")
     elif first.cause is None and not (noise or first.hint):
-        sentences.append("It is none of the usual mistakes.")
+        sentences.append("It is none of the mistakes that kit.compare recognizes.")
     if noise or first.hint:
         sentences.append(noise or first.hint)
     names = len({finding.path for finding in wrong})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from ddp_kit.comparison import Comparison
 from ddp_kit.errors import KitError, PoolError, ProofError
@@ -54,6 +54,8 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
     """Call a lesson's main with the command line; print an error of the kit in one line.
 
     Ctrl-C ends the lesson and its ranks with one line and exit status 130, as shells expect.
+    In a notebook, `%run -m` would then copy the names of the lesson over those that the learner's
+    cells define; it does not after a SystemExit, which it takes for success without a status.
     """
     shown_by_notebook = shell() is not None
     if shown_by_notebook:  # %run -m adds that the failure is unknown
@@ -70,6 +72,15 @@ def run_as_script(main: Callable[[list[str]], None]) -> None:
         lines = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
         print(*lines(), sep="\n", file=sys.stderr)
         sys.exit(130)
+    if shown_by_notebook:
+        sys.exit()
+
+
+def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
+    """Return what a choice stands for. Raises PoolError unless it is one of the options."""
+    if value not in list(options):
+        raise PoolError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
+    return options[value]
 
 
 def prove(claim: str, holds: bool | Comparison) -> None:

@@ -50,6 +50,13 @@ def to_sequence(x: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return rows.unflatten(0, (n, own)).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
+def check_tokens(shards: Shards, causal: bool) -> None:
+    """Raise ValueError if a causal mask meets tokens that are not in order."""
+    order = [place for shard in shards for chunk in shard for place in chunk]
+    if causal and order != sorted(order):
+        raise ValueError("causal attention by Ulysses needs the tokens in order: use in_order")
+
+
 def ulysses(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -59,12 +66,14 @@ def ulysses(
 ) -> torch.Tensor:
     """Return this rank's rows of the attention to a sequence that is dealt out in order.
 
-    shards: as `in_order` deals them out. Raises ValueError if the heads do not divide.
+    shards: as `in_order` deals them out. Raises ValueError if the tokens are not in order and
+    causal, or if the heads do not divide.
 
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), https://arxiv.org/abs/2309.14509.
     """
     heads, n = query.shape[1], dist.get_world_size()
     lengths = [len(places(shard)) for shard in shards]
+    check_tokens(shards, causal)
     if heads % n:
         raise ValueError(f"{n} ranks cannot share {heads} heads evenly")
     whole = [to_heads(x, lengths) for x in (query, key, value)]

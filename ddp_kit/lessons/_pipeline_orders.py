@@ -54,6 +54,20 @@ def order(most: int, m: int) -> list[Action]:
     return actions
 
 
+def check_order(actions: Sequence[Action]) -> None:
+    """Raise ValueError unless each micro-batch has one forward and then one backward."""
+    m = len(actions) // 2
+    wanted = [(kind, i) for kind in "BF" for i in range(m)]
+    if not m or sorted(actions) != wanted:
+        raise ValueError(
+            "an order has one forward and one backward of each micro-batch, numbered from 0, "
+            f"but this one is {' '.join(f'{kind}{i}' for kind, i in actions) or 'empty'}"
+        )
+    for i in range(m):
+        if actions.index(("B", i)) < actions.index(("F", i)):
+            raise ValueError(f"B{i} comes before F{i}: a backward needs its forward first")
+
+
 def bubble(ranks: Sequence[Sequence[Cell]]) -> float:
     """Return the part of all ranks' time in which they compute nothing."""
     cells = [cell for rank in ranks for cell in rank]

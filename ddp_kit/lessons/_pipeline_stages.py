@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ddp_kit import device
 from ddp_kit.lessons._gpt import GPT
-from ddp_kit.lessons._pipeline_orders import Action, Cell, cell
+from ddp_kit.lessons._pipeline_orders import Action, Cell, cell, check_order
 
 
 class GPTStage(nn.Module):
@@ -48,7 +48,7 @@ class GPTStage(nn.Module):
 
 def cut(batch: torch.Tensor, micro_batches: int) -> Sequence[torch.Tensor]:
     """Return the equal micro-batches of a batch."""
-    if len(batch) % micro_batches:
+    if micro_batches < 1 or len(batch) % micro_batches:
         raise ValueError(
             f"{len(batch)} sequences cannot be cut into {micro_batches} equal micro-batches"
         )
@@ -140,9 +140,10 @@ class Pipeline(StageByHand):
         """Run one batch through the pipeline; return the losses on the last rank.
 
         actions: this rank's, in their order. wait: seconds added to each forward, and twice to a
-        backward.
+        backward. Raises ValueError unless they are an order of equal micro-batches.
         """
         actions = list(actions)
+        check_order(actions)
         m = len(actions) // 2
         micro_batches = list(zip(cut(tokens, m), cut(targets, m), strict=True))
         losses = []

@@ -56,9 +56,9 @@ class OnlineSoftmax:
 def cut(length: int, parts: int) -> list[range]:
     """Cut the positions 0 to length-1 into `parts` chunks, as even as possible.
 
-    Raises ValueError if there are fewer positions than parts.
+    Raises ValueError if there are no parts, or fewer positions than parts.
     """
-    if length < parts:
+    if not 1 <= parts <= length:
         raise ValueError(f"a sequence of {length} tokens cannot be cut into {parts} chunks")
     ends = [length * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 
 from ddp_kit import device
-from ddp_kit.lessons._gpt import GPT
+from ddp_kit.lessons._gpt import GPT, Attention
 from ddp_kit.lessons._placements import (
     partial_to_shard,
     pieces,
@@ -139,6 +139,15 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def check_vocabulary(tokens: int, n: int) -> None:
+    """Raise ValueError unless n ranks can share a vocabulary evenly."""
+    if tokens % n:
+        raise ValueError(
+            f"{n} ranks cannot share a vocabulary of {tokens:,} tokens evenly: "
+            f"pad it to {-(-tokens // n) * n:,}"
+        )
+
+
 class VocabularyParallelEmbedding(nn.Module):
     """Looks up the tokens of which this rank has the rows; the others are zero until the sum."""
 
@@ -146,6 +155,7 @@ class VocabularyParallelEmbedding(nn.Module):
         self, embedding: nn.Embedding, leave: Any = ReduceFromRegion, group: Any = None
     ) -> None:
         super().__init__()
+        check_vocabulary(embedding.num_embeddings, dist.get_world_size(group))
         self.leave, self.group, self.cut = leave, group, {"weight": 0}
         self.weight = own_part(embedding.weight, 0, group)
         self.first = dist.get_rank(group) * len(self.weight)
@@ -163,7 +173,8 @@ def vocabulary_parallel_loss(
 ) -> torch.Tensor:
     """Return the mean cross-entropy of logits (count, vocabulary / n) and targets (count).
 
-    Three numbers per position are reduced, and the logits are never gathered.
+    Three numbers per position are reduced, and the logits are never gathered. All ranks must have
+    equally many logits: see `check_vocabulary`.
     """
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -176,9 +187,9 @@ def vocabulary_parallel_loss(
     return (total.log() - wanted).mean()
 
 
-def check_shares(model: GPT, n: int) -> None:
-    """Raise ValueError unless n ranks can share the heads of a model evenly."""
-    attention = model.blocks[0].attention
+def check_shares(model: nn.Module, n: int) -> None:
+    """Raise ValueError unless n ranks can share the heads of a GPT, or of a block, evenly."""
+    attention = next(module for module in model.modules() if isinstance(module, Attention))
     heads = attention.query.out_features // attention.head_width
     if heads % n:
         fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
@@ -191,8 +202,10 @@ def check_shares(model: GPT, n: int) -> None:
 def cut_block(block: nn.Module, regions: tuple[Any, Any] = TENSOR, group: Any = None) -> None:
     """Cut the attention and the two layers of a block, in place.
 
-    The attention has one f, because query, key and value have the same input.
+    The attention has one f, because query, key and value have the same input. Raises ValueError if
+    the heads do not divide.
     """
+    check_shares(block, dist.get_world_size(group))
     enter, leave = regions
     attention = block.attention
     attention.register_forward_pre_hook(lambda _, inputs: enter.apply(inputs[0], group))
@@ -205,8 +218,10 @@ def cut_block(block: nn.Module, regions: tuple[Any, Any] = TENSOR, group: Any = 
 
 
 def cut_gpt(model: GPT, regions: tuple[Any, Any] = TENSOR, group: Any = None) -> None:
-    """Cut a GPT over the ranks, in place. Raises ValueError if the heads do not divide."""
-    check_shares(model, dist.get_world_size(group))
+    """Cut a GPT over the ranks, in place.
+
+    Raises ValueError if the heads or the vocabulary do not divide.
+    """
     enter, leave = regions
     tied = model.head.weight is model.tokens.weight
     for block in model.blocks:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_kit.error_text import count
+from ddp_kit.launch import choose
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
 from ddp_kit.lessons._zero_ways import BATCH, OPTIMIZERS, WAYS, Training, take_steps
 from ddp_kit.notebook.controls import Explorer
@@ -122,7 +123,9 @@ def hold(
     rank: int, world_size: int, way: str = "stage 3", optimizer: str = "Adam", width: int = 64
 ) -> dict[str, int]:
     """Train a GPT of this width for a step; return the bytes that this rank holds, by kind."""
-    training = WAYS[way](make_gpt(Config(width=width)), OPTIMIZERS[optimizer][0])
+    training = choose("way", way, WAYS)(
+        make_gpt(Config(width=width)), choose("optimizer", optimizer, OPTIMIZERS)[0]
+    )
     take_steps(training, batches(BATCH, 1), rank, world_size)
     return held(training)
 
@@ -132,7 +135,11 @@ def expected_memory(way: str, optimizer: str, parameters: int, n: int) -> dict[s
 
     A stage divides the last ones by n: first the states, then the gradients, then the parameters.
     """
-    nbytes = {"parameters": 4, "gradients": 4, "optimizer states": OPTIMIZERS[optimizer][1]}
+    nbytes = {
+        "parameters": 4,
+        "gradients": 4,
+        "optimizer states": choose("optimizer", optimizer, OPTIMIZERS)[1],
+    }
     whole = len(nbytes) - STAGES.get(way, 0)
     return {
         kind: round(each * parameters / (1 if place < whole else n))

@@ -22,9 +22,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ddp_kit import compare, device
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._all_to_all import (  # noqa: F401 - the notebook uses them
     AllToAll,
+    check_tokens,
     exchange_rows,
     to_heads,
     to_sequence,
@@ -101,7 +102,7 @@ def attend(
     rank: int, world_size: int, way: str, causal: bool, length: int, backward: bool = True
 ) -> list[torch.Tensor]:
     """Return this rank's rows of the attention, and of the gradients of query, key and value."""
-    shards = DEALS[way](length, world_size)
+    shards = choose("way", way, DEALS)(length, world_size)
     own = places(shards[rank]).to(device())
     query, key, value, gradient = (x[:, :, own] for x in example(length, 2 * world_size))
     inputs = [x.requires_grad_() for x in (query, key, value)]
@@ -207,7 +208,7 @@ def train(
     Returns "losses", of whole batches, and "parameters", as `zero.train_alone` does.
     """
     model = make_gpt()
-    shards = DEALS[way](Config().context, world_size)
+    shards = choose("way", way, DEALS)(Config().context, world_size)
     own = places(shards[rank]).to(device())
     spread(model, attention(way, shards))
     optimizer, losses = optimizer_cls(model.parameters()), []

@@ -24,7 +24,7 @@ from torch.distributed import pipelining
 
 from ddp_kit import compare, device
 from ddp_kit.error_text import count
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._gpt import GPT, Config, batches, make_gpt
 from ddp_kit.lessons._pipeline_orders import (  # noqa: F401 - the notebook uses them
     BY_HAND,
@@ -34,6 +34,7 @@ from ddp_kit.lessons._pipeline_orders import (  # noqa: F401 - the notebook uses
     Step,
     bubble,
     cell,
+    check_order,
     needs,
     next_rank,
     order,
@@ -122,8 +123,16 @@ def start_pytorch(schedule: str, model: GPT, m: int, wait: float) -> Running:
 
 
 def start(schedule: str, model: GPT, m: int, wait: float = 0) -> Running:
-    """Build this rank's part of a pipeline, for m micro-batches; `wait`: seconds per forward."""
-    return (start_by_hand if schedule in BY_HAND else start_pytorch)(schedule, model, m, wait)
+    """Build this rank's part of a pipeline, for m micro-batches; `wait`: seconds per forward.
+
+    Raises PoolError if there is no such schedule.
+    """
+    begin = choose(
+        "schedule",
+        schedule,
+        dict.fromkeys(BY_HAND, start_by_hand) | dict.fromkeys(PYTORCH, start_pytorch),
+    )
+    return begin(schedule, model, m, wait)
 
 
 def train(
@@ -142,8 +151,10 @@ def train(
     wait: seconds that each forward of a rank waits; a backward waits twice.
 
     Returns this rank's "losses", empty without the last stage, "parameters" by name, the "cells" of
-    the last step, and "activations", the bytes that it kept for backwards at most.
+    the last step, and "activations", the bytes that it kept for backwards at most. Raises
+    ValueError if the micro-batches cannot be equal.
     """
+    cut(torch.empty(sequences), micro_batches)
     model = make_gpt(config_for(world_size, tied))
     running = start(schedule, model, micro_batches, wait)
     both = sorted({*running.ends})
@@ -151,7 +162,6 @@ def train(
     mine = list(nn.ModuleList(running.stages).parameters())
     optimizer, losses = optimizer_cls(mine), []
     for tokens, targets in batches(sequences, steps, context_of(model)):
-        cut(tokens, micro_batches)
         optimizer.zero_grad()
         dist.barrier()
         running.cells.clear()
@@ -215,10 +225,17 @@ def of_each_rank(whole: dict[str, torch.Tensor], mine: Sequence[dict]) -> list[d
 
     mine: the parameters of each rank, by name.
 
-    Raises KeyError if no rank has a parameter.
+    Raises ValueError if no rank has a parameter, or if a rank has one that the process lacks.
     """
-    if missing := whole.keys() - set().union(*mine):
-        raise KeyError(f"no rank has {', '.join(sorted(missing))}")
+    held = set().union(*mine)
+    if missing := whole.keys() - held:
+        raise ValueError(
+            f"no rank has {min(missing)}: train_alone and the ranks need the same world size"
+        )
+    if unknown := held - whole.keys():
+        raise ValueError(
+            f"one process has no {min(unknown)}: train_alone needs the world size of the ranks"
+        )
     return [{name: whole[name] for name in each} for each in mine]
 
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_kit import compare, device
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._gpt import GPT, Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._placements import pieces
 from ddp_kit.lessons._tensor_parallel_layers import (  # noqa: F401 - the notebook uses them
@@ -49,6 +49,7 @@ from ddp_kit.lessons._tensor_parallel_layers import (  # noqa: F401 - the notebo
     VocabularyParallelEmbedding,
     add_up_gradients,
     check_shares,
+    check_vocabulary,
     cut_block,
     cut_gpt,
     gather_parameters,
@@ -203,10 +204,11 @@ def train(
     """Train a GPT on whole batches; `train(0, 1, "one process")` does so without ranks.
 
     way: "one process", one of the `WAYS`, or one that is `WRONG`. Returns "losses" (of each step)
-    and "parameters" (whole, by name). Raises ValueError if the ranks cannot share the heads evenly.
+    and "parameters" (whole, by name). Raises ValueError if the ranks cannot share the heads evenly,
+    PoolError for another way.
     """
     model = make_gpt(config).to(dtype)
-    training = STARTS[way](model)
+    training = choose("way", way, STARTS)(model)
     optimizer, losses = optimizer_cls(model.parameters()), []
     for batch in batches(BATCH, steps, config.context):
         optimizer.zero_grad()
@@ -231,12 +233,14 @@ def one_block(
     size: sequences in the batch. The loss is the sum of the squares of the output. Returns the
     output and the gradient of the input, with sequence parallelism of this rank's positions.
     """
+    choose("way", way, STARTS)
     block, sequence = make_gpt(config).blocks[0], way.endswith("sequence")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(size, config.context, config.width, generator=generator).to(device())
     if way.startswith("by hand"):
         cut_block(block, SEQUENCE if sequence else TENSOR)
     elif way.startswith("parallelize_module"):
+        check_shares(block, world_size)
         mesh = init_device_mesh(device().type, (world_size,))
         parallelize_module(block, mesh, block_plan(sequence))
     x = (pieces(x, 1, world_size)[rank] if sequence else x).requires_grad_()
@@ -276,7 +280,7 @@ def held(rank: int, world_size: int, way: str, size: int = BATCH) -> dict[str, i
     forward keeps for the backward; the other kinds are counted after the step.
     """
     model = make_gpt()
-    training = STARTS[way](model)
+    training = choose("way", way, STARTS)(model)
     optimizer = ADAM(model.parameters())
     seen: set[int] = set()
     parameters = sum(memory(parameter, seen) for parameter in model.parameters())

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ddp_kit import compare
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._fully_sharded import (  # noqa: F401 - the notebook uses them
     FreedParameter,
     FullyShardedDataParallel,
@@ -84,9 +84,10 @@ def train(
     """Train a GPT on this rank's part of each batch, in one of the `WAYS`.
 
     options: of the way; stage 3 has compute_dtype. Returns "losses" (of this rank's part, in each
-    step), "parameters" (whole, by name), "held" (bytes, see `held`).
+    step), "parameters" (whole, by name), "held" (bytes, see `held`). Raises PoolError for
+    another way.
     """
-    training = WAYS[way](make_gpt(), optimizer_cls, **options)
+    training = choose("way", way, WAYS)(make_gpt(), optimizer_cls, **options)
     losses = take_steps(training, batches(BATCH, steps), rank, world_size)
     return {"losses": losses, "parameters": training.full(), "held": held(training)}
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.patches import Polygon
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, short, table
 from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, chip, fold, rank_color, text_color, write
 
 TOP, SIDE, LEFT, BARS_LEFT, WIDE = 0.66, 3.0, 0.3, 4.35, 4.05  # inches
@@ -74,12 +74,18 @@ def attention(result: Iterable[Sequence[Any]], title: str | None = None) -> Pict
 def _read(rank: int, value: Any) -> list[Block]:
     try:
         blocks = [Block(*block) for block in value]
-        sizes = [(b.step, b.pairs, len(b.queries), len(b.keys)) for b in blocks]
+        right = all(
+            b.step >= 0
+            and b.pairs >= 0
+            and isinstance(b.queries, range)
+            and isinstance(b.keys, range)
+            for b in blocks
+        )
     except TypeError:
-        sizes = [(-1,)]
-    if any(number < 0 for size in sizes for number in size):
+        right = False
+    if not right:
         raise PlotError(
-            f"rank {rank} must list (step, queries, keys, pairs) with ranges, got {value!r}"
+            f"rank {rank} must list (step, queries, keys, pairs) with ranges, got {short(value)}"
         )
     return [block for block in blocks if block.pairs]
 

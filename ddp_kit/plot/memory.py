@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_named, table
+from ddp_kit.plot.picture import Picture, open_picture, read_named, short, table
 from ddp_kit.plot.style import EDGE, INK, QUIET, byte_size, chip, set_hatch, swatch
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
@@ -44,8 +44,9 @@ def memory(
     hue, of which the second is hatched. name is what holds the bytes, such as "rank". unit: what is
     counted, if not bytes, such as "tokens".
 
-    Raises PlotError if there is no step, no device or no kind, there are more than 12 kinds, steps
-    differ in their number of devices, or a number of bytes is negative or not an int.
+    Raises PlotError if held maps something else, there is no step, no device or no kind, there are
+    more than 12 kinds, steps differ in their number of devices, or a number of bytes is negative or
+    not an int.
     """
     kinds, count = _read(held)
     title = f"What each {name} holds after each step" if title is None else title
@@ -92,6 +93,9 @@ def _read(held: Held) -> tuple[Kinds, int]:
     example = '{"update": [{"parameters": 4}]}'
     content = f"the name of each step to a list with one mapping per device, such as {example}"
     read_named("held", held, content)
+    for devices in held.values():
+        if not isinstance(devices, Sequence) or not all(isinstance(d, Mapping) for d in devices):
+            raise PlotError(f"held must map {content}, got {short(devices)}")
     counts = {len(devices) for devices in held.values()}
     if counts == {0}:
         raise PlotError("held is empty: there is no device to draw")

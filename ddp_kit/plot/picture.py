@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import reprlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ def read_ranks(result: Any) -> list[Any]:
         ranks = list(result)
     except TypeError:
         raise PlotError(
-            f"needs a result or a list with one value per rank, got {result!r}"
+            f"needs a result or a list with one value per rank, got {short(result)}"
         ) from None
     if not ranks:
         raise PlotError("the result is empty: there is no rank to draw")
@@ -65,6 +66,11 @@ def read_trace(source: Any) -> Trace:
     if not isinstance(trace, Trace):
         raise PlotError(f"needs a trace, a result or an error with a .trace, got {source!r}")
     return trace
+
+
+def short(value: Any) -> str:
+    """Return the repr of a value in one line, cut where it is long."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def read_named(name: str, values: Any, content: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, short, table
 from ddp_kit.plot.style import (
     EDGE,
     PAPER,
@@ -63,11 +63,13 @@ def pipeline(
     front, as in "0F0 4F0", if a rank has cells of several stages.
 
     Raises PlotError if no rank has a cell, a cell is none of the above, ends before it begins, or
-    begins before the one before it has ended.
+    begins before the one before it has ended, or if `until` is no finite number.
     """
     ranks = [_read(cells, rank) for rank, cells in enumerate(read_ranks(result))]
     if not any(ranks):
         raise PlotError("no rank has a cell: there is nothing to draw")
+    if not isinstance(until, (int, float)) or not math.isfinite(until):
+        raise PlotError(f"until must be a finite number, such as 33, got {short(until)}")
     title = "What each rank of the pipeline computed" if title is None else title
     several = any(len({cell.stage for cell in cells}) > 1 for cells in ranks)
     rows = [
@@ -82,14 +84,14 @@ def pipeline(
 def _read(cells: Any, rank: int) -> list[Cell]:
     """Return a rank's cells."""
     if not isinstance(cells, Iterable):
-        raise PlotError(f"a rank's cells must be a list, got {cells!r}")
+        raise PlotError(f"a rank's cells must be a list, got {short(cells)}")
     read: list[Cell] = []
     for given in cells:
         values = tuple(given) if isinstance(given, Iterable) else (given,)
         if len(values) not in (4, 5) or values[0] not in KINDS:
             raise PlotError(
                 "a cell must be (kind, micro_batch, start, end) or (kind, micro_batch, start, end, "
-                f'stage), with the kind "F", "B", "I" or "W", got {given!r}'
+                f'stage), with the kind "F", "B", "I" or "W", got {short(given)}'
             )
         cell = Cell(*values[:4], values[4] if len(values) == 5 else rank)
         times = cell.start, cell.end

@@ -54,5 +54,7 @@ def worker(rank, world_size, m):
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
-    world_size = 3
-    mp.spawn(worker, args=(world_size, 8), nprocs=world_size)
+    world_size, m = 3, 8
+    if SEQUENCES % m:
+        raise SystemExit(f"m must divide the {SEQUENCES} sequences, got {m}")
+    mp.spawn(worker, args=(world_size, m), nprocs=world_size)

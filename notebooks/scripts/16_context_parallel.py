@@ -7,6 +7,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+TOKENS = 240
+
 
 def ring_attention(query, key, value):
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -37,7 +39,7 @@ def worker(rank, world_size):
     torch.set_num_threads(1)  # a core for each rank, as under torchrun
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    whole = torch.randn(3, 2, 4, 240, 16)  # query, key, value: batch, heads, tokens, width
+    whole = torch.randn(3, 2, 4, TOKENS, 16)  # query, key, value: batch, heads, tokens, width
     chunks = (x.chunk(world_size, dim=2)[rank].contiguous() for x in whole)
     output, nbytes = ring_attention(*chunks)
     expected = F.scaled_dot_product_attention(*whole, is_causal=True)
@@ -52,4 +54,7 @@ def worker(rank, world_size):
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
-    mp.spawn(worker, args=(4,), nprocs=4)
+    world_size = 4
+    if TOKENS % world_size:
+        raise SystemExit(f"world_size must divide the {TOKENS} tokens, got {world_size}")
+    mp.spawn(worker, args=(world_size,), nprocs=world_size)

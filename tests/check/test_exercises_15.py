@@ -46,6 +46,7 @@ def test_an_order_that_is(wrong, words):
     text = error_text(kit.check.exercise_15_1, ordering(**wrong))
     assert text.startswith("exercise 15.1, one_f_one_b(rank, 3, 4) on 3 ranks: wrong result")
     assert words in text
+    assert text.endswith(' (B3 is short for ("B", 3).)')
 
 
 @pytest.mark.parametrize("value", [None, 7, ["F0", "B0"]])
@@ -67,7 +68,9 @@ def test_an_order_is_right(capsys):
     assert capsys.readouterr().out.startswith("Exercise 15.1: right on 1, 2, 3 and 4 ranks")
 
 
-def going_back(wanted=True, divide="last", sent="x", again=True, backward=True):
+def going_back(
+    wanted=True, divide="last", sent="x", again=True, backward=True, clear=False, given=True
+):
     """Return an answer to 15.2; each argument can make it wrong in one way."""
 
     def answer(stage, x, target, m):
@@ -76,6 +79,8 @@ def going_back(wanted=True, divide="last", sent="x", again=True, backward=True):
         if rank < last:
             gradient = torch.empty_like(x)
             dist.recv(gradient, src=rank + 1)
+        if clear:
+            stage.zero_grad()
         if wanted:
             x.requires_grad_()
         with torch.set_grad_enabled(again):
@@ -88,9 +93,13 @@ def going_back(wanted=True, divide="last", sent="x", again=True, backward=True):
         if backward:
             if y.requires_grad:
                 y.retain_grad()
-            out.backward(gradient)
+            out.backward(gradient if given else None)
         if rank > 0 and sent:
-            tensor = {"x": x.grad, "y": y.grad}[sent] if backward else torch.zeros_like(x)
+            tensor = (
+                {"x": x.grad, "y": y.grad, "gradient": gradient}[sent]
+                if backward
+                else torch.zeros_like(x)
+            )
             dist.send(tensor, dst=rank - 1)
 
     return answer
@@ -106,6 +115,9 @@ def going_back(wanted=True, divide="last", sent="x", again=True, backward=True):
         ({"sent": "y"}, "and not that of its output."),
         ({"sent": None}, "Every rank but the first sends the gradient of its x"),
         ({"backward": False}, "No stage has a gradient"),
+        ({"sent": "gradient"}, "Send x.grad."),
+        ({"clear": True}, "Only the last micro-batch is left in the gradients"),
+        ({"given": False}, "on the other ranks, y.backward(gradient)."),
     ],
 )
 def test_a_backward_that_is(wrong, words):
@@ -158,6 +170,19 @@ def test_an_interleaved_order_that_is(wrong, words):
     assert words in text
 
 
+def test_a_long_order_shows_the_first_difference():
+    def late(rank, p, v, m):
+        order = interleaving()(rank, p, v, m)
+        return order if m < 6 else [*order[:-2], order[-1], order[-2]]
+
+    text = error_text(kit.check.exercise_15_4, late)
+    assert (
+        "rank 0 should return '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' but returns "
+        "'0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...', where number 22 is 0B5 instead of 0B4\n"
+    ) in text
+    assert text.endswith(' (2B3 is short for ("B", 3, 2).)')
+
+
 @pytest.mark.parametrize("value", [None, 7, ["F0", "B0"], [("F", 0)] * 16])
 def test_what_is_no_interleaved_order(value):
     text = error_text(kit.check.exercise_15_4, lambda rank, p, v, m: value)
@@ -190,6 +215,7 @@ def enough(p, most):
 def test_a_number_that_is_wrong(answer, words):
     text = error_text(kit.check.exercise_15_3, answer)
     assert text.startswith("exercise 15.3, micro_batches(")
+    assert "), called on 1 rank: it should return " in text
     assert words in text
 
 

@@ -263,3 +263,23 @@ def _doubled(value):
     if isinstance(value, dict):
         return {key: _doubled(one) for key, one in value.items()}
     return [_doubled(one) for one in value] if isinstance(value, list) else 2 * value
+
+
+def test_ulysses_refuses_a_causal_mask_over_tokens_that_are_not_in_order():
+    def worker(rank, world_size, causal):
+        shards = cp.zig_zag(8, world_size)
+        query, key, value = (x[:, :, cp.places(shards[rank])] for x in cp.example(8, 2)[:3])
+        return cp.ulysses(query, key, value, shards, causal)
+
+    with pytest.raises(kit.RankError, match="by Ulysses needs the tokens in order: use in_order"):
+        kit.run(worker, True, world_size=2)
+    found = cp.put_together(kit.run(worker, False, world_size=2), cp.zig_zag(8, 2))
+    query, key, value, _ = cp.example(8, 2)
+    kit.compare(found, F.scaled_dot_product_attention(query, key, value)).check()
+
+
+def test_an_unknown_way_and_no_chunks_are_refused_in_one_sentence():
+    with pytest.raises(kit.PoolError, match="way must be one of 'ring', 'zig-zag', 'Ulysses'; got"):
+        cp.train(0, 1, "zigzag")
+    with pytest.raises(ValueError, match="a sequence of 3 tokens cannot be cut into 0 chunks"):
+        cp.cut(3, 0)

@@ -210,8 +210,39 @@ def test_both_ends_of_a_tied_gpt_stay_equal():
 
 
 def test_a_parameter_that_no_rank_has_is_noticed():
-    with pytest.raises(KeyError, match="no rank has b"):
-        pp.of_each_rank({"a": torch.ones(1), "b": torch.ones(1)}, [{"a": torch.ones(1)}])
+    one, two = {"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}
+    with pytest.raises(ValueError, match="no rank has b: train_alone and the ranks need the same"):
+        pp.of_each_rank(two, [one])
+    with pytest.raises(ValueError, match="one process has no b: train_alone needs the world size"):
+        pp.of_each_rank(one, [two])
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([("B", 0), ("F", 0)], "B0 comes before F0: a backward needs its forward first"),
+        ([], "numbered from 0, but this one is empty"),
+        ([("F", 0), ("F", 2), ("B", 0), ("B", 2)], "but this one is F0 F2 B0 B2"),
+        (pp.order(5, 5), "24 sequences cannot be cut into 5 equal micro-batches"),
+    ],
+)
+def test_an_order_that_no_pipeline_can_run_is_refused(actions, message):
+    def worker(rank, world_size):
+        stage = pp.GPTStage(pp.make_gpt(pp.config_for(1)), 0, 1)
+        pp.Pipeline(stage, 32, pp.mean_loss).step(actions, *next(pp.batches(24, 1, 32)))
+
+    with pytest.raises(kit.RankError, match=message):
+        kit.run(worker, world_size=1)
+
+
+def test_an_unknown_schedule_and_no_micro_batches_are_refused_in_one_sentence():
+    with pytest.raises(kit.PoolError, match=r"^schedule must be one of 'GPipe', '1F1B', .*'GPip'$"):
+        pp.start("GPip", None, 4)
+    with pytest.raises(ValueError, match="24 sequences cannot be cut into 0 equal micro-batches"):
+        pp.cut(torch.zeros(24), 0)
+    for m in (0, 5):
+        with pytest.raises(ValueError, match=f"24 sequences cannot be cut into {m} equal micro"):
+            pp.train(0, 1, "ScheduleInterleaved1F1B", m)
 
 
 def test_explore_draws_the_orders_and_refuses_other_choices():

@@ -143,6 +143,29 @@ def test_float64_tells_a_mistake_from_rounding():
             assert double[1] < 1e-13
 
 
+def test_what_the_ranks_cannot_share_evenly_is_refused_in_one_sentence():
+    def worker(rank, world_size, cut):
+        cut(make_gpt().blocks[0])
+
+    def look_up(rank, world_size):
+        tp.VocabularyParallelEmbedding(nn.Embedding(128, 4))
+
+    heads = "3 ranks cannot share 4 attention heads evenly: use a number of ranks that divides 4"
+    for given in (worker, tp.cut_block), (tp.one_block, "parallelize_module"):
+        with pytest.raises(kit.RankError, match=f"ranks 0, 1 and 2 raised ValueError: {heads}"):
+            kit.run(*given, world_size=3)
+    with pytest.raises(kit.RankError, match="3 ranks cannot share a vocabulary of 128 tokens even"):
+        kit.run(look_up, world_size=3)
+
+
+def test_an_unknown_way_is_refused_in_one_sentence():
+    for call in (tp.train, tp.one_block, tp.held):
+        with pytest.raises(
+            kit.PoolError, match=r"^way must be one of 'one process', .* got 'hand'"
+        ):
+            call(0, 1, "hand")
+
+
 def sent(trace, rank=0):
     """Return the bytes that a rank sent, but not those that distribute parameters."""
     counted = tp.count_bytes(trace, rank)

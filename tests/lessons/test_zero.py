@@ -605,3 +605,8 @@ def test_four_ranks_save_and_two_resume_as_one_process_trains(tmp_path):
     resumed = kit.run(zero.load_and_train, saved, world_size=2)
     kit.compare(resumed, zero.train_alone(zero.ADAM, 3)["parameters"]).check()
     assert not kit.compare(resumed, zero.train_alone(zero.ADAM, 2)["parameters"])
+
+
+def test_an_unknown_way_is_refused_in_one_sentence():
+    with pytest.raises(kit.PoolError, match=r"^way must be one of 'DDP', .*; got 'stage3'$"):
+        zero.train(0, 1, "stage3")
