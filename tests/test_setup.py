@@ -134,7 +134,8 @@ def test_ci_runs_something_other_than_make_test():
 
 
 def test_another_pytorch_changes_the_environment_of_the_pinned_one():
-    command = ["make", "--dry-run", "--always-make", "test", "bench", "TORCH=2.99.0", "PEERS=1"]
+    options = ["TORCH=2.99.0", "PEERS=1", "ALL=1"]
+    command = ["make", "--dry-run", "--always-make", "test", "bench", *options]
     out = subprocess.run(
         command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=600
     )

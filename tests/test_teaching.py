@@ -14,7 +14,8 @@ from ddp_kit import check
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
-EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in check.__all__]
+GRADERS = [name for name in check.__all__ if name != "credit"]
+EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in GRADERS]
 SECTION = re.compile(r"^#### (\d+\.\d+) .*?\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| (?!mistake \||---)(.+?) \| (.+) \|$", re.MULTILINE)
 # Sentences that are facts, and no hints.
@@ -59,7 +60,7 @@ def parts(node: ast.AST) -> list[ast.AST]:
 def modules() -> dict[Path, list[str]]:
     """Return the exercises of each module of checks."""
     found: dict[Path, list[str]] = {}
-    for name, number in zip(check.__all__, EXERCISES, strict=True):
+    for name, number in zip(GRADERS, EXERCISES, strict=True):
         source = inspect.getsourcefile(inspect.unwrap(getattr(check, name)))
         found.setdefault(Path(source), []).append(number)
     return found

@@ -55,6 +55,5 @@ if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
     world_size, m = 3, 8
-    if SEQUENCES % m:
-        raise SystemExit(f"m must divide the {SEQUENCES} sequences, got {m}")
+    assert SEQUENCES % m == 0, f"m must divide the {SEQUENCES} sequences, got {m}"
     mp.spawn(worker, args=(world_size, m), nprocs=world_size)

@@ -55,6 +55,5 @@ if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # the new processes inherit both
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
     world_size = 4
-    if TOKENS % world_size:
-        raise SystemExit(f"world_size must divide the {TOKENS} tokens, got {world_size}")
+    assert TOKENS % world_size == 0, f"world_size must divide the {TOKENS} tokens, got {world_size}"
     mp.spawn(worker, args=(world_size,), nprocs=world_size)
