@@ -83,7 +83,7 @@ def _append(path: str, line: dict[str, Any]) -> None:
     try:
         # One write to a file opened in this way is not mixed with that of another process. Without
         # O_NONBLOCK, a pipe would have to be read by somebody first.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
         file = os.open(path, flags, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def _check(source: str, task: str | None, exercises: Path) -> Check:
     name = match[1] if match else ""
     if task and name == f"exercise_{task.removeprefix('Exercise ').replace('.', '_')}":
         if name in check.__all__:
-            return Check(name, match[2], parts_of(getattr(check, name)))
+            return Check(name, match[2], parts_of(inspect.unwrap(getattr(check, name))))
         raise CourseError(f"{exercises}: there is no check for {task}")
     wanted = "`kit.check.exercise_4_1(answer)`, below the cell of its exercise"
     raise CourseError(f"{exercises}: a check must be one line such as {wanted}")
