@@ -24,7 +24,7 @@ RULER = re.compile(r"^\|[\s:|-]+\|$", re.MULTILINE)  # the line below the header
 
 
 def as_parameters(short: Callable[[str], bool]) -> list:
-    """Return all notebooks; `make test ALL=1` takes the short ones. short: called with each name."""
+    """Return all notebooks; CI takes the short ones. short: called with each name."""
     names = {path: str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
     marks = {True: [], False: pytest.mark.long}
     return [pytest.param(p, id=name, marks=marks[short(name)]) for p, name in names.items()]
