@@ -42,16 +42,17 @@ IDLE = """() => window.jupyterapp
     && document.querySelector('#jp-main-statusbar')?.textContent.includes('| Idle')
     && document.querySelector(".jp-Notebook-ExecutionIndicator[data-status='idle']")
 """
-# JupyterLab fills a page in pieces, so the number of the code cells is asked for too. Behind a cell
-# with an error that it did not expect, the others lose their star.
+# JupyterLab fills a page in pieces, so the number of the code cells is asked for too. An error that
+# ends Run All leaves cells without a number, and the kernel idle.
 ENDED = """count => {
     const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
-    const shown = prompts.map(e => e.textContent);
     const errors = document.querySelectorAll("[data-mime-type='application/vnd.jupyter.stderr']");
-    if (shown.length !== count || shown.some(text => text.includes('[*]'))) return null;
-    if (shown.every(text => /\\[\\d+\\]/.test(text))) return 'numbered';
-    return errors.length && errors[errors.length - 1].textContent;
-}"""
+    if (prompts.length === count && prompts.every(e => /\\[\\d+\\]/.test(e.textContent)))
+        return 'numbered';
+    if (!errors.length || !(IDLE)()) window.idleSince = undefined;
+    else if (Date.now() - (window.idleSince ??= Date.now()) > 10000)
+        return errors[errors.length - 1].textContent;
+}""".replace("IDLE", IDLE)
 NUMBERED = """index => /\\[\\d+\\]/.test(
     document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')[index].textContent)
 """
