@@ -81,16 +81,17 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
     cell = shared.send(f"print('before')\nkit.run(demo, {str(tmp_path)!r}, world_size=3)")
 
     def waits_for_a_while(cell: Cell) -> bool:
-        found = WAITING.search(on_screen(cell))
-        computes = re.search(r"\[rank 1\] computing \d+ s ", on_screen(cell))
-        return found is not None and float(found[1]) >= 0.6 and computes is not None
+        shown = on_screen(cell)
+        found = WAITING.search(shown)
+        others = re.search(r"\[rank 1\] computing \d+ s .* 75%\n\[rank 2\] done", shown)
+        return found is not None and float(found[1]) >= 0.6 and others is not None
 
     try:
-        cell.read_until(waits_for_a_while, seconds=20)
+        cell.read_until(waits_for_a_while)
         assert not cell.ended, "the wait was not shown while it lasted"
         stuck = cell.contents("update_display_data")[-1]["data"]
         (tmp_path / "on").touch()
-        cell.read_until(lambda cell: "[rank 0] done" in on_screen(cell), seconds=20)
+        cell.read_until(lambda cell: "[rank 0] done" in on_screen(cell))
         assert not cell.ended, "a rank that is done was not shown beside one at work"
         late = on_screen(cell)
     finally:
