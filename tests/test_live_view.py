@@ -84,7 +84,7 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
         shown = on_screen(cell)
         found = WAITING.search(shown)
         others = re.search(r"\[rank 1\] computing \d+ s .* 75%\n\[rank 2\] done", shown)
-        return found is not None and float(found[1]) >= 0.6 and others is not None
+        return bool(TITLE.match(shown) and others and found and float(found[1]) >= 0.6)
 
     try:
         cell.read_until(waits_for_a_while)
