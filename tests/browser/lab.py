@@ -50,7 +50,7 @@ ENDED = """count => {
     if (prompts.length === count && prompts.every(e => /\\[\\d+\\]/.test(e.textContent)))
         return 'numbered';
     if (!errors.length || !(IDLE)()) window.idleSince = undefined;
-    else if (Date.now() - (window.idleSince ??= Date.now()) > 10000)
+    else if (Date.now() - (window.idleSince ??= Date.now()) > 60000)
         return errors[errors.length - 1].textContent;
 }""".replace("IDLE", IDLE)
 NUMBERED = """index => /\\[\\d+\\]/.test(
