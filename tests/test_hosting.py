@@ -1,4 +1,4 @@
-"""The files for Binder, Codespaces and JupyterHub name what exists, and agree with each other."""
+"""The files for Codespaces and JupyterHub name what exists, and agree with each other."""
 
 from __future__ import annotations
 
@@ -13,26 +13,14 @@ import pytest
 from test_setup import PROJECT, PYTHONS, ROOT, targets
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
-BINDER = (ROOT / ".binder" / "requirements.txt").read_text("utf-8").splitlines()
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text("utf-8"))
 START = ROOT / "docker" / "start"
 
 
-def test_the_files_ask_for_different_pythons_or_packages():
+def test_the_files_ask_for_different_pythons():
     image = re.search(r"^FROM python:([\d.]+)-slim$", DOCKERFILE, re.MULTILINE)[1]
     assert image in PYTHONS
-    assert (ROOT / ".binder" / "runtime.txt").read_text("utf-8") == f"python-{image}\n"
     assert CONTAINER["image"] == f"python:{image}"
-    (index,) = (line.split()[1] for line in BINDER if line.startswith("--extra-index-url"))
-    assert CONTAINER["containerEnv"] == {"PIP_EXTRA_INDEX_URL": index}
-    assert f"ARG PIP_EXTRA_INDEX_URL={index}\n" in DOCKERFILE
-
-
-def test_binder_installs_something_that_does_not_exist():
-    options = dict(line.split(maxsplit=1) for line in BINDER if not line.startswith("#"))
-    assert (ROOT / ".binder" / options["-c"]).resolve() == ROOT / "constraints.txt"
-    extra = re.fullmatch(r"\.\[(\w+)\]", options["-e"])[1]
-    assert extra in PROJECT["optional-dependencies"]
 
 
 def test_codespaces_runs_a_target_that_make_lacks():
