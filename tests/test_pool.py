@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import wait_until
 
 import ddp_kit as kit
 
@@ -355,6 +357,19 @@ def test_a_long_value_fills_the_cell():
     assert len(text) < 3_300
     assert text.count(" more characters") == 2
     assert "... and 27,390 more characters\nrank 1: [0, 1, 2," in text
+
+
+def leave_a_cycle(rank, world_size, folder):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    weakref.finalize(Cycle(), (folder / str(rank)).touch)
+
+
+def test_an_idle_rank_keeps_what_only_the_garbage_collector_frees(tmp_path):
+    kit.run(leave_a_cycle, tmp_path, world_size=2)
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2, 60, "both ranks have collected garbage")
 
 
 @pytest.mark.usefixtures("forked_ranks")

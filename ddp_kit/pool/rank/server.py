@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import gc
 import itertools
 import linecache
 import os
@@ -44,6 +45,7 @@ LONGEST_MESSAGE = 10_000  # characters of an exception's text
 MOST_LINKED = 16  # causes of an exception and members of a group that are described
 # A training run may keep a rank waiting for hours; the pool ends what must end.
 GROUP_TIMEOUT = timedelta(days=30)
+_IDLE = 0.3  # seconds without a call after which a rank collects garbage
 _TWICE = "initialize the default process group twice"  # PyTorch's words
 _HAS_GROUP = (
     "The kit has already called init_process_group for this worker: leave that call out. To call "
@@ -183,6 +185,9 @@ class RankServer:
             with suppress(Exception):  # the next run tries again, and reports it
                 self._restore()
                 self._is_restored = True
+        # Cycles may keep a model's memory, and a process group, whose thread wakes up every 10 ms.
+        if not self._control.poll(_IDLE):
+            gc.collect()
 
     def _restore(self) -> None:
         assert self._joined, "the pool sends JoinGroup before CallWorker"
