@@ -73,9 +73,18 @@ class Cell:
             if message["parent_header"].get("msg_id") != self._id:
                 continue
             content = message["content"]
-            self.messages.append((message["msg_type"], content))
+            self._add(message["msg_type"], content)
             self.ended = content.get("execution_state") == "idle"
         return self
+
+    def _add(self, kind: str, content: dict) -> None:
+        """Join what a stream sends in a row, as notebooks do: a message may end within a line."""
+        if kind == "stream" and self.messages:
+            last_kind, last = self.messages[-1]
+            if last_kind == kind and last["name"] == content["name"]:
+                last["text"] += content["text"]
+                return
+        self.messages.append((kind, content))
 
     def asked(self, seconds: float = 300) -> str:
         """Wait until the cell asks its reader for a line; return the prompt."""

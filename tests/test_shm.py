@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import group_cases
@@ -182,32 +182,45 @@ def test_a_wait_goes_on_although_the_process_that_it_needs_has_ended(tmp_path):
         assert "allreduce failed: the process of rank 1 has ended" in text
 
 
-def segments() -> list[str]:
-    """Return the shared memory of the backend that any process here still has open or mapped."""
-    found = []
-    for process in psutil.process_iter():
+def maps(processes: Iterable[psutil.Process]) -> dict[int, str]:
+    """Return what each of these processes has mapped."""
+    found = {}
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            found += [f"{process.pid}"] if "memfd:ddp_kit shm" in maps else []
+            found[process.pid] = Path(f"/proc/{process.pid}/maps").read_text()
     return found
+
+
+def segments(processes: Iterable[psutil.Process]) -> set[int]:
+    """Return the processes that have shared memory of the backend mapped."""
+    return {pid for pid, mapped in maps(processes).items() if "memfd:ddp_kit shm" in mapped}
+
+
+def files_of_nobody() -> set[str]:
+    """Return the named shared memory that no process has mapped: those of other tests are."""
+    names = os.listdir("/dev/shm")
+    mapped = "".join(maps(psutil.process_iter()).values())
+    return {name for name in names if name not in mapped and Path("/dev/shm", name).exists()}
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_a_killed_rank_leaves_something_behind(kills, forked_ranks, monkeypatch, tmp_path):
     chance = random.Random(kills)
-    before, files = set(segments()), set(os.listdir("/dev/shm"))
+    family = psutil.Process().children
+    before, files = segments(family(recursive=True)), set(os.listdir("/dev/shm"))
     for _ in range(kills):
         with kit.WorkerPool(2, backend="shm") as pool:
-            ranks = list(pool.run(lambda rank, world_size: os.getpid()))
-            assert set(map(str, ranks)) <= set(segments()), "this test looks in the wrong place"
-            killer = threading.Timer(chance.random() * 0.2, os.kill, (chance.choice(ranks), 9))
+            pids = list(pool.run(lambda rank, world_size: os.getpid()))
+            ranks = [psutil.Process(pid) for pid in pids]
+            assert segments(ranks) == set(pids), "this test looks in the wrong place"
+            killer = threading.Timer(chance.random() * 0.2, os.kill, (chance.choice(pids), 9))
             killer.start()
             with pytest.raises(kit.RankDiedError):
                 pool.run(many_collectives, timeout=120)
             killer.join()
-        wait_until(lambda ranks=ranks: not set(map(str, ranks)) & set(segments()), 60, "unmapped")
-    assert not set(segments()) - before - {str(os.getpid())}
-    assert set(os.listdir("/dev/shm")) == files
+        wait_until(lambda ranks=ranks: not segments(ranks), 60, "the ranks have ended")
+    assert segments(family(recursive=True)) <= before
+    wait_until(lambda: not files_of_nobody() - files, 60, "no file is left")
 
 
 def many_collectives(rank, world_size):
