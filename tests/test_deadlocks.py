@@ -698,7 +698,7 @@ def test_a_deadlock_is_found_when_the_last_thread_that_might_have_helped_has_end
         dist.recv(torch.zeros(1), 1 - rank)
 
     with pytest.raises(kit.DeadlockError):
-        kit.run(worker, world_size=2, timeout=30)
+        kit.run(worker, world_size=2, timeout=300)
 
 
 def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
@@ -708,7 +708,7 @@ def test_a_thread_that_a_returned_rank_had_left_cannot_help_once_it_has_ended():
             dist.recv(torch.zeros(1), 1)
 
     with pytest.raises(kit.DeadlockError, match="from rank 1, which has returned"):
-        kit.run(worker, world_size=2, timeout=30)
+        kit.run(worker, world_size=2, timeout=300)
 
 
 def test_ranks_that_are_stopped_print_nothing_about_each_other(capfd):

@@ -24,7 +24,7 @@ def notebook(shared) -> Kernel:
 def complete(kernel: Kernel, code: str) -> list[str]:
     asked = kernel.client.complete(code, len(code))
     while True:
-        reply = kernel.client.get_shell_msg(timeout=30)
+        reply = kernel.client.get_shell_msg(timeout=300)
         if reply["parent_header"].get("msg_id") == asked:
             return reply["content"]["matches"]
 

@@ -456,7 +456,7 @@ def test_a_group_that_bare_ranks_could_not_form_is_forgotten(tmp_path):
         ranks = list(pool.run(pid))
         with pytest.raises(kit.RankError, match="rank 0 raised RuntimeError: Wait timeout"):
             pool.run(waits_alone)
-        after = list(pool.run(forms_a_group, tmp_path / "after", timeout=30))
+        after = list(pool.run(forms_a_group, tmp_path / "after", timeout=300))
     assert after == [(False, 1, ranks[0]), (False, 1, ranks[1])]
 
 

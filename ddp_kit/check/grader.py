@@ -121,11 +121,10 @@ class Grader:
         if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
-        printed, timeout = io.StringIO(), TIMEOUT
-        if (trial := current_trial()) is not None:
-            timeout = min(timeout, trial.seconds_left())
-            if timeout <= 0:
-                self.fail("there was no time left for it")
+        printed, trial = io.StringIO(), current_trial()
+        timeout = trial.seconds_left() if trial else TIMEOUT
+        if timeout <= 0:
+            self.fail("there was no time left for it")
         try:
             with redirect_stdout(printed):
                 self._result = run(

@@ -13,7 +13,7 @@ from ddp_kit.course.__main__ import main
 
 TOOLS = Path(os.environ.get("DDP_KIT_GRADERS", f"{sys.prefix}-graders"))
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-LIMIT = 600  # seconds, for one call of a tool beside other work
+LIMIT = 1800  # seconds, for one call of a tool beside other work
 # Points by the id of the cell, and what each test wrote, from the database and the notebook.
 _SCORES = """
 import json, sys
