@@ -57,7 +57,7 @@ def test_the_whole_batch_takes_the_same_course_on_every_number_of_ranks():
     assert one[0][-1] < 0.6 * one[0][0]
     for result in (two, four):
         for losses in result:
-            assert losses == pytest.approx(one[0], rel=1e-3)
+            assert losses == pytest.approx(one[0], rel=1e-9)
 
 
 def test_the_loss_of_the_whole_batch_counts_digits_and_not_ranks():
