@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 PROGRAMS = int(os.environ.get("DDP_KIT_RANDOM_PROGRAMS", "200"))  # of `make long`
 WORLD_SIZE = 4
+NEEDS_FUTEX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has futexes")
 DEADLOCKS = 8  # of 200 programs: each costs fresh ranks
 
 
@@ -85,13 +87,18 @@ def random_programs(chance, number):
 
 
 @pytest.mark.parametrize(
-    ("seed", "number"), [(2, 40), pytest.param(3, PROGRAMS, marks=pytest.mark.long)]
+    ("seed", "number", "backend"),
+    [
+        (2, 40, "gloo"),
+        pytest.param(3, PROGRAMS, "gloo", marks=pytest.mark.long),
+        pytest.param(4, PROGRAMS, "shm", marks=[pytest.mark.long, NEEDS_FUTEX]),
+    ],
 )
-def test_a_program_on_real_ranks_is_judged_differently_from_the_reference(seed, number):
+def test_a_program_on_real_ranks_is_judged_differently_from_the_reference(seed, number, backend):
     seen = Counter()
     for program, expected in random_programs(random.Random(seed), number):
         try:
-            kit.run(obey, plain(program), world_size=WORLD_SIZE, timeout=60)
+            kit.run(obey, plain(program), world_size=WORLD_SIZE, timeout=60, backend=backend)
             verdict = "ended"
         except kit.KitError as error:
             verdict = type(error).__name__

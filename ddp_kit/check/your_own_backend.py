@@ -6,9 +6,6 @@ not depend on luck: the order that shows a mistake is one of those in which they
 
 from __future__ import annotations
 
-import mmap
-import os
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,14 +15,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.check.grader import SIZES, Credit, Grader, hint_if_unchanged
+from ddp_kit.check.taking_turns import LENGTH, Flags, StuckError, Turns, orders
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 
 ROUNDS = 3  # barriers, or sums, one after the other
 AGAIN = "three times in a row"
-LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
 LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
 _FACTORS = (1, 5, 7, 3)  # of the numbers in each call, and in one that never comes
-_START = 4096  # bytes of shared memory before the slots
 
 
 def exercise_18_1(barrier: Callable[..., Any]) -> Credit:
@@ -40,7 +36,7 @@ def exercise_18_1(barrier: Callable[..., Any]) -> Credit:
     }
     grader = Grader("18.1", "barrier(flags, rank, pause)", barrier, hints, collectives=True)
     for n in grader.each(SIZES, AGAIN):
-        for order in _orders(n):
+        for order in orders(n):
             ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
             what, number, detail, rank = min(ends)  # "early" before "met" and "stuck"
             if what == "early":
@@ -73,7 +69,7 @@ def exercise_18_2(all_reduce: Callable[..., Any]) -> Credit:
     """
     form = "all_reduce(tensor, slots, rank, barrier)"
     grader = Grader("18.2", form, all_reduce, {RankError: _IN_SLOTS}, collectives=True)
-    for order in grader.each(_orders(2), AGAIN, part=lambda order: f"rank {order[0]} is faster"):
+    for order in grader.each(orders(2), AGAIN, part=lambda order: f"rank {order[0]} is faster"):
         found = list(grader.run(_sums, order, True, world_size=2))
         _check_barriers(grader, found)
         for number in range(ROUNDS):
@@ -101,7 +97,7 @@ def exercise_18_3(reduce_scatter: Callable[..., Any]) -> Credit:
     form = "reduce_scatter(tensor, slots, rank, barrier)"
     grader = Grader("18.3", form, reduce_scatter, {RankError: _IN_SLOTS}, collectives=True)
     for n in grader.each(SIZES, AGAIN):
-        for order in _orders(n):
+        for order in orders(n):
             found = list(grader.run(_sums, order, False, world_size=n))
             _check_barriers(grader, found)
             for number in range(ROUNDS):
@@ -153,127 +149,18 @@ def _part(number: int) -> str:
     return AGAIN if number > 1 else ""
 
 
-class _StuckError(BaseException):
-    """All ranks wait, and nothing can change any more; no `except Exception` stops it."""
-
-
-class _Turns:
-    """Lets ranks run one at a time, so only the one whose turn it is touches shared memory.
-
-    order: of the ranks that could run, the first one in it does.
-    """
-
-    def __init__(self, rank: int, order: Sequence[int]) -> None:
-        self.rank, self.order, size = rank, order, len(order)
-        nbytes = _START + size * LENGTH * 4
-        self.memory = _share(rank, nbytes)
-        numbers = memoryview(self.memory)[:_START].cast("q")
-        self._state, numbers = numbers[:3], numbers[3:]  # whose turn, version, whether stuck
-        self._slept_at, self._done = numbers[:size], numbers[size : 2 * size]
-        self.flags, self.counts = numbers[2 * size : 3 * size], numbers[3 * size : 4 * size]
-        floats = torch.frombuffer(self.memory, dtype=torch.float32, offset=_START)
-        self.slots = list(floats.view(size, LENGTH))
-
-    def begin(self) -> None:
-        """Wait for the first turn."""
-        if self.rank == self.order[0]:
-            self._state[0] = self.rank + 1
-        self._wait()
-
-    def changed(self) -> None:
-        """Note that something has changed for which others may wait."""
-        self._state[1] += 1
-
-    def pause(self) -> None:
-        """Let others run until something has changed; raise _StuckError if nothing can."""
-        self._slept_at[self.rank] = self._state[1] + 1
-        self._pass_on()
-        self._wait()
-
-    def end(self) -> None:
-        """Let the others run from now on."""
-        self._done[self.rank] = 1
-        self._pass_on()
-
-    def meet(self) -> None:
-        """Wait until all ranks have called this as often."""
-        self.counts[self.rank] += 1
-        self.changed()
-        while min(self.counts) < self.counts[self.rank]:
-            self.pause()
-
-    def _pass_on(self) -> None:
-        asleep = self._state[1] + 1
-        for rank in self.order:
-            if not self._done[rank] and self._slept_at[rank] != asleep:
-                self._state[0] = rank + 1
-                return
-        self._state[2] = 1
-
-    def _wait(self) -> None:
-        looks = 0
-        while self._state[0] != self.rank + 1 and not self._state[2]:
-            looks += 1
-            time.sleep(0 if looks < 100 else 0.001)  # the run has a time limit
-        if self._state[2]:
-            raise _StuckError
-
-
-class _Flags:
-    """The flags of 18.1, as a rank may use them: it reads all and writes its own."""
-
-    def __init__(self, turns: _Turns) -> None:
-        self._turns = turns
-
-    def __len__(self) -> int:
-        return len(self._turns.flags)
-
-    def __getitem__(self, rank: int) -> int:
-        return self._turns.flags.tolist()[rank]  # raises IndexError, which ends a loop over them
-
-    def __setitem__(self, rank: int, number: int) -> None:
-        own = self._turns.rank
-        if rank != own:
-            raise ValueError(f"rank {own} wrote the flag of rank {rank}")
-        self._turns.flags[own] = number
-        self._turns.changed()
-
-
-def _share(rank: int, nbytes: int) -> mmap.mmap:
-    """Return memory that all ranks share. Raises RuntimeError on systems other than Linux."""
-    own, where = -1, [""]
-    if rank == 0:
-        if not hasattr(os, "memfd_create"):
-            raise RuntimeError("this exercise needs Linux, for os.memfd_create")
-        own = os.memfd_create("exercise")
-        os.ftruncate(own, nbytes)
-        where = [f"/proc/{os.getpid()}/fd/{own}"]
-    dist.broadcast_object_list(where, src=0)
-    with open(where[0], "r+b", buffering=0) as file:
-        memory = mmap.mmap(file.fileno(), nbytes)
-    dist.barrier()
-    if rank == 0:
-        os.close(own)
-    return memory
-
-
-def _orders(n: int) -> list[list[int]]:
-    ranks = list(range(n))
-    return [ranks, ranks[::-1]] if n > 1 else [ranks]
-
-
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
-    turns, number = _Turns(rank, order), 0
+    turns, number = Turns(rank, order), 0
     turns.begin()
     try:
         for number in range(1, ROUNDS + 1):
             turns.counts[rank] = number
             turns.changed()
-            barrier(_Flags(turns), rank, turns.pause)
+            barrier(Flags(turns), rank, turns.pause)
             missing = [each for each in range(world_size) if turns.counts[each] < number]
             if missing:
                 return "early", number, missing
-    except _StuckError:
+    except StuckError:
         return "stuck", number, turns.flags.tolist()
     finally:
         turns.end()
@@ -283,14 +170,14 @@ def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -
 def _sums(
     rank: int, world_size: int, answer: Callable, order: Sequence[int], in_place: bool
 ) -> list | tuple[str, int]:
-    turns, results = _Turns(rank, order), []
+    turns, results = Turns(rank, order), []
     turns.begin()
     try:
         for number in range(ROUNDS):
             tensor = _numbers(rank, number)
             returned = answer(tensor, turns.slots, rank, turns.meet)
             results.append(tensor if in_place else returned)
-    except _StuckError:
+    except StuckError:
         return "stuck", turns.counts[rank]
     finally:
         turns.end()

@@ -74,8 +74,8 @@ def torchrun(
         the same path there.
     master_addr, master_port: where the ranks meet: a name or address of this host that the
         others can reach, by default its name, and a port, by default a free one.
-    backend: as for `run`, without "mpi". max_restarts: how often torchrun restarts all ranks
-        after one has failed; on one host only.
+    backend: as for `run`, without "mpi"; "shm" on one host only. max_restarts: how often torchrun
+        restarts all ranks after one has failed; on one host only.
     join_timeout: seconds for the ranks of all hosts to connect. timeout: seconds from then on for
         the worker to return on every rank, in each attempt; None: no limit.
 
@@ -252,6 +252,8 @@ def _check(
     chosen = choose_backend(backend, nproc_per_node)
     if chosen == "mpi":
         raise BackendError('torchrun cannot start MPI ranks; use kit.run(..., backend="mpi")')
+    if chosen == "shm" and nnodes > 1:
+        raise BackendError('backend="shm" needs all ranks on one host; use backend="gloo"')
     if isinstance(worker, str):
         for arg in args:
             if not isinstance(arg, str):

@@ -21,6 +21,7 @@ from ddp_kit.lessons._shared_segment import (
     broadcast,
     recv,
     send,
+    tell_all,
 )
 
 Tensors = Sequence[torch.Tensor]
@@ -148,3 +149,22 @@ class SegmentGroup(CollectiveGroup):
         """Wait until all ranks have called this."""
         self.segment.barrier()
         return Finished([])
+
+
+class ByBroadcast:
+    """Stands for a store if ranks have none in common, as under mpiexec."""
+
+    where: str | None = None
+
+    def set(self, key: str, where: str) -> None:
+        """Keep the address that rank 0 passes."""
+        self.where = where
+
+    def get(self, key: str) -> bytes:
+        """Return it on every rank."""
+        return tell_all(self.where).encode()
+
+
+def without_store(store: Any, rank: int, size: int, timeout: timedelta) -> SegmentGroup:
+    """Return a group whose ranks tell each other the address through the default group."""
+    return SegmentGroup(ByBroadcast(), rank, size, timeout)  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ from ddp_kit.lessons._segment_group import (  # noqa: F401 - the notebook uses t
     SegmentGroup,
     pieces,
     tell_by_store,
+    without_store,
 )
 from ddp_kit.lessons._shared_segment import (  # noqa: F401
     LIMIT,
@@ -74,25 +75,6 @@ SIZES = (4, 4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
 COUNTS = (1, 7, 1000, ROOM // 8 + 3)  # elements; the last is more than a slot of float64 holds
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
 Seconds = dict[str, list[float]]
-
-
-class ByBroadcast:
-    """Stands for a store if ranks have none in common, as under mpiexec."""
-
-    where: str | None = None
-
-    def set(self, key: str, where: str) -> None:
-        """Keep the address that rank 0 passes."""
-        self.where = where
-
-    def get(self, key: str) -> bytes:
-        """Return it on every rank."""
-        return tell_all(self.where).encode()
-
-
-def without_store(store: Any, rank: int, size: int, timeout: timedelta) -> SegmentGroup:
-    """Return a group whose ranks tell each other the address through the default group."""
-    return SegmentGroup(ByBroadcast(), rank, size, timeout)  # type: ignore[arg-type]
 
 
 def join(creator: Callable[..., dist.ProcessGroup] = SegmentGroup) -> dist.ProcessGroup:

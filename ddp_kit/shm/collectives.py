@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.shm import futex
-from ddp_kit.shm.engine import Steps
+from ddp_kit.shm.operations import Steps
 from ddp_kit.shm.reductions import Reduction
 from ddp_kit.shm.rings import COLLECTIVES, Ring
 from ddp_kit.shm.segment import READ, SLOT, SLOTS, WRITTEN, Segment

@@ -1,7 +1,5 @@
 """What a rank does for its group: operations, moved on by whoever waits for one, or by a thread.
 
-An operation is a generator that does what it can and then yields the ranks that must act before it
-can go on: a tuple if all of them must, or a set if whatever one of them does may bring it on.
 Collectives follow each other in the order in which they were started, and so do messages to one
 rank while they are written. Receives wait in `messages`.
 
@@ -18,74 +16,17 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ddp_kit.group.work import Operation, timeout_error
+from ddp_kit.group.work import timeout_error
 from ddp_kit.shm import futex
+from ddp_kit.shm.operations import Needs, Receive, Send, SharedOperation
 from ddp_kit.shm.segment import Segment
-
-Needs = tuple[int, ...] | frozenset[int]
-Steps = Iterator[Needs]
 
 _SPIN = 0.00005  # seconds to look at a bell before sleeping, if every rank has a core
 _SLICE = 0.07  # seconds of a sleep, after which the processes and the time limits are checked
 _PATIENCE = 0.0005  # seconds that the thread leaves to a caller who may be about to wait
-
-
-class SharedOperation(Operation):
-    """One operation on shared memory. steps: moves it on. timeout: seconds from now."""
-
-    def __init__(
-        self, engine: Engine, name: str, steps: Steps, timeout: float, outputs: Sequence = ()
-    ) -> None:
-        super().__init__(name, outputs)
-        self._engine = engine
-        self.steps = steps
-        self.timeout = timeout
-        self.deadline = time.monotonic() + timeout
-        self.needs: Needs = ()  # the ranks that must act before it can go on
-        self.waiting = 0  # threads
-
-    def poll(self) -> bool:
-        """Return whether it is done, after what can be done now."""
-        if not self.done:
-            self._engine.advance()
-        return self.done
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
-
-        After `timeout` it goes on, and one may wait again; after the group's timeout it has
-        failed.
-        """
-        if not self.done:
-            self._engine.wait(self, timeout)
-        if self.error is not None:
-            raise self.error
-
-
-class Send(SharedOperation):
-    """A send, which ends when the message was received."""
-
-
-class Receive(SharedOperation):
-    """A receive; `messages` fills its buffer. source: a group rank; None: any."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        buffer: torch.Tensor,
-        source: int | None,
-        tag: int,
-        timeout: float,
-        finish: Callable[[], None],
-        outputs: Sequence,
-    ) -> None:
-        super().__init__(engine, "recv", iter(()), timeout, outputs)
-        self.buffer, self.wanted, self.tag, self.finish = buffer, source, tag, finish
 
 
 class Engine:

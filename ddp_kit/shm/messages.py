@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from ddp_kit.shm.engine import Needs, Receive, Steps
+from ddp_kit.shm.operations import Needs, Receive, Steps
 from ddp_kit.shm.rings import MESSAGES, Marks, Ring
 from ddp_kit.shm.segment import Segment
 

@@ -1,27 +1,22 @@
-"""The process group, in all the forms that PyTorch calls."""
+"""The process group: its collectives, in all the forms that PyTorch calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_kit.group import tensors as memory
-from ddp_kit.group.process_group import PythonProcessGroup, Tensors
+from ddp_kit.group.process_group import Tensors
 from ddp_kit.group.work import PythonWork
-from ddp_kit.shm.collectives import Collectives
-from ddp_kit.shm.engine import Engine, Receive, Send, SharedOperation, Steps
-from ddp_kit.shm.messages import Inboxes, Outbox, Sent
+from ddp_kit.shm.message_group import MessageGroup, bytes_of, source_of, target_of
+from ddp_kit.shm.operations import Steps
 from ddp_kit.shm.reductions import reduction_of
-from ddp_kit.shm.segment import Segment
-
-NAME = "shm"
 
 
-class SharedMemoryProcessGroup(PythonProcessGroup):
+class SharedMemoryProcessGroup(MessageGroup):
     """A process group whose ranks share memory, on one host.
 
     Every operation begins in the caller's thread. `Work.wait` moves it on and sleeps while it
@@ -41,66 +36,6 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     TORCH_DISTRIBUTED_DEBUG=DETAIL checks nothing here.
     """
 
-    def __init__(self, segment: Segment, members: dict[int, int], timeout: float) -> None:
-        super().__init__(NAME, segment.rank, segment.size, timeout)
-        self._segment = segment
-        self._engine = Engine(segment, Inboxes(segment), members)
-        self._steps = Collectives(segment)
-        self._outboxes: dict[int, Outbox] = {}
-
-    def shutdown(self) -> None:
-        """End what is unfinished; `dist.destroy_process_group` calls this."""
-        self._engine.close()
-
-    def abort(self) -> None:
-        """Do the same as `shutdown`."""
-        self.shutdown()
-
-    def _start(self, name: str, steps: Steps, outputs: Tensors, opts: Any) -> PythonWork:
-        operation = SharedOperation(self._engine, name, steps, self._timeout_of(opts), outputs)
-        self._engine.start(operation, alone=getattr(opts, "asyncOp", True))
-        return PythonWork(operation)
-
-    # Messages
-
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> PythonWork:
-        """Send one tensor."""
-        (tensor,) = tensors
-        if not 0 <= dstRank < self._size:
-            raise ValueError(f"send: there is no rank {dstRank} in a group of {self._size}")
-        if dstRank not in self._outboxes:
-            self._outboxes[dstRank] = Outbox(self._segment, dstRank)
-        outbox, sent = self._outboxes[dstRank], Sent()
-        steps = outbox.write(_bytes(_source(tensor)), tag, sent)
-        writer = SharedOperation(self._engine, "send", steps, self._timeout)
-        until = outbox.until_received(sent)
-        operation = Send(self._engine, "send", until, self._timeout, tensors)
-        self._engine.start_send(operation, writer, dstRank)
-        return PythonWork(operation)
-
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> PythonWork:
-        """Receive one tensor."""
-        if not 0 <= srcRank < self._size:
-            raise ValueError(f"recv: there is no rank {srcRank} in a group of {self._size}")
-        return self._receive(tensors, srcRank, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PythonWork:
-        """Receive one tensor from any rank; `Work._source_rank` returns which rank sent it."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> PythonWork:
-        (tensor,) = tensors
-        buffer = _target(tensor)
-
-        def finish() -> None:
-            memory.copy_back([tensor], [buffer])
-
-        operation = Receive(
-            self._engine, _bytes(buffer), source, tag, self._timeout, finish, tensors
-        )
-        self._engine.start(operation)
-        return PythonWork(operation)
-
     # Data movement
 
     def barrier(self, opts: Any = None) -> PythonWork:
@@ -111,7 +46,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         """Copy the root's tensors to all ranks."""
         opts = opts or dist.BroadcastOptions()
         is_root = opts.rootRank == self._rank
-        data = [_source(tensor) if is_root else _target(tensor) for tensor in tensors]
+        data = [source_of(tensor) if is_root else target_of(tensor) for tensor in tensors]
 
         def steps() -> Steps:
             for one in data:
@@ -131,7 +66,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         if opts.rootRank == self._rank:
             (outputs,) = output_tensors
             self._check_list("gather", outputs, tensor, "output")
-        sends = {opts.rootRank: _source(tensor)}
+        sends = {opts.rootRank: source_of(tensor)}
         return self._exchange("gather", sends, dict(enumerate(outputs)), outputs, opts)
 
     def scatter(
@@ -144,7 +79,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         if opts.rootRank == self._rank:
             (inputs,) = input_tensors
             self._check_list("scatter", inputs, output, "input")
-            sends = {rank: _source(tensor) for rank, tensor in enumerate(inputs)}
+            sends = {rank: source_of(tensor) for rank, tensor in enumerate(inputs)}
         return self._exchange("scatter", sends, {opts.rootRank: output}, output_tensors, opts)
 
     def alltoall(
@@ -154,7 +89,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         own = output_tensors[self._rank] if len(output_tensors) == self._size else None
         self._check_list("alltoall", input_tensors, own, "input")
         self._check_list("alltoall", output_tensors, input_tensors[self._rank], "output")
-        sends = {rank: _source(tensor) for rank, tensor in enumerate(input_tensors)}
+        sends = {rank: source_of(tensor) for rank, tensor in enumerate(input_tensors)}
         receives = dict(enumerate(output_tensors))
         return self._exchange("alltoall", sends, receives, output_tensors, opts)
 
@@ -175,8 +110,8 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
                 f"all_to_all_single: rank {self._rank} has {to[self._rank]} elements for itself, "
                 f"but expects {of[self._rank]}"
             )
-        buffer = _target(output)
-        source = memory.without_overlap(_source(input), buffer)
+        buffer = target_of(output)
+        source = memory.without_overlap(source_of(input), buffer)
         sends = dict(enumerate(source.view(-1).split(to)))
         receives = dict(enumerate(buffer.view(-1).split(of)))
 
@@ -194,7 +129,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         opts: Any,
         finish: Any = None,
     ) -> PythonWork:
-        buffers = {rank: _target(tensor) for rank, tensor in receives.items()}
+        buffers = {rank: target_of(tensor) for rank, tensor in receives.items()}
         if any(buffers) and any(sends):
             for buffer in buffers.values():  # one that is sent may be received in, too
                 sends = {r: memory.without_overlap(one, buffer) for r, one in sends.items()}
@@ -202,8 +137,8 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         def steps() -> Steps:
             yield from self._steps.exchange(
                 name,
-                {rank: _bytes(one) for rank, one in sends.items()},
-                {rank: _bytes(one) for rank, one in buffers.items()},
+                {rank: bytes_of(one) for rank, one in sends.items()},
+                {rank: bytes_of(one) for rank, one in buffers.items()},
             )
             memory.copy_back(list(receives.values()), list(buffers.values()))
             if finish is not None:
@@ -240,7 +175,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         buffers = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_whole(name, whole=output, part=tensor)
-            buffers.append(_target(output))
+            buffers.append(target_of(output))
         lists = [list(buffer.view(-1).chunk(self._size)) for buffer in buffers]
         lists = [
             parts if len(parts) == self._size else [buffer.view(-1)] * self._size
@@ -259,7 +194,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         calls = []
         for outputs, tensor in zip(lists, inputs, strict=True):
             self._check_list(name, outputs, tensor, "output")
-            calls.append((_source(tensor).view(-1), [_target(output) for output in outputs]))
+            calls.append((source_of(tensor).view(-1), [target_of(output) for output in outputs]))
 
         def steps() -> Steps:
             for (data, targets), outputs in zip(calls, lists, strict=True):
@@ -293,7 +228,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         calls = []
         for tensor in tensors:
             reduction = reduction_of(opts.reduceOp, tensor.dtype, self._size)
-            data = _source(tensor)  # in place, unless it is no plain memory
+            data = source_of(tensor)  # in place, unless it is no plain memory
             calls.append((reduction, data, tensor))
 
         def steps() -> Steps:
@@ -330,7 +265,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         lists = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_whole(name, whole=tensor, part=output)
-            parts = _source(tensor).view(-1).split([output.numel()] * self._size)
+            parts = source_of(tensor).view(-1).split([output.numel()] * self._size)
             lists.append(list(parts))
         return self._reduce_scatter(name, outputs, lists, opts)
 
@@ -341,8 +276,8 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         calls = []
         for output, inputs in zip(outputs, lists, strict=True):
             reduction = reduction_of(opts.reduceOp, output.dtype, self._size)
-            target = _target(output)
-            parts = [memory.without_overlap(_source(one), target).view(-1) for one in inputs]
+            target = target_of(output)
+            parts = [memory.without_overlap(source_of(one), target).view(-1) for one in inputs]
             calls.append((reduction, parts, target))
 
         def steps() -> Steps:
@@ -359,20 +294,3 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
     alltoall_base = all_to_all_single
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _source(tensor: Tensor) -> Tensor:
-    """Return memory to read from. Raise RuntimeError for a tensor that is not plain memory."""
-    memory.check(NAME, tensor)
-    return memory.source_of(tensor)
-
-
-def _target(tensor: Tensor) -> Tensor:
-    """Return memory to write in. Raise RuntimeError for a tensor that is not plain memory."""
-    memory.check(NAME, tensor)
-    return memory.target_of(tensor)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, as a flat one."""
-    return tensor.view(-1).view(torch.uint8)

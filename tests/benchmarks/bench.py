@@ -1,7 +1,7 @@
 """Measures how fast the kit is, beside plain PyTorch and what a learner would use instead.
 
 The sides of a comparison take turns, A B A B, in one run. What starts cold does so in a fresh
-process every time. `--record` writes the table into README.md.
+process every time. `--record` writes the tables into README.md; with `--only`, those tables alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from comparisons import COMPARISONS, Comparison, Side
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -33,151 +33,6 @@ MARK = "DDP_KIT_BENCH"  # every process of a side has it in its environment, als
 PATIENCE = 120.0  # seconds for one answer of a side
 FAREWELL = 15.0  # seconds for a side to leave
 PACKAGES = ("torch", "cloudpickle", "accelerate", "ipyparallel", "nbdistributed")
-
-
-@dataclass(frozen=True)
-class Side:
-    """One way to do the thing: a script beside this one, and the name of its measure."""
-
-    name: str
-    script: str
-    measure: str
-    most: int = 100  # rounds, however many the others have
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The sides that do the same thing in turn. The first is the kit, or what it is held to."""
-
-    title: str
-    goal: str
-    rounds: int
-    fresh: bool  # each round in a new process
-    sides: tuple[Side, ...]
-
-
-COMPARISONS = (
-    Comparison(
-        "first result of a cold pool, 4 ranks",
-        "at most 1.15 times mp.spawn",
-        rounds=7,
-        fresh=True,
-        sides=(
-            Side("ddp_kit", "kit_side.py", "cold"),
-            Side("mp.spawn, init_process_group, all_reduce", "bare_side.py", "cold"),
-            Side("mp.spawn, `import torch` and no more", "bare_side.py", "imports"),
-            Side("torchrun file.py, the whole command", "peers.py", "torchrun"),
-            Side("accelerate debug_launcher (forks)", "peers.py", "accelerate"),
-            Side("ipyparallel, cluster and apply_sync", "peers.py", "ipyparallel_cold"),
-            Side("nbdistributed, first cell not lost", "peers.py", "nbdistributed_cold", most=2),
-        ),
-    ),
-    Comparison(
-        "first kit.run of a notebook, 10 s after its import of the kit",
-        "at most 50 ms",
-        rounds=5,
-        fresh=True,
-        sides=(Side("ddp_kit", "kit_side.py", "first_run"),),
-    ),
-    Comparison(
-        "a trivial cell of a notebook",
-        "the page stays responsive while the ranks start",
-        rounds=3,
-        fresh=True,
-        sides=(
-            Side("in the 10 s after the import of the kit", "kit_side.py", "cells_while_starting"),
-            Side("the same with DDP_KIT_WARM=0", "kit_side.py", "cells_without_ranks"),
-        ),
-    ),
-    Comparison(
-        "warm call with one scalar all_reduce, 4 ranks",
-        "at most 1.8 times the second line",
-        rounds=15,
-        fresh=False,
-        sides=(
-            Side("ddp_kit", "kit_side.py", "warm"),
-            Side("a word over a pipe, all_reduce, a word back", "bare_side.py", "warm"),
-            Side("ipyparallel apply_sync", "peers.py", "ipyparallel_warm"),
-            Side("accelerate debug_launcher (forks anew)", "peers.py", "accelerate"),
-            Side("nbdistributed cell", "peers.py", "nbdistributed_warm"),
-        ),
-    ),
-    Comparison(
-        "call that changes the world size",
-        "under 120 ms",
-        rounds=25,
-        fresh=False,
-        sides=(
-            Side("ddp_kit, from 4 ranks to 2", "kit_side.py", "smaller"),
-            Side("ddp_kit, from 2 ranks to 4", "kit_side.py", "larger"),
-        ),
-    ),
-    Comparison(
-        "3,000 all_reduces of one number, 2 ranks, in one run",
-        "at most 1.25 times untraced; 3,000 events of 10 µs are 30 ms",
-        rounds=15,
-        fresh=False,
-        sides=(
-            Side("ddp_kit, which records each", "kit_side.py", "traced"),
-            Side("the same, not recorded", "kit_side.py", "untraced"),
-        ),
-    ),
-    Comparison(
-        "100 MB back from each of 2 ranks",
-        "under 1 s",
-        rounds=10,
-        fresh=False,
-        sides=(
-            Side("ddp_kit", "kit_side.py", "values"),
-            Side("ipyparallel apply_sync", "peers.py", "ipyparallel_values"),
-        ),
-    ),
-    Comparison(
-        "import",
-        "ddp_kit beyond torch: under 100 ms",
-        rounds=7,
-        fresh=True,
-        sides=(
-            Side("ddp_kit, after torch", "kit_side.py", "kit_import"),
-            Side("ddp_kit, after torch, in IPython", "kit_side.py", "notebook_import"),
-            Side("torch", "kit_side.py", "torch_import"),
-        ),
-    ),
-)
-
-
-def all_reduce(ranks: int, nbytes: int, size: str, goal: str) -> Comparison:
-    """Compare backends by an all_reduce of float32, with a copy of the tensor as the limit."""
-    names = {
-        "shm": "ddp_kit, shm",
-        "gloo": "gloo",
-        "mpi": "Open MPI, over mpi4py",
-        "copy": "one copy of the tensor, in all ranks at once",
-    }
-    return Comparison(
-        f"all_reduce of {size}, {ranks} ranks",
-        goal,
-        rounds=7,
-        fresh=False,
-        sides=tuple(
-            Side(name, "kit_side.py", f"all_reduce {backend} {ranks} {nbytes}")
-            for backend, name in names.items()
-        ),
-    )
-
-
-COMPARISONS += (
-    all_reduce(2, 4, "4 B", "at most 0.5 times gloo"),
-    all_reduce(4, 4, "4 B", "no slower than gloo"),
-    all_reduce(2, 10_000, "10 kB", "none"),
-    all_reduce(4, 10_000, "10 kB", "none"),
-    all_reduce(2, 2**20, "1 MB", "at most 0.5 times gloo"),
-    all_reduce(4, 2**20, "1 MB", "at most 0.5 times gloo"),
-    all_reduce(2, 40_000_000, "40 MB", "at most 0.5 times gloo"),
-    all_reduce(4, 40_000_000, "40 MB", "at most 0.65 times gloo"),
-    all_reduce(2, 100_000_000, "100 MB", "at most 0.5 times gloo"),
-    all_reduce(4, 100_000_000, "100 MB", "at most 0.65 times gloo"),
-)
 
 
 class SideFailed(Exception):
@@ -381,28 +236,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="write the tables into README.md")
     parser.add_argument("--peers", default=sys.executable, help="the Python that has the peers")
-    parser.add_argument("--only", default="", help="comparisons with this word in their title")
+    parser.add_argument("--only", default="", help="comparisons whose title begins with this")
     options = parser.parse_args()
-    if options.record and options.only:
-        parser.error("--record needs every comparison")
     titles = [*(comparison.title for comparison in COMPARISONS), growth.TITLE]
-    if not any(options.only in title for title in titles):
-        parser.error(f"no title has {options.only!r}: {titles}")
+    if not any(title.startswith(options.only) for title in titles):
+        parser.error(f"no title begins with {options.only!r}: {titles}")
     options.peers = os.path.abspath(options.peers)  # sides run in a folder of their own
-    parts = [machine(options.peers)]
-    print(parts[0], flush=True)
+    here = machine(options.peers)
+    print(here, flush=True)
+    tables: dict[str, str] = {}
     for comparison in COMPARISONS:
-        if options.only in comparison.title:
-            parts.append(table(comparison, compare(comparison, options.peers)))
-            print(parts[-1], flush=True)
-    if options.only in growth.TITLE:
-        parts.append(growth.table(growth.measure()))
-        print(parts[-1], flush=True)
-    parts.append(heavy_modules())
-    print(parts[-1])
+        if comparison.title.startswith(options.only):
+            tables[comparison.title] = table(comparison, compare(comparison, options.peers))
+            print(tables[comparison.title], flush=True)
+    if growth.TITLE.startswith(options.only):
+        tables[growth.TITLE] = growth.table(growth.measure())
+        print(tables[growth.TITLE], flush=True)
+    heavy = heavy_modules()
+    print(heavy)
     if options.record:
         text = README.read_text("utf-8")
-        README.write_text(BLOCK.sub(lambda _: "\n".join(parts), text), "utf-8")
+        if options.only:
+            block = BLOCK.search(text)
+            assert block is not None
+            recorded = with_tables(block.group(), tables, titles, here)
+        else:
+            recorded = "\n".join([here, *tables.values(), heavy])
+        README.write_text(BLOCK.sub(lambda _: recorded, text), "utf-8")
+
+
+def with_tables(block: str, tables: dict[str, str], titles: list[str], here: str) -> str:
+    """Return what is recorded, with these tables in place of the old ones of the same titles."""
+    first, *others = re.split(r"\n(?=\*\*|A rank has imported)", block)
+    heavy = others.pop()
+    kept = {text[2:].partition("**")[0]: text for text in others}
+    tables = {title: f"{text}\nMeasured apart: {here}" for title, text in tables.items()}
+    merged = kept | tables
+    return "\n".join([first, *(merged[title] for title in titles if title in merged), heavy])
 
 
 if __name__ == "__main__":

@@ -51,20 +51,42 @@ def many_all_reduces(rank, world_size, traced):
     return time.perf_counter() - began
 
 
-def timed_all_reduces(rank, world_size, nbytes, repeats, copies):
-    """Time all_reduces of a tensor, or only a copy of it, which all ranks do at once."""
+def timed_all_reduces(rank, world_size, nbytes, repeats, how):
+    """Time all_reduces of a tensor, or only a copy of it, which all ranks do at once.
+
+    how: "copy", "ring" (of lesson 04), or any other word for `dist.all_reduce`.
+    """
+    from ddp_kit.lessons.your_own_backend import ring
+
     recorder.current = None  # until the end of the run
     tensor = torch.ones(nbytes // 4)
-    copy = torch.empty_like(tensor) if copies else None
+    copy = torch.empty_like(tensor if how == "copy" else tensor[:0])
+    call = {"copy": copy.copy_, "ring": ring}.get(how, dist.all_reduce)
     times = []
     for number in range(repeats + 1):  # the first is not counted
         dist.barrier()
         tensor.fill_(1)
         dist.barrier()
         began = time.perf_counter()
-        dist.all_reduce(tensor) if copy is None else copy.copy_(tensor)
+        call(tensor)
         times += [time.perf_counter() - began] if number else []
     return times
+
+
+def timed_steps(rank, world_size, width, repeats, with_ddp):
+    """Time steps of DDP, or of the model alone. width: of four layers; 0: the net of lesson 03."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ddp_kit.lessons.partitioned_sgd import Net
+    from ddp_kit.lessons.your_own_backend import one_step, timed
+
+    recorder.current = None  # until the end of the run
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width) for _ in range(4)] if width else [Net().eval()]
+    model = torch.nn.Sequential(*layers)
+    x = torch.randn(32, width) if width else torch.randn(32, 1, 28, 28)
+    replica = DistributedDataParallel(model) if with_ddp else model
+    return [timed(one_step, replica, x) for _ in range(3 + repeats)][3:]  # DDP orders its buckets
 
 
 def heavy_modules(rank, world_size):
@@ -110,13 +132,22 @@ def traced(yes: bool):
             yield [pool.run(many_all_reduces, yes)[0]]
 
 
-def all_reduces(backend: str, world_size: int, nbytes: int, copies: bool = False):
+def all_reduces(backend: str, world_size: int, nbytes: int, how: str = "all_reduce"):
     """all_reduces on a backend, one after another; rank 0's clock."""
     repeats = 50 if nbytes < 1e5 else 10 if nbytes < 1e7 else 3
     with kit.WorkerPool(world_size, backend) as pool:
         yield "ready"
         while True:
-            yield pool.run(timed_all_reduces, nbytes, repeats, copies)[0]
+            yield pool.run(timed_all_reduces, nbytes, repeats, how)[0]
+
+
+def steps(backend: str, width: int):
+    """Steps of DDP on 2 ranks, or without DDP ("alone"); rank 0's clock."""
+    with_ddp = backend != "alone"
+    with kit.WorkerPool(2, backend if with_ddp else "gloo") as pool:
+        yield "ready"
+        while True:
+            yield pool.run(timed_steps, width, 20, with_ddp)[0]
 
 
 def values():
@@ -245,11 +276,23 @@ if __name__ == "__main__":
             "values": values,
             **{
                 f"all_reduce {backend} {ranks} {nbytes}": partial(
-                    all_reduces, backend.replace("copy", "gloo"), ranks, nbytes, backend == "copy"
+                    all_reduces, backend.replace("copy", "gloo"), ranks, nbytes, backend
                 )
                 for backend in ("shm", "gloo", "mpi", "copy")
                 for ranks in (2, 4)
                 for nbytes in (4, 10_000, 2**20, 40_000_000, 100_000_000)
+            },
+            **{
+                f"ring {backend} {ranks} {2**20}": partial(
+                    all_reduces, backend, ranks, 2**20, "ring"
+                )
+                for backend in ("shm", "gloo")
+                for ranks in (2, 4)
+            },
+            **{
+                f"step {backend} {width}": partial(steps, backend, width)
+                for backend in ("shm", "gloo", "alone")
+                for width in (0, 512)
             },
             **{f"growth {n}": partial(growth, n) for n in (2, 4, 8, 16, 32, 64)},
             "first_run": first_run,
