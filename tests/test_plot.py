@@ -590,6 +590,12 @@ def test_losses_that_cannot_be_drawn_are_named_below():
     assert not any("Rank 2" in text for text in shown)
 
 
+def test_a_line_to_the_name_does_not_cross_the_chart_after_nan():
+    ax = losses([[1.0, 2.0, math.nan, math.nan], [3.0, 2.0, 1.0, 0.5], [math.nan]]).axes[1]
+    right = ax.get_xlim()[1]
+    assert [name.xy for name in ax.texts] == [(right, 2.0), (4, 0.5), (right, ax.get_ylim()[0])]
+
+
 def test_losses_table_has_two_decimals():
     assert repr(losses([[2.345, 1.0, 0.5], t(2.3, 0.449)], xlabel="step")) == (
         "Training loss of each rank, step by step\n"

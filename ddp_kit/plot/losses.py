@@ -73,7 +73,7 @@ def losses(
     ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.ticklabel_format(axis="y", useOffset=False)
-    name_lines(ax, list(lines), [_end(ax, y) for y in lines.values()], edges)
+    name_lines(ax, list(lines), [_end(ax, y, longest + margin) for y in lines.values()], edges)
     return picture
 
 
@@ -124,7 +124,9 @@ def _note_end(name: str, y: list[float], xlabel: str) -> str:
     return "" if bad is None else f"{name[:1].upper()}{name[1:]}: {y[bad - 1]:g} in {xlabel} {bad}."
 
 
-def _end(ax, y: list[float]) -> tuple[float, float]:
-    """Return the last point that can be drawn; a loss may have gone to infinity."""
-    finite = [(x, loss) for x, loss in enumerate(y, start=1) if math.isfinite(loss)]
-    return finite[-1] if finite else (len(y), ax.get_ylim()[0])
+def _end(ax, y: list[float], right: float) -> tuple[float, float]:
+    """Return where the line to the name begins: at the last point, or right of one not drawn."""
+    if math.isfinite(y[-1]):
+        return len(y), y[-1]
+    finite = [loss for loss in y if math.isfinite(loss)]
+    return right, finite[-1] if finite else ax.get_ylim()[0]

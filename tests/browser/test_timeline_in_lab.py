@@ -242,11 +242,17 @@ def test_events_that_are_too_close_are_counted_and_a_click_parts_them(open_page)
     assert timeline.view[1] - timeline.view[0] < 0.05 * (whole[1] - whole[0])
 
 
-def test_a_dark_and_narrow_page_of_another_front_end(open_page):
+@pytest.mark.parametrize(
+    "also", ["", "; --jp-layout-color0: white", "; --jp-ui-font-color1: black"]
+)
+def test_a_dark_and_narrow_page_of_vs_code(open_page, also):
+    # Its Jupyter extension sets --jp- colours, too, but in high contrast leaves one of them white.
     colors = "--vscode-editor-background: #1e1e1e; --vscode-editor-foreground: #d4d4d4"
-    timeline = open_page(traces.pipeline(3), f"width: 320px; {colors}")
-    style = timeline.root.evaluate("e => [getComputedStyle(e).backgroundColor, e.scrollWidth]")
-    assert style == ["rgb(30, 30, 30)", 320]
+    timeline = open_page(traces.pipeline(3), f"width: 320px; {colors}{also}")
+    style = timeline.root.evaluate(
+        "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color, e.scrollWidth]"
+    )
+    assert style == ["rgb(30, 30, 30)", "rgb(212, 212, 212)", 320]
     pixel = """e => [...e.getContext('2d').getImageData(70 * devicePixelRatio, 47, 1, 1).data]"""
     assert timeline.root.locator("canvas").evaluate(pixel) == [58, 66, 76, 255]
 
