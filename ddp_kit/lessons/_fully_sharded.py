@@ -305,7 +305,8 @@ class FullyShardedDataParallel(FullySharded):
     Parameters of one dimension, such as those of norms and biases, stay whole on every rank: they
     need little memory, and are not worth a gather. compute_dtype: of the forward and the backward,
     such as torch.float16; what the optimizer trains stays in its own dtype, as do the gradients
-    that are averaged, and so does the output. None: the dtype of the parameters.
+    that are averaged, and so does the output. None: the dtype of the parameters. Activation
+    checkpointing is not supported.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
