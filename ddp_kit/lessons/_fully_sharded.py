@@ -128,6 +128,41 @@ class ShardedParameter(FreedParameter):
         return cut(filled, self.full)
 
 
+class WholeParameter(ShardedGradient):
+    """A small parameter that every rank keeps whole; its gradient is averaged, too.
+
+    rows: all of them. full: the same memory, or a copy in the dtype in which the module computes.
+    """
+
+    def __init__(self, parameter: nn.Parameter, under_way: deque, dtype: torch.dtype) -> None:
+        rows = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        self.filled = rows.detach().to(dtype)
+        full = nn.Parameter(self.filled.data, parameter.requires_grad)
+        super().__init__(full, rows, under_way)
+
+    def start_reduce(self, full: torch.Tensor) -> None:
+        """Begin to average the gradient of `full`, and free it."""
+        self.finish_reduce()  # of an earlier backward
+        if len(self.under_way) == 2:
+            self.under_way.popleft().finish_reduce()
+        gradient, full.grad = full.grad.to(self.rows.dtype) / dist.get_world_size(), None
+        self.reducing = gradient, gradient, dist.all_reduce(gradient, async_op=True)
+        self.under_way.append(self)
+
+    def start_gather(self) -> None:
+        """Copy what the optimizer has trained into `full`."""
+        self.filled.copy_(self.rows.detach())
+
+    gather = start_gather
+
+    def free(self) -> None:
+        """Free nothing."""
+
+    def gather_copy(self) -> torch.Tensor:
+        """Return a copy of the parameter, in the dtype of `rows`."""
+        return self.rows.detach().clone()
+
+
 class ShardedModule(nn.Module):
     """Replaces the parameters of a module by this rank's rows of them.
 
@@ -147,7 +182,7 @@ class ShardedModule(nn.Module):
                 self.own[each] = {name: shards[parameter] for name, parameter in named}
                 self.show(each, "rows")
 
-    def shard(self, parameter: nn.Parameter) -> ShardedParameter:
+    def shard(self, parameter: nn.Parameter) -> ShardedParameter | WholeParameter:
         """Return what replaces a parameter."""
         return ShardedParameter(parameter, self.under_way)
 
@@ -234,7 +269,7 @@ class Prefetching(UnshardedOnDemand):
             parameter.start_gather()
 
 
-class FullyShardedDataParallel(Prefetching):
+class FullySharded(Prefetching):
     """Trains a module of which every rank keeps only some rows of each weight: ZeRO stage 3.
 
     A module's own parameters are complete only while its forward or backward runs.
@@ -264,26 +299,36 @@ class FullyShardedDataParallel(Prefetching):
         return {name: whole[rows].gather_copy() for name, rows in self.module.named_parameters()}
 
 
-class MixedPrecision(FullyShardedDataParallel):
-    """Trains as `FullyShardedDataParallel` does, in a lower precision.
+class FullyShardedDataParallel(FullySharded):
+    """Trains as `FullySharded` does, with small parameters whole, and in any precision.
 
-    compute_dtype: of the forward and the backward, such as torch.bfloat16; the rows and gradients
-    stay in their own dtype, and so does the output.
+    Parameters of one dimension, such as those of norms and biases, stay whole on every rank: they
+    need little memory, and are not worth a gather. compute_dtype: of the forward and the backward,
+    such as torch.float16; what the optimizer trains stays in its own dtype, as do the gradients
+    that are averaged, and so does the output. None: the dtype of the parameters. Activation
+    checkpointing is not supported.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
         self.compute_dtype = compute_dtype
         super().__init__(module)
 
-    def shard(self, parameter: nn.Parameter) -> ShardedParameter:
+    def shard(self, parameter: nn.Parameter) -> ShardedParameter | WholeParameter:
         """Return what replaces a parameter."""
-        low = nn.Parameter(parameter.detach().to(self.compute_dtype), parameter.requires_grad)
-        sharded, whole = super().shard(low), fill_up(parameter.detach())
-        sharded.rows = nn.Parameter(own_rows(whole).clone(), parameter.requires_grad)
+        dtype = self.compute_dtype or parameter.dtype
+        if parameter.ndim < 2:
+            return WholeParameter(parameter, self.under_way, dtype)
+        low = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+        sharded = super().shard(low)
+        if dtype != parameter.dtype:
+            whole = fill_up(parameter.detach())
+            sharded.rows = nn.Parameter(own_rows(whole).clone(), parameter.requires_grad)
         return sharded
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the module; its output has the dtype of the rows and not `compute_dtype`."""
+        if self.compute_dtype is None:
+            return super().forward(*inputs, **named)
         inputs, named = cast((inputs, named), self.compute_dtype)
         return cast(super().forward(*inputs, **named), next(self.parameters()).dtype)
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from ddp_kit import device
 from ddp_kit.lessons._fully_sharded import (
+    FullySharded,
     FullyShardedDataParallel,
-    MixedPrecision,
     ShardedGradient,
 )
 from ddp_kit.lessons._gpt import GPT, Batch, loss_of, part_of
@@ -97,9 +97,9 @@ def start_stage_2(model: nn.Module, optimizer_cls: Callable) -> Training:
 def start_stage_3(
     model: nn.Module, optimizer_cls: Callable, compute_dtype: torch.dtype | None = None
 ) -> Training:
-    """Shard the parameters, too."""
-    low = compute_dtype and MixedPrecision(model, compute_dtype)
-    wrapped = low or FullyShardedDataParallel(model)
+    """Shard the parameters, too: all of them, or, with a compute_dtype, all but small ones."""
+    low = compute_dtype and FullyShardedDataParallel(model, compute_dtype)
+    wrapped = low or FullySharded(model)
     return Training(
         wrapped,
         optimizer_cls(wrapped.parameters()),

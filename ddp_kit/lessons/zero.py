@@ -24,13 +24,14 @@ from ddp_kit import compare
 from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._fully_sharded import (  # noqa: F401 - the notebook uses them
     FreedParameter,
+    FullySharded,
     FullyShardedDataParallel,
-    MixedPrecision,
     Prefetching,
     ShardedGradient,
     ShardedModule,
     ShardedParameter,
     UnshardedOnDemand,
+    WholeParameter,
     cut,
     fill_up,
     own_rows,

@@ -151,10 +151,13 @@ def stage_2(model):
     return model, sharded.rows, sharded.finish_gradient_synchronization, sharded.gather, full
 
 
-def stage_3(model):
-    wrapped = zero.FullyShardedDataParallel(model)
+def stage_3(model, wrap=zero.FullySharded):
+    wrapped = wrap(model)
     finish = wrapped.finish_gradient_synchronization
     return wrapped, wrapped.parameters(), finish, zero_nothing, wrapped.gather_full_params
+
+
+STAGES = (stage_2, stage_3, partial(stage_3, wrap=zero.FullyShardedDataParallel))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -165,14 +168,14 @@ def test_modules_of_any_class_and_shape_train_as_in_one_process(world_size):
             return [
                 train_odd(optimizer, rank, world_size, wrap, accumulate)
                 for optimizer in OPTIMIZERS.values()
-                for wrap in (stage_2, stage_3)
+                for wrap in STAGES
                 for accumulate in (1, 2)
             ]
 
     alone = [
         train_odd(optimizer, accumulate=accumulate)
         for optimizer in OPTIMIZERS.values()
-        for _ in (stage_2, stage_3)
+        for _ in STAGES
         for accumulate in (1, 2)
     ]
     kit.compare(kit.run(worker, world_size=world_size), alone).check()
@@ -181,7 +184,7 @@ def test_modules_of_any_class_and_shape_train_as_in_one_process(world_size):
 def test_stage_3_starts_as_rank_0_and_keeps_rows_and_frees_the_rest():
     def worker(rank, world_size):
         torch.manual_seed(rank)
-        model = zero.FullyShardedDataParallel(Odd())
+        model = zero.FullySharded(Odd())
         rows = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
         start = model.gather_full_params()
         seen = []
@@ -222,6 +225,31 @@ def test_stage_3_starts_as_rank_0_and_keeps_rows_and_frees_the_rest():
         tied = {"embedding", "head"}
         assert seen[:4] == [{""}, {"", *tied}, {"", "frozen"}, {"", "repeated"}]
         assert seen[8:11] == [{"", *tied}, {"", *tied, "frozen"}, {"", "frozen", "repeated"}]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_stage_3_keeps_small_weights_whole_and_averages_their_gradients(dtype):
+    def worker(rank, world_size):
+        model = zero.FullyShardedDataParallel(nn.LayerNorm(6), compute_dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(2):  # adds to the gradients
+            model(torch.arange(-2.0, 4.0) * (1 - 2 * rank)).sum().backward()
+        model.finish_gradient_synchronization()
+        whole = {name: tuple(p.shape) for name, p in model.module.named_parameters()}
+        gradients = [p.grad for p in model.parameters()]
+        optimizer.step()
+        after = model(torch.zeros(6))  # has the new bias
+        return whole, gradients, model.gather_full_params(), after.detach()
+
+    result = kit.run(worker, world_size=2)
+    calls = {event.call for event in result.trace}
+    assert not any("gather" in call or "scatter" in call for call in calls), calls
+    for whole, gradients, full, after in result:
+        assert whole == {"weight": (6,), "bias": (6,)}
+        # The two ranks' gradients of the weight are each other's negative.
+        kit.compare(gradients, [torch.zeros(6), torch.full((6,), 2.0)], atol=1e-3).check()
+        kit.compare(full["bias"], torch.full((6,), -2.0)).check()
+        kit.compare(after, torch.full((6,), -2.0)).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -280,11 +308,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_stage_3_finds_the_tensors_in_dicts_and_named_tuples(dtype):
     def worker(rank, world_size):
-        model = (
-            zero.MixedPrecision(Nested(), dtype)
-            if dtype
-            else zero.FullyShardedDataParallel(Nested())
-        )
+        model = zero.FullyShardedDataParallel(Nested(), dtype)
         x = torch.ones(3, 4, requires_grad=True)
         found = model(x)
         empty = [each.memory.nbytes() for each in model.sharded]

@@ -106,7 +106,7 @@ REQUIRED: dict[str, set[str]] = {
         *("Block", "Owners", "settings", "Partition", "ShardedStep", "fill_up", "own_rows", "cut"),
         *("ShardedGradient", "ReplicatedParameter", "ShardedGradients", "FreedParameter"),
         *("ShardedParameter", "ShardedModule", "UnshardedOnDemand", "Prefetching"),
-        *("FullyShardedDataParallel", "take_steps", "start_zero_redundancy"),
+        *("FullySharded", "take_steps", "start_zero_redundancy"),
         *("start_fully_shard", "train_and_save", "load_and_train"),
     },
     "14_tensor_parallel": {
