@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_kit.lessons._nested_tensors import cast, with_gradients
 from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single
 
 
@@ -192,25 +193,6 @@ class ShardedModule(nn.Module):
             setattr(module, name, getattr(parameter, which))
 
 
-def with_gradients(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a module's output that get gradients.
-
-    It may be a tensor, or tuples, lists and dicts of tensors. Raises TypeError for other objects,
-    in which tensors might be missed, unless gradients are off.
-    """
-    if not torch.is_grad_enabled() or isinstance(output, (int, float, str, type(None))):
-        return []
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    if not isinstance(output, (tuple, list, dict)):
-        raise TypeError(
-            "a sharded module must return a tensor, or a tuple, list or dict of tensors, "
-            f"got a value of type {type(output).__name__}"
-        )
-    parts = output.values() if isinstance(output, dict) else output
-    return [tensor for part in parts for tensor in with_gradients(part)]
-
-
 class UnshardedOnDemand(ShardedModule):
     """Gathers a module's parameters before its forward and its backward, and frees them after."""
 
@@ -305,12 +287,14 @@ class FullyShardedDataParallel(FullySharded):
     Parameters of one dimension, such as those of norms and biases, stay whole on every rank: they
     need little memory, and are not worth a gather. compute_dtype: of the forward and the backward,
     such as torch.float16; what the optimizer trains stays in its own dtype, as do the gradients
-    that are averaged, and so does the output. None: the dtype of the parameters. Activation
-    checkpointing is not supported.
+    that are averaged, and so does the output. None: the dtype of the parameters.
+
+    Raises RuntimeError if a module inside it runs on its own, as in activation checkpointing, which
+    runs the forward again during the backward.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, self.is_in_forward = compute_dtype, False
         super().__init__(module)
 
     def shard(self, parameter: nn.Parameter) -> ShardedParameter | WholeParameter:
@@ -327,23 +311,20 @@ class FullyShardedDataParallel(FullySharded):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the module; its output has the dtype of the rows and not `compute_dtype`."""
-        if self.compute_dtype is None:
-            return super().forward(*inputs, **named)
-        inputs, named = cast((inputs, named), self.compute_dtype)
-        return cast(super().forward(*inputs, **named), next(self.parameters()).dtype)
+        self.is_in_forward = True
+        try:
+            if self.compute_dtype is None:
+                return super().forward(*inputs, **named)
+            inputs, named = cast((inputs, named), self.compute_dtype)
+            return cast(super().forward(*inputs, **named), next(self.parameters()).dtype)
+        finally:
+            self.is_in_forward = False
 
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with the floating-point tensors in it cast to `dtype`.
-
-    Tuples, named or not, lists and dicts are copied, dicts as plain ones; other objects stay.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        parts = [cast(each, dtype) for each in value]
-        named = hasattr(value, "_fields")  # a named tuple takes its fields one by one
-        return type(value)(*parts) if named else type(value)(parts)
-    if isinstance(value, dict):
-        return {name: cast(each, dtype) for name, each in value.items()}
-    return value
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """Let a module have its full parameters, within a forward of the whole."""
+        if not self.is_in_forward:
+            raise RuntimeError(
+                "a module inside FullyShardedDataParallel ran outside of its forward: activation "
+                "checkpointing is not supported; call the wrapped module itself"
+            )
+        super().before_forward(module, _)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import ddp_kit as kit
 from ddp_kit.lessons import _gpt, zero
@@ -250,6 +251,20 @@ def test_stage_3_keeps_small_weights_whole_and_averages_their_gradients(dtype):
         kit.compare(gradients, [torch.zeros(6), torch.full((6,), 2.0)], atol=1e-3).check()
         kit.compare(full["bias"], torch.full((6,), -2.0)).check()
         kit.compare(after, torch.full((6,), -2.0)).check()
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_activation_checkpointing_under_stage_3_crashes():
+    def worker(rank, world_size):
+        layers = nn.Sequential(Checkpointed(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+        zero.FullyShardedDataParallel(layers)(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(kit.RankError, match="activation checkpointing is not supported"):
+        kit.run(worker, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
