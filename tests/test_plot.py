@@ -1183,6 +1183,15 @@ def test_bars_that_differ_by_a_thousandth_have_different_labels():
     assert [text.get_text() for text in ax.texts] == ["764 kB", "765 kB"]
 
 
+def test_no_word_of_a_step_is_broken():
+    steps = ("replicate", "parallel apply", *"abcdef")
+    last = memory({step: [{"batch": 1}] for step in steps}).axes[1]
+    assert [text.get_text() for text in last.get_xticklabels()][:2] == [
+        "replicate",
+        "parallel\napply",
+    ]
+
+
 def test_a_kind_has_its_look_whatever_the_others_hold():
     full, less = (
         memory({"a": [{"x": 1, "y": 2, "z": 3}]}),
