@@ -808,6 +808,11 @@ def test_bandwidth_table_has_three_digits_and_exact_sizes():
     )
 
 
+def test_a_size_below_an_axis_has_three_digits():
+    below = bandwidth({"gloo": [(256_000, 1e-3), (64_000_000, 2e-3)]}).axes[-1]
+    assert [label.get_text() for label in below.get_xticklabels()] == ["256 kB", "64 MB"]
+
+
 def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
     _, above, below = bandwidth(SERIES).axes
     assert (above.get_xscale(), above.get_yscale()) == ("log", "log")
