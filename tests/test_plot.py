@@ -814,6 +814,11 @@ def test_bandwidth_table_has_three_digits_and_exact_sizes():
     )
 
 
+def test_a_size_below_an_axis_has_three_digits():
+    below = bandwidth({"gloo": [(256_000, 1e-3), (64_000_000, 2e-3)]}).axes[-1]
+    assert [label.get_text() for label in below.get_xticklabels()] == ["256 kB", "64 MB"]
+
+
 def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
     _, above, below = bandwidth(SERIES).axes
     assert (above.get_xscale(), above.get_yscale()) == ("log", "log")
@@ -1187,6 +1192,15 @@ def test_bars_that_differ_by_a_thousandth_have_different_labels():
     held = {"gather": [{"batch": 764_240}], "loss": [{"batch": 765_440}]}
     [ax] = memory(held).axes[1:]
     assert [text.get_text() for text in ax.texts] == ["764 kB", "765 kB"]
+
+
+def test_no_word_of_a_step_is_broken():
+    steps = ("replicate", "parallel apply", *"abcdef")
+    last = memory({step: [{"batch": 1}] for step in steps}).axes[1]
+    assert [text.get_text() for text in last.get_xticklabels()][:2] == [
+        "replicate",
+        "parallel\napply",
+    ]
 
 
 def test_a_kind_has_its_look_whatever_the_others_hold():

@@ -70,7 +70,8 @@ def memory(
     below = TOP + height + 0.56 + 0.2 * lines + 0.13
     full = LEFT + WIDE + 0.15
     picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.07)
-    wrapped = functools.partial(textwrap.fill, width=max(8, 64 // len(held)))
+    width = max(8, 64 // len(held))
+    wrapped = functools.partial(textwrap.fill, width=width, break_long_words=False)
     for device in range(count):
         top = TOP + device * (TALL + GAP)
         chip(sheet, 0.02, top + TALL / 2 - 0.11, 0.72, 0.22, device, f"{name} {device}")

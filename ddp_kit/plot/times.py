@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -298,7 +299,7 @@ def _log_log(ax: Axes, sizes: list[int], values: list[float]) -> None:
         if all(abs(math.log(n / at)) >= 0.1 * (high - low) for at in ticks):
             ticks = sorted([*ticks, n])
     ax.set_xlim(math.exp(low - margin), math.exp(high + margin))
-    _ticks(ax.xaxis, ticker.FixedLocator(ticks), byte_size)
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), functools.partial(byte_size, digits=3))
     locator, ratio = _log_limits(ax, values)
     if ratio <= 8:  # too narrow for 1, 2, 5: even steps
         locator = ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
