@@ -177,6 +177,11 @@ STUB = 'raise NotImplementedError(\\"Exercise 2.1: '
         ("exercises", STUB, f"x = 1; {STUB}", ": a cell must have one line `raise NotImpl"),
         ("exercises", "kit.check.exercise_2_1(", "print(", ": no check follows Exercise 2.1"),
         ("exercises", "check.exercise_2_1(", "check.exercise_2_2(", ": a check must be one line"),
+        ("exercises", STUB, 'x = (\\"', ": no cell with `raise NotImplementedError("),
+        ("exercises", '"source": [', '"source": [5, ', " is not a notebook of Jupyter's format 4"),
+        ("exercises", '"metadata": {}', '"metadata": []', " is not a notebook of Jupyter's form"),
+        ("exercises", "{", "[" * 100_000, " is not a notebook of Jupyter's format 4"),
+        ("exercises", '"id": "title", ', "", ": each cell must have an id of its own"),
     ],
 )
 def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_path, capsys):
@@ -198,6 +203,21 @@ def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_
     assert error.startswith(f"{path}{words}")
     assert error.count("\n") == 0
     assert not (tmp_path / "out").exists()
+
+
+def test_two_cells_have_the_same_id(two_exercises, tmp_path, capsys):
+    path = two_exercises / "exercises" / "02_collectives.ipynb"
+    notebook = json.loads(path.read_text("utf-8"))
+    notebook["cells"][0]["id"] = notebook["cells"][1]["id"]
+    path.write_text(json.dumps(notebook), "utf-8")
+    error = refused(capsys, "nbgrader", str(tmp_path / "out"), "--course", str(two_exercises))
+    assert error == f"{path}: each cell must have an id of its own"
+
+
+@pytest.mark.parametrize("tool", ["nbgrader", "otter"])
+def test_a_folder_that_cannot_be_looked_into_gets_a_traceback(tool, tmp_path, capsys):
+    folder = tmp_path / ("x" * 300)
+    assert refused(capsys, tool, str(folder)) == f"{folder} cannot be used: File name too long"
 
 
 def test_a_solution_is_missing(two_exercises, tmp_path, capsys):
