@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import re
@@ -126,6 +127,16 @@ def write(files: dict[Path, str]) -> None:
 def counted(assignments: list[Assignment]) -> str:
     """Return how many assignments there are: "18 assignments are"."""
     return f"{count(len(assignments), 'assignment')} {'is' if len(assignments) == 1 else 'are'}"
+
+
+def missing(package: str, module: str) -> str:
+    """Return a line that says how to install a tool; "" if it is installed.
+
+    The files are written in either case: they may be graded in another environment.
+    """
+    if importlib.util.find_spec(module):
+        return ""
+    return f"\n{package} is not installed where the kit is. To install it: pip install {package}"
 
 
 def _read_assignment(exercises: Path, solutions: Path) -> Assignment:

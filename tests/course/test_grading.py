@@ -184,13 +184,16 @@ STUB = 'raise NotImplementedError(\\"Exercise 2.1: '
         ("exercises", '"id": "title", ', "", ": each cell must have an id of its own"),
     ],
 )
-def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_path, capsys):
+def test_a_notebook_is_edited_so_that(
+    kind, old, new, words, two_exercises, tmp_path, capsys, monkeypatch
+):
     path = two_exercises / kind / "02_collectives.ipynb"
     text = path.read_text("utf-8")
     assert old in text
     path.write_text(text.replace(old, new, 1), "utf-8")
     arguments = ["nbgrader", str(tmp_path / "out"), "--course", str(two_exercises)]
     if words is None:  # other lines in the gap are a solution, too
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: module == "nbgrader")
         assert main(arguments) == 0
         out = tmp_path / "out"
         assert capsys.readouterr() == (
@@ -203,6 +206,21 @@ def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_
     assert error.startswith(f"{path}{words}")
     assert error.count("\n") == 0
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("tool", "package"), [("nbgrader", "nbgrader"), ("otter", "otter-grader")])
+def test_a_teacher_does_not_learn_that_the_tool_is_missing(
+    tool, package, two_exercises, tmp_path, capsys, monkeypatch
+):
+    for found in (None, True):
+        monkeypatch.setattr("importlib.util.find_spec", lambda module, found=found: found)
+        folder = tmp_path / f"{found}"
+        assert main([tool, str(folder), "--course", str(two_exercises)]) == 0
+        out, err = capsys.readouterr()
+        sentence = (
+            f"\n{package} is not installed where the kit is. To install it: pip install {package}\n"
+        )
+        assert (out.endswith(sentence), "not installed" in out, err) == (not found, not found, "")
 
 
 def test_two_cells_have_the_same_id(two_exercises, tmp_path, capsys):
