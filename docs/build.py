@@ -48,10 +48,17 @@ def part(name: str) -> list[Path]:
     return sorted((NOTEBOOKS / name).glob("[0-9][0-9]_*.ipynb"))
 
 
-def minutes() -> dict[str, str]:
-    """Return the minutes of each lesson, by its name, from the table in README.md."""
-    row = re.compile(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", re.MULTILINE)
-    return dict(row.findall((ROOT / "README.md").read_text("utf-8")))
+def minutes(path: Path) -> str:
+    """Return how long a notebook takes, as its first cell says: "60 minutes".
+
+    Solutions have no minutes of their own, but those of their exercises.
+    """
+    if path.parent.name == "solutions":
+        return f"{minutes(NOTEBOOKS / 'exercises' / path.name)} for the exercises"
+    first = "".join(json.loads(path.read_text("utf-8"))["cells"][0]["source"])
+    said = re.search(r"\*\*About (\d+ minutes)\*\*", first)
+    assert said is not None, f"{path} does not say how long it takes"
+    return said[1]
 
 
 def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
@@ -82,11 +89,10 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
         elif "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
     heading, _, rest = notebook["cells"][0]["source"].partition("\n")
-    lasts = f"{minutes()[path.stem]} minutes · " if path in lessons() else ""
     notebook["cells"][0]["source"] = (
-        f'{heading}\n\n<p class="opens">{lasts}<a href="{path.name}" download>Download this '
-        f"notebook</a> · in JupyterLab: <code>{path.relative_to(NOTEBOOKS).as_posix()}</code></p>"
-        f"\n\n{rest}"
+        f'{heading}\n\n<p class="opens">{minutes(path)} · <a href="{path.name}" download>Download '
+        f"this notebook</a> · in JupyterLab: <code>{path.relative_to(NOTEBOOKS).as_posix()}</code>"
+        f"</p>\n\n{rest}"
     )
     notebook["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
     if path.parent.name == "solutions":

@@ -75,13 +75,21 @@ def test_a_link_leads_to_no_page_and_to_no_file(parts):
     assert set(links) - known == set()
 
 
-def test_a_lesson_has_no_minutes_or_a_notebook_cannot_be_downloaded():
-    table = build.minutes()
+def test_a_page_has_no_minutes_or_its_notebook_cannot_be_downloaded():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    row = re.compile(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", re.MULTILINE)
+    lessons = {name: f"{minutes} minutes" for name, minutes in row.findall(readme)}
+    exercises = {}
     for path in build.notebooks(ALL):
         opening = build.page(path, ALL)["cells"][0]["source"]
-        assert f'<a href="{path.name}" download>' in opening
+        (said,) = re.findall(rf'<p class="opens">(.+) · <a href="{path.name}" download>', opening)
         if path.parent == build.NOTEBOOKS:
-            assert f'<p class="opens">{table[path.stem]} minutes' in opening
+            assert said == lessons[path.stem]
+        elif path.parent.name == "exercises":
+            exercises[path.name] = said
+        else:
+            assert said == f"{exercises[path.name]} for the exercises"
+    assert all(re.fullmatch(r"\d+ minutes", said) for said in exercises.values())
 
 
 def test_a_picture_comes_without_words():

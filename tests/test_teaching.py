@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,29 @@ SECTION = re.compile(r"^#### (\d+\.\d+) .*?\n(.*?)(?=^#|\Z)", re.MULTILINE | re.
 ROW = re.compile(r"^\| (?!mistake \||---)(.+?) \| (.+) \|$", re.MULTILINE)
 # Sentences that are facts, and no hints.
 FACTS = {"there is no file at `path`"}
+LESSON = re.compile(r"\]\(\.\./notebooks/(\w+\.ipynb)\) \((\d+)\)")
+ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of missing lines
+SESSION = 90
+
+
+@cache
+def minutes() -> dict[str, dict[str, int]]:
+    """Return the minutes of each exercise, by its notebook and its number."""
+    found: dict[str, dict[str, int]] = {}
+    for path in sorted(ROOT.glob("notebooks/exercises/[0-9]*.ipynb")):
+        stubs, solved = (
+            {cell["id"]: "".join(cell["source"]) for cell in json.loads(text)["cells"]}
+            for text in (
+                path.read_text("utf-8"),
+                (ROOT / "notebooks" / "solutions" / path.name).read_text("utf-8"),
+            )
+        )
+        for cell, stub in stubs.items():
+            gap = r'^ *raise NotImplementedError\("Exercise (\d+\.\d+)'
+            if stated := re.search(gap, stub, re.MULTILINE):
+                missing = len(solved[cell].splitlines()) - len(stub.splitlines()) + 1
+                found.setdefault(path.name, {})[stated[1]] = ESTIMATE[missing]
+    return found
 
 
 @cache
@@ -80,8 +104,43 @@ def test_a_notebook_is_missing():
 def test_a_lesson_has_other_minutes_than_in_the_readme():
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", readme, re.MULTILINE)
-    said = re.findall(r"\[(\w+)\]\(\.\./notebooks/\w+\.ipynb\) \((\d+)\)", GUIDE)
+    said = [(name.removesuffix(".ipynb"), took) for name, took in LESSON.findall(GUIDE)]
     assert sorted(said) == sorted(table)
+
+
+def test_exercises_have_other_minutes_than_their_missing_lines_suggest():
+    for name, each in minutes().items():
+        text = (ROOT / "notebooks" / "exercises" / name).read_text("utf-8")
+        first = "".join(json.loads(text)["cells"][0]["source"])
+        wanted = (
+            f"**About {sum(each.values())} minutes**, estimated from the number of missing lines."
+        )
+        assert wanted in first, name
+    assert sorted(number for each in minutes().values() for number in each) == sorted(EXERCISES)
+
+
+def test_a_session_is_longer_than_it_may_be_or_has_other_minutes_than_its_notebooks():
+    known = {number: took for each in minutes().values() for number, took in each.items()}
+    planned = 0
+    for plan in re.findall(r"^\| session \|.*?\n\n", GUIDE, re.MULTILINE | re.DOTALL):
+        for row in plan.strip().splitlines()[2:]:
+            _, lessons, in_class, home = row.strip("| ").split(" | ")
+            for cell in (in_class, home):
+                listed = cell.partition(";")[0]
+                first_last = re.findall(r"(\d+\.\d+)(?: to (\d+\.\d+))?", listed)
+                numbers = [n for first, last in first_last for n in between(first, last or first)]
+                said = re.search(r"\((\d+)\)", listed)
+                assert int(said[1] if said else 0) == sum(known[n] for n in numbers), row
+                planned += len(numbers)
+            exercises = re.search(r"\((\d+)\)", in_class)
+            whole = sum(int(took) for _, took in LESSON.findall(lessons))
+            assert whole + int(exercises[1] if exercises else 0) <= SESSION, row
+    assert planned == len(EXERCISES)
+
+
+def between(first: str, last: str) -> list[str]:
+    """Return the exercises from one to another: 2.3 to 2.5."""
+    return EXERCISES[EXERCISES.index(first) : EXERCISES.index(last) + 1]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)

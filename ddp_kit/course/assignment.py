@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nbformat.validator import iter_validate
 
 from ddp_kit import check
 from ddp_kit.check.partial_credit import parts_of
@@ -98,7 +101,11 @@ def read(arguments: argparse.Namespace) -> list[Assignment]:
     been edited so that an exercise cannot be recognized.
     """
     target = arguments.folder
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    try:
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except OSError as error:
+        raise CourseError(f"{target} cannot be used: {error.strerror}") from None
+    if taken:
         raise CourseError(f"{target} exists and is not an empty folder; name a new one")
     course = arguments.course or notebooks.folder()
     found = sorted((course / "exercises").glob("[0-9]*.ipynb"))
@@ -120,6 +127,16 @@ def write(files: dict[Path, str]) -> None:
 def counted(assignments: list[Assignment]) -> str:
     """Return how many assignments there are: "18 assignments are"."""
     return f"{count(len(assignments), 'assignment')} {'is' if len(assignments) == 1 else 'are'}"
+
+
+def missing(package: str, module: str) -> str:
+    """Return a line that says how to install a tool; "" if it is installed.
+
+    The files are written in either case: they may be graded in another environment.
+    """
+    if importlib.util.find_spec(module):
+        return ""
+    return f"\n{package} is not installed where the kit is. To install it: pip install {package}"
 
 
 def _read_assignment(exercises: Path, solutions: Path) -> Assignment:
@@ -149,16 +166,20 @@ def _read_assignment(exercises: Path, solutions: Path) -> Assignment:
 def _load(path: Path) -> dict[str, Any]:
     try:
         notebook = json.loads(path.read_text("utf-8"))
-        cells = notebook["cells"]
-        if notebook["nbformat"] == 4 and all(
-            {"cell_type", "source", "metadata"} <= set(c) for c in cells
-        ):
-            return notebook
+        ids = [cell.get("id") for cell in notebook["cells"]]
+        valid = notebook["nbformat"] == 4 and not any(
+            error.validator != "required" or "'id'" not in error.message
+            for error in iter_validate(notebook, relax_add_props=True)
+        )
     except FileNotFoundError:
         raise CourseError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise CourseError(f"{path} is not a notebook of Jupyter's format 4")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        valid = False
+    if not valid:
+        raise CourseError(f"{path} is not a notebook of Jupyter's format 4")
+    if None in ids or len(set(ids)) < len(ids):
+        raise CourseError(f"{path}: each cell must have an id of its own")
+    return notebook
 
 
 def _source(cell: dict[str, Any]) -> str:
@@ -195,6 +216,12 @@ def _check(source: str, task: str | None, exercises: Path) -> Check:
         if name in check.__all__:
             return Check(name, match[2], parts_of(inspect.unwrap(getattr(check, name))))
         raise CourseError(f"{exercises}: there is no check for {task}")
+    if match and not task:
+        number = name.removeprefix("exercise_").replace("_", ".")
+        raise CourseError(
+            f'{exercises}: no cell with `raise NotImplementedError("Exercise {number}: ...")` is '
+            f"above the check of Exercise {number}"
+        )
     wanted = "`kit.check.exercise_4_1(answer)`, below the cell of its exercise"
     raise CourseError(f"{exercises}: a check must be one line such as {wanted}")
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Copy the course; return what was copied, and which changed files were kept."""
     folder = arguments.folder
-    if folder.resolve().is_relative_to(notebooks.folder()):
+    if Path(os.path.realpath(folder)).is_relative_to(notebooks.folder()):
         raise CourseError(f"{folder} is where the course itself is: name another folder")
     try:
         copied, updated, kept = copy(folder, solutions=not arguments.no_solutions)
@@ -73,7 +73,7 @@ def _read(path: Path) -> dict[str, str]:
     """Return the checksums of an earlier copy; none if there is none, or if it is damaged."""
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

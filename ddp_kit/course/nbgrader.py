@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, Gap, add_arguments, counted, read, write
+from ddp_kit.course.assignment import Cell, Check, Gap, add_arguments, counted, missing, read, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> str:
     return (
         f"{counted(assignments)} in {folder}/source. "
         f"Next, in {folder}: nbgrader generate_assignment {assignments[0].name}"
+        f"{missing('nbgrader', 'nbgrader')}"
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, add_arguments, counted, read, write
+from ddp_kit.course.assignment import Cell, Check, add_arguments, counted, missing, read, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> str:
     return (
         f"{counted(assignments)} in {folder}. "
         f"Next, in {folder}/{assignments[0].name}: otter generate -t tests"
+        f"{missing('otter-grader', 'otter')}"
     )
 
 

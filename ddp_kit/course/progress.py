@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from ddp_kit.progress_file import RANKS_CELL
 MOST = 10  # hints and parts that are listed
 NAMED = 5  # learners in a row of the table
 PICTURE = "progress.png"
+EXERCISE = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}")
 CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.6, 0.35  # inches
 # Colours that no rank has; the fill of a box, its edge, and the text in the key.
 PASSED = "#3c7d78", "#a6a6a6", "passed"
@@ -73,7 +77,9 @@ def run(arguments: argparse.Namespace) -> str:
         found = read(folder)
         path = folder / PICTURE
         if found.exercises:
-            path.write_bytes(draw(found)._repr_png_())
+            with warnings.catch_warnings():  # about letters of a name that no font has
+                warnings.filterwarnings("ignore", "Glyph ")
+                path.write_bytes(draw(found)._repr_png_())
     except OSError as error:
         raise CourseError(
             f"{folder} cannot be read, or no picture written there: {error.strerror} "
@@ -93,10 +99,12 @@ def read(folder: Path) -> Class:
         raise CourseError(f"{folder} is not a folder: name the one with the files *.jsonl")
     found = Class()
     for path in sorted(folder.glob("*.jsonl")):
+        if not path.is_file():  # a pipe would have to be written to by somebody first
+            continue
         for text in path.read_text("utf-8", errors="replace").splitlines():
             try:
                 _add(found, path.stem, json.loads(text))
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 found.unreadable += 1
     if not found.tries:
         raise CourseError(
@@ -108,17 +116,24 @@ def read(folder: Path) -> Class:
 
 def _add(found: Class, file: str, line: dict[str, Any]) -> None:
     exercise, passed, seconds = line["exercise"], line["passed"], float(line["seconds"])
-    learner, parts = str(line.get("learner") or file), dict(line.get("parts", {}))
-    if exercise != RANKS_CELL:
-        _number(exercise)
+    learner, parts = _shown(line.get("learner") or file, 40), dict(line.get("parts", {}))
+    if not (exercise == RANKS_CELL or EXERCISE.fullmatch(exercise)) or not math.isfinite(seconds):
+        raise ValueError("no check writes such a line")
     tries = found.tries.setdefault(exercise, {}).setdefault(learner, Tries())
     tries.checks += 1
     if passed and not tries.passed:
         tries.passed, tries.until = True, tries.checks
     found.seconds.setdefault(exercise, []).append(seconds)
     if hint := line.get("hint"):
-        found.hints[exercise, str(hint)] += 1
-    found.missed.update((exercise, name) for name, holds in parts.items() if not holds)
+        found.hints[exercise, _shown(hint, 1000)] += 1
+    missed = (_shown(name, 1000) for name, holds in parts.items() if not holds)
+    found.missed.update((exercise, name) for name in missed)
+
+
+def _shown(text: Any, most: int) -> str:
+    """Return text in one line, without what a terminal would obey and a picture cannot draw."""
+    plain = "".join(each if each.isprintable() else "?" for each in " ".join(str(text).split()))
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
 
 
 def _number(exercise: str) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def text_color(fill: str) -> str:
 def write(ax: Axes, x: float, y: float, text: str, size: float = 9, **style) -> Text:
     """Write text in the font of all pictures; `style` as for `Axes.text`."""
     style = {"color": INK, "ha": "left", "va": "center", "family": FAMILY, **style}
-    return ax.text(x, y, text, fontsize=size, **style)
+    return ax.text(x, y, text, fontsize=size, parse_math=False, **style)  # a $ is a $
 
 
 def fold(text: str, width: float, size: float = 8.5) -> list[str]:

@@ -84,7 +84,7 @@ def test_a_changed_file_is_overwritten_or_an_old_one_stays(course, tmp_path, cap
     assert "  exercises/01_send.ipynb" in others
 
 
-@pytest.mark.parametrize("damaged", ["", "[]", "{"])
+@pytest.mark.parametrize("damaged", ["", "[]", "{", "[" * 100_000])
 def test_a_file_that_this_command_did_not_copy_is_overwritten(course, tmp_path, damaged):
     target = tmp_path / "mine"
     target.mkdir()
@@ -96,8 +96,10 @@ def test_a_file_that_this_command_did_not_copy_is_overwritten(course, tmp_path, 
 
 def test_a_folder_that_cannot_be_used_gets_a_traceback(course, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for folder, reason in [
         (tmp_path / "file", "cannot be copied to"),
+        (tmp_path / "loop", "cannot be copied to"),
         (course / "inside", "is where the course itself is: name another folder"),
     ]:
         assert main(["copy", str(folder)]) == 1

@@ -177,15 +177,23 @@ STUB = 'raise NotImplementedError(\\"Exercise 2.1: '
         ("exercises", STUB, f"x = 1; {STUB}", ": a cell must have one line `raise NotImpl"),
         ("exercises", "kit.check.exercise_2_1(", "print(", ": no check follows Exercise 2.1"),
         ("exercises", "check.exercise_2_1(", "check.exercise_2_2(", ": a check must be one line"),
+        ("exercises", STUB, 'x = (\\"', ": no cell with `raise NotImplementedError("),
+        ("exercises", '"source": [', '"source": [5, ', " is not a notebook of Jupyter's format 4"),
+        ("exercises", '"metadata": {}', '"metadata": []', " is not a notebook of Jupyter's form"),
+        ("exercises", "{", "[" * 100_000, " is not a notebook of Jupyter's format 4"),
+        ("exercises", '"id": "title", ', "", ": each cell must have an id of its own"),
     ],
 )
-def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_path, capsys):
+def test_a_notebook_is_edited_so_that(
+    kind, old, new, words, two_exercises, tmp_path, capsys, monkeypatch
+):
     path = two_exercises / kind / "02_collectives.ipynb"
     text = path.read_text("utf-8")
     assert old in text
     path.write_text(text.replace(old, new, 1), "utf-8")
     arguments = ["nbgrader", str(tmp_path / "out"), "--course", str(two_exercises)]
     if words is None:  # other lines in the gap are a solution, too
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: module == "nbgrader")
         assert main(arguments) == 0
         out = tmp_path / "out"
         assert capsys.readouterr() == (
@@ -198,6 +206,36 @@ def test_a_notebook_is_edited_so_that(kind, old, new, words, two_exercises, tmp_
     assert error.startswith(f"{path}{words}")
     assert error.count("\n") == 0
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("tool", "package"), [("nbgrader", "nbgrader"), ("otter", "otter-grader")])
+def test_a_teacher_does_not_learn_that_the_tool_is_missing(
+    tool, package, two_exercises, tmp_path, capsys, monkeypatch
+):
+    for found in (None, True):
+        monkeypatch.setattr("importlib.util.find_spec", lambda module, found=found: found)
+        folder = tmp_path / f"{found}"
+        assert main([tool, str(folder), "--course", str(two_exercises)]) == 0
+        out, err = capsys.readouterr()
+        sentence = (
+            f"\n{package} is not installed where the kit is. To install it: pip install {package}\n"
+        )
+        assert (out.endswith(sentence), "not installed" in out, err) == (not found, not found, "")
+
+
+def test_two_cells_have_the_same_id(two_exercises, tmp_path, capsys):
+    path = two_exercises / "exercises" / "02_collectives.ipynb"
+    notebook = json.loads(path.read_text("utf-8"))
+    notebook["cells"][0]["id"] = notebook["cells"][1]["id"]
+    path.write_text(json.dumps(notebook), "utf-8")
+    error = refused(capsys, "nbgrader", str(tmp_path / "out"), "--course", str(two_exercises))
+    assert error == f"{path}: each cell must have an id of its own"
+
+
+@pytest.mark.parametrize("tool", ["nbgrader", "otter"])
+def test_a_folder_that_cannot_be_looked_into_gets_a_traceback(tool, tmp_path, capsys):
+    folder = tmp_path / ("x" * 300)
+    assert refused(capsys, tool, str(folder)) == f"{folder} cannot be used: File name too long"
 
 
 def test_a_solution_is_missing(two_exercises, tmp_path, capsys):

@@ -152,6 +152,29 @@ def test_a_teacher_sees_other_numbers_than_were_recorded(tmp_path, capsys):
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_line_that_no_check_writes_stops_the_teacher_or_reaches_the_terminal(tmp_path, capsys):
+    def line(**changes) -> str:
+        right = {"exercise": "2.1", "passed": False, "seconds": 1.0}
+        return json.dumps(right | changes) + "\n"
+
+    names = "\x1b[31mred\nline", "$x_{$", "\ud800", "字", "x" * 3000
+    shown = sorted(["?[31mred line", "$x_{$", "?", "字", "x" * 39 + "…"])
+    junk = [line(seconds=float("nan")), line(exercise="-1"), line(exercise="9" * 4000)]
+    junk += [line(exercise=2.1), "[" * 100_000 + "\n"]
+    hint = line(learner="$x_{$", hint="\x1b[2Jgone", parts={"\x1b[2Jpart": False})
+    text = "".join([*(line(learner=name) for name in names), *junk, hint])
+    (tmp_path / "room.jsonl").write_text(text)
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert main(["progress", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"2.1       5         0               1.0      {', '.join(shown)}\n" in out
+    assert "   1       2.1  ?[2Jgone\n" in out
+    assert "   1       2.1  ?[2Jpart\n" in out
+    assert "\n5 lines left out: not written by a check.\n" in out
+
+
 def test_a_folder_without_checks_gets_a_traceback(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("nonsense\n")
     for folder, reason in [
