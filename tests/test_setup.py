@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -190,3 +192,21 @@ def test_a_clone_beside_a_script_hides_the_installed_package(tmp_path):
     command = [sys.executable, str(script)]
     ran = subprocess.run(command, env=outside, capture_output=True, text=True, timeout=600)
     assert ran.stdout == "True\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"), [("mine.ipynb", True), ("04_ring_allreduce.ipynb", None)]
+)
+def test_a_notebook_of_the_learners_own_is_tested_or_one_of_the_course_is_not(name, ignored):
+    found = runpy.run_path(str(ROOT / "conftest.py"))["pytest_ignore_collect"]
+    assert found(ROOT / "notebooks" / name) is ignored
+
+
+def test_a_test_run_in_the_background_ignores_interrupts(pytestconfig):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's `&` has it
+    try:
+        conftest.pytest_sessionstart()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
