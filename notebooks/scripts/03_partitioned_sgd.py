@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group, which it would keep alive
+import torch.distributed.nn  # before the group is formed; otherwise this module keeps it alive
 import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,4 +45,5 @@ def train(rank, world_size):
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 10000))
-    mp.spawn(train, args=(4,), nprocs=4)
+    world_size = 4
+    mp.spawn(train, args=(world_size,), nprocs=world_size)
