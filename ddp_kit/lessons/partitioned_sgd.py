@@ -180,9 +180,8 @@ def first_steps(
     """Train one replica for some steps, cycling through the first eight batches.
 
     A batch has 128 digits for all ranks together. Without dropout, 1, 2, 4 and 8 ranks take the
-    same course, up to rounding; others have unequal shards. In float32, that rounding can make a
-    ReLU or a maximum choose otherwise, which training amplifies to differences of 1e-3; float64
-    avoids it. Returns the batch's loss in each step.
+    same course, up to rounding, which float64 keeps small; others have unequal shards. Returns
+    the batch's loss in each step.
     """
     torch.manual_seed(SEED)
     model = Net().to(device(), torch.float64).eval()  # without dropout
