@@ -141,12 +141,13 @@ class Collectives:
         wants = root in (None, self._rank)
         if data.nbytes <= _SMALL:
             yield from self._until_free()
-            self._slot(self._rank, data.dtype)[: len(data)].copy_(data)
+            number, dtype, count = self._round % SLOTS, data.dtype, data.numel()
+            slots = [self._segment.slot(r, number, dtype, count) for r in range(self._size)]
+            slots[self._rank].copy_(data)
             self._publish(call)
             if wants:
                 yield from self._until_written(self._others, call)
-                everybody = range(self._size)
-                reduction([self._slot(r, data.dtype)[: len(data)] for r in everybody], data)
+                reduction(slots, data)
             self._end_round()
         else:
             for start, end in _chunks(len(data), SLOT // data.itemsize):

@@ -25,6 +25,7 @@ PAGE = 4096
 SLOTS = 2  # of each rank; one may be written while the other is still being read
 SLOT = 1 << 22  # bytes
 RING = 1 << 19  # bytes
+_VIEWS = 1024  # tensors over slots that are kept, because making them takes longer than a copy
 MARKS = 48  # messages from one rank to another that may be under way at once
 NONCE = 16  # bytes at the start that tell this file from any other
 LINE = 128  # bytes: two cache lines, because a processor may fetch the neighbour too
@@ -51,7 +52,7 @@ class Segment:
         self.addresses = [ctypes.c_void_p(start + PAGE + LINE * r) for r in range(size)]
         self.lines = [(PAGE + LINE * r) // 8 for r in range(size)]
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._typed: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
 
     @property
     def nonce(self) -> bytes:
@@ -66,13 +67,17 @@ class Segment:
         """Return the index of the first word of a slot's own page."""
         return (self._slots + (rank * SLOTS + slot) * (PAGE + SLOT)) // 8
 
-    def slot(self, rank: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a slot, as a flat tensor of a dtype."""
-        key = rank, slot, dtype
-        if key not in self._typed:
+    def slot(
+        self, rank: int, slot: int, dtype: torch.dtype, count: int | None = None
+    ) -> torch.Tensor:
+        """Return the memory of a slot, as a flat tensor of `count` elements; None: all of it."""
+        key = rank, slot, dtype, count
+        if key not in self._views:
             start = self.header(rank, slot) * 8 + PAGE
-            self._typed[key] = self._bytes[start : start + SLOT].view(dtype)
-        return self._typed[key]
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            self._views[key] = self._bytes[start : start + SLOT].view(dtype)[:count]
+        return self._views[key]
 
     def pair(self, source: int, target: int) -> int:
         """Return the index of the first word of what one rank shares with one other."""

@@ -31,6 +31,7 @@ README = HERE / "README.md"
 BLOCK = re.compile(r"(?<=<!-- bench -->\n).*(?=<!-- /bench -->)", re.DOTALL)
 MARK = "DDP_KIT_BENCH"  # every process of a side has it in its environment, also what it starts
 PATIENCE = 120.0  # seconds for one answer of a side
+REST = 1.0  # seconds before a round, so that the threads of the other sides are asleep
 FAREWELL = 15.0  # seconds for a side to leave
 PACKAGES = ("torch", "cloudpickle", "accelerate", "ipyparallel", "nbdistributed")
 
@@ -161,6 +162,7 @@ def compare(comparison: Comparison, peers_python: str) -> dict[Side, list[float]
                     else:
                         if side not in warm:
                             warm[side] = stack.enter_context(running(side, python))
+                        time.sleep(REST)
                         times += warm[side].round()
                 except SideFailed as failed:
                     results[side] = str(failed)
