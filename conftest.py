@@ -15,6 +15,9 @@ from jupyter_client import KernelManager
 
 SANITIZE = Path(__file__).parent / "tests" / "notebooks" / "sanitize.cfg"
 
+# More processes than cores: a thread of OpenMP that waits must not spin on a core that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The processes that tests start import PyTorch without gc. Ranks of `kit.torchrun` get `sys.path`.
 QUICK_IMPORTS = str(Path(__file__).parent / "tests" / "quick_imports")
 if QUICK_IMPORTS not in sys.path:
