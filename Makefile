@@ -70,18 +70,19 @@ style: $(STAMP)  ## check style, imports and the types of the public names
 check: style  ## the quick checks: style, public types, one notebook, a lesson under each launcher
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
-# Only ALL=1 runs these: they need Chromium or network namespaces, or start many processes without the
-# shortcuts of the other tests, to see what is left of them when something is killed.
-ONLY_ALL := tests/browser tests/cluster tests/faults tests/course/test_grading.py \
-    tests/course/test_copy.py tests/benchmarks/test_gpu.py tests/test_warm_start.py \
-    tests/test_controls.py tests/test_backend_pools.py tests/test_mpi.py tests/test_hosting.py \
-    tests/lessons/test_under_mpiexec.py tests/lessons/test_torchrun_lesson.py \
-    tests/lessons/test_backends_lesson.py
+# Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
+# real processes, or run the lessons and the kit on other launchers, backends and world sizes.
+ONLY_ALL := tests/browser tests/cluster tests/faults tests/benchmarks/test_gpu.py \
+    $(addprefix tests/course/, test_grading.py test_copy.py) \
+    $(addprefix tests/lessons/, test_every_lesson.py test_under_mpiexec.py test_train.py \
+        test_torchrun_lesson.py test_backends_lesson.py) \
+    $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
+        test_mpi.py test_shm.py test_status.py test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every notebook; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 20 minutes on two idle cores."
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
 
 long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes

@@ -5,40 +5,51 @@ of the time. The ranks of a pool do the same, see `ddp_kit/pool/rank/without_gc.
 
 rfc3987_syntax builds 38 parsers when jsonschema imports it, for 2 s of CPU time, and pytest and
 JupyterLab import jsonschema. Without it, jsonschema leaves some formats of addresses unchecked.
+
+On a busy machine, a kernel may need more than 10 s to send what a cell has printed; then ipykernel
+would print "IOStream.flush timed out" into the cell.
 """
 
+import functools
 import gc
 import importlib.util
 import os
 import sys
 
 
-class ImportsTorch:
-    """Finds PyTorch, once, and leaves every other module to Python's own finders."""
+class Import:
+    """Changes how one module is executed, once, and leaves every other one to Python's finders."""
+
+    def __init__(self, name, execute):
+        self._name, self._execute = name, execute
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            execute = spec.loader.exec_module
-
-            def without_gc(module):
-                enabled = gc.isenabled()
-                gc.disable()
-                try:
-                    execute(module)
-                finally:
-                    gc.freeze()
-                    if enabled:
-                        gc.enable()
-
-            spec.loader.exec_module = without_gc
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
         return spec
 
 
-sys.meta_path.insert(0, ImportsTorch())
+def without_gc(execute, module):
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        execute(module)
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def with_patience(execute, module):
+    execute(module)
+    module.OutStream.flush_timeout = 120
+
+
+sys.meta_path[:0] = [Import("torch", without_gc), Import("ipykernel.iostream", with_patience)]
 sys.modules["rfc3987_syntax"] = None  # so its import raises an ImportError
 if "DDP_KIT_FORKED_SPAWN" in os.environ:
     import forked_spawn
