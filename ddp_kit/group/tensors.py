@@ -11,16 +11,15 @@ from torch.distributed import ReduceOp
 
 def check(backend: str, tensor: torch.Tensor) -> None:
     """Raise RuntimeError for a tensor whose memory a backend of the CPU cannot use."""
-    if tensor.is_cpu and tensor.layout is torch.strided:
-        return
     if not tensor.is_cpu:
         raise RuntimeError(
             f'the "{backend}" backend supports CPU tensors only, got one on {tensor.device}; '
             "copy it to the CPU first, or use gloo or nccl"
         )
-    raise RuntimeError(
-        f'the "{backend}" backend supports dense tensors only, got layout {tensor.layout}'
-    )
+    if tensor.layout is not torch.strided:
+        raise RuntimeError(
+            f'the "{backend}" backend supports dense tensors only, got layout {tensor.layout}'
+        )
 
 
 def check_dtypes(name: str, tensors: Sequence[torch.Tensor], other: torch.Tensor) -> None:
