@@ -845,6 +845,20 @@ def ddp_with_a_hook_of_pytorch(group):
     return trained(group, allreduce_hook)
 
 
+@compared
+def ddp_with_uneven_batches_and_an_unused_parameter(group):
+    torch.manual_seed(7)
+    layer = torch.nn.Linear(3, 2)
+    layer.unused = torch.nn.Parameter(torch.ones(2))
+    net = torch.nn.parallel.DistributedDataParallel(
+        layer, process_group=group, find_unused_parameters=True
+    )
+    with net.join():
+        for _ in range(1 + group.rank()):
+            net(torch.ones(1, 3)).sum().backward()
+    return [torch.zeros(0) if p.grad is None else p.grad for p in net.parameters()]
+
+
 @own
 def ddp_raises_the_timeout_of_its_group(group):
     if group.size() == 1:

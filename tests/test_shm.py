@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import group_cases
@@ -26,6 +29,8 @@ import ddp_kit as kit
 from ddp_kit import shm
 from ddp_kit.errors import BackendError
 from ddp_kit.shm import futex, joining
+from ddp_kit.trace.events import Event, Group
+from ddp_kit.verdict import graph
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD_SIZES = (1, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4)))
@@ -129,6 +134,41 @@ def test_an_operation_that_nobody_waits_for_does_not_move(forked_ranks):
     assert (
         list(kit.run(worker, world_size=2, backend="shm")) == [(["first", "second"], 2.0, 2.0)] * 2
     )
+
+
+def leaves_too_early_or_late(rank, world_size):
+    """Return the calls that do not need the ranks that the verdict takes for needed."""
+    checked, found = dist.new_group(backend="gloo"), []
+    world, ranks = Group("world", tuple(range(world_size)), "cpu:shm"), range(world_size)
+    for method, numel in itertools.product(
+        ("broadcast", "reduce", "gather", "scatter"), (1, 100_000, 3 << 20)
+    ):
+        for root, absent in itertools.product(ranks, ranks):
+            event = Event(rank, 0, method, "collective", method, world, 0, root=root)
+            event = replace(event, inputs=((numel,),), nbytes=4 * numel)
+            tensor = torch.ones(numel)
+            parts = [torch.ones(numel) for _ in ranks] if rank == root else None
+            given = {"gather": [parts], "scatter": [parts]}.get(method, [])
+            from_root = method in ("broadcast", "scatter")
+            where = {"group_src" if from_root else "group_dst": root, "async_op": True}
+            call = functools.partial(getattr(dist, method), tensor, *given, **where)
+            if rank != absent:
+                work = call()
+                if absent not in graph.needed(event):
+                    work.wait()
+                time.sleep(0.001)  # else it shall not end, however long it has
+                if work.is_completed() == (absent in graph.needed(event)):
+                    found.append((method, numel, root, absent))
+            dist.barrier(checked)
+            if rank == absent:
+                work = call()
+            work.wait()
+    return found
+
+
+def test_a_rank_leaves_a_collective_without_one_that_it_needs(forked_ranks):
+    found = kit.run(leaves_too_early_or_late, world_size=3, backend="shm", timeout=60)
+    assert list(found) == [[], [], []]
 
 
 def test_the_ranks_of_two_hosts_share_memory():

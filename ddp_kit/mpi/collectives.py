@@ -235,8 +235,10 @@ class MPIProcessGroup(BaseProcessGroup):
             memory=flat,
         )
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> PythonWork:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks; every rank gets the result."""
+        if isinstance(tensors, Tensor):  # from `DistributedDataParallel.join`
+            tensors = [tensors]
         return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PythonWork:

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.mpi import work
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
+from ddp_kit.shm import engine
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board_copy import Head
 from ddp_kit.trace.polling import find_polling_loop
@@ -244,8 +246,9 @@ def _is_idle(stack: list[Frame]) -> bool:
     places = list(map(_place, stack))
     if _RESULTS in places and any(file == "connection.py" for file, _ in places):
         return False  # processes may be at work, and it calls what is to be called after that
-    helps = any(place in _HELPERS for place in places)
-    if helps or any(frame.file == _WATCHES_PARENT for frame in stack):
+    if any(place in _HELPERS for place in places):
+        return True
+    if any(f.file == _WATCHES_PARENT or (f.file, f.function) in _OF_GROUPS for f in stack):
         return True
     inner = [frame for at, frame in zip(places, stack, strict=True) if at != _WAITS][:1]
     # A function of C, which a pool's thread calls, has no frame of its own.
@@ -281,6 +284,7 @@ def _polls(stack: list[Frame]) -> bool:
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
+_OF_GROUPS = {(engine.__file__, "_move_alone"), (work.__file__, "_watch")}
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 # File and function of threads of the standard library that only move data for others, and of those
 # that wait for work, which the rank's stuck main thread cannot give them.

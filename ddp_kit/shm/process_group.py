@@ -213,8 +213,10 @@ class SharedMemoryProcessGroup(MessageGroup):
         opts = opts or dist.ReduceOptions()
         return self._reduce("reduce", tensors, opts, opts.rootRank)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> PythonWork:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks; every rank gets the result."""
+        if isinstance(tensors, Tensor):  # from `DistributedDataParallel.join`
+            tensors = [tensors]
         return self._reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PythonWork:

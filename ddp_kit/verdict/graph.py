@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from ddp_kit.shm.segment import SLOT, SLOTS
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event, Group
 
@@ -111,11 +112,11 @@ def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
     """Return whether ranks that are not dead could complete what this one waits for."""
     event = state.waits_for
     assert event is not None
-    unknown = event.root is not None and not _is_on_gloo(event)  # which ranks it needs
+    unknown = event.root is not None and needed(event) is None  # which ranks it needs
     if unknown and event.root not in (state.rank, *peers):
         return True  # the root has joined: a rank may leave before the others join
-    if event.method == "new_group" and _is_on_gloo(event):
-        peers = tuple(peer for peer in peers if peer in needed_on_gloo(event))
+    if event.method == "new_group" and (members := needed(event)) is not None:
+        peers = tuple(peer for peer in peers if peer in members)
     enough = any if one_is_enough(event) or unknown else all
     return enough(peer not in dead for peer in peers)
 
@@ -136,8 +137,9 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
     if state.status != "waiting" or event is None:
         return None
     if event.kind == "collective":
-        needed = needed_on_gloo(event) if _is_on_gloo(event) else _others(state, event)
-        missing = tuple(r for r in needed if not _has_joined(at.get(r), event))
+        ranks = needed(event)
+        ranks = _others(state, event) if ranks is None else ranks
+        missing = tuple(r for r in ranks if not _has_joined(at.get(r), event))
         if missing and event.method == "new_group":  # ranks that are no members must call it, too
             missing = tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event))
         return missing or None
@@ -155,37 +157,54 @@ def _others(state: RankState, event: Event) -> tuple[int, ...]:
     return tuple(rank for rank in event.group.ranks if rank != state.rank)
 
 
-def _is_on_gloo(event: Event) -> bool:
-    """Return whether gloo itself runs a collective."""
-    return f"{event.device}:gloo" in event.group.backends.split(",")
+def needed(event: Event) -> tuple[int, ...] | None:
+    """Return the ranks without which this one cannot leave a collective; None if that is unknown.
 
-
-def needed_on_gloo(event: Event) -> tuple[int, ...]:
-    """Return the ranks without which this one cannot leave a collective, in their order.
-
-    A rank that only sends, or only receives, may leave before all have joined. Which ones it
-    needs follows from the algorithms in https://github.com/pytorch/gloo/tree/main/gloo:
-    broadcast.cc, a tree, in which the parent of a rank is its number after the root without its
-    highest bit; gather.cc and scatter.cc, with the root in the middle; reduce.cc, a ring.
+    A rank that only sends, or only receives, may leave before all have joined.
     """
-    size = len(event.group.ranks)
-    me, everyone = event.group.ranks.index(event.rank), set(range(size))
-    root = me if event.root is None else event.group.ranks.index(event.root)
-    needed = everyone
-    if event.method == "new_group":  # it connects its members
-        needed = {event.group.ranks.index(member) for member in event.inputs[0]}
-    elif event.method == "broadcast":
+    backends = event.group.backends.split(",")
+    known = (name for name in ("gloo", "shm", "mpi") if f"{event.device}:{name}" in backends)
+    backend, members = next(known, ""), event.group.ranks
+    size, me = len(members), members.index(event.rank)
+    root = me if event.root is None else members.index(event.root)
+    if backend and event.method == "new_group":  # it connects the new group's members
+        ranks = {members.index(member) for member in event.inputs[0]}
+    elif backend == "gloo":
+        ranks = _needed_on_gloo(event, size, me, root)
+    elif backend == "shm":
+        ranks = _needed_on_shm(event, size, me, root)
+    else:
+        return None
+    return tuple(members[number] for number in sorted(ranks - {me}))
+
+
+def _needed_on_gloo(event: Event, size: int, me: int, root: int) -> set[int]:
+    """Return the numbers of the ranks that this one, number `me`, needs on gloo.
+
+    It follows from the algorithms in https://github.com/pytorch/gloo/tree/main/gloo: broadcast.cc,
+    a tree, in which the parent of a rank is its number after the root without its highest bit;
+    gather.cc and scatter.cc, with the root in the middle; reduce.cc, a ring.
+    """
+    if event.method == "broadcast":
         at = (me - root) % size
         parents = {at & ((1 << bit) - 1) for bit in range(at.bit_length())}
         children = {n for n in range(1, size) if n ^ (1 << n.bit_length() - 1) == at}
-        needed = {(n + root) % size for n in parents | children}
-    elif me != root and event.method in ("gather", "scatter"):
-        needed = {root}
-    elif me != root and event.method == "reduce" and me >= (chunks := _chunks(event)):
+        return {(n + root) % size for n in parents | children}
+    if me != root and event.method in ("gather", "scatter"):
+        return {root}
+    if me != root and event.method == "reduce" and me >= (chunks := _chunks(event)):
         # The ring goes down from rank to rank. Only the first ranks own a chunk, and their chunks
         # end with them, so this one needs the ranks before it on the way, and the next one.
-        needed = {me - 1, *range(me + 1, size), *range(chunks - 1)} if chunks else set()
-    return tuple(event.group.ranks[n] for n in sorted(needed - {me}))
+        return {me - 1, *range(me + 1, size), *range(chunks - 1)} if chunks else set()
+    return set(range(size))
+
+
+def _needed_on_shm(event: Event, size: int, me: int, root: int) -> set[int]:
+    """Return the numbers of the ranks that this one, number `me`, needs with `ddp_kit.shm`."""
+    fits = event.method == "broadcast" and event.nbytes <= SLOTS * SLOT  # else it waits for readers
+    if me != root and (fits or event.method in ("gather", "scatter")):
+        return {root}
+    return set(range(size))
 
 
 def _chunks(event: Event) -> int:

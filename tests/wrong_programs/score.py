@@ -30,7 +30,7 @@ import psutil
 import torch
 from program import Program
 from report import SILENT, Judgement, Report, judge
-from suite import PROGRAMS
+from suite import PROGRAMS, programs_for
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -234,21 +234,19 @@ def by_category(programs: Sequence[Program], results: dict[str, Results]) -> str
     return "\n".join(lines)
 
 
-def failures(programs: Sequence[Program], results: Results) -> str:
-    """Return a line for each program of which a tool did not say what is true."""
-    lines = []
-    for program in programs:
-        report = results[program.name]
-        judged = judge(program, report)
-        if judged not in (Judgement("TN"), Judgement("TP", True, True, True)):
-            marks = {kind: ranks for kind, ranks in program.marks.items() if ranks}
-            wrong = [what for what in ("kind", "ranks", "lines") if not getattr(judged, what)]
-            detail = "" if judged.outcome != "TP" else f" wrong {', '.join(wrong)}"
-            lines.append(
-                f"{judged.outcome}{detail} {program.name}: expected {program.expected} {marks}, "
-                f"got {report.kind} {report.ranks} absent {report.absent}"
-            )
-    return "\n".join(sorted(lines))
+def print_failure(program: Program, report: Report) -> None:
+    """Print a line if a tool did not say what is true of a program."""
+    judged = judge(program, report)
+    if judged in (Judgement("TN"), Judgement("TP", True, True, True)):
+        return
+    marks = {kind: ranks for kind, ranks in program.marks.items() if ranks}
+    wrong = [what for what in ("kind", "ranks", "lines") if not getattr(judged, what)]
+    detail = "" if judged.outcome != "TP" else f" wrong {', '.join(wrong)}"
+    print(
+        f"{judged.outcome}{detail} {program.name}: expected {program.expected} {marks}, "
+        f"got {report.kind} {report.ranks} absent {report.absent}",
+        flush=True,
+    )
 
 
 def print_report(tool: str, program: Program, report: Report) -> None:
@@ -289,7 +287,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds, of PyTorch's tools")
     parser.add_argument("--backend", default="gloo", help="of ddp_kit's ranks, such as shm")
     parser.add_argument("--jobs", type=int, default=24, help="programs at once, not for ddp_kit")
-    parser.add_argument("--failures", action="store_true", help="list what ddp_kit gets wrong")
+    parser.add_argument("--failures", action="store_true", help="print what ddp_kit gets wrong")
     parser.add_argument("--text", action="store_true", help="print what each tool said")
     options = parser.parse_args()
     if options.show:
@@ -298,18 +296,19 @@ def main() -> None:
     everything = not options.only and options.tools == list(TOOLS) and options.backend == "gloo"
     if options.record and not everything:
         parser.error("--record needs every program and every tool, on gloo")
-    programs = [p for p in PROGRAMS if options.only in f"{p.category} {p.name}"]
+    programs = programs_for(options.backend)
+    programs = [p for p in programs if options.only in f"{p.category} {p.name}"]
     if not programs:
         parser.error(f"no program has {options.only!r} in its name or category")
     results: dict[str, Results] = {}
     left: dict[str, list[str]] = {}
     for tool in options.tools:
-        show = partial(print_report, tool) if options.text else None
+        show = print_failure if options.failures and tool == "ddp_kit" else None
+        if options.text:
+            show = partial(print_report, tool)
         results[tool], left[tool] = score(
             tool, programs, options.timeout, options.jobs, show, options.backend
         )
-        if options.failures and tool == "ddp_kit":
-            print(failures(programs, results[tool]))
     rows = [
         row(TOOLS[tool].format(timeout=options.timeout), programs, results[tool])
         for tool in results

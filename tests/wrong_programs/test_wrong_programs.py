@@ -11,7 +11,7 @@ import pytest
 import with_kit
 from program import NONE
 from report import Judgement, judge
-from suite import PROGRAMS, tenth
+from suite import OTHERWISE_ON_SHM, PROGRAMS, tenth
 
 import ddp_kit as kit
 
@@ -34,8 +34,24 @@ def parameters():
 
 @pytest.mark.parametrize("program", list(parameters()))
 def test_a_program_is_judged_wrongly(program, tmp_path):
-    file = program.write(tmp_path)
-    run = functools.partial(kit.run, backend="gloo")
+    is_judged(program, tmp_path, "gloo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reduce_with_a_rank_that_waits",
+        "new_group_that_a_non_member_creates_later",
+        "wait_in_a_thread",
+    ],
+)
+def test_a_program_is_judged_wrongly_on_shm(name, tmp_path):
+    is_judged(next(each for each in PROGRAMS if each.name == name), tmp_path, "shm")
+
+
+def is_judged(program, folder, backend):
+    file = program.write(folder)
+    run = functools.partial(kit.run, backend=backend)
     report = with_kit.run(run, str(file), program.world_size, program.seconds, LIMIT)
     judged = judge(program, report)
     if program.is_right:
@@ -56,6 +72,7 @@ def test_a_program_has_no_name_or_mark_of_its_own():
         assert ranks <= set(range(program.world_size)), program.name
         assert bool(marks["fault"]) != program.is_right, program.name
     assert {name for name in KNOWN if name not in names} == set()
+    assert {name for others in OTHERWISE_ON_SHM.values() for name in others} <= set(names)
 
 
 def test_a_report_is_judged_right_although_it_is_not(program_and_report):
