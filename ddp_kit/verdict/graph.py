@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from ddp_kit import mpi, shm
 from ddp_kit.shm.segment import SLOT, SLOTS
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event, Group
@@ -163,7 +164,7 @@ def needed(event: Event) -> tuple[int, ...] | None:
     A rank that only sends, or only receives, may leave before all have joined.
     """
     backends = event.group.backends.split(",")
-    known = (name for name in ("gloo", "shm", "mpi") if f"{event.device}:{name}" in backends)
+    known = (name for name in ("gloo", shm.NAME, mpi.NAME) if f"{event.device}:{name}" in backends)
     backend, members = next(known, ""), event.group.ranks
     size, me = len(members), members.index(event.rank)
     root = me if event.root is None else members.index(event.root)
@@ -171,7 +172,7 @@ def needed(event: Event) -> tuple[int, ...] | None:
         ranks = {members.index(member) for member in event.inputs[0]}
     elif backend == "gloo":
         ranks = _needed_on_gloo(event, size, me, root)
-    elif backend == "shm":
+    elif backend == shm.NAME:
         ranks = _needed_on_shm(event, size, me, root)
     else:
         return None

@@ -14,6 +14,7 @@ from report import Judgement, judge
 from suite import OTHERWISE_ON_SHM, PROGRAMS, tenth
 
 import ddp_kit as kit
+from ddp_kit import mpi, shm
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -38,15 +39,18 @@ def test_a_program_is_judged_wrongly(program, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("backend", "name"),
     [
-        "reduce_with_a_rank_that_waits",
-        "new_group_that_a_non_member_creates_later",
-        "wait_in_a_thread",
+        ("shm", "reduce_with_a_rank_that_waits"),
+        ("shm", "wait_in_a_thread"),
+        ("shm", "new_group_that_a_non_member_creates_later"),
+        ("mpi", "new_group_that_a_non_member_creates_later"),
     ],
 )
-def test_a_program_is_judged_wrongly_on_shm(name, tmp_path):
-    is_judged(next(each for each in PROGRAMS if each.name == name), tmp_path, "shm")
+def test_a_program_is_judged_wrongly_on_another_backend(backend, name, tmp_path):
+    if missing := {"shm": shm, "mpi": mpi}[backend].missing():
+        pytest.skip(missing)
+    is_judged(next(each for each in PROGRAMS if each.name == name), tmp_path, backend)
 
 
 def is_judged(program, folder, backend):
