@@ -71,13 +71,12 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
-# real processes, or run the lessons and the kit on other launchers, backends and world sizes.
-ONLY_ALL := tests/browser tests/cluster tests/faults tests/benchmarks/test_gpu.py \
+# real processes, test the lessons' modules one by one, which the notebooks run too, or run the kit
+# on other launchers and backends, or are about PyTorch itself.
+ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/benchmarks/test_gpu.py \
     $(addprefix tests/course/, test_grading.py test_copy.py) \
-    $(addprefix tests/lessons/, test_every_lesson.py test_under_mpiexec.py test_train.py \
-        test_torchrun_lesson.py test_backends_lesson.py) \
     $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
-        test_mpi.py test_shm.py test_status.py test_warm_start.py)
+        test_mpi.py test_shm.py test_status.py test_torch_internals.py test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every notebook; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ import nbval.kernel
 import pytest
 from jupyter_client import KernelManager
 
+# Words of a notebook whose ranks import torch._dynamo, which takes a second.
+NEEDS_DYNAMO = ("DistributedDataParallel(", "optim.", "ADAM", "SGD")
 SANITIZE = Path(__file__).parent / "tests" / "notebooks" / "sanitize.cfg"
 
 # More processes than cores: a thread of OpenMP that waits must not spin on a core that others need.
@@ -51,9 +54,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork the ranks of notebooks; see tests/quick_imports/forked_spawn.py."""
     os.environ.pop("DDP_KIT_FORKED_SPAWN", None)
     if item.path.suffix == ".ipynb" and sys.platform == "linux":
-        # DistributedDataParallel imports torch._dynamo, which takes a second.
-        has_ddp = "DistributedDataParallel(" in item.path.read_text("utf-8")
-        os.environ["DDP_KIT_FORKED_SPAWN"] = "torch._dynamo" if has_ddp else ""
+        os.environ["DDP_KIT_FORKED_SPAWN"] = ",".join(_imported_by_ranks(item.path))
+
+
+@functools.cache
+def _imported_by_ranks(notebook: Path) -> list[str]:
+    """Return the modules that are to be imported once, before the ranks are forked."""
+    text = notebook.read_text("utf-8")
+    needs_dynamo = any(word in text for word in NEEDS_DYNAMO)
+    lesson = f"ddp_kit.lessons.{notebook.stem[3:]}"
+    return [*(["torch._dynamo"] if needs_dynamo else []), *([lesson] if lesson in text else [])]
 
 
 @pytest.hookimpl(trylast=True)

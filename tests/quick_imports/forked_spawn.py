@@ -7,6 +7,7 @@ is tested in tests/faults, tests/notebooks/test_scripts.py and tests/browser.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -48,7 +49,9 @@ def _ensure_server() -> None:
     new = {name: os.environ.pop(name) for name in os.environ.keys() - at_start}
     try:
         preload = [name for name in PRELOAD if name in sys.modules]
-        preload += filter(None, os.environ["DDP_KIT_FORKED_SPAWN"].split(","))
+        more = filter(None, os.environ["DDP_KIT_FORKED_SPAWN"].split(","))
+        # A script of a notebook, which has not imported the kit, does without its lessons.
+        preload += [name for name in more if name.partition(".")[0] in sys.modules]
         if "torch" in preload:  # a first optimizer's step imports it, see below
             preload.append(KEEPS_GROUP)
         forkserver.set_forkserver_preload(preload)
@@ -64,6 +67,7 @@ def _get_preparation_data(name: str) -> dict:
 def _prepare(data: dict) -> None:
     """Give a fork the variables and the parent that it would have if it were spawned."""
     if "variables" in data:
+        gc.freeze()  # what was imported stays
         for name in os.environ.keys() - data["variables"].keys():
             del os.environ[name]
         os.environ.update(data["variables"])
