@@ -71,17 +71,18 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 	@$(BIN)/python -m pytest -n 2 --dist load $(QUICK)
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
-# real processes, test the lessons' modules one by one, which the notebooks run too, or run the kit
-# on other launchers and backends, or are about PyTorch itself.
+# real processes, run the lessons' modules and exercises once more, which the notebooks and graders
+# do too, or run the kit on other launchers and backends, or are about PyTorch itself.
 ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/benchmarks/test_gpu.py \
-    $(addprefix tests/course/, test_grading.py test_copy.py) \
+    tests/check/test_exercise_notebooks.py $(addprefix tests/course/, test_grading.py test_copy.py) \
     $(addprefix tests/, test_backend_pools.py test_controls.py test_debugger.py test_hosting.py \
-        test_mpi.py test_shm.py test_status.py test_torch_internals.py test_warm_start.py)
+        test_mpi.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \
+        test_warm_start.py)
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every notebook; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
 	@echo "Running all tests and notebooks: about 17 minutes on two idle cores."
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
 
 long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import reprlib
 from bisect import bisect_left
@@ -102,6 +103,7 @@ def room_for(title: str) -> float:
     return min(WIDTH, max(NARROW, _title_width(title)))
 
 
+@functools.lru_cache(maxsize=256)  # a path takes longer than a small picture
 def _title_width(title: str) -> float:
     if not title.strip():  # no letter, no path
         return 0.0
