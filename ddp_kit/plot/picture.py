@@ -103,7 +103,7 @@ def room_for(title: str) -> float:
     return min(WIDTH, max(NARROW, _title_width(title)))
 
 
-@functools.lru_cache(maxsize=256)  # a picture asks twice, and to make a path takes long
+@functools.lru_cache(maxsize=256)  # a picture asks twice, and making a path is slow
 def _title_width(title: str) -> float:
     if not title.strip():  # no letter, no path
         return 0.0

@@ -284,6 +284,7 @@ def _polls(stack: list[Frame]) -> bool:
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
+# Threads of process groups in Python, which move operations that are on the boards.
 _OF_GROUPS = {(engine.__file__, "_move_alone"), (work.__file__, "_watch")}
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 # File and function of threads of the standard library that only move data for others, and of those
