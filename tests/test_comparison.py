@@ -20,6 +20,7 @@ import ddp_kit as kit
 from ddp_kit.pool import Result
 from ddp_kit.trace import Trace
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 N = 4
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
-from kernels import ROOT, call
+from kernels import ROOT
 from nbconvert import HTMLExporter
 
 from ddp_kit.lessons import point_to_point
@@ -294,48 +293,6 @@ def test_torchvision_before_mnist_and_mnist_in_a_rank(shared):
     shared.run("digits = kit.mnist()")
     for worker in ("lambda r, w: kit.mnist()[r][1]", "lambda r, w: digits[r][1]"):
         assert shared.value(f"list(kit.run({worker}, world_size=2))") == labels
-
-
-# --- a whole notebook ----------------------------------------------------------------------
-
-CELLS = [
-    "import random, time\nimport torch, torch.distributed as dist\nimport ddp_kit as kit",
-    "def talk(rank, world_size):\n"
-    "    for line in range(12):\n"
-    "        time.sleep(random.random() * 0.1)\n"
-    "        print('line', line)\n"
-    "    tensor = torch.tensor([10 ** rank])\n"
-    "    before = tensor.clone()\n"
-    "    dist.all_reduce(tensor)\n"
-    "    return {'before': before, 'after': tensor}\n"
-    "result = kit.run(talk, world_size=2)",
-    "kit.plot.tensors(result)",
-    "def fail(rank, world_size):\n"
-    "    time.sleep(random.random() * 0.1)\n"
-    "    print('last words')\n"
-    "    raise ValueError('boom')\n"
-    "kit.run(fail, world_size=2)",
-    "kit.run(lambda rank, world_size: rank, world_size=3)",
-]
-
-
-def test_a_notebook_of_runs_passes_nbval_as_it_was_regenerated(tmp_path):
-    cells = [nbformat.v4.new_code_cell(code, id=f"c{i}") for i, code in enumerate(CELLS)]
-    cells[3].metadata["tags"] = ["raises-exception"]
-    path = tmp_path / "notebook.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-
-    call(tmp_path, ROOT / "tests" / "notebooks" / "regenerate.py", path)
-    outputs = [cell.outputs for cell in nbformat.read(path, as_version=4).cells]
-    assert outputs[1][1].text.count("line 11\n") == 2
-    assert set(outputs[2][0].data) == {"image/png", "text/plain"}
-    assert outputs[3][-1].ename == "RankError"
-
-    before = path.read_bytes()
-    nbval = "-m pytest --nbval --nbval-current-env --nbval-cell-timeout=60 -p no:cacheprovider"
-    printed = call(tmp_path, *nbval.split(), "-c", os.devnull, path.name)
-    assert f"{len(CELLS)} passed" in printed
-    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

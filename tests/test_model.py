@@ -18,6 +18,7 @@ from ddp_kit import model
 from ddp_kit.errors import ModelError
 from ddp_kit.model import Link
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 ALL_REDUCES = [model.naive_ring, model.chunked_ring, model.tree, model.halving_doubling]
 NAMES = [cost.__name__ for cost in ALL_REDUCES]
 LINK, GAMMA = Link(0.3, 0.01), 0.002

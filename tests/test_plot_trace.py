@@ -145,7 +145,7 @@ def texts(picture):
 
 def overlaps(picture):
     """Return the pairs of texts in a drawn picture that cover each other, slanted ones too."""
-    picture.canvas.draw()
+    picture.draw_without_rendering()
     renderer = picture.canvas.get_renderer()
     found = []
     for ax in picture.axes:

@@ -21,6 +21,7 @@ from ddp_kit.lessons import collectives, point_to_point
 from ddp_kit.trace import Clock, Trace, TraceFolder
 from ddp_kit.trace.events import Event, Group
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 EVERY_FIELD = Event(
     *(1, 7, "all_to_all_single", "collective", "alltoall_base", Group("pair", (1, 2)), 3, 0, 4),
     *(2, "int64", ((2, 3), ()), ((1,),), ((1, 2), (0, 3)), "MAX", 48, 10, 11, 12),

@@ -18,6 +18,7 @@ from ddp_kit.error_text import Frame
 from ddp_kit.trace import Trace
 from ddp_kit.trace.training_steps import BUCKET, _runs, training_steps
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 LAYERS = (4096, 64, 4096, 64, 640, 40)  # bytes of gradients
 
 

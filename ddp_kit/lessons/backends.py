@@ -177,12 +177,12 @@ def measure(
     operation: Callable[[torch.Tensor], None],
     sizes: Iterable[int],
     dtype: torch.dtype = torch.float32,
-    most: int = 30,
+    most: int = 15,
 ) -> list[list[float]]:
     """Time rounds of an operation at each size on this rank; return the seconds of each round.
 
     A round takes the sizes in turn, so that a busy second of the machine slows all of them and not
-    one. A barrier comes before each time. most: rounds below 1 MB; above there are at most eight.
+    one. A barrier comes before each time. most: rounds below 1 MB; above there are at most five.
     """
     tensors = [
         torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())
@@ -191,7 +191,7 @@ def measure(
     samples = [[] for _ in tensors]
     for turn in range(1 + most):
         for tensor, seconds in zip(tensors, samples, strict=True):
-            if tensor.nbytes >= 1_000_000 and turn > 8:
+            if tensor.nbytes >= 1_000_000 and turn > 5:
                 continue
             dist.barrier()
             start = time.perf_counter()

@@ -25,7 +25,7 @@ from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.notebook.controls import Explorer
 
 SIZES = (4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
-ROUNDS, LARGE, ROUNDS_IF_LARGE = 30, 10_000_000, 10  # LARGE: bytes; each round takes long
+ROUNDS, LARGE, ROUNDS_IF_LARGE = 15, 10_000_000, 5  # LARGE: bytes; each round takes long
 Sample = tuple[int, list[float]]  # bytes, and the seconds of each round
 
 
@@ -204,7 +204,7 @@ def samples(
     """Time each contestant at each size: the slowest rank's seconds of every round.
 
     run: calls a worker on all ranks, such as `kit.run`. sizes: bytes of the tensor, ascending.
-    rounds: by default 30, and 10 from 10 MB on.
+    rounds: by default 15, and 5 from 10 MB on.
     """
     small = [nbytes for nbytes in sizes if nbytes < LARGE]
     large = [nbytes for nbytes in sizes if nbytes >= LARGE]

@@ -173,12 +173,12 @@ def time_all_reduces(
     """Time each of ALL_REDUCES, by name and bytes: the seconds of each round, after a warm-up.
 
     All are timed in each round, so that a busy moment does not affect only one of them. rounds:
-    by default 30, and 10 for tensors of a megabyte and more.
+    by default 15, and 5 for tensors of a megabyte and more.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4, device=device())
-        for turn in range(1 + (rounds or (30 if nbytes < 1_000_000 else 10))):
+        for turn in range(1 + (rounds or (15 if nbytes < 1_000_000 else 5))):
             for name, (all_reduce, _) in ALL_REDUCES.items():
                 dist.barrier()
                 start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 import ddp_kit as kit
 from ddp_kit.lessons import partitioned_sgd
@@ -22,6 +23,16 @@ def test_partitions_are_disjoint_and_the_same_everywhere():
 
 def test_the_network_has_as_many_parameters_as_it_says():
     assert sum(p.numel() for p in partitioned_sgd.Net().parameters()) == 21_840
+
+
+def test_the_first_digits_are_those_of_the_dataset():
+    images, labels = partitioned_sgd.as_batch(Subset(kit.mnist(), range(300)))
+    for mine, theirs in zip(partitioned_sgd.first_digits(300), (images, labels), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    for count in (0, 10_001):
+        with pytest.raises(ValueError, match=f"from 1 to 10,000, got {count}"):
+            partitioned_sgd.first_digits(count)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
