@@ -15,7 +15,7 @@ import pytest
 from jupyter_client import KernelManager
 
 # Words of a notebook whose ranks import torch._dynamo, which takes a second.
-NEEDS_DYNAMO = ("DistributedDataParallel(", "optim.", "ADAM", "SGD")
+NEEDS_DYNAMO = ("DistributedDataParallel(", "DTensor", "optim.", "ADAM", "SGD")
 SANITIZE = Path(__file__).parent / "tests" / "notebooks" / "sanitize.cfg"
 
 # More processes than cores: a thread of OpenMP that waits must not spin on a core that others need.

@@ -1,17 +1,24 @@
-"""Processes that multiprocessing spawns are forked from one that has imported PyTorch.
+"""Processes that multiprocessing spawns are forked from one that has imported PyTorch, the server.
 
 An import takes 1.5 s of CPU time, and a notebook starts up to 20 ranks. Here they take one import
-together. nbval runs the notebooks so, with the scripts that they start; that ranks can be spawned
-is tested in tests/faults, tests/notebooks/test_scripts.py and tests/browser.
+together with the kernel or script that starts them: it imports PyTorch first of all, and forks the
+server while it has no threads. nbval runs the notebooks so, with the scripts that they start; that
+ranks can be spawned is tested in tests/faults, tests/notebooks/test_scripts.py and tests/browser.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import importlib
 import multiprocessing
 import os
+import signal
+import socket
 import sys
-from multiprocessing import forkserver, process, resource_tracker, spawn
+from contextlib import suppress
+from multiprocessing import forkserver, process, resource_tracker, spawn, util
+from pathlib import Path
 
 # Imported before the first fork, if the process that spawns has imported them; the variable has
 # the names of more, separated by commas.
@@ -22,11 +29,66 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torchvision", "ddp_kit.pool.ran
 KEEPS_GROUP = "torch.distributed.nn.functional"
 at_start = set(os.environ)
 get_preparation_data, prepare = spawn.get_preparation_data, spawn.prepare
+spawnv_passfds = util.spawnv_passfds
+forked: tuple[int, socket.socket] | None = None  # the server that waits for its first rank
 
 
 def install() -> None:
     multiprocessing.get_context("spawn").Process._Popen = staticmethod(_fork)
     spawn.get_preparation_data, spawn.prepare = _get_preparation_data, _prepare
+    if _spawns_ranks(sys.orig_argv[1:]):
+        _fork_server()
+
+
+def _spawns_ranks(command: list[str]) -> bool:
+    """Return whether a command is a kernel or a script that calls `mp.spawn`."""
+    if command[:2] == ["-m", "ipykernel_launcher"]:
+        return True
+    with suppress(OSError, IndexError):
+        return command[0].endswith(".py") and "mp.spawn(" in Path(command[0]).read_text("utf-8")
+    return False
+
+
+def _fork_server() -> None:
+    """Fork a process that becomes the server when it is told how, and ends with this one."""
+    global forked
+    for name in ("torch", *os.environ["DDP_KIT_FORKED_SPAWN"].split(",")):
+        if name.startswith("torch"):  # the kit is left to the notebook
+            with suppress(ImportError):
+                importlib.import_module(name)
+    mine, its = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        its.close()
+        forked = pid, mine
+        return
+    mine.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with its:
+        command, files, _, _ = socket.recv_fds(its, 1 << 20, 8)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if command:
+            numbers, _, code = command.decode().partition(" ")
+            apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]
+            for file, number in zip(apart, numbers.split(","), strict=True):
+                os.dup2(file, int(number))
+            exec(code, {})
+    finally:
+        os._exit(0)
+
+
+def _become_server(executable: str, command: list[str], files: list[int]) -> int:
+    """Have the forked process run the code that a new Python would run; return its pid."""
+    global forked
+    if forked is None:
+        return spawnv_passfds(executable, command, files)
+    pid, connection = forked
+    forked = None
+    text = f"{','.join(map(str, files))} {command[-1]}"
+    with connection:
+        socket.send_fds(connection, [text.encode()], files)
+    return pid
 
 
 def _fork(own: process.BaseProcess) -> object:
@@ -55,8 +117,10 @@ def _ensure_server() -> None:
         if "torch" in preload:  # a first optimizer's step imports it, see below
             preload.append(KEEPS_GROUP)
         forkserver.set_forkserver_preload(preload)
+        util.spawnv_passfds = _become_server
         forkserver.ensure_running()
     finally:
+        util.spawnv_passfds = spawnv_passfds
         os.environ.update(new)
 
 
