@@ -80,5 +80,8 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--data", help="folder with MNIST's gzip files; without, made-up digits")
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and to resume from")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.accumulate < 1:
+        parser.error("--accumulate must be at least 1")
+    main(args)
     dist.destroy_process_group()  # after the model is gone: the other order can hang
