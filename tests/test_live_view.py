@@ -155,7 +155,7 @@ def test_a_flood_fills_the_cell(shared):
     )
     assert printed[100] == (
         "[rank 1] ... 3,201 characters are not shown here; .output[1] of the result or the error "
-        "has all ..."
+        "has more ..."
     )
     assert shared.value("len(result.output[1].splitlines())") == "1000"
 

@@ -18,8 +18,9 @@ class Result:
     """What every rank of one run returned, printed and sent.
 
     result[2] is what rank 2 returned; `len(result)` is the world size; iterating goes in
-    rank order. output[2] is all that rank 2 printed, as one str. Of a long value, such as a
-    state_dict, the repr of a Result shows the beginning.
+    rank order. output[2] is what rank 2 printed, as one str; of more than 200,000 bytes, it has
+    the first and the last 100,000. Of a long value, such as a state_dict, the repr of a Result
+    shows the beginning.
 
     Indexing raises ResultError, which is an IndexError, for a rank that does not exist.
     """

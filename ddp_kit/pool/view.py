@@ -185,7 +185,7 @@ def print_output(output: Sequence[str], kept: bool = True) -> None:
     """
     for rank, text in enumerate(output):
         lines = [as_seen(line) for line in text.removesuffix("\n").split("\n")] if text else []
-        where = f"; .output[{rank}] of the result or the error has all" if kept else ""
+        where = f"; .output[{rank}] of the result or the error has more" if kept else ""
         for line in _without_middle(lines, where):
             say(f"[rank {rank}] {line}".rstrip())
 
