@@ -82,7 +82,7 @@ ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/benchma
 
 test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every notebook; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
-	@echo "Running all tests and notebooks: about 12 minutes on two idle cores."
+	@echo "Running all tests and notebooks: about 10 minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
 

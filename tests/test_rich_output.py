@@ -231,6 +231,13 @@ def test_a_rank_of_a_script_displays_more_than_text():
     assert result.output[0].splitlines()[-1] == "<IPython.core.display.HTML object>"
 
 
+def test_a_long_text_such_as_a_state_dict_is_shown_whole(capsys):
+    show_displayed({rank: [({"text/plain": "weight " * 2_000}, {})] for rank in (0, 1)})
+    shown = capsys.readouterr().out.splitlines()
+    assert [line[:14] for line in shown] == ["rank 0: weight", "rank 1: weight"]
+    assert all(line.endswith("... and 12,500 more characters") for line in shown)
+
+
 def test_equal_displays_are_folded_across_different_ones(capsys):
     html = [({"text/html": text, "text/plain": f"<object at {text}>"}, {}) for text in "ab"]
     same = ({"text/html": "a", "text/plain": "<object at another address>"}, {})

@@ -164,7 +164,7 @@ def test_a_lesson_with_a_long_name_moves_its_description_to_another_column():
         (["lab"], "The first time takes minutes."),
         (["lab"], "Opening JupyterLab on notebooks/, which takes some seconds."),
         (["lesson", "NAME=ddp"], "Running the lesson ddp: 10 to 30 s"),
-        (["test"], "about 12 minutes on two idle cores"),
+        (["test"], "about 10 minutes on two idle cores"),
     ],
 )
 def test_a_target_that_takes_long_begins_without_a_word(arguments, line):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from IPython.display import display
 
 from ddp_kit.error_text import name_ranks
+from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.wire.messages import Bundle
 
 
@@ -21,8 +21,7 @@ def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
     for rank, bundles in displayed.items():
         for (data, metadata), look in zip(bundles, _looks(bundles), strict=True):
             if set(data) == {"text/plain"}:
-                head = f"rank {rank}: "
-                print(head + textwrap.indent(str(data["text/plain"]), " " * len(head)).lstrip())
+                print(beside_rank(rank, str(data["text/plain"])))
             elif ranks[look][0] == rank:
                 print(f"{_name_range(ranks[look])}:")
                 display(data, metadata=metadata, raw=True)

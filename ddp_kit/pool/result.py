@@ -13,6 +13,14 @@ from ddp_kit.trace import Trace
 LONGEST_REPR = 1_500  # characters of a returned value that are shown; result[rank] is all of it
 
 
+def beside_rank(rank: int, text: str) -> str:
+    """Return a value's text beside the name of its rank; of a long one, the beginning."""
+    head = f"rank {rank}: "
+    if len(text) > LONGEST_REPR:
+        text = f"{text[:LONGEST_REPR]} ... and {len(text) - LONGEST_REPR:,} more characters"
+    return head + textwrap.indent(text, " " * len(head)).lstrip()
+
+
 @dataclass(frozen=True)
 class Result:
     """What every rank of one run returned, printed and sent.
@@ -49,9 +57,5 @@ class Result:
             return f"{len(self)} ranks returned None"
         lines = []
         for rank, value in enumerate(self.values):
-            head, text = f"rank {rank}: ", repr(value)
-            if len(text) > LONGEST_REPR:
-                left_out = len(text) - LONGEST_REPR
-                text = f"{text[:LONGEST_REPR]} ... and {left_out:,} more characters"
-            lines.append(head + textwrap.indent(text, " " * len(head)).lstrip())
+            lines.append(beside_rank(rank, repr(value)))
         return "\n".join(lines)
