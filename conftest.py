@@ -6,11 +6,8 @@ import functools
 import os
 import re
 import sys
-import tempfile
-import weakref
 from pathlib import Path
 
-import nbval.kernel
 import pytest
 from jupyter_client import KernelManager
 
@@ -71,7 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Name each failure as soon as it happens; have nbval compare and start kernels as below."""
     config.option.nbval_sanitize_with = str(SANITIZE)
     if sys.platform == "linux":
-        nbval.kernel.KernelManager = _manager_without_ports
+        import without_ports
+
+        without_ports.install(KernelManager)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_NamesFailures(reporter))
@@ -85,15 +84,3 @@ class _NamesFailures:
         if report.failed:
             self._reporter.ensure_newline()
             self._reporter.write_line(f"{report.when} of {report.nodeid} failed", red=True)
-
-
-def _manager_without_ports(**given: object) -> KernelManager:
-    """Return a manager whose kernel is connected by files.
-
-    Ports are chosen seconds before the kernel has imported what it needs to listen on them. By
-    then a rank of another test may have one, and the kernel dies.
-    """
-    folder = tempfile.TemporaryDirectory(prefix="nbval-")
-    manager = KernelManager(transport="ipc", ip=f"{folder.name}/kernel", **given)
-    weakref.finalize(manager, folder.cleanup)
-    return manager

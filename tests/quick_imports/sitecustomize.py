@@ -54,6 +54,12 @@ sys.modules["rfc3987_syntax"] = None  # so its import raises an ImportError
 if "DDP_KIT_FORKED_SPAWN" in os.environ:
     import forked_spawn
     import forked_torchrun
+    import without_ports
 
+    def with_files(execute, module):
+        execute(module)
+        without_ports.install(module.KernelManager)
+
+    sys.meta_path.insert(0, Import("jupyter_client.manager", with_files))
     forked_spawn.install()
     forked_torchrun.install()
