@@ -307,6 +307,21 @@ def test_ranks_of_two_hosts_return_print_and_are_traced():
 
 
 @pytest.mark.usefixtures("beside_the_notebook")
+def test_the_end_of_a_flood_on_another_host_is_lost():
+    def worker(rank, world_size):
+        if rank == 1:
+            print("first" + "." * 300_000 + "last")
+
+    with OtherHost():
+        result = on_two_hosts(worker)
+    assert result.output[0] == ""
+    assert re.fullmatch(
+        r"first\.+\n\.\.\. 100,010 bytes left out: 200,000 of a run are kept \.\.\.\n\.+last\n",
+        result.output[1],
+    )
+
+
+@pytest.mark.usefixtures("beside_the_notebook")
 def test_what_a_rank_on_another_host_raises_is_reported_here():
     def worker(rank, world_size):
         if rank == 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import builtins
-import io
 import os
 import pickle
 import runpy
@@ -36,7 +35,7 @@ from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire.messages import CALL, SOCKET
 from ddp_kit.pool.wire.other_host import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport
-from ddp_kit.pool.wire.output import OUTPUT_LIMIT
+from ddp_kit.pool.wire.output import KeptOutput
 from ddp_kit.pool.wire.payload import pickle_whole
 from ddp_kit.trace import Board, Clock, InternTable, recording, unrecorded
 
@@ -161,7 +160,7 @@ def pack(program: Program) -> str:
 def _run_elsewhere(packed: str, rank: int) -> None:
     """Run the program on another host; put a report of it into the store."""
     world_size = environment.rank_info().world_size
-    board, report, printed = Board(), RemoteReport(), io.StringIO()
+    board, report, printed = Board(), RemoteReport(), KeptOutput()
     observer = Observer(board, rank)  # a fork, which shares the board
     os.register_at_fork(after_in_child=board.unshare)
     environment.end_with_agent()  # not the observer, which reports that this process has ended
@@ -184,7 +183,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
         how = CUT if broken == id(error) else RAISED
         raise
     finally:
-        report.output, report.log = printed.getvalue(), board.read()
+        report.output, report.log = printed.text(), board.read()
         with suppress(dist.DistError):  # the notebook's host is gone
             _send(report, rank, how)
         if how == RETURNED:
@@ -207,14 +206,13 @@ def _send(report: RemoteReport, rank: int, how: str) -> None:
 
 
 class _Tee:
-    """A stream that keeps what it writes to another."""
+    """A stream that keeps what it writes to another, as much of it as the pipe of a rank does."""
 
-    def __init__(self, kept: io.StringIO, stream: TextIO) -> None:
+    def __init__(self, kept: KeptOutput, stream: TextIO) -> None:
         self._kept, self._stream = kept, stream
 
     def write(self, text: str) -> int:
-        """Write, and keep as much as a rank of a pool may print."""
-        self._kept.write(text[: max(0, OUTPUT_LIMIT - self._kept.tell())])
+        self._kept.add(text.encode("utf-8", errors="replace"))
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a rank prints: the notebook's end of its pipe, and how much it may print."""
+"""What a rank prints: the notebook's end of its pipe, and how much of it is kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,32 @@ _CHUNK = 1 << 16  # as much as a pipe holds, so one read empties it
 _NEWEST = 1000  # bytes of the latest output that are kept for the live view
 
 
+class KeptOutput:
+    """The beginning and the end of what one rank prints in a run: `OUTPUT_LIMIT` bytes."""
+
+    def __init__(self) -> None:
+        self._beginning, self._end = bytearray(), bytearray()
+        self._dropped = 0  # bytes in between
+
+    def add(self, data: bytes) -> None:
+        """Keep the data, and of what was added before only the beginning and the end."""
+        room = OUTPUT_LIMIT // 2 - len(self._beginning)
+        self._beginning += data[:room]
+        self._end += data[room:]
+        if (over := len(self._end) - OUTPUT_LIMIT // 2) > 0:
+            del self._end[:over]
+            self._dropped += over
+
+    def text(self) -> str:
+        """Return what is kept, with a line that says how much was left out."""
+        parts, between = [self._beginning + self._end], ""
+        if self._dropped:
+            parts = [self._beginning, self._end]
+            left_out = f"{self._dropped:,} bytes left out"
+            between = f"\n... {left_out}: {OUTPUT_LIMIT:,} of a run are kept ...\n"
+        return between.join(part.decode("utf-8", errors="replace") for part in parts)
+
+
 class RankOutput:
     """The read end of the pipe that one rank prints to, and what came through it."""
 
@@ -20,8 +46,7 @@ class RankOutput:
         self.pipe = pipe
         self.is_open = True  # False once the rank has closed both its stdout and its stderr
         self.newest = b""  # the last bytes that were printed
-        self._kept, self._end = bytearray(), bytearray()  # the beginning, and what came last
-        self._dropped = 0  # bytes in between
+        self._kept = KeptOutput()
 
     def read(self) -> bool:
         """Read what has been printed; return False if there was nothing."""
@@ -33,24 +58,14 @@ class RankOutput:
             self.is_open = False  # other code has closed it
             return False
         self.is_open = bool(data)
-        room = OUTPUT_LIMIT // 2 - len(self._kept)
-        self._kept += data[:room]
-        self._end += data[room:]
-        if (over := len(self._end) - OUTPUT_LIMIT // 2) > 0:
-            del self._end[:over]
-            self._dropped += over
+        self._kept.add(data)
         self.newest = (self.newest + data[-_NEWEST:])[-_NEWEST:]
         return bool(data)
 
     def take(self) -> str:
         """Return what was printed since the last call, as text."""
-        parts, between = [self._kept + self._end], ""
-        if self._dropped:
-            parts = [self._kept, self._end]
-            left_out = f"{self._dropped:,} bytes left out"
-            between = f"\n... {left_out}: {OUTPUT_LIMIT:,} of a run are kept ...\n"
-        text = between.join(part.decode("utf-8", errors="replace") for part in parts)
-        self._kept, self._end, self._dropped, self.newest = bytearray(), bytearray(), 0, b""
+        text = self._kept.text()
+        self._kept, self.newest = KeptOutput(), b""
         return text
 
 
