@@ -72,7 +72,8 @@ check: style  ## the quick checks: style, public types, one notebook, a lesson u
 
 # Only ALL=1 runs these. They need Chromium or network namespaces, look at what a kill leaves of many
 # real processes, run the lessons' modules and exercises once more, which the notebooks and graders
-# do too, or run the kit on other launchers and backends, or are about PyTorch itself.
+# do too, execute notebooks without the tests' short cuts, run the kit on other launchers and backends,
+# or are about PyTorch itself.
 ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/benchmarks/test_gpu.py \
     tests/check/test_exercise_notebooks.py tests/notebooks/test_regenerate.py \
     $(addprefix tests/course/, test_grading.py test_copy.py) \
@@ -80,9 +81,9 @@ ONLY_ALL := tests/browser tests/cluster tests/faults tests/lessons tests/benchma
         test_mpi.py test_shm.py test_status.py test_torch_internals.py test_torchrun.py \
         test_warm_start.py)
 
-test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every notebook; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
+test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, tests and every lesson; ALL=1: as CI does; TORCH=2.x.y: with that PyTorch
 	@$(BIN)/python -m compileall -q ddp_kit  # else each rank does, if Python writes no bytecode
-	@echo "Running all tests and notebooks: about 10 minutes on two idle cores."
+	@echo "$(if $(ALL),Running all tests and lessons: about 30,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
 

@@ -65,7 +65,7 @@ def _imported_by_ranks(notebook: Path) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name each failure as soon as it happens; have nbval compare and start kernels as below."""
+    """Name each failure when it happens; compare as SANITIZE says; connect kernels by files."""
     config.option.nbval_sanitize_with = str(SANITIZE)
     if sys.platform == "linux":
         import without_ports

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DIGITS = Path(__file__).parent / "digits"
 PLACES = ("", "raw", "MNIST/raw")  # below a folder; torchvision uses the last
-MEAN, DEVIATION = 0.1307, 0.3081  # of the training digits' grey values, as the tutorial rounds them
+MEAN, DEVIATION = 0.1307, 0.3081  # of the training images, scaled to 0 to 1 and rounded
 
 
 def mnist(

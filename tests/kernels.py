@@ -122,21 +122,15 @@ class Kernel:
 
     def __init__(self, folder: Path, set_up: str = SET_UP, **variables: str) -> None:
         self.set_up, environment = set_up, ENVIRONMENT | variables
-        for last in (False, False, True):
-            self.manager = ThisPython()
-            self.manager.start_kernel(cwd=str(folder), env=environment)
-            self.client = self.manager.client()
-            try:
-                self.client.start_channels()
-                self.get_ready()
-                return
-            except BaseException:
-                # The manager looks for free ports, and the kernel binds them seconds later. In
-                # between, a rank of a concurrent test may take one; then the kernel dies.
-                died = not self.manager.is_alive()
-                self.end()
-                if last or not died:
-                    raise
+        self.manager = ThisPython()
+        self.manager.start_kernel(cwd=str(folder), env=environment)
+        self.client = self.manager.client()
+        try:
+            self.client.start_channels()
+            self.get_ready()
+        except BaseException:
+            self.end()
+            raise
 
     def get_ready(self) -> None:
         self.process = psutil.Process(self.manager.provisioner.pid)

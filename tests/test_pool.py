@@ -132,6 +132,17 @@ def test_repr_shows_values_or_that_there_are_none():
     assert repr(kit.run(lambda r, w: None, world_size=2)) == "2 ranks returned None"
 
 
+class Table:
+    """Its repr has columns, as that of a DataFrame."""
+
+    def __repr__(self):
+        return "   a\n0  1"
+
+
+def test_repr_moves_the_first_line_of_a_value_against_the_others():
+    assert repr(kit.run(lambda r, w: Table(), world_size=1)) == "rank 0:    a\n        0  1"
+
+
 # --- warm processes and world sizes --------------------------------------------------------
 
 

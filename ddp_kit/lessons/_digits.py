@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 def as_batch(digits: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a dataset as one batch: images (count, 1, 28, 28), labels (count,)."""
+    """Return a dataset as one batch: float32 images (count, 1, 28, 28), int64 labels (count,)."""
     images, labels = zip(*(digits[i] for i in range(len(digits))), strict=True)
     return torch.stack(images).to(device()), torch.tensor(labels, device=device())
 
 
 def first_digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first training digits as one batch."""
+    """Return the first `count` training digits as one batch, as `as_batch` does.
+
+    Raises ValueError unless count is from 1 to 10,000.
+    """
     digits = mnist()
     if not 1 <= count <= len(digits):
         raise ValueError(f"count must be from 1 to {len(digits):,}, got {count}")
-    return _in_one_go(digits, count)
+    return _first_as_batch(digits, count)
 
 
-def _in_one_go(digits: MNIST, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_as_batch(digits: MNIST, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `as_batch` returns for the first digits, to the last bit, without its loop."""
     images = (digits.data[:count, None] / 255 - MEAN) / DEVIATION
     return images.to(device()), digits.targets[:count].to(device())
@@ -43,7 +46,7 @@ def accuracy(model: nn.Module, full: bool = False) -> float:
     """
     model.eval()
     digits = mnist(train=False, full=full)
-    images, labels = _in_one_go(digits, len(digits))
+    images, labels = _first_as_batch(digits, len(digits))
     guesses = torch.cat([model(some).argmax(1) for some in images.split(1000)])
     model.train()
     return (guesses == labels).sum().item() / len(labels)

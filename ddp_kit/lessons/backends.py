@@ -182,7 +182,7 @@ def measure(
     """Time rounds of an operation at each size on this rank; return the seconds of each round.
 
     A round takes the sizes in turn, so that a busy second of the machine slows all of them and not
-    one. A barrier comes before each time. most: rounds below 1 MB; above there are at most five.
+    one. A barrier comes before each time. most: rounds of sizes below 1 MB; others get at most 5.
     """
     tensors = [
         torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device())

@@ -10,15 +10,15 @@ from typing import Any
 from ddp_kit.errors import ResultError
 from ddp_kit.trace import Trace
 
-LONGEST_REPR = 1_500  # characters of a returned value that are shown; result[rank] is all of it
+LONGEST_REPR = 1_500  # characters of a value, or of displayed text, that are shown
 
 
 def beside_rank(rank: int, text: str) -> str:
-    """Return a value's text beside the name of its rank; of a long one, the beginning."""
+    """Return a value's text beside the name of its rank; cut the text if it is long."""
     head = f"rank {rank}: "
     if len(text) > LONGEST_REPR:
         text = f"{text[:LONGEST_REPR]} ... and {len(text) - LONGEST_REPR:,} more characters"
-    return head + textwrap.indent(text, " " * len(head)).lstrip()
+    return head + textwrap.indent(text, " " * len(head)).removeprefix(" " * len(head))
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Result:
     """What every rank of one run returned, printed and sent.
 
     result[2] is what rank 2 returned; `len(result)` is the world size; iterating goes in
-    rank order. output[2] is what rank 2 printed, as one str; of more than 200,000 bytes, it has
-    the first and the last 100,000. Of a long value, such as a state_dict, the repr of a Result
-    shows the beginning.
+    rank order. output[2] is what rank 2 printed, as one str. If that is more than 200,000 bytes, it
+    has the first and the last 100,000, and between them a line that says how many are missing. The
+    repr of a Result cuts long values, such as a state_dict.
 
     Indexing raises ResultError, which is an IndexError, for a rank that does not exist.
     """

@@ -82,6 +82,6 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and to resume from")
     args = parser.parse_args()
     if args.accumulate < 1:
-        parser.error("--accumulate must be at least 1")
+        parser.error(f"--accumulate must be at least 1, got {args.accumulate}")
     main(args)
     dist.destroy_process_group()  # after the model is gone: the other order can hang

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from processes import BOUND
 from ddp_kit.launch.rank import torchrun_worker
 
 N = 6
+TRIES = 200  # with one failure in fifty tries, all of them would pass in 2 % of the runs
 
 
 def join_and_leave(rank, file):
@@ -27,11 +29,12 @@ def join_and_leave(rank, file):
     torchrun_worker._leave_group()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="1,200 processes are quick only if forked")
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_rank_ends_before_the_others_are_connected(tmp_path):
+def test_a_rank_that_ends_at_once_breaks_the_connections_of_others(tmp_path):
     """Without the all_reduce in `_join`, a try in fifty fails here: Connection closed by peer."""
     context = multiprocessing.get_context("forkserver")
-    for number in range(200):
+    for number in range(TRIES):
         file = str(tmp_path / f"store{number}")
         ranks = [context.Process(target=join_and_leave, args=(rank, file)) for rank in range(N)]
         for rank in ranks:

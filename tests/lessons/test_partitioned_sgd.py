@@ -25,7 +25,7 @@ def test_the_network_has_as_many_parameters_as_it_says():
     assert sum(p.numel() for p in partitioned_sgd.Net().parameters()) == 21_840
 
 
-def test_the_first_digits_are_those_of_the_dataset():
+def test_the_first_digits_differ_from_those_of_the_dataset():
     images, labels = partitioned_sgd.as_batch(Subset(kit.mnist(), range(300)))
     for mine, theirs in zip(partitioned_sgd.first_digits(300), (images, labels), strict=True):
         assert mine.dtype == theirs.dtype

@@ -98,10 +98,10 @@ def test_the_last_group_of_an_epoch_counts_less(tmp_path):
     assert difference.abs().max() < 1e-4  # only rounding
 
 
-def test_a_step_without_a_batch_is_one_line():
+def test_a_step_without_a_batch_ends_in_a_traceback():
     run = train("--accumulate", 0)
     assert run.returncode == 2
-    assert run.stderr.splitlines()[-1] == "train.py: error: --accumulate must be at least 1"
+    assert run.stderr.splitlines()[-1] == "train.py: error: --accumulate must be at least 1, got 0"
 
 
 def test_without_data_it_says_so_and_learns():

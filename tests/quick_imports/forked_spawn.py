@@ -2,8 +2,9 @@
 
 An import takes 1.5 s of CPU time, and a notebook starts up to 20 ranks. Here they take one import
 together with the kernel or script that starts them: it imports PyTorch first of all, and forks the
-server while it has no threads. nbval runs the notebooks so, with the scripts that they start; that
-ranks can be spawned is tested in tests/faults, tests/notebooks/test_scripts.py and tests/browser.
+server before it starts threads of its own. nbval runs the notebooks so, with the scripts that they
+start. That ranks can be spawned is tested in tests/faults, tests/notebooks/test_scripts.py and
+tests/browser, and tests/notebooks/regenerate.py executes all notebooks without any fork.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from multiprocessing import forkserver, process, resource_tracker, spawn, util
 from pathlib import Path
@@ -44,7 +46,7 @@ def _spawns_ranks(command: list[str]) -> bool:
     """Return whether a command is a kernel or a script that calls `mp.spawn`."""
     if command[:2] == ["-m", "ipykernel_launcher"]:
         return True
-    with suppress(OSError, IndexError):
+    with suppress(OSError, IndexError, ValueError):
         return command[0].endswith(".py") and "mp.spawn(" in Path(command[0]).read_text("utf-8")
     return False
 
@@ -62,20 +64,32 @@ def _fork_server() -> None:
         its.close()
         forked = pid, mine
         return
-    mine.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with its:
-        command, files, _, _ = socket.recv_fds(its, 1 << 20, 8)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 1
     try:
-        if command:
-            numbers, _, code = command.decode().partition(" ")
-            apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]
-            for file, number in zip(apart, numbers.split(","), strict=True):
-                os.dup2(file, int(number))
-            exec(code, {})
+        mine.close()
+        _wait_for_command(its)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(status)
+
+
+def _wait_for_command(connection: socket.socket) -> None:
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with connection:
+        command, files, _, _ = socket.recv_fds(connection, 1 << 20, 8)
+    signal.signal(signal.SIGINT, handler)
+    if not command:  # the kernel or script has ended
+        return
+    numbers, _, code = command.decode().partition(" ")
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in files]
+    for file, number in zip(apart, numbers.split(","), strict=True):
+        os.dup2(file, int(number))
+        os.close(file)
+    exec(code, {})
 
 
 def _become_server(executable: str, command: list[str], files: list[int]) -> int:

@@ -1,7 +1,7 @@
-"""Kernels are connected by files, not by ports.
+"""Connects kernels by files instead of ports, in pytest's processes and in graders.
 
 A port is chosen seconds before the kernel has imported what it needs to listen on it. By then a
-rank of another test may have it, and the kernel dies.
+rank of another test may have it, and the kernel dies. JupyterLab in tests/browser has ports.
 """
 
 import functools

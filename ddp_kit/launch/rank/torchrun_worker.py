@@ -212,8 +212,9 @@ class _Tee:
         self._kept, self._stream = kept, stream
 
     def write(self, text: str) -> int:
+        written = self._stream.write(text)
         self._kept.add(text.encode("utf-8", errors="replace"))
-        return self._stream.write(text)
+        return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

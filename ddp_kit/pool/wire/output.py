@@ -13,7 +13,7 @@ _NEWEST = 1000  # bytes of the latest output that are kept for the live view
 
 
 class KeptOutput:
-    """The beginning and the end of what one rank prints in a run: `OUTPUT_LIMIT` bytes."""
+    """The beginning and the end of what a rank prints in a run: at most `OUTPUT_LIMIT` bytes."""
 
     def __init__(self) -> None:
         self._beginning, self._end = bytearray(), bytearray()
