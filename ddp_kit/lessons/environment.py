@@ -81,12 +81,15 @@ def introduce() -> str:
     return f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
 
 
-def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> list[str]:
+def side_by_side(
+    *commands: str, errors: bool = False, in_order: bool = False, seconds: float = 120
+) -> list[str]:
     """Run programs at the same time; return the lines that they print, sorted.
 
     No program outlives this call, nor does any process it has started. At an interrupt, and at the
     time limit, which raises TimeoutError, programs get SIGTERM, and after 10 seconds SIGKILL.
-    Their temporary files are removed. errors: also return the lines on stderr.
+    Their temporary files are removed. errors: also return the lines on stderr. in_order: return the
+    lines of each program as they came, one program after the other.
     """
     started: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +116,8 @@ def side_by_side(*commands: str, errors: bool = False, seconds: float = 120) -> 
                     process.kill()
                     process.wait()
                 kill_marked(mark)
-    return sorted("".join(printed).splitlines())
+    lines = "".join(printed).splitlines()
+    return lines if in_order else sorted(lines)
 
 
 def _ask_to_end(programs: list[subprocess.Popen], seconds: float = 10) -> None:

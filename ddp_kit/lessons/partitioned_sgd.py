@@ -295,6 +295,8 @@ def step_seconds(rank: int, world_size: int, steps: int = 30) -> dict[str, list[
             F.nll_loss(model(images), labels).backward()
             average(model)
             optimizer.step()
+            if images.is_cuda:
+                torch.cuda.synchronize()
             if step >= 3:  # the first steps warm up
                 seconds[name].append(time.perf_counter() - start)
     return seconds

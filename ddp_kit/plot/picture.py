@@ -256,7 +256,7 @@ def name_lines(
     to_axes = ax.transData + ax.transAxes.inverted()
     heights = [to_axes.transform(end)[1] * size[1] for end in ends]
     gap = NAME_HEIGHT * max(name.count("\n") + 1 for name in names)
-    order = sorted(range(len(heights)), key=lambda i: (heights[i], -i))
+    order = sorted(range(len(heights)), key=lambda i: (round(heights[i], 6), -i))
     floor, ceiling = 0.0, size[1]
     for i in order:
         heights[i] = max(heights[i], floor)

@@ -20,7 +20,7 @@ def train(rank, world_size):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     part = TensorDataset(points[rank::world_size], labels[rank::world_size])
     batches = DataLoader(part, batch_size=128 // world_size, shuffle=True)
-    for epoch in range(2):
+    for epoch in range(4):
         total = torch.zeros(1)
         for inputs, targets in batches:
             optimizer.zero_grad()

@@ -212,7 +212,7 @@ def test_lesson_03_on_gpus_has_other_lines_than_said(tmp_path, monkeypatch, caps
     assert added[1].startswith("model = ")
     assert added[1].endswith(".to(device)")
 
-    monkeypatch.setattr(gpu_checks, "_train", lambda source: f"loss {len(source)}.0\n" * 2)
+    monkeypatch.setattr(gpu_checks, "_train", lambda source: f"loss {len(source)}.0\n" * 4)
     with pytest.raises(kit.ProofError, match="the losses are the same but for rounding"):
         gpu_checks.cuda_port("gloo", 1, device='torch.device("cpu")')
 

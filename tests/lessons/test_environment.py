@@ -65,6 +65,7 @@ def test_the_script_runs_in_a_world_of_one(tmp_path):
 def test_programs_run_side_by_side_and_their_lines_are_sorted():
     one, two = (f'"{sys.executable}" -c "import sys; sys.exit(print({n}))"' for n in (2, 1))
     assert environment.side_by_side(one, two) == ["1", "2"]
+    assert environment.side_by_side("printf '2\\n1'", in_order=True) == ["2", "1"]
     complains = f'"{sys.executable}" -c "import sys; sys.exit(7 * 6)"'.replace("7 * 6", "'no'")
     assert environment.side_by_side(complains) == []
     assert environment.side_by_side(complains, errors=True) == ["no"]
