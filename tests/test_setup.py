@@ -104,7 +104,9 @@ def test_two_tested_versions_of_one_package_apply_at_once(python):
 
 
 def own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    """Return the environment without what the `make` that runs these tests exports."""
+    exported = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ALL")
+    return {name: value for name, value in os.environ.items() if name not in exported}
 
 
 def targets() -> dict[str, str]:
@@ -165,6 +167,7 @@ def test_a_lesson_with_a_long_name_moves_its_description_to_another_column():
         (["lab"], "Opening JupyterLab on notebooks/, which takes some seconds."),
         (["lesson", "NAME=ddp"], "Running the lesson ddp: 10 to 30 s"),
         (["test"], "about 10 minutes on two idle cores"),
+        (["test", "ALL=1"], "about 30 minutes on two idle cores"),
     ],
 )
 def test_a_target_that_takes_long_begins_without_a_word(arguments, line):
