@@ -8,6 +8,9 @@ JupyterLab import jsonschema. Without it, jsonschema leaves some formats of addr
 
 On a busy machine, a kernel may need more than 10 s to send what a cell has printed; then ipykernel
 would print "IOStream.flush timed out" into the cell.
+
+With DDP_KIT_FORKED_SPAWN, ranks and torchrun's workers are forked from a process that has imported
+PyTorch, and kernels are connected by files, not ports.
 """
 
 import functools
