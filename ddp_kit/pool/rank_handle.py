@@ -26,6 +26,9 @@ _READ_AT_START = (
     *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
     *("PYTORCH_", "ROCR_", "TORCH_"),
 )
+# Seconds in which the exit code of a process that is gone may still arrive: another thread or a
+# fork server may have fetched it, and not yet passed it on.
+_GRACE = 0.5
 
 
 def start_variables() -> dict[str, str]:
@@ -128,10 +131,14 @@ class RankHandle:
         `Process.join` would wait for the sentinel, which a grandchild may keep open.
         """
         deadline = time.monotonic() + seconds
-        with suppress(ProcessLookupError):
-            while self.process.exitcode is None and time.monotonic() < deadline:
+        ended = False
+        while self.process.exitcode is None and time.monotonic() < deadline:
+            try:
                 os.kill(self.process.pid, 0)  # raises once nobody has this pid any more
-                time.sleep(0.005)
+            except ProcessLookupError:
+                if not ended:
+                    ended, deadline = True, min(deadline, time.monotonic() + _GRACE)
+            time.sleep(0.005)
         return self.process.exitcode
 
     def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.pool.launchers import spawn
 from ddp_kit.pool.rank import bootstrap
+from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.run import Run
 
 
@@ -323,6 +325,21 @@ def test_a_lost_exit_code_is_not_reported_as_success():
         with pytest.raises(kit.RankDiedError, match="rank 1 died: its exit code was lost"):
             kit.run(never_returns, world_size=2)
     assert kit.run(total, world_size=2)[0] == 1
+
+
+def test_an_exit_code_that_arrives_after_the_process_is_gone_is_not_lost():
+    """A fork server fetches it first, and a busy machine may delay what it sends."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(60)
+    codes = iter([None, None, 3, 3])  # one for each look
+
+    class Process:
+        pid = gone.pid
+        exitcode = property(lambda self: next(codes))
+
+    handle = RankHandle(lambda ends: (Process(), lambda: None))
+    assert handle.join(60) == 3
+    handle.release()
 
 
 def zero_waits(rank, world_size):

@@ -33,9 +33,13 @@ def folders() -> set[Path]:
 
 
 def named_memory() -> set[str]:
-    """List named memory, except Open MPI's: other tests may have MPI ranks at the same time."""
+    """List named memory, except that of Open MPI and of tensors that PyTorch shares.
+
+    Other tests have MPI ranks at the same time, and kill workers of a DataLoader. PyTorch names the
+    memory of a batch for a moment; that of a worker which is killed in this moment stays.
+    """
     there = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in there if not name.startswith("sm_segment")}
+    return {name for name in there if not name.startswith(("sm_segment", "torch_"))}
 
 
 @pytest.fixture(autouse=True)
