@@ -1,12 +1,15 @@
-"""Runs every lesson on the GPUs of this machine, and writes what each printed into GPU.md.
+"""Runs the kit and every lesson on the GPUs of this machine, and records what each printed.
 
 Each check is a command in a process of its own with a time limit; the others still run if it
-fails. GPU.md is written after every check, so that a run that is cut off leaves what it has found.
+fails. What is timed runs first and alone, then several lessons at a time. The record is written
+after every check, so that a run that is cut off leaves what it has found.
+Needed: PyTorch, torchvision, matplotlib, cloudpickle, psutil and pytest; no network and no Jupyter.
 Exit status: 0 if all checks have passed, 1 if one has failed, 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -16,10 +19,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from bench import MARK, kill_marked
 
@@ -27,27 +32,26 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "GPU.md"
 FEW = 4  # ranks that share the GPUs, because a lesson proves little on one or two
+# What the kit says where a lesson needs what gloo cannot do with tensors on GPUs.
+REFUSED = re.compile(r"gloo cannot .* on a GPU")
+LAST = 12  # lines to record of what a check that failed has said
 FAREWELL = 40.0  # seconds to leave after SIGTERM; torchrun gives its ranks 30
-NEED_A_GPU = (
-    "test_backends.py::test_two_ranks_share_a_gpu_with_gloo",
-    "faults/test_values.py::test_tensors_on_a_real_gpu_come_back_on_the_cpu",
-)
-NEED_TWO = (
-    "lessons/test_data_parallel.py::test_gpus_train_by_hand_as_virtual_devices_and_dataparallel_do",
-)
+# What gloo of an older PyTorch cannot do, by lesson: the first PyTorch that can.
+NEEDS = {"backends": (2, 12), "collectives": (2, 12), "pipeline_parallel": (2, 12)}
 
 
 @dataclass(frozen=True)
 class Check:
     """A command, and how its line of proof begins; "": the last line that it prints.
 
-    limit: the seconds that it may take.
+    limit: the seconds that it may take. alone: nothing else runs meanwhile.
     """
 
     title: str
-    command: Sequence[str]
+    command: tuple[str, ...]
     proof: str = ""
     limit: float = 300.0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,11 @@ def _judge(
     if status is None:
         return False, [f"no result within {check.limit:g} s"]
     if status:
-        said = (errors or printed or ["it printed nothing"])[-1]  # pytest prints errors, too
-        reason = re.sub(r"\S*/\S*", "…", said)[:200]
-        return False, [f"exit status {status}: {reason}"]
+        said = [re.sub(r"\S*/\S*", "…", line)[:200] for line in errors or printed]
+        if refused := next((line for line in said if REFUSED.search(line)), ""):
+            return True, [f"refused: {REFUSED.search(refused)[0]}"]
+        last = said[-1] if said else "it printed nothing"
+        return False, [f"exit status {status}: {last}", *said[-LAST:-1]]
     if not check.proof and printed:
         return True, printed[-1:]
     for number, line in enumerate(printed):
@@ -122,51 +128,75 @@ def lessons() -> list[str]:
     return sorted(path.stem for path in (ROOT / "ddp_kit" / "lessons").glob("[!_]*.py"))
 
 
-def checks(gpus: int, nccl: bool) -> tuple[list[Check], list[str]]:
-    """Return what is to be run on so many GPUs, and a line for what is not run, with the reason."""
-    found, left_out = [], []
-    choices = [("nccl", gpus)] if nccl else []
-    choices += [("cuda:gloo", FEW)] if gpus < FEW or not nccl else []
-    python, programs = sys.executable, str(HERE / "gpu_checks.py")
-    for name in lessons():
-        for backend, ranks in choices:
-            module = ["-m", f"ddp_kit.lessons.{name}"]
-            options = ["--backend", backend, "--world-size", str(ranks)]
-            title = f"{name}, {backend} on {_ranks(ranks)}"
-            found.append(Check(title, [python, *module, *options], f"{name}: {_ranks(ranks)}, "))
-    for backend, ranks in choices:
-        port = [python, programs, "cuda_port", backend.rpartition(":")[2], str(ranks)]
-        title = f"lesson 03's script on GPUs, {backend} on {_ranks(ranks)}"
-        found.append(Check(title, port, "cuda_port: "))
+def checks(
+    gpus: int, nccl: bool, torch_version: tuple[int, ...] = (2, 13)
+) -> tuple[list[Check], list[str]]:
+    """Return what is to be run on so many GPUs, and a line for what is not run, with the reason.
+
+    gpus: 0 to try the checks on the CPU, with gloo.
+    """
+    choices = [("nccl", gpus)] if nccl and gpus else []
+    if gpus < FEW or not nccl:
+        choices.append(("cuda:gloo" if gpus else "gloo", FEW))
+    shared = ["cuda:gloo:2", "cuda:gloo:4"] if gpus else ["gloo:2", "gloo:4"]
+    own = [f"nccl:{count}" for count in sorted({1, gpus})] if nccl and gpus else []
+    found = [
+        _program("first_run", *own, *shared),
+        _program("roofline", file="gpu_training"),
+        _program("gpt", file="gpu_training"),
+        _program("overlap", *own, shared[0], file="gpu_training"),
+        _program("all_reduce", *own, *shared, *([] if not gpus else ["gloo:2", "gloo:4"])),
+    ]
+    left_out = []
+    for place in own:
+        found.append(_program("probe", *place.split(":"), title=f"probe of {place}"))
+    if gpus:
+        # One dtype, because an operation that kills the ranks makes each dtype start new ones.
+        options = "cuda:gloo", "2", "float32"
+        found.append(_program("probe", *options, title="probe of cuda:gloo", alone=False))
+    if nccl and gpus:
+        found.append(_program("nccl_on_a_shared_gpu", alone=False, limit=90))
+    if gpus:
+        found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")
     options = ["--data", str(ROOT / "ddp_kit" / "digits"), "--epochs", "3"]
-    found.append(Check("train.py alone", [python, script, *options], "epoch 3: "))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    title = f"train.py, torchrun on {_ranks(gpus)}"
-    found.append(Check(title, [python, *launch, script, *options], "epoch 3: "))
-    memory = [python, programs, "memory", str(min(gpus, 2))]
-    found.append(Check("memory of the eight steps, and nvidia-smi's", memory, "memory: "))
-    found.append(_pytest("tests that need a GPU", NEED_A_GPU))
+    found.append(Check("train.py alone", (sys.executable, script, *options), "epoch 3: "))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus or 2)]
+    title = f"train.py, torchrun on {_ranks(gpus or 2)}"
+    found.append(Check(title, (sys.executable, *launch, script, *options), "epoch 3: "))
+    for backend, ranks in choices if gpus else ():
+        port = ["cuda_port", backend.rpartition(":")[2], str(ranks)]
+        title = f"lesson 03's script on GPUs, {backend} on {_ranks(ranks)}"
+        found.append(_program(*port, title=title, alone=False))
+    for name in lessons():
+        for backend, ranks in choices:
+            if backend.endswith("gloo") and torch_version < NEEDS.get(name, ()):
+                wanted = ".".join(map(str, NEEDS[name]))
+                left_out.append(f"{name}, {backend}: its gloo must be that of PyTorch {wanted}.")
+                continue
+            module = ["-m", f"ddp_kit.lessons.{name}"]
+            options = ["--backend", backend, "--world-size", str(ranks)]
+            command = (sys.executable, *module, *options)
+            title = f"{name}, {backend} on {_ranks(ranks)}"
+            found.append(Check(title, command, f"{name}: {_ranks(ranks)}, "))
     if gpus > 1:
-        found.append(_pytest("nn.DataParallel equals the eight steps of lesson 07", NEED_TWO))
-        devices = min(gpus, FEW)
-        command = [python, programs, "dp_against_ddp", str(devices)]
-        title = f"DataParallel against DistributedDataParallel, {devices} GPUs"
-        found.append(Check(title, command, "dp_against_ddp: "))
+        found.append(_program("dp_against_ddp", str(min(gpus, FEW))))
     else:
-        one = "it needs two GPUs, and there was one"
-        left_out.append(f"`nn.DataParallel` beside the eight steps of lesson 07: {one}.")
+        one = "it needs two GPUs, and there was " + ("one" if gpus else "none")
         left_out.append(f"DataParallel against DistributedDataParallel: {one}.")
-        left_out.append("nccl between two GPUs: there was one.")
+        left_out.append(f"nccl between two GPUs: {one}.")
     if not nccl:
         left_out.append("nccl: this PyTorch is built without it.")
     left_out.append("The cells of the notebooks: only the lessons' modules were run.")
+    left_out.append("The tests that need a GPU: `make test` runs them where there is one.")
     return found, left_out
 
 
-def _pytest(title: str, names: Sequence[str]) -> Check:
-    tests = [str(ROOT / "tests" / name) for name in names]
-    return Check(title, [sys.executable, "-m", "pytest", "-q", *tests], f"{len(names)} passed")
+def _program(
+    name: str, *arguments: str, file: str = "gpu_checks", title: str = "", **options: Any
+) -> Check:
+    command = (sys.executable, str(HERE / f"{file}.py"), name, *arguments)
+    return Check(title or name, command, f"{name}: ", **{"alone": True, **options})
 
 
 def _ranks(count: int) -> str:
@@ -204,9 +234,9 @@ def machine() -> str:
         "from torch.cuda import device_count, get_device_properties, nccl\n"
         "devices = [get_device_properties(index) for index in range(device_count())]\n"
         "gpus = [f'{d.name} with {d.total_memory / 2**30:.0f} GiB' for d in devices]\n"
-        "has_nccl = torch.distributed.is_nccl_available()\n"
+        "has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()\n"
         "version = '.'.join(map(str, nccl.version())) if has_nccl else 'none'\n"
-        "print(', '.join(gpus))\n"
+        "print(', '.join(gpus) or 'no GPU')\n"
         "print(f'PyTorch {torch.__version__}, CUDA {torch.version.cuda}, nccl {version}')\n"
     )
     gpus, versions = _ask([sys.executable, "-c", code]).splitlines()[-2:]
@@ -214,13 +244,13 @@ def machine() -> str:
     driver = "unknown"
     with suppress(OSError, subprocess.SubprocessError):
         driver = _ask(query).splitlines()[0]
-    commit = "unknown"
+    commit = ""  # there may be no git
     with suppress(OSError, subprocess.SubprocessError):
-        commit = _ask(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"])
+        commit = f"commit {_ask(['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD'])}, "
     system = f"{platform.system()} on {platform.machine()}, {os.cpu_count()} cores"
     return (
         f"{gpus}; {system}; {versions}, driver {driver}, Python {platform.python_version()}; "
-        f"commit {commit}, {f'{date.today():%d %B %Y}'.lstrip('0')}."
+        f"{commit}{f'{date.today():%d %B %Y}'.lstrip('0')}."
     )
 
 
@@ -230,35 +260,70 @@ def _ask(command: Sequence[str]) -> str:
 
 
 def run_all(
-    machine: str, found: Sequence[Check], left_out: Sequence[str], target: Path
+    machine: str, found: Sequence[Check], left_out: Sequence[str], target: Path, limit: float
 ) -> list[Outcome]:
-    """Run all checks; write the record into `target` after each of them."""
-    done: list[Outcome] = []
-    for number, check in enumerate(found, 1):
-        print(f"{number} of {len(found)}: {check.title}", flush=True)
-        done.append(run(check))
-        state = "" if done[-1].passed else "FAILED: "
-        print(f"    {state}{done[-1].lines[0]}", flush=True)
-        missing = [f"{check.title}: the run ended before it." for check in found[number:]]
-        target.write_text(record(machine, done, [*left_out, *missing]), "utf-8")
-    return done
+    """Run the checks that begin within `limit` seconds; write the record after each of them."""
+    end, done = time.monotonic() + limit, dict.fromkeys(found)
+
+    def bounded(check: Check) -> Outcome | None:
+        left = end - time.monotonic()
+        return run(replace(check, limit=min(check.limit, left))) if left > 0 else None
+
+    def note(check: Check, outcome: Outcome | None) -> None:
+        done[check] = outcome
+        if outcome:
+            state = "" if outcome.passed else "FAILED: "
+            print(f"{outcome.seconds:4.0f} s, {check.title}: {state}{outcome.lines[0]}", flush=True)
+        ended = [outcome for outcome in done.values() if outcome]
+        missing = [f"{left.title}: the run ended before it." for left in found if not done[left]]
+        target.write_text(record(machine, ended, [*left_out, *missing]), "utf-8")
+
+    for check in found:
+        if check.alone:
+            note(check, bounded(check))
+    with ThreadPoolExecutor(
+        max(1, (os.cpu_count() or 1) // 5)
+    ) as executor:  # a lesson: 5 processes
+        waiting = {executor.submit(bounded, check): check for check in found if not check.alone}
+        for future in as_completed(waiting):
+            note(waiting[future], future.result())
+    return [outcome for outcome in done.values() if outcome]
 
 
 def main() -> int:
-    """Run all checks and write GPU.md, if there is a GPU."""
+    """Run all checks and write the record, if there is a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file to write")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for all checks")
+    parser.add_argument("--only", default="", help="run checks whose title matches this pattern")
+    parser.add_argument(
+        "--on-cpu", action="store_true", help="try the checks without a GPU, with gloo; smaller"
+    )
+    options = parser.parse_args()
     import torch  # here, because this process needs it for nothing else
     import torch.distributed as dist
 
-    if not torch.cuda.is_available():
+    gpus = 0 if options.on_cpu else torch.cuda.device_count()
+    if not gpus and not options.on_cpu:
         print(
             f"make gpu needs a GPU, and PyTorch {torch.__version__} sees none here. "
-            "Nothing was run, and tests/benchmarks/GPU.md is as it was.",
+            f"Nothing was run, and {options.record.name} is as it was.",
             file=sys.stderr,
         )
         return 2
-    found, left_out = checks(torch.cuda.device_count(), dist.is_nccl_available())
-    done = run_all(machine(), found, left_out, RECORD)
+    if options.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if options.record == RECORD:
+            parser.error("--on-cpu needs a --record of its own: GPU.md is of runs on a GPU")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    found, left_out = checks(gpus, dist.is_nccl_available(), version)
+    found = [check for check in found if re.search(options.only, check.title)]
+    done = run_all(machine(), found, left_out, options.record, options.limit)
     return 0 if all(outcome.passed for outcome in done) else 1
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
 
 
 if __name__ == "__main__":

@@ -10,17 +10,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
 from ddp_kit.launch import prove
 from ddp_kit.lessons import data_parallel
+from ddp_kit.lessons._backend_probes import DTYPES, LIMIT
+from ddp_kit.lessons._backend_probes import probe as try_all
 from ddp_kit.lessons._digits import flat
 
 SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "scripts" / "03_partitioned_sgd.py"
@@ -42,6 +49,143 @@ PORT = (
     ("total = torch.zeros(1)\n", "total = torch.zeros(1, device=device)\n"),
 )
 MIB = 2**20
+SIZES = (4, 4 * 2**10, 64 * 2**10, MIB, 16 * MIB, 100 * MIB, 1024 * MIB)  # bytes
+
+
+def add_up(rank: int, world_size: int) -> torch.Tensor:
+    """Return the sum of a tensor of each rank's, on this rank's device."""
+    total = torch.full((4,), float(rank + 1), device=kit.device())
+    dist.all_reduce(total)
+    return total
+
+
+def wait_for_nobody(rank: int, world_size: int) -> None:
+    """Reduce on all ranks but the last: a deadlock."""
+    if rank < world_size - 1:
+        dist.all_reduce(torch.zeros(4, device=kit.device()))
+
+
+def raise_on_the_last(rank: int, world_size: int) -> None:
+    """Raise on the last rank, while the others reduce."""
+    if rank == world_size - 1:
+        raise ValueError("my mistake")
+    dist.all_reduce(torch.zeros(4, device=kit.device()))
+
+
+def first_run(places: Sequence[tuple[str, int]]) -> None:
+    """Run right and wrong functions on each (backend, ranks); print the seconds that each took."""
+    lines = []
+    for backend, ranks in places:
+        before = _used()
+        with kit.WorkerPool(ranks, backend=backend) as pool:
+            cold, result = _timed(pool.run, add_up)
+            warm, _ = _timed(pool.run, add_up)
+            each = (_used() - before) / ranks
+            for value in result:
+                prove("the sum is right", value.tolist() == 4 * [ranks * (ranks + 1) / 2])
+                prove("tensors come back on the CPU", value.device.type == "cpu")
+            line = f"{backend:9} on {ranks}: first {cold:5.2f} s, warm {1e3 * warm:3.0f} ms, "
+            line += f"{each / MIB:4.0f} MiB of the GPU a rank"
+            if ranks > 1:
+                line += (
+                    f", deadlock after {_raises(pool, wait_for_nobody, kit.DeadlockError):.2f} s"
+                )
+            pool.run(add_up)  # ranks that were stuck have been replaced
+            seconds = _raises(pool, raise_on_the_last, kit.RankError)
+            lines.append(f"{line}, exception after {seconds:.2f} s")
+            prove("the next run works", len(pool.run(add_up)) == ranks)
+    print(f"first_run: {len(places)} backends give the right values and explain what is wrong")
+    print("\n".join(lines))
+
+
+def probe(backend: str, ranks: str, *dtypes: str) -> None:
+    """Print what a backend does with each operation and dtype, tried on real ranks."""
+    run = partial(kit.run, world_size=int(ranks), backend=backend, timeout=LIMIT)
+    cells = try_all(run, dtypes=dtypes or DTYPES)
+    outcomes = Counter(outcome.partition(":")[0] for outcome in cells.values())
+    counted = ", ".join(f"{count} {word}" for word, count in outcomes.items())
+    print(f"probe: {backend} on {ranks}: {counted}")
+    by_outcome: dict[tuple[str, str], list[str]] = {}
+    for (operation, dtype), outcome in cells.items():
+        by_outcome.setdefault((operation, outcome[:150]), []).append(dtype)
+    for (operation, outcome), kinds in by_outcome.items():
+        print(f"{operation:22} {outcome}: {', '.join(kinds)}")
+
+
+def _timed(call: Callable, *args) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    value = call(*args)
+    return time.perf_counter() - begin, value
+
+
+def _raises(pool: kit.WorkerPool, worker: Callable, kind: type[Exception]) -> float:
+    begin = time.perf_counter()
+    try:
+        pool.run(worker)
+    except kind:
+        return time.perf_counter() - begin
+    raise kit.ProofError(f"{worker.__name__} did not raise {kind.__name__}")
+
+
+def _used() -> int:
+    return nvidia_smi(torch.device("cuda", 0)) if torch.cuda.is_available() else 0
+
+
+def shared_gpu(rank: int, path: str) -> None:
+    """Reduce over nccl on a GPU that another rank has, too; print what comes of it."""
+    torch.cuda.set_device(0)
+    options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
+    dist.init_process_group("nccl", init_method=f"file://{path}", **options)
+    try:
+        value = torch.full((1,), rank + 1.0, device="cuda")
+        dist.all_reduce(value)
+        said = f"it works, and 1 + 2 is {value.item():g}"
+    except Exception as error:
+        said = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if rank == 0:
+        print(f"nccl_on_a_shared_gpu: {re.sub(r'/[^ ]*/', '', said)}", flush=True)
+    os._exit(0)  # the group of a failed collective may wait when it is destroyed
+
+
+def nccl_on_a_shared_gpu() -> None:
+    """Print what nccl says when two ranks have one GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(shared_gpu, (str(Path(folder, "store")),), nprocs=2)
+
+
+def all_reduce_times(rank: int, world_size: int, sizes: Sequence[int]) -> list[float]:
+    """Return the median seconds of an all_reduce of each size, in bytes."""
+    found = []
+    for nbytes in sizes:
+        tensor, times = torch.ones(nbytes // 4, device=kit.device()), []
+        until = time.monotonic() + 4
+        while len(times) < 3 or (len(times) < 40 and nbytes < 16 * MIB):
+            dist.barrier()
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            _wait()
+            times.append(time.perf_counter() - begin)
+            if nbytes >= 16 * MIB and time.monotonic() > until:
+                break
+        found.append(statistics.median(times[1:] or times))
+    return found
+
+
+def _wait() -> None:
+    if kit.device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def all_reduce(places: Sequence[tuple[str, int]], sizes: Sequence[int] = SIZES) -> None:
+    """Print the time of an all_reduce by size, for each (backend, ranks)."""
+    columns = [
+        kit.run(all_reduce_times, sizes, world_size=ranks, backend=backend)[0]
+        for backend, ranks in places
+    ]
+    print(f"all_reduce: medians in ms, {sizes[0]} B to {sizes[-1] / MIB:,.0f} MiB, float32")
+    print(f"{'bytes':>12} " + "".join(f"{f'{b}, {n}':>14}" for b, n in places))
+    for nbytes, *row in zip(sizes, *columns, strict=True):
+        print(f"{nbytes:12,} " + "".join(f"{1e3 * seconds:14.3f}" for seconds in row))
 
 
 def ported(source: str, device: str, backend: str) -> str:
@@ -60,7 +204,9 @@ def cuda_port(backend: str, ranks: int, device: str = DEVICE) -> None:
 
     The data and the order of the digits are drawn on the CPU, so that only rounding differs.
     """
-    started = SCRIPT.read_text("utf-8").replace("args=(4,), nprocs=4", f"({ranks},), {ranks}")
+    source = SCRIPT.read_text("utf-8")
+    prove("the script sets its world size once", source.count("world_size = 4") == 1)
+    started = source.replace("world_size = 4", f"world_size = {ranks}")
     port = ported(started, device, backend)
     on_cpu, on_gpu = _train(started), _train(port)
     losses = [
@@ -222,9 +368,23 @@ def dp_against_ddp(
         print(f"{name:13} {1e3 * min(of):8.2f} ms to {1e3 * max(of):8.2f} ms")
 
 
+def places(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the backend and the number of ranks in each name such as "cuda:gloo:4"."""
+    split = [name.rpartition(":") for name in names]
+    return [(backend, int(ranks)) for backend, _, ranks in split]
+
+
 def main(name: str, *arguments: str) -> None:
     """Run one of the checks on GPUs."""
-    if name == "cuda_port":
+    if name == "first_run":
+        first_run(places(arguments))
+    elif name == "all_reduce":
+        all_reduce(places(arguments), SIZES if torch.cuda.is_available() else SIZES[:4])
+    elif name == "nccl_on_a_shared_gpu":
+        nccl_on_a_shared_gpu()
+    elif name == "probe":
+        probe(*arguments)
+    elif name == "cuda_port":
         cuda_port(arguments[0], int(arguments[1]))
     elif name == "memory":
         memory([torch.device("cuda", index) for index in range(int(arguments[0]))], nvidia_smi)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ddp_kit import torch_internals
 from ddp_kit.trace.calls import Call, describe
 from ddp_kit.trace.rank import recorder
+from ddp_kit.trace.rank.gloo_limits import refuse_on_gpus
 from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.trace.stacks import is_own
 
@@ -63,8 +64,10 @@ def _start(
 ) -> Any:
     function = name.removesuffix("_").removesuffix("_out")
     called = _called_by_learner(sys._getframe(), function)
+    group = torch_internals.resolve_group(given[-1])
+    refuse_on_gpus(group, function, [tensors] if isinstance(tensors, torch.Tensor) else tensors)
     posted = now.post(
-        torch_internals.resolve_group(given[-1]),
+        group,
         _describe(function, tensors, *given[:-1]),
         op=now.prefix + (called or function),
     )

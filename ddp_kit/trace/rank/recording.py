@@ -24,6 +24,7 @@ from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import FORMING, SERVING
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
+from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, refuse_on_gpus
 from ddp_kit.trace.rank.posted import C10D, Posted
 from ddp_kit.trace.rank.recorder import Recorder
 
@@ -135,6 +136,8 @@ def _collective(
     *args: Any,
     **kwargs: Any,
 ) -> Work | None:
+    if method in CPU_ONLY:
+        refuse_on_gpus(group, method, args[1])
     posted = recorder.post(group, describe(method, (*args, *kwargs.values())))
     return _start(recorder, posted, original, group, *args, **kwargs)
 
@@ -149,7 +152,9 @@ def _point_to_point(
 ) -> Work | None:
     given = (*args, *kwargs.values())
     *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
-    if method == "recv" and peer[0] == group.rank():  # PyTorch only refuses a send to oneself
+    refuse_on_gpus(group, method, given[0])
+    # nccl can do so in a batch with the send. With gloo it would wait for ever.
+    if method == "recv" and peer[0] == group.rank() and not given[0][0].is_cuda:
         raise ValueError("a rank cannot receive from itself: src is its own rank")
     posted = recorder.post(group, describe(method, given), *peer, tag=operator.index(tag))
     return _start(recorder, posted, original, group, *args, **kwargs)
