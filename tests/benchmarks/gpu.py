@@ -266,8 +266,12 @@ def run_all(
     end, done = time.monotonic() + limit, dict.fromkeys(found)
 
     def bounded(check: Check) -> Outcome | None:
+        """Return what came of a check; None if the time for all checks did not suffice."""
         left = end - time.monotonic()
-        return run(replace(check, limit=min(check.limit, left))) if left > 0 else None
+        if left <= 0:
+            return None
+        outcome = run(replace(check, limit=min(check.limit, left)))
+        return outcome if outcome.passed or outcome.seconds < left else None
 
     def note(check: Check, outcome: Outcome | None) -> None:
         done[check] = outcome
@@ -275,7 +279,11 @@ def run_all(
             state = "" if outcome.passed else "FAILED: "
             print(f"{outcome.seconds:4.0f} s, {check.title}: {state}{outcome.lines[0]}", flush=True)
         ended = [outcome for outcome in done.values() if outcome]
-        missing = [f"{left.title}: the run ended before it." for left in found if not done[left]]
+        missing = [
+            f"{left.title}: the time for all checks was up before it had ended."
+            for left in found
+            if not done[left]
+        ]
         target.write_text(record(machine, ended, [*left_out, *missing]), "utf-8")
 
     for check in found:

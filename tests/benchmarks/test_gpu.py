@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gpu
 import gpu_checks
+import gpu_training
 import psutil
 import pytest
 import torch
@@ -16,7 +17,6 @@ from processes import assert_gone, wait_until
 
 import ddp_kit as kit
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 # Its child leaves the session and ignores SIGTERM, as a rank of torchrun that is stuck may.
 STUCK = """
 import signal, subprocess, sys, time
@@ -28,7 +28,7 @@ time.sleep(600)
 
 
 def program(code: str, *arguments: str, title: str = "invented", **options) -> gpu.Check:
-    return gpu.Check(title, [sys.executable, "-c", code, *arguments], **options)
+    return gpu.Check(title, (sys.executable, "-c", code, *arguments), **{"alone": True, **options})
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,18 @@ def program(code: str, *arguments: str, title: str = "invented", **options) -> g
             False,
             ("it ended without a line that begins with 'sum: '",),
         ),
+        (
+            "raise SystemExit('BackendError: gloo cannot send a tensor that is on a GPU; use')",
+            "sum: ",
+            True,
+            ("refused: gloo cannot send a tensor that is on a GPU",),
+        ),
+        (
+            "import sys; print('why\\nhow', file=sys.stderr); raise SystemExit(3)",
+            "sum: ",
+            False,
+            ("exit status 3: how", "why"),
+        ),
         ("import ddp_kit; print('sum:', ddp_kit.__name__)", "sum: ", True, ("sum: ddp_kit",)),
     ],
 )
@@ -87,29 +99,39 @@ def test_a_check_that_is_stuck_leaves_its_child(tmp_path, monkeypatch):
     assert set(psutil.Process().children()) == before
 
 
-def test_one_check_that_fails_stops_the_others(tmp_path, monkeypatch, capsys):
-    found = [
+def run_main(monkeypatch, target: Path, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--record", str(target), *options])
+    return gpu.main()
+
+
+@pytest.fixture
+def invented(monkeypatch) -> list[gpu.Check]:
+    """Checks that are run as if there were a GPU."""
+    found: list[gpu.Check] = []
+    left_out = ["four: it needs two GPUs."]
+    monkeypatch.setattr(gpu, "machine", lambda: "an invented GPU.")
+    monkeypatch.setattr(gpu, "checks", lambda gpus, nccl, version: (found, left_out))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return found
+
+
+def test_one_check_that_fails_stops_the_others(tmp_path, monkeypatch, capsys, invented):
+    invented += [
         program("raise SystemExit('a | b')", title="one"),
         program("print('two: well')", title="two", proof="two: "),
-        program("print('three: 1\\n4 5')", title="three", proof="three: "),
+        program("print('three: 1\\n4 5')", title="three", proof="three: ", alone=False),
     ]
     seen = []
     target = tmp_path / "GPU.md"
     run = gpu.run
     monkeypatch.setattr(gpu, "run", lambda check: seen.append(target.exists()) or run(check))
-    monkeypatch.setattr(gpu, "RECORD", target)
-    monkeypatch.setattr(gpu, "machine", lambda: "an invented GPU.")
-    monkeypatch.setattr(gpu, "checks", lambda gpus, nccl: (found, ["four: it needs two GPUs."]))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.main() == 1
+    assert run_main(monkeypatch, target) == 1
     assert seen == [False, True, True]  # a run that is cut off leaves a record
-    assert capsys.readouterr().out.splitlines() == [
-        "1 of 3: one",
-        "    FAILED: exit status 1: a | b",
-        "2 of 3: two",
-        "    two: well",
-        "3 of 3: three",
-        "    three: 1",
+    said = re.sub(r"^ *\d+ s", "0 s", capsys.readouterr().out, flags=re.MULTILINE)
+    assert said.splitlines() == [
+        "0 s, one: FAILED: exit status 1: a | b",
+        "0 s, two: two: well",
+        "0 s, three: three: 1",
     ]
     text = re.sub(r"\| \d+ \|", "| 0 |", target.read_text())
     assert "an invented GPU.\n\n2 of 3 checks passed.\n" in text
@@ -120,76 +142,106 @@ def test_one_check_that_fails_stops_the_others(tmp_path, monkeypatch, capsys):
     assert (
         "## Not run\n\n* four: it needs two GPUs.\n\n## three\n\n```\nthree: 1\n4 5\n```\n" in text
     )
-    assert "the run ended before it" not in text
+    assert "the time for all checks was up" not in text
 
-    del found[0]
-    assert gpu.main() == 0
+    assert run_main(monkeypatch, target, "--only", "^t") == 0
     assert "2 of 2 checks passed.\n" in target.read_text()
 
 
-def test_a_record_that_was_cut_off_seems_whole(tmp_path, monkeypatch):
+def test_a_check_that_is_cut_off_is_listed_as_not_run(tmp_path, monkeypatch, invented):
+    invented += [
+        program("print('one')", title="one"),
+        program("import time; time.sleep(60)", title="two"),
+        program("print('three')", title="three"),
+    ]
     target = tmp_path / "GPU.md"
-
-    def run(check):
-        if check.title == "two":
-            raise KeyboardInterrupt
-        return gpu.Outcome(check.title, True, 1.0, ("well",))
-
-    monkeypatch.setattr(gpu, "run", run)
-    found = [program("", title=title) for title in ("one", "two", "three")]
-    with pytest.raises(KeyboardInterrupt):
-        gpu.run_all("a GPU.", found, [], target)
+    assert run_main(monkeypatch, target, "--limit", "3") == 0
     text = target.read_text()
     assert "1 of 1 checks passed." in text
-    assert text.endswith("* two: the run ended before it.\n* three: the run ended before it.\n")
+    up = "the time for all checks was up before it had ended."
+    assert text.endswith(f"* two: {up}\n* three: {up}\n")
 
 
-def test_without_a_gpu_something_is_run_or_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "RECORD", tmp_path / "GPU.md")
+def test_without_a_gpu_nothing_is_run_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(gpu, "run", None)
-    assert gpu.main() == 2
+    target = tmp_path / "GPU.md"
+    assert run_main(monkeypatch, target) == 2
     assert capsys.readouterr() == (
         "",
         f"make gpu needs a GPU, and PyTorch {torch.__version__} sees none here. "
-        "Nothing was run, and tests/benchmarks/GPU.md is as it was.\n",
+        "Nothing was run, and GPU.md is as it was.\n",
     )
-    assert not gpu.RECORD.exists()
+    assert not target.exists()
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, gpu.RECORD, "--on-cpu")
+    assert "--on-cpu needs a --record of its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("gpus", "nccl", "starts", "missing"),
     [
         (1, True, ["nccl on 1 rank", "cuda:gloo on 4 ranks"], 4),
-        (2, True, ["nccl on 2 ranks", "cuda:gloo on 4 ranks"], 1),
-        (8, True, ["nccl on 8 ranks"], 1),
+        (2, True, ["nccl on 2 ranks", "cuda:gloo on 4 ranks"], 2),
+        (8, True, ["nccl on 8 ranks"], 2),
         (1, False, ["cuda:gloo on 4 ranks"], 5),
+        (0, False, ["gloo on 4 ranks"], 5),
     ],
 )
-def test_a_lesson_is_not_run_on_gpus(gpus, nccl, starts, missing):
+def test_every_lesson_is_run(gpus, nccl, starts, missing):
     found, left_out = gpu.checks(gpus, nccl)
     titles = [check.title for check in found]
+    assert titles[0] == "first_run"
     lessons = [f"{name}, {start}" for name in gpu.lessons() for start in starts]
-    assert titles[: len(lessons)] == lessons
+    assert [title for title in titles if title in lessons] == lessons
     assert {"point_to_point", "ddp"} < set(gpu.lessons())
     assert len(set(titles)) == len(titles)
     assert len(left_out) == missing
-    paired = any("DataParallel against" in title for title in titles)
+    paired = "dp_against_ddp" in titles
     assert paired == (gpus > 1) == (not any("DataParallel against" in line for line in left_out))
 
 
-def test_a_check_calls_what_is_not_there():
+def test_lessons_that_need_a_newer_gloo_are_left_out():
+    found, left_out = gpu.checks(1, True, (2, 11))
+    titles = {check.title for check in found}
+    assert {"collectives, nccl on 1 rank", "ddp, cuda:gloo on 4 ranks"} <= titles
+    assert "collectives, cuda:gloo on 4 ranks" not in titles
+    assert left_out[0] == "backends, cuda:gloo: its gloo must be that of PyTorch 2.12."
+
+
+def test_each_check_calls_something_that_exists():
     for check in gpu.checks(2, True)[0]:
-        files = [part.partition("::") for part in check.command[1:] if part.startswith("/")]
+        files = [part for part in check.command[1:] if part.endswith(".py")]
         assert files or "-m" in check.command
-        for path, _, name in files:
+        for path in files:
             assert Path(path).exists()
-            assert not name or f"def {name}(" in Path(path).read_text()
+        if check.title in ("roofline", "gpt", "overlap"):
+            assert callable(getattr(gpu_training, check.command[2]))
+        elif check.command[1].endswith("gpu_checks.py"):
+            assert callable(getattr(gpu_checks, check.command[2]))
 
 
-def test_the_readme_claims_a_run_on_a_gpu_that_is_not_recorded():
-    text = README.read_text("utf-8").replace("\n", " ")
-    assert ("No run on a GPU is recorded" in text) == (not gpu.RECORD.exists())
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_first_run_proves_its_values_and_its_deadlock(monkeypatch, capsys):
+    gpu_checks.first_run([("gloo", 1), ("gloo", 2)])
+    first, one, two = capsys.readouterr().out.splitlines()
+    assert first == "first_run: 2 backends give the right values and explain what is wrong"
+    assert "deadlock" not in one
+    assert re.match(r"gloo +on 2: first .* deadlock after \d.* s, exception after \d.* s", two)
+    monkeypatch.setattr(gpu_checks, "add_up", lambda rank, world_size: torch.zeros(4))
+    with pytest.raises(kit.ProofError, match="the sum is right"):
+        gpu_checks.first_run([("gloo", 2)])
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_checks, "wait_for_nobody", lambda rank, world_size: None)
+    with pytest.raises(kit.ProofError, match="did not raise DeadlockError"):
+        gpu_checks.first_run([("gloo", 2)])
+
+
+def test_spans_that_overlap_count_once():
+    spans = [(0.0, 4.0), (3.0, 6.0), (8.0, 9.0)]
+    assert gpu_training.covered(spans, spans) == 7
+    assert gpu_training.covered(spans, [(5.0, 8.5)]) == 1.5
+    assert gpu_training.covered(spans, []) == 0
 
 
 def test_lesson_03_on_gpus_has_other_lines_than_said(tmp_path, monkeypatch, capsys):
