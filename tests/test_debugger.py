@@ -234,6 +234,18 @@ def test_closures_generators_and_the_frames_of_the_top_exception_are_captured():
     assert last.arguments == ("text",)
 
 
+def test_a_tensor_whose_memory_was_freed_is_described_without_its_values():
+    whole = torch.arange(8.0)
+    part = whole[4:]
+    whole.untyped_storage().resize_(20)  # as FSDP frees the memory of whole parameters
+    summaries = variables(whole, part, part[:1])
+    assert [repr(each) for each in summaries] == [
+        "<Tensor of shape (8,), float32>",
+        "<Tensor of shape (4,), float32>",
+        "tensor([4.])",
+    ]
+
+
 def test_a_failing_capture_is_empty_and_only_the_learners_functions_are_in_one(monkeypatch):
     with pytest.raises(RuntimeError) as raised:
         torch.nn.Linear(2, 3)(torch.ones(5))  # raises in functions of PyTorch

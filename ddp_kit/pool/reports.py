@@ -38,6 +38,7 @@ class Reports:
     raised: dict[int, Raised] = field(default_factory=dict)
     broken: dict[int, KitFailed] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)  # exit codes
+    unreported: dict[int, RankFailure] = field(default_factory=dict)  # what these had raised
     stopped: list[Wait] = field(default_factory=list)  # where the ranks were that had to be stopped
     handled: dict[int, RankFailure] = field(default_factory=dict)  # what these were handling
     timeout: float | None = None  # seconds, once they have passed
@@ -51,7 +52,8 @@ class Reports:
     def own_failures(self) -> dict[int, RankFailure]:
         """What ranks raised, except that they lost the connection to a rank that died."""
         raised = self.raised.items()
-        return {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
+        reported = {n: reply.failure for n, reply in raised if not (self.died and reply.inside)}
+        return self.unreported | reported
 
     def locate(
         self, stuck: set[int], ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]

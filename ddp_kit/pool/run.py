@@ -24,7 +24,8 @@ from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
-from ddp_kit.trace import EMPTY, FORMING, IMPORTING, Snapshot, join, read_wait
+from ddp_kit.trace import EMPTY, FORMING, IMPORTING, RAISED, Snapshot, join, read_wait
+from ddp_kit.trace.stacks import read_handled
 from ddp_kit.verdict import judge
 
 GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
@@ -186,7 +187,10 @@ class Run:
         self._waiting.discard(number)
 
     def _note_death(self, number: int) -> None:
-        self._reports.died[number] = self._ranks[number].join(1)
+        rank = self._ranks[number]
+        self._reports.died[number] = rank.join(1)
+        if rank.board.phase() == RAISED and (error := read_handled(number, rank.board.handled())):
+            self._reports.unreported[number] = error
         self._waiting.discard(number)
 
     def _cannot_end(self, now: float) -> bool:

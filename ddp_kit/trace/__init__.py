@@ -10,7 +10,7 @@ A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has th
 
 from ddp_kit.trace.anonymous_file import anonymous_file
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import EMPTY, FORMING, IMPORTING, SERVING, BoardCopy
+from ddp_kit.trace.board_copy import EMPTY, FORMING, IMPORTING, RAISED, SERVING, BoardCopy
 from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.rank.progress import progress
@@ -23,6 +23,7 @@ __all__ = [
     "EMPTY",
     "FORMING",
     "IMPORTING",
+    "RAISED",
     "SERVING",
     "Board",
     "BoardCopy",

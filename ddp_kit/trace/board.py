@@ -209,7 +209,7 @@ class Board:
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
     def write_phase(self, phase: int) -> None:
-        """Write what the process is doing: IMPORTING, SERVING or FORMING."""
+        """Write what the process is doing: IMPORTING, SERVING, FORMING or RAISED."""
         self._page[_PHASE_AT] = phase
 
     def phase(self) -> int:

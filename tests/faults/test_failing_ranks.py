@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -273,6 +275,26 @@ def test_a_failure_is_also_reported_when_another_rank_dies():
     assert others[0] == "rank 0 raised ValueError: the real cause"
     assert others[2] == "rank 2 was waiting in barrier"
     assert list(caught.value.failures) == [0]
+
+
+def raises_with_freed_memory(rank, world_size):
+    address = ctypes.cast(ctypes.c_void_p(64), ctypes.POINTER(ctypes.c_float))
+    unreadable = np.ctypeslib.as_array(address, (4,))
+    raise ValueError(f"my mistake, not that of {type(unreadable).__name__}")
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_an_exception_is_reported_although_reading_its_variables_kills_the_rank():
+    with pytest.raises(kit.RankDiedError) as caught:
+        kit.run(raises_with_freed_memory, world_size=2)
+    assert str(caught.value).splitlines() == [
+        "rank 0 died: ended by SIGSEGV (rank 1 died too). Likely cause: native code crashed; the "
+        "last lines that it printed may say why.",
+        "ranks 0 and 1 raised ValueError: my mistake, not that of ndarray",
+        f"    {line_of(raises_with_freed_memory, 3)}: raise ValueError("
+        'f"my mistake, not that of {type(unreadable).__name__}")',
+    ]
+    assert list(kit.run(total, world_size=2)) == [1, 1]
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -249,7 +249,11 @@ class _Capturing:
         return Summary(kind.__name__, _describe(value) + values, attributes)
 
     def _can_read(self, tensor: torch.Tensor) -> bool:
-        """Return whether reading a tensor would not wait for a GPU that may never finish."""
+        """Return whether a tensor's memory is there, and no GPU may keep us waiting for it."""
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+        if end > tensor.untyped_storage().nbytes():  # FSDP frees the memory of whole parameters
+            return False
         if tensor.device.type != "cuda":
             return tensor.device.type == "cpu"
         if tensor.device not in self._idle:

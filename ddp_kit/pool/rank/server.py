@@ -37,9 +37,10 @@ from ddp_kit.pool.wire.messages import (
     RankStatus,
     Returned,
 )
-from ddp_kit.trace import Board, InternTable, describe_line, recording
+from ddp_kit.trace import RAISED, SERVING, Board, InternTable, describe_line, recording
 from ddp_kit.trace.rank import progress
 from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.stacks import write_handled
 
 LONGEST_MESSAGE = 10_000  # characters of an exception's text
 MOST_LINKED = 16  # causes of an exception and members of a group that are described
@@ -151,7 +152,12 @@ class RankServer:
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
                 inside = inside if broken == id(error) else None
-                return Raised(failure, status, inside, self._take_displayed(), capture(error))
+                # If reading the variables kills this process, the pool still knows the error.
+                self._table.board.write_handled(write_handled(error))
+                self._table.board.write_phase(RAISED)
+                captured = capture(error)
+                self._table.board.write_phase(SERVING)
+                return Raised(failure, status, inside, self._take_displayed(), captured)
         groups = None if keeps_groups else groups
         status = self._status(recorder, recorder.all_awaited, groups, restart)
         return Returned(packed, status, self._take_displayed())
