@@ -51,6 +51,7 @@ class Call(NamedTuple):
     inputs: tuple = ()  # (shape, dtype) of each tensor
     outputs: tuple = ()
     device: str = "cpu"  # of its first tensor
+    strides: tuple[int, ...] = ()  # if gloo reads memory that is not contiguous as it lies there
 
 
 def kind_of(method: str) -> str:
@@ -239,7 +240,7 @@ class InternTable:
 # The fields of an Event that the text of a call holds, in this order.
 _FIELDS = (
     *("op", "kind", "method", "group", "root", "dtype"),
-    *("inputs", "outputs", "splits", "reduce_op", "nbytes", "device"),
+    *("inputs", "outputs", "splits", "reduce_op", "nbytes", "device", "strides"),
 )
 
 
@@ -251,7 +252,7 @@ def _encode(op: str, group: int, root: int | None, call: Call) -> list:
     measured = call.outputs if call.method.startswith("recv") else call.inputs
     nbytes = sum(math.prod(shape) * kind.itemsize for shape, kind in measured if kind)
     what = [op, kind_of(call.method), call.method, group, root, dtype]
-    return [*what, inputs, outputs, call.splits, call.reduce_op, nbytes, call.device]
+    return [*what, inputs, outputs, call.splits, call.reduce_op, nbytes, *call[-2:]]
 
 
 def _decode(text: list) -> dict[str, Any]:
@@ -260,6 +261,7 @@ def _decode(text: list) -> dict[str, Any]:
     call["kind"] = "recv" if call["kind"] == "any" else call["kind"]
     for name in ("inputs", "outputs", "splits"):
         call[name] = tuple(map(tuple, call[name]))
+    call["strides"] = tuple(call["strides"])
     return call
 
 

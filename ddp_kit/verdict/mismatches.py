@@ -21,6 +21,7 @@ _SAME_DEVICE = (
     "All ranks must pass tensors on the same kind of device: .to(kit.device()) moves one there."
 )
 _SAME_BUFFER = "Receive into a tensor with as many elements and the same dtype as the one sent."
+_SAME_ORDER = "gloo ignores strides: pass the .contiguous() of each tensor."
 _SAME_GROUPS = (
     "All ranks must create the same groups in the same order, including those that they do not "
     "belong to."
@@ -62,7 +63,17 @@ def plainly_agree(snapshots: Iterable[Snapshot]) -> bool:
 
 # The fields of an Event that a message's two ends, or the calls of one collective, have in common.
 _END_FIELDS = ("nbytes", "dtype", "device")
-_CALL_FIELDS = ("method", "splits", "inputs", "outputs", "root", "reduce_op", "dtype", "device")
+_CALL_FIELDS = (
+    "method",
+    "splits",
+    "inputs",
+    "outputs",
+    "root",
+    "reduce_op",
+    "dtype",
+    "device",
+    "strides",
+)
 _of_message, _of_collective = attrgetter(*_END_FIELDS), attrgetter(*_CALL_FIELDS)
 
 
@@ -153,6 +164,11 @@ _COMMON: list[tuple[Callable[[Event], Hashable], Callable[[Event], str], str]] =
     ),
     (lambda e: e.reduce_op, lambda e: f"op={e.reduce_op}", "All ranks must use the same op."),
     (lambda e: e.dtype, lambda e: e.dtype, _SAME_TENSORS),
+    (
+        lambda e: e.strides,
+        lambda e: f"a tensor of strides {e.strides}" if e.strides else "a contiguous tensor",
+        _SAME_ORDER,
+    ),
 ]
 
 

@@ -24,7 +24,7 @@ from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import FORMING, SERVING
 from ddp_kit.trace.calls import Call, InternTable, describe, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
-from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, refuse_on_gpus
+from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpus
 from ddp_kit.trace.rank.posted import C10D, Posted
 from ddp_kit.trace.rank.recorder import Recorder
 
@@ -138,7 +138,11 @@ def _collective(
 ) -> Work | None:
     if method in CPU_ONLY:
         refuse_on_gpus(group, method, args[1])
-    posted = recorder.post(group, describe(method, (*args, *kwargs.values())))
+    given = (*args, *kwargs.values())
+    call = describe(method, given)
+    if strides := memory_order(group, method, given):
+        call = call._replace(strides=strides)
+    posted = recorder.post(group, call)
     return _start(recorder, posted, original, group, *args, **kwargs)
 
 
