@@ -23,6 +23,7 @@ import ddp_kit as kit
 from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool import view as pool_view
 from ddp_kit.pool.view import (
+    MOST_ROWS,
     NoView,
     RankLine,
     TerminalView,
@@ -115,7 +116,7 @@ def test_each_rank_has_a_line_while_a_run_lasts_and_nothing_of_it_stays(shared, 
         ["rank 1", computes, "", "3 of 4", "75%"],
         ["rank 2", "done", "", "", "red 2 <b>bold</b> & more"],
     ]
-    assert stuck["text/html"].startswith(f"<div>{at_work}</div>")
+    assert f"</style><div>{at_work} <em style=" in stuck["text/html"]
     assert stuck["text/html"].count('<progress value="3" max="4"></progress>') == 1
     assert "<b>" not in stuck["text/html"], "what a rank prints is not HTML"
     assert re.search(r"\[rank 1\] computing( \d+ s)? +75%", late), (
@@ -308,6 +309,18 @@ def test_ranks_that_do_the_same_are_counted():
     assert in_short([RankLine("done")]) == "1 rank: 1 done"
 
 
+def test_many_ranks_have_a_row_for_each_thing_that_they_do():
+    waits = [RankLine(f"waiting in recv(src={src})", src / 10) for src in range(1, 20)]
+    loops = [RankLine("computing", None, (done, 50), "printed") for done in (40, 7)]
+    assert as_text("21 ranks at work", [*waits, *loops]).splitlines() == [
+        "21 ranks at work",
+        f"[19 ranks] waiting in recv 1.9 s  {' ' * 28}".rstrip(),
+        f"[2 ranks] {'computing':23}{'█' * 2}{'░' * 18} 7 of 50",
+    ]
+    assert words(as_table("", [*waits, *loops]))[1] == ["2 ranks", "computing", "", "7 of 50", ""]
+    assert len(as_text("", waits[:MOST_ROWS]).splitlines()) == 1 + MOST_ROWS
+
+
 def test_the_heading_says_how_many_ranks_start_or_work_where_and_for_how_long():
     starting = [RankLine("starting"), RankLine("importing torch", 3), RankLine("ready")]
     assert heading(1, [RankLine("starting")]) == "1 rank is starting"
@@ -439,7 +452,7 @@ def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, text, shown):
 # --- what is read from the board -----------------------------------------------------------
 
 TEXTS = [["group", "g", [0, 1]], ["count", "recv", 1, 0, 1], ["line", "f", 1, "w", "recv()"]]
-CALL = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], None, 4, "cpu"]
+CALL = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], None, 4, "cpu", []]
 NOW = 10**12
 
 

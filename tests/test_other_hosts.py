@@ -66,7 +66,7 @@ def waiting_board(line="", rows=1):
     board = Board()
     board.begin(1, 5)
     board.add_text(["group", "world", [0, 1, 2, 3]])
-    call = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], "", 4, "cpu"]
+    call = ["call", "recv", "recv", "recv", 1, None, "float32", [], [[1]], [], "", 4, "cpu", []]
     what = board.add_text(call)
     where = board.add_text(["line", __file__, 1, "worker", line])
     for _ in range(rows):

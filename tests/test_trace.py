@@ -490,7 +490,7 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
     page.begin(1, 1)
     page.add_text(["group", "0", [0, 1]])
     for number, op in ((2, "recv"), (3, "irecv")):
-        page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4, "cpu"])
+        page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4, "cpu", []])
         page.add_row(number, 0, 1, 0, 0, number, 1, 0, 0)
     assert [event.op for event in Snapshot(0, page.read()).unawaited] == ["irecv"]
 
@@ -674,7 +674,7 @@ def page():
     page.begin(1, 100)
     group = page.add_text(["group", "0", [0, 1]])
     page.call = page.add_text(
-        ["call", "isend", "send", "send", group, None, "float32", [[1]], [], [], None, 4, "cpu"]
+        ["call", "isend", "send", "send", group, None, "float32", [[1]], [], [], None, 4, "cpu", []]
     )
     yield page
     page.close()

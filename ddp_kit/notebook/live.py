@@ -20,6 +20,8 @@ from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
 from ddp_kit.pool.warm_start import start_after_cell
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
+OLD = 10  # seconds without an update after which a view says so; it has one every second
+STALE = f"(not updated for {OLD} s: the kernel was restarted, or the page was opened again)"
 
 
 class NotebookView:
@@ -58,12 +60,17 @@ class NotebookView:
 
 
 def as_table(title: str, lines: Sequence[RankLine]) -> str:
-    """Return a table as HTML that every front end shows: no style, no script."""
-    rows = "".join(_row(rank, line) for rank, line in enumerate(lines))
-    return f"<div>{title}</div><table>{rows}</table>"
+    """Return a table as HTML without scripts, which every front end shows.
+
+    Each update starts the animation anew. A page that gets none any more shows that it is old.
+    """
+    table = "".join(_row(name, line) for name, line in view.rows(lines))
+    style = "@keyframes ddp-kit-old { to { visibility: visible } }"
+    old = f'<em style="visibility: hidden; animation: ddp-kit-old 0s {OLD}s forwards">{STALE}</em>'
+    return f"<style>{style}</style><div>{title} {old}</div><table>{table}</table>"
 
 
-def _row(rank: int, line: RankLine) -> str:
+def _row(name: str, line: RankLine) -> str:
     done, total = line.progress or (0, None)
     bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
     number = format_progress(done, total) if line.progress else ""
@@ -71,7 +78,7 @@ def _row(rank: int, line: RankLine) -> str:
     cells = [_unbroken(str(line)), bar, _unbroken(number), f"<samp>{escape(line.newest)}</samp>"]
     # Front ends align cells to the right, as for numbers.
     aligned = "".join(f'<td><div align="left">{cell}</div></td>' for cell in cells)
-    return f"<tr><th>{_unbroken(f'rank {rank}')}</th>{aligned}</tr>"
+    return f"<tr><th>{_unbroken(name)}</th>{aligned}</tr>"
 
 
 def _unbroken(text: str) -> str:
@@ -80,10 +87,11 @@ def _unbroken(text: str) -> str:
 
 def as_text(title: str, lines: Sequence[RankLine]) -> str:
     """Return the same as text."""
-    doing = _padded([f"{line}  " for line in lines])
-    bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for line in lines])
-    rows = (f"[rank {r}] {doing[r]}{bars[r]}{line.newest}" for r, line in enumerate(lines))
-    return "\n".join([title, *map(str.rstrip, rows)])
+    rows = view.rows(lines)
+    doing = _padded([f"{line}  " for _, line in rows])
+    bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for _, line in rows])
+    printed = (f"[{name}] {doing[n]}{bars[n]}{line.newest}" for n, (name, line) in enumerate(rows))
+    return "\n".join([title, *map(str.rstrip, printed)])
 
 
 def _padded(cells: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -16,6 +15,7 @@ from ddp_kit.error_text import count
 from ddp_kit.pool.wire.messages import Bundle
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
+MOST_ROWS = 16  # of a live view
 
 # Sequences that set colours, move the cursor or name a window: "\x1b[31m", "\x1b]0;title\x07".
 _ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/]*[0-~]?)")
@@ -99,7 +99,7 @@ class TerminalView:
         """Return how far the slowest rank is, or who waits, or what was printed last."""
         loops = [(line.progress, rank) for rank, line in enumerate(lines) if line.progress]
         if loops:
-            (done, total), rank = min(loops, key=lambda at: at[0][0] / (at[0][1] or 1))
+            (done, total), rank = min(loops, key=lambda at: _share(at[0]))
             return f"[rank {rank}] {draw_bar(done, total)}"
         if {line.doing for line in lines} - {"computing"}:
             return in_short(lines)
@@ -132,12 +132,33 @@ def in_short(lines: Sequence[RankLine]) -> str:
 
     For example "4 ranks: 2 computing, 2 waiting in recv 3.1 s".
     """
-    kinds = [line._replace(doing=line.doing.partition("(")[0]) for line in lines]
-    parts = []
-    for doing, many in Counter(line.doing for line in kinds).items():
-        longest = max((line for line in kinds if line.doing == doing), key=lambda k: k.seconds or 0)
-        parts.append(f"{many} {longest}")
+    parts = [f"{many} {longest}" for many, longest in _kinds(lines)]
     return f"{count(len(lines), 'rank')}: {', '.join(parts)}"
+
+
+def rows(lines: Sequence[RankLine]) -> list[tuple[str, RankLine]]:
+    """Return a row for each rank, or of many ranks one for all that do the same."""
+    if len(lines) <= MOST_ROWS:
+        return [(f"rank {rank}", line) for rank, line in enumerate(lines)]
+    return [(count(many, "rank"), line) for many, line in _kinds(lines)]
+
+
+def _kinds(lines: Sequence[RankLine]) -> list[tuple[int, RankLine]]:
+    """Return how many ranks do what, with the longest wait and the loop that is furthest behind."""
+    kinds: dict[str, list[RankLine]] = {}
+    for line in lines:
+        kinds.setdefault(line.doing.partition("(")[0], []).append(line)
+    found = []
+    for doing, same in kinds.items():
+        seconds = max((line.seconds for line in same if line.seconds is not None), default=None)
+        loops = [line.progress for line in same if line.progress]
+        slowest = min(loops, key=_share, default=None)
+        found.append((len(same), RankLine(doing, seconds, slowest)))
+    return found
+
+
+def _share(progress: tuple[int, int | None]) -> float:
+    return progress[0] / (progress[1] or 1)
 
 
 def _cut(text: str, columns: int) -> str:

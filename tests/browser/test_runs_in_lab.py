@@ -5,6 +5,8 @@ from __future__ import annotations
 import lab
 from processes import assert_gone
 
+from ddp_kit.notebook.live import OLD, STALE
+
 BOUND = 60.0  # seconds; it takes less than 1 where nothing else runs
 
 COLLECTIVES = """
@@ -123,8 +125,12 @@ def test_the_live_view_moves_while_a_run_lasts_and_goes_with_it(open_notebook, s
 def test_a_restart_or_the_stop_button_leaves_a_stuck_rank(open_notebook):
     document = open_notebook(lab.stuck_notebook())
     stuck = lab.get_stuck(document)
+    old = document.cell(2).get_by_text(STALE)
+    old.wait_for(state="attached")
+    assert not old.is_visible()
     restart(document)
     assert_gone(stuck, "a restart during a run")
+    old.wait_for(state="visible", timeout=1000 * (OLD + BOUND))
     document.select(1)
     stuck = lab.get_stuck(document)
     document.click("notebook:interrupt-kernel")
