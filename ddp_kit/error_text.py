@@ -52,10 +52,16 @@ class RankFailure:
     def key(self) -> tuple:
         """Equal for two ranks that failed in the same way at the same line."""
         where = self.where
-        message = _ADDRESS.sub("", self.message)
+        message = _ADDRESS.sub("", self._common_message)
         own = self.type, message, where and (where.file, where.line)
         linked = [one.key if one else None for one in (self.cause, self.handling, *self.members)]
         return (*own, self.notes, *linked) if self.notes or any(linked) else own
+
+    @property
+    def _common_message(self) -> str:
+        """The message without the number of this rank where DDP names it."""
+        text = re.sub(rf"(?<=for )rank {self.rank}\b", "this rank", self.message)
+        return text.replace(f"device_ids [{self.rank}]", "device_ids [rank]")
 
     @property
     def handling(self) -> RankFailure | None:
@@ -160,7 +166,10 @@ class TextFormatter:
         lines = []
         for same in groups.values():
             who = name_ranks(failure.rank for failure in same)
-            lines += self._failure(f"{who} {several if len(same) > 1 else one}", same[0])
+            shown = same[0]
+            if any(other.message != shown.message for other in same):
+                shown = replace(shown, message=shown._common_message)
+            lines += self._failure(f"{who} {several if len(same) > 1 else one}", shown)
         return lines
 
     def _failure(self, did: str, failure: RankFailure) -> list[str]:

@@ -1,0 +1,95 @@
+"""What usually helps against an error that ranks raise, by the text of the error."""
+
+from __future__ import annotations
+
+import re
+
+_NO_GPU = (
+    r"not compiled with \w+ enabled|without CUDA support|requires CUDA support|'_cuda_\w+'"
+    r"|accelerator device|torch\.cuda\.is_available\(\) is False|No CUDA GPUs|no NVIDIA driver"
+    r"|no CUDA-capable device|invalid device ordinal|dummy base class|CUDA library MUST"
+    r"|NVTX functions|not linked with support for mps|modulo by zero\n.*device_count\(\)"
+)
+
+# Each a pattern that is found in "TYPE: MESSAGE", followed by the learner's line, and a sentence.
+_HINTS = (
+    (r"SyncBatchNorm layers only work", "SyncBatchNorm needs kit.device() to be a GPU."),
+    (
+        r"device_ids and output_device arguments only work",
+        "Put the model on kit.device(), and leave out device_ids.",
+    ),
+    (
+        r"NCCL built in|Duplicate GPU detected",
+        "nccl needs a GPU for each rank: leave out the backend, and put tensors on kit.device().",
+    ),
+    (
+        _NO_GPU,
+        "This rank has no such device: put models and tensors on kit.device(), a GPU of this rank "
+        "or else the CPU.",
+    ),
+    (
+        r"did not receive grad",
+        "Use these parameters in the loss, or pass find_unused_parameters=True to DDP.",
+    ),
+    (
+        r"mark a variable ready only once",
+        "One backward used a parameter twice: pass use_reentrant=False to checkpoint, or "
+        "static_graph=True to DDP if every step uses the same parameters.",
+    ),
+    (
+        r"training graph has changed in this iteration",
+        "Leave out static_graph=True, because not every step uses the same parameters.",
+    ),
+    (
+        r"expects same model across all ranks|appears not to match sizes of the same param",
+        "Build the same model on every rank before DDP wraps it.",
+    ),
+    (
+        r"is not needed when a module doesn't have any parameter",
+        "Unfreeze a parameter before DDP wraps the model, or use the model without DDP.",
+    ),
+    (
+        r"'DistributedDataParallel' object has no attribute '(\w+)'",
+        r"The model itself is in the attribute module: write .module.\1.",
+    ),
+    (
+        r'Missing key\(s\) in state_dict: "module\.',
+        "These keys are of a model without DDP: load them into the model before DDP wraps it.",
+    ),
+    (
+        r'Unexpected key\(s\) in state_dict: "module\.',
+        "These keys are of a DDP model: save model.module.state_dict() instead.",
+    ),
+    (
+        r"debuggers do not work in a rank",
+        "To look at variables, raise an error at this line, and enter %ranks debug.",
+    ),
+    (
+        r"^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b",
+        r"\3 is a variable of type \1 here: give that variable another name, and import \3 again.",
+    ),
+    (
+        r"^UnboundLocalError: .*local variable '(\w+)'",
+        r"\1 is a local variable, because the function assigns to it: use another name there.",
+    ),
+    (
+        r"'await' outside|'async \w+' outside|asynchronous comprehension outside",
+        "A %%ranks cell is no coroutine: write an async function, and pass its call to "
+        "asyncio.run().",
+    ),
+    (
+        r"'return' outside",
+        "A %%ranks cell is no function: its value is that of its last line, without return.",
+    ),
+)
+
+
+def hint_for(error: str) -> str:
+    """Return a sentence on what usually helps; "" if nothing is known.
+
+    error: "TYPE: MESSAGE", and the line of the learner's code below it.
+    """
+    for pattern, hint in _HINTS:
+        if found := re.search(pattern, error):
+            return found.expand(hint)
+    return ""
