@@ -66,7 +66,7 @@ _HINTS = (
     ),
     (
         r"^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b",
-        r"\3 is a variable of type \1 here: give that variable another name, and import \3 again.",
+        r"\3 is a variable of type \1 here: give that another name, and repeat the import.",
     ),
     (
         r"^UnboundLocalError: .*local variable '(\w+)'",
