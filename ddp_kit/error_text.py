@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -52,16 +53,17 @@ class RankFailure:
     def key(self) -> tuple:
         """Equal for two ranks that failed in the same way at the same line."""
         where = self.where
-        message = _ADDRESS.sub("", self._common_message)
+        message = _ADDRESS.sub("", self.message)
         own = self.type, message, where and (where.file, where.line)
         linked = [one.key if one else None for one in (self.cause, self.handling, *self.members)]
         return (*own, self.notes, *linked) if self.notes or any(linked) else own
 
     @property
-    def _common_message(self) -> str:
-        """The message without the number of this rank where DDP names it."""
+    def _of_any_rank(self) -> RankFailure:
+        """The same without the number of its rank, where DDP's messages have it."""
         text = re.sub(rf"(?<=for )rank {self.rank}\b", "this rank", self.message)
-        return text.replace(f"device_ids [{self.rank}]", "device_ids [rank]")
+        device = rf"(?<=device_ids \[){self.rank}(?=\])|(?<=output_device ){self.rank}\b"
+        return replace(self, message=re.sub(device, "rank", text))
 
     @property
     def handling(self) -> RankFailure | None:
@@ -160,15 +162,16 @@ class TextFormatter:
 
         one, several: the verb for one rank, and for several ranks.
         """
+        failures = sorted(failures, key=lambda failure: failure.rank)
+        alike = Counter(failure.key for failure in failures)
         groups: dict[tuple, list[RankFailure]] = {}
-        for failure in sorted(failures, key=lambda failure: failure.rank):
-            groups.setdefault(failure.key, []).append(failure)
+        for failure in failures:
+            key = failure.key if alike[failure.key] > 1 else failure._of_any_rank.key
+            groups.setdefault(key, []).append(failure)
         lines = []
         for same in groups.values():
             who = name_ranks(failure.rank for failure in same)
-            shown = same[0]
-            if any(other.message != shown.message for other in same):
-                shown = replace(shown, message=shown._common_message)
+            shown = same[0] if len({one.key for one in same}) == 1 else same[0]._of_any_rank
             lines += self._failure(f"{who} {several if len(same) > 1 else one}", shown)
         return lines
 

@@ -8,12 +8,16 @@ _NO_GPU = (
     r"not compiled with \w+ enabled|without CUDA support|requires CUDA support|'_cuda_\w+'"
     r"|accelerator device|torch\.cuda\.is_available\(\) is False|No CUDA GPUs|no NVIDIA driver"
     r"|no CUDA-capable device|invalid device ordinal|dummy base class|CUDA library MUST"
-    r"|NVTX functions|not linked with support for mps|modulo by zero\n.*device_count\(\)"
+    r"|NVTX functions|not linked with support for mps|KeyError: 'allocated_bytes"
+    r"|modulo by zero\n.*device_count\(\)|'NoneType' .* 'type'\n.*(accelerator|device)"
 )
 
 # Each a pattern that is found in "TYPE: MESSAGE", followed by the learner's line, and a sentence.
 _HINTS = (
-    (r"SyncBatchNorm layers only work", "SyncBatchNorm needs kit.device() to be a GPU."),
+    (
+        r"SyncBatchNorm (layers only work|expected input tensor to be on)",
+        "SyncBatchNorm needs a GPU: convert the model only if kit.device() is one.",
+    ),
     (
         r"device_ids and output_device arguments only work",
         "Put the model on kit.device(), and leave out device_ids.",
@@ -24,8 +28,8 @@ _HINTS = (
     ),
     (
         _NO_GPU,
-        "This rank has no such device: put models and tensors on kit.device(), a GPU of this rank "
-        "or else the CPU.",
+        "This rank has no such device: put models and tensors on kit.device(), its GPU or else the "
+        "CPU.",
     ),
     (
         r"did not receive grad",
@@ -62,7 +66,7 @@ _HINTS = (
     ),
     (
         r"debuggers do not work in a rank",
-        "To look at variables, raise an error at this line, and enter %ranks debug.",
+        "To look at variables in a notebook, raise an error at this line, and enter %ranks debug.",
     ),
     (
         r"^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b",
@@ -74,8 +78,7 @@ _HINTS = (
     ),
     (
         r"'await' outside|'async \w+' outside|asynchronous comprehension outside",
-        "A %%ranks cell is no coroutine: write an async function, and pass its call to "
-        "asyncio.run().",
+        "A %%ranks cell cannot await: write an async function, and pass its call to asyncio.run().",
     ),
     (
         r"'return' outside",

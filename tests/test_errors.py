@@ -45,12 +45,14 @@ def test_failures_that_differ_in_an_address_are_reported_for_each_rank():
 
 
 def test_failures_that_differ_in_their_own_rank_where_ddp_names_it_are_merged():
-    failures = [failure(n, f"no grad for rank {n}: 2, device_ids [{n}]") for n in range(2)]
+    failures = [failure(n, f"for rank {n}: device_ids [{n}], output_device {n}") for n in range(2)]
     error = kit.RankError(dict(enumerate(failures)))
     assert str(error).startswith(
-        "ranks 0 and 1 raised ValueError: no grad for this rank: 2, device_ids [rank]"
+        "ranks 0 and 1 raised ValueError: for this rank: device_ids [rank], output_device rank\n"
     )
-    assert error.failures[1].message == "no grad for rank 1: 2, device_ids [1]"
+    assert error.failures[1].message == "for rank 1: device_ids [1], output_device 1"
+    error = kit.RankError({rank: failure(rank, "no file for rank 0") for rank in range(2)})
+    assert str(error).startswith("ranks 0 and 1 raised ValueError: no file for rank 0\n")
     for numbers in ((1, 0), (1, 10)):  # of another rank
         failures = [failure(rank, f"for rank {n}") for rank, n in enumerate(numbers)]
         assert "rank 1 raised" in str(kit.RankError(dict(enumerate(failures))))

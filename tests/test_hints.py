@@ -31,10 +31,15 @@ ON_GPUS = {
     "device_count": lambda rank: rank % torch.cuda.device_count(),
     "pinned": lambda rank: torch.ones(1).pin_memory(),
     "mps": lambda rank: torch.ones(1).to("mps"),
-    "device_ids": lambda rank: DistributedDataParallel(model(), device_ids=[rank]),
+    "device_ids": lambda rank: DistributedDataParallel(
+        model(), device_ids=[rank], output_device=rank
+    ),
+    "one device_id": lambda rank: DistributedDataParallel(model(), device_ids=[0]),
     "SyncBatchNorm": lambda rank: DistributedDataParallel(
         nn.SyncBatchNorm.convert_sync_batchnorm(model(batch_norm=True))
     ),
+    "SyncBatchNorm alone": lambda rank: nn.SyncBatchNorm(2)(torch.ones(3, 2)),
+    "the accelerator": lambda rank: torch.accelerator.current_accelerator().type,
     "nccl": lambda rank: dist.new_group(backend="nccl"),
 }
 

@@ -370,7 +370,7 @@ def test_a_list_that_pull_has_made_is_pushed_with_a_line(notebook):
         ("dist = 5\ndist.barrier()", "dist is a variable of type int here: give that another name"),
         ("import asyncio\nawait asyncio.sleep(0)", "pass its call to asyncio.run()."),
         ("return rank", "A %%ranks cell is no function"),
-        ("breakpoint()", "To look at variables, raise an error at this line, and enter %ranks"),
+        ("breakpoint()", "To look at variables in a notebook, raise an error at this line"),
         ("def f():\n    print(rank)\n    rank = 1\nf()", "rank is a local variable, because"),
     ],
 )
