@@ -202,7 +202,9 @@ class RankError(RunError):
         cell_names: dict[str, str] | None = None,
     ):
         self.failures = dict(sorted(failures.items()))
-        texts = (f"{f.type}: {f.message}\n{f.where and f.where.source}" for f in failures.values())
+        texts = (
+            f"{f.type}: {f.message}\n{f.where and f.where.source}" for f in self.failures.values()
+        )
         self.hint = next(filter(None, map(hint_for, texts)), "")
         waits = tuple(waits)
         super().__init__(waits, cell_names, failures, waits, cell_names)

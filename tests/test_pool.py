@@ -393,18 +393,13 @@ def test_what_follows_a_long_list_in_a_value_is_shown(make):
     losses = [(step, 1 / (3 + step)) for step in range(500)]
     text = beside_rank(0, repr(make(losses=losses, note="x)" * 999, accuracy=0.97)))
     assert len(text) < 1_500
-    assert "(9, 0.08333333333333333), ... 480 more, (490, 0.0020" in text
+    assert "(9, 0.08333333333333333), ..., (490, 0.0020" in text
     assert re.search(r"x\.\.\.\)x.*accuracy'?[:=] ?0.97[})]$", text)
     many = {f"metric {n}": list(range(500)) for n in range(40)} | {"accuracy": 0.97}
     text = beside_rank(0, repr(many))
     assert len(text) < 1_500
-    assert "'metric 0': [0, ... 498 more, 499]" in text
+    assert "'metric 0': [0, ..., 499]" in text
     assert text.endswith("'accuracy': 0.97}")
-
-
-def test_items_that_pytorch_has_left_out_are_not_counted():
-    text = beside_rank(0, repr({f"metric {n}": torch.arange(5_000) for n in range(40)}))
-    assert "'metric 0': tensor([   0, ..., 4999]), 'metric 1'" in text
 
 
 def leave_a_cycle(rank, world_size, folder):

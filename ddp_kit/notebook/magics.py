@@ -193,10 +193,8 @@ class RanksMagics(Magics):
                 raise PoolError(f"there is no {name!r} on {name_ranks(missing)}; %ranks lists all")
         for name in names:
             pulled = [found[rank][name] for rank in ranks]
-            if only and len(only) == 1:
-                self.shell.user_ns[name] = pulled[0]
-            else:
-                self.shell.user_ns[name] = self._pulled[name] = pulled
+            self.shell.user_ns[name] = pulled[0] if only and len(only) == 1 else pulled
+            self._pulled[name] = pulled
 
     def _push(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
         if missing := [name for name in names if name not in self.shell.user_ns]:

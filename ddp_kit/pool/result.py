@@ -38,9 +38,7 @@ def _shorten_items(text: str, most: int) -> str:
             items = open_brackets.pop()
             half = most // 2 if piece != "}" else 3 * most
             if len(items) > 2 * half + 1:
-                is_cut = any(item.strip() == "..." for item in items)  # by torch, NumPy or IPython
-                more = "" if is_cut else f" {len(items) - 2 * half:,} more"
-                items[half:-half] = [f" ...{more}"]
+                items[half:-half] = [" ..."]
             open_brackets[-1][-1] += ",".join(items) + piece
         else:
             if len(piece) > 20 * most and piece[0] in "'\"" and len(open_brackets) > 1:

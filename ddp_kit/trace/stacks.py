@@ -33,8 +33,8 @@ _LIBRARIES = tuple(
 )
 # Of other environments, which a .pth file or PYTHONPATH may add.
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
-# By Python itself, as for a dataclass, by torch.fx, and by the compiler behind torch.compile.
-_GENERATED = ("<string>", "<eval_with_key>", "<fx-generated")
+# By Python itself, as for a dataclass, by libraries, and by the compiler behind torch.compile.
+_GENERATED = ("<string>", "<eval_with_key>", "<attrs generated", "<decorator-gen", "<lambdifyg")
 _CACHE = os.path.join(tempfile.gettempdir(), "torchinductor_")
 _OF_DYNAMO = ("__compiled_fn", "__resume_at")  # what such a function calls
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # the rest of a function
