@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,6 +57,13 @@ class RankFailure:
         own = self.type, message, where and (where.file, where.line)
         linked = [one.key if one else None for one in (self.cause, self.handling, *self.members)]
         return (*own, self.notes, *linked) if self.notes or any(linked) else own
+
+    @property
+    def _of_any_rank(self) -> RankFailure:
+        """The same without the number of its rank, where DDP's messages have it."""
+        text = re.sub(rf"(?<=for )rank {self.rank}\b", "this rank", self.message)
+        device = rf"(?<=device_ids \[){self.rank}(?=\])|(?<=output_device ){self.rank}\b"
+        return replace(self, message=re.sub(device, "rank", text))
 
     @property
     def handling(self) -> RankFailure | None:
@@ -154,13 +162,17 @@ class TextFormatter:
 
         one, several: the verb for one rank, and for several ranks.
         """
+        failures = sorted(failures, key=lambda failure: failure.rank)
+        alike = Counter(failure.key for failure in failures)
         groups: dict[tuple, list[RankFailure]] = {}
-        for failure in sorted(failures, key=lambda failure: failure.rank):
-            groups.setdefault(failure.key, []).append(failure)
+        for failure in failures:
+            key = failure.key if alike[failure.key] > 1 else failure._of_any_rank.key
+            groups.setdefault(key, []).append(failure)
         lines = []
         for same in groups.values():
             who = name_ranks(failure.rank for failure in same)
-            lines += self._failure(f"{who} {several if len(same) > 1 else one}", same[0])
+            shown = same[0] if len({one.key for one in same}) == 1 else same[0]._of_any_rank
+            lines += self._failure(f"{who} {several if len(same) > 1 else one}", shown)
         return lines
 
     def _failure(self, did: str, failure: RankFailure) -> list[str]:

@@ -48,6 +48,7 @@ from ddp_kit.error_text import (
     format_timeout_hint,
     signal_name,
 )
+from ddp_kit.hints import hint_for
 from ddp_kit.renamed import RenamedAttribute
 
 # `ddp_kit.notebook` replaces this with a function that shows a picture above the error.
@@ -200,7 +201,11 @@ class RankError(RunError):
         waits: Iterable[Wait] = (),
         cell_names: dict[str, str] | None = None,
     ):
-        self.failures, self.hint = dict(sorted(failures.items())), ""
+        self.failures = dict(sorted(failures.items()))
+        texts = (
+            f"{f.type}: {f.message}\n{f.where and f.where.source}" for f in self.failures.values()
+        )
+        self.hint = next(filter(None, map(hint_for, texts)), "")
         waits = tuple(waits)
         super().__init__(waits, cell_names, failures, waits, cell_names)
 

@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from kernels import ROOT
@@ -68,27 +69,46 @@ def test_plain_values_and_small_tensors_are_captured_whole():
 
 
 def test_a_large_tensor_is_summarized_with_its_nans():
-    tensor = torch.arange(10_000.0)
+    tensor = torch.arange(260_000.0)
     tensor[5:8] = float("nan")
     (summary,) = variables(tensor)
     assert repr(summary) == (
-        "<Tensor of shape (10000,), float32: from 0 to 9999, mean 5001, 3 NaN, "
+        "<Tensor of shape (260000,), float32: from 0 to 2.6e+05, mean 1.3e+05, 3 NaN, "
         "beginning with 0, 1, 2>"
     )
-    assert summary.shape == (10_000,)
+    assert summary.shape == (260_000,)
     assert summary.dtype is torch.float32
     halves, flags, nothing, meta, sparse = variables(
-        torch.full((100, 100), 0.5, dtype=torch.bfloat16),
-        torch.arange(9_000) > 8_990,
-        torch.full((9_000,), float("nan")),
+        torch.full((1_000, 1_000), 0.5, dtype=torch.bfloat16),
+        torch.arange(1_040_000) > 1_039_990,
+        torch.full((260_000,), float("nan")),
         torch.ones(3, device="meta"),
         torch.eye(3).to_sparse(),
     )
     assert "bfloat16: from 0.5 to 0.5, mean 0.5, beginning with 0.5, 0.5, 0.5" in repr(halves)
     assert "bool: 9 True, beginning with False, False, False" in repr(flags)
-    assert "float32: 9,000 NaN, beginning with nan" in repr(nothing)
+    assert "float32: 260,000 NaN, beginning with nan" in repr(nothing)
     assert repr(meta) == "<Tensor of shape (3,), float32 on meta>"
     assert repr(sparse) == "<Tensor of shape (3, 3), float32>"
+
+
+def test_a_megabyte_of_each_function_is_captured():
+    def inner(batch):
+        losses, text, array = [0.5] * 5_000, "x" * 9_000, np.ones(1_000)
+        raise ValueError((batch.sum(), losses, text, array))
+
+    def outer(first):
+        second, small = torch.ones(40, 6_264), 3
+        inner(second[:30, :6_000].contiguous() + small)
+
+    *_, caller, last = captured(outer, torch.ones(1)).frames
+    assert last.locals["batch"].sum() == 4 * 30 * 6_000
+    assert last.locals["losses"] == [0.5] * 5_000
+    assert (last.locals["text"], last.locals["array"].sum()) == ("x" * 9_000, 1_000)
+    assert (caller.locals["first"], caller.locals["small"]) == (1, 3)
+    assert repr(caller.locals["second"]).startswith("<Tensor of shape (40, 6264), float32: from 1")
+    with pytest.raises(TypeError, match="captured whole up to 1 MB a function"):
+        caller.locals["second"] + 1
 
 
 def test_objects_are_summarized_with_their_attributes():
@@ -147,11 +167,12 @@ def test_no_code_of_the_learner_runs_while_it_is_captured():
 
 def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     def inner(text):
-        first, second = [text] * 300, torch.ones(10)  # noqa: F841
+        first, second = [text] * 3_000, torch.ones(10)  # noqa: F841
         raise ValueError
 
     def outer():
-        much = {number: torch.ones(2_000) for number in range(400)}  # noqa: F841
+        much = {number: torch.ones(2_000) for number in range(200)}  # noqa: F841
+        more = {number: torch.ones(2_000) for number in range(200)}  # noqa: F841
         inner("x" * 900)
 
     with pytest.raises(ValueError) as raised:  # noqa: PT011
@@ -160,26 +181,27 @@ def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     assert len(sent) < 3 * capturing.SIZE
     *_, caller, last = pickle.loads(sent).frames
     assert last.locals["second"].tolist() == [1] * 10
-    assert "Tensor" in repr(caller.locals["much"])
+    assert "<Tensor" not in repr(caller.locals["much"][0])
+    assert "<Tensor" in repr(caller.locals["more"])
 
     deep = [[[[[[["far"]]]]]]]
     cycle = []
     cycle.append(cycle)
     huge = 1 << 20_000
     shown = variables(
-        deep, cycle, huge, list(range(10_000)), "x" * 2_000, dict.fromkeys(range(999))
+        deep, cycle, huge, list(range(10_000)), "x" * 2_000_000, dict.fromkeys(range(9_999))
     )
     assert repr(shown[0]) == "[[[[[<list>]]]]]"
     assert repr(shown[1]) == "[<list>]"
     assert repr(shown[2]) == "<int of 20,001 bits>"
     assert repr(shown[3]) == "<list of 10,000 items: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] ...>"
-    assert repr(shown[4]).startswith("<str of 2,000 characters: 'xxx")
-    assert repr(shown[5]).startswith("<dict of 999 items: {0: None, 1: None")
+    assert repr(shown[4]).startswith("<str of 2,000,000 characters: 'xxx")
+    assert repr(shown[5]).startswith("<dict of 9,999 items: {0: None, 1: None")
 
     names = {f"name{number}": number for number in range(60)}
     source = "def many():\n " + "; ".join(f"{n} = {v}" for n, v in names.items()) + "\n 1 / 0"
     made = {}
-    exec(source, made)
+    exec(compile(source, "a cell", "exec"), made)
     frame = captured(made["many"]).frames[-1]
     assert (len(frame.locals), frame.left_out) == (50, 10)
 
@@ -345,7 +367,7 @@ def returns_what_cannot_be_rebuilt(rank, world_size):
 SET_UP = """
 %reload_ext ddp_kit
 def share(total, parts):
-    big = torch.ones(100, 100)
+    big = torch.ones(600, 600)
     return total / parts
 
 def worker(rank, world_size):
@@ -411,10 +433,10 @@ def test_commands_may_stand_in_the_line(notebook):
         f"  {place}, line 9, in worker",
         "-> share(weights, [])",
         *where,
-        "(tensor([2., 3.]), torch.Size([100, 100]), ';')",
+        "(tensor([2., 3.]), torch.Size([600, 600]), ';')",
         "total = tensor([1., 2.])",
         "parts = []",
-        "big = <Tensor of shape (100, 100), float32: from 1 to 1, mean 1, beginning with 1, 1, 1>",
+        "big = <Tensor of shape (600, 600), float32: from 1 to 1, mean 1, beginning with 1, 1, 1>",
     ]
     helped = notebook.run("%ranks debug 1 help").stdout
     assert {"where", "locals", "whatis", "pp"} <= set(helped.split())

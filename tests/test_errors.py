@@ -44,6 +44,21 @@ def test_failures_that_differ_in_an_address_are_reported_for_each_rank():
     assert "rank 1 raised ValueError: bad flag 0x1" in str(error)
 
 
+def test_failures_that_differ_in_their_own_rank_where_ddp_names_it_are_merged():
+    failures = [failure(n, f"for rank {n}: device_ids [{n}], output_device {n}") for n in range(2)]
+    error = kit.RankError(dict(enumerate(failures)))
+    assert str(error).startswith(
+        "ranks 0 and 1 raised ValueError: for this rank: device_ids [rank], output_device rank\n"
+    )
+    assert error.failures[1].message == "for rank 1: device_ids [1], output_device 1"
+    error = kit.RankError({rank: failure(rank, "no file for rank 0") for rank in range(2)})
+    assert str(error).startswith("ranks 0 and 1 raised ValueError: no file for rank 0\n")
+    for numbers in ((1, 0), (1, 10)):  # of another rank
+        failures = [failure(rank, f"for rank {n}") for rank, n in enumerate(numbers)]
+        assert "rank 1 raised" in str(kit.RankError(dict(enumerate(failures))))
+    assert "for rank 1" in str(kit.RankError({1: failure(1, "for rank 1")}))
+
+
 def test_the_message_holds_no_file_and_the_traceback_names_the_cell():
     error = kit.RankError({0: failure(0)}, cell_names={"cell-file": "Cell In[7]"})
     assert "cell-file" not in str(error)

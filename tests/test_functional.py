@@ -237,12 +237,30 @@ def test_a_compiled_function_is_recorded_when_it_runs():
             return functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2
 
         compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
-        return [compiled(torch.full((2,), 1.0 + n)).tolist() for n in range(2)]
+        return [compiled(torch.full((2,), 1.0 + n)).tolist() for n in range(2)]  # here
 
     result = kit.run(worker, world_size=2)
     assert list(result) == [[[4.0, 4.0], [8.0, 8.0]]] * 2
     assert [event.op for event in of_rank(result.trace)] == ["all_reduce"] * 2
     assert all(event.end for event in result.trace)
+    assert all(line(event).endswith("# here") for event in result.trace)
+
+
+def test_a_line_after_a_graph_break_is_that_of_the_function():
+    def worker(rank, world_size):
+        def total(tensor):
+            torch._dynamo.graph_break()
+            dist.all_reduce(tensor) if rank else dist.barrier()
+
+        torch.compile(total, backend="eager")(torch.ones(2))
+
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2)
+    barrier = caught.value.calls[0].where
+    assert (barrier.function, barrier.source) == (
+        "total",
+        "dist.all_reduce(tensor) if rank else dist.barrier()",
+    )
 
 
 def test_outside_of_a_run_nothing_is_recorded():

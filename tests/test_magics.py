@@ -352,6 +352,41 @@ def test_push_copies_to_the_ranks_and_pull_brings_back_a_list(notebook):
     assert "open_file is a TextIOWrapper, which cannot be sent" in unsendable.rendered
 
 
+def test_a_list_that_pull_has_made_is_pushed_with_a_line(notebook):
+    notebook.run("%%ranks -n 2\nw = 10 * rank")
+    notebook.run("%ranks pull w")
+    pushed = notebook.run("%ranks push w").stdout
+    assert pushed == "w is the list that %ranks pull has made: each rank gets all of it\n"
+    assert notebook.run("%%ranks\nw").stdout == "rank 0: [0, 10]\nrank 1: [0, 10]\n"
+    notebook.run("w = [0, 10]")
+    assert notebook.run("%ranks push w").stdout == ""
+    notebook.run("%ranks pull w --only 1")
+    assert notebook.run("%ranks push w").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("cell", "hint"),
+    [
+        ("dist = 5\ndist.barrier()", "dist is a variable of type int here: give that another name"),
+        ("import asyncio\nawait asyncio.sleep(0)", "pass its call to asyncio.run()."),
+        ("return rank", "A %%ranks cell is no function"),
+        ("breakpoint()", "To look at variables in a notebook, raise an error at this line"),
+        ("def f():\n    print(rank)\n    rank = 1\nf()", "rank is a local variable, because"),
+    ],
+)
+def test_a_cell_that_fails_in_a_known_way_has_a_hint(notebook, cell, hint):
+    assert hint in notebook.raises(f"%%ranks -n 2\n{cell}").rendered
+
+
+def test_options_that_run_has_taken_for_its_own_are_explained(notebook):
+    cell = notebook.send("%run -m ddp_kit.lessons.ring_allreduce --world-size 3").finish()
+    assert cell.stdout == (
+        "Options of the program come after --: "
+        "%run -m ddp_kit.lessons.ring_allreduce -- --world-size 3\n"
+    )
+    assert "Options" not in notebook.send("%run --no-such-option").finish().stdout
+
+
 def test_names_of_rank_0_are_completed_in_its_cells_only(notebook):
     notebook.run("here_only = 1")
     notebook.run("%%ranks -n 2\nthere_only = torch.ones(1)")

@@ -8,10 +8,12 @@ import importlib
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
 import weakref
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit.pool.result import beside_rank
 
 
 def total(rank, world_size, scale=1):
@@ -238,12 +241,27 @@ def test_a_worker_of_the_wrong_signature_is_refused():
     def alone(rank):
         return rank
 
-    with pytest.raises(kit.PoolError, match=r"alone\(rank\) cannot be called as alone"):
+    with pytest.raises(kit.PoolError, match=r"alone\(rank\) cannot be called as alone") as caught:
         kit.run(alone)
+    assert "write alone(rank, world_size)" in str(caught.value)
     with pytest.raises(kit.PoolError, match=r"cannot be called as total\(rank, world_size, 1, 2\)"):
         kit.run(total, 1, 2)
     with pytest.raises(kit.PoolError, match="must be a function, got 3; pass the function itself"):
         kit.run(3)
+
+
+def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys):
+    def swapped(world_size, rank):
+        return world_size, rank
+
+    def other(size, rank):
+        return size, rank
+
+    assert list(kit.run(swapped, world_size=2)) == list(kit.run(other, world_size=2))
+    assert capsys.readouterr().out == (
+        "swapped gets the rank as its first argument, which it calls world_size: write "
+        "swapped(rank, world_size)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,10 +382,24 @@ def test_a_helper_thread_cannot_run_ranks():
 
 
 def test_a_long_value_fills_the_cell():
-    text = repr(kit.run(lambda r, w: list(range(5_000)), world_size=2))
+    text = repr(kit.run(lambda r, w: "x" * 5_000, world_size=2))
     assert len(text) < 3_300
     assert text.count(" more characters") == 2
-    assert "... and 27,390 more characters\nrank 1: [0, 1, 2," in text
+    assert "... and 3,502 more characters\nrank 1: 'xxx" in text
+
+
+@pytest.mark.parametrize("make", [dict, namedtuple("Run", "losses note accuracy")])
+def test_what_follows_a_long_list_in_a_value_is_shown(make):
+    losses = [(step, 1 / (3 + step)) for step in range(500)]
+    text = beside_rank(0, repr(make(losses=losses, note="x)" * 999, accuracy=0.97)))
+    assert len(text) < 1_500
+    assert "(9, 0.08333333333333333), ..., (490, 0.0020" in text
+    assert re.search(r"x\.\.\.\)x.*accuracy'?[:=] ?0.97[})]$", text)
+    many = {f"metric {n}": list(range(500)) for n in range(40)} | {"accuracy": 0.97}
+    text = beside_rank(0, repr(many))
+    assert len(text) < 1_500
+    assert "'metric 0': [0, ..., 499]" in text
+    assert text.endswith("'accuracy': 0.97}")
 
 
 def leave_a_cycle(rank, world_size, folder):

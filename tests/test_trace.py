@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 
 import numpy as np
@@ -768,7 +769,14 @@ def test_numpy_integers_and_tensors_are_numbers_as_in_pytorch():
         ("/opt/torch/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", False),
         ("/usr/lib/python3/dist-packages/numpy/__init__.py", False),
         ("/home/me/site-packages.py", True),
+        ("/home/me/torchinductor_notes.py", True),
+        (f"{tempfile.gettempdir()}/torchinductor_me/a6/ca6a.py", False),
+        ("<string>", False),
+        ("<eval_with_key>.12 from /torch/fx/experimental/proxy_tensor.py:1400", False),
+        ("<ipython-input-3-0a1b>", True),
+        ("<timed exec>", True),
+        ("<stdin>", True),
     ],
 )
-def test_a_package_of_another_environment_is_the_learners_code(file, own):
+def test_packages_and_generated_code_are_not_the_learners(file, own):
     assert stacks.is_own(file) == own

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import threading
 import time
 import warnings
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from IPython import get_ipython
+from IPython.core.error import UsageError
 from IPython.display import display
 
 from ddp_kit import errors
@@ -113,11 +116,19 @@ def _draw_waits(error: errors.DeadlockError) -> None:
     display(plot.waits(error))
 
 
+def _explain_run(result: Any) -> None:
+    """Print where the options of a program belong if `%run -m` has taken them for its own."""
+    module = re.search(r"^\s*%run\b.* -m\s*(\S+)", result.info.raw_cell or "", re.MULTILINE)
+    if module and isinstance(result.error_in_exec, UsageError):
+        print(f"Options of the program come after --: %run -m {module[1]} -- --world-size 3")
+
+
 def take_over() -> None:
     """Show the runs of this process in the notebook, and start the first ranks."""
     # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
     view.show_displayed = show_displayed
+    get_ipython().events.register("post_run_cell", _explain_run)
     if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
         view.open_view = NotebookView
         view.most_lines, view.most_characters = MOST_LINES, MOST_CHARACTERS

@@ -20,6 +20,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, RunError
+from ddp_kit.hints import hint_for
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import CellOutput, SealedValue
@@ -46,6 +47,7 @@ class RanksMagics(Magics):
 
     def _forget(self) -> None:
         self.known = {}
+        self._pulled: dict[str, list] = {}  # what the notebook's names were set to
         self._world_size, self._backend = 4, "auto"
         self._had: dict[str, frozenset[int]] = {}  # ranks on which a cell has run, by launcher
 
@@ -85,7 +87,7 @@ class RanksMagics(Magics):
                 if isinstance(error, DeadlockError) and _left_out(error, only):
                     error.hint = "--only leaves out ranks: let all that communicate run the cell."
                 if isinstance(error, RankError):
-                    error.hint = self._hint_for_name(error)
+                    error.hint = self._hint_for_name(error) or error.hint
                 raise
         outputs = [output or CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
@@ -120,8 +122,9 @@ class RanksMagics(Magics):
         value itself instead of a list.
 
         `%ranks debug` asks for commands, such as `p loss`; `help` lists them. They may also follow
-        it: `%ranks debug 1 where ;; p loss`. They see values as they were when the rank raised, and
-        a summary of those that are large or not plain data. This works for `kit.run`, too.
+        it: `%ranks debug 1 where ;; p loss`. They see values as they were when the rank raised, up
+        to 1 MB a function, and a summary of those that are larger or not plain data. This works for
+        `kit.run`, too.
         """
         what, *names = line.split() or ["names"]
         if what == "debug":
@@ -191,11 +194,15 @@ class RanksMagics(Magics):
         for name in names:
             pulled = [found[rank][name] for rank in ranks]
             self.shell.user_ns[name] = pulled[0] if only and len(only) == 1 else pulled
+            self._pulled[name] = pulled
 
     def _push(self, names: tuple[str, ...], only: tuple[int, ...] | None) -> None:
         if missing := [name for name in names if name not in self.shell.user_ns]:
             raise PoolError(f"the notebook has no {missing[0]!r} to push")
         values = {name: self.shell.user_ns[name] for name in names}
+        for name, value in values.items():
+            if value is self._pulled.get(name):
+                print(f"{name} is the list that %ranks pull has made: each rank gets all of it")
         push = session.Push(values, only, self._with_names(self._backend))
         self._run(push, self._world_size, self._backend)
         if only is None or 0 in only:
@@ -270,7 +277,8 @@ def _refuse(error: SyntaxError, source: str) -> NoReturn:
     # For a SyntaxError from a magic, IPython would show its own frames and ours.
     *place, message = "".join(traceback.format_exception_only(error)).splitlines()
     where = f"line {error.lineno} of the cell: " if error.lineno else ""
-    raise PoolError("\n".join([where + message, *place[1:]])) from None
+    hint = [found] if (found := hint_for(message)) else []
+    raise PoolError("\n".join([where + message, *place[1:], *hint])) from None
 
 
 def load(shell: InteractiveShell) -> None:

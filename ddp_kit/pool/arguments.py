@@ -18,6 +18,7 @@ import cloudpickle
 
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError
+from ddp_kit.pool import view
 from ddp_kit.pool.wire import messages, payload
 
 FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
@@ -177,14 +178,22 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
         signature = inspect.signature(worker)
     except (TypeError, ValueError):
         return  # some built-in callables have no signature
+    first = list(signature.parameters)[:2]
     try:
         signature.bind(0, 1, *args)
     except TypeError:
         passed = "".join(f", {reprlib.repr(arg)}" for arg in args)
+        takes_both = f"write {name}(rank, world_size), because every worker gets both; "
         raise PoolError(
-            f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); extra "
-            f"arguments are passed to the worker, and {set_by} sets the number of ranks"
+            f"{name}{signature} cannot be called as {name}(rank, world_size{passed}); "
+            f"{takes_both if len(first) < 2 else ''}extra arguments are passed to the worker, "
+            f"and {set_by} sets the number of ranks"
         ) from None
+    if first == ["world_size", "rank"]:
+        view.say(
+            f"{name} gets the rank as its first argument, which it calls world_size: write "
+            f"{name}(rank, world_size)"
+        )
 
 
 def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:

@@ -15,6 +15,7 @@ import re
 import signal
 import site
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +33,11 @@ _LIBRARIES = tuple(
 )
 # Of other environments, which a .pth file or PYTHONPATH may add.
 _PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
+# By Python itself, as for a dataclass, by libraries, and by the compiler behind torch.compile.
+_GENERATED = ("<string>", "<eval_with_key>", "<attrs generated", "<decorator-gen", "<lambdifyg")
+_CACHE = os.path.join(tempfile.gettempdir(), "torchinductor_")
+_OF_DYNAMO = ("__compiled_fn", "__resume_at")  # what such a function calls
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # the rest of a function
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
@@ -42,7 +48,13 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def is_own(filename: str) -> bool:
     """Return whether a file is the learner's code, lessons included, and not a library's."""
     library = filename.startswith(_LIBRARIES) or _PACKAGES.search(filename) is not None
-    return filename.startswith(_LESSONS) or not library
+    return filename.startswith(_LESSONS) or not (library or _is_generated(filename))
+
+
+@functools.cache
+def _is_generated(filename: str) -> bool:
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _CACHE
+    return filename.startswith((cache, *_GENERATED))
 
 
 def is_kit(filename: str) -> bool:
@@ -58,13 +70,20 @@ def in_standard_library(filename: str) -> bool:
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return `frame`, or the nearest of its callers, that runs the learner's own code."""
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    generated = False
+    while frame is not None:
+        code = frame.f_code
+        if not is_own(code.co_filename):
+            generated = generated or _is_generated(code.co_filename)
+        elif not (generated and any(name.startswith(_OF_DYNAMO) for name in code.co_names)):
+            break  # the other one is what torch.compile has made of a function, without its lines
         frame = frame.f_back
     return frame
 
 
 def describe_line(file: str, line: int, function: str) -> Frame:
     """Return one line of code as plain data, with its text if that can be read."""
+    function = _RESUMED.sub(r"\1", function)
     return Frame(file, line, function, linecache.getline(file, line).strip(), is_own(file))
 
 

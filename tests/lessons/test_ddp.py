@@ -226,8 +226,12 @@ def test_a_parameter_without_gradient_leaves_all_of_the_first_step_unreduced():
         {"trunk": 1.0, "head 0": 1.0, "head 1": None},
         {"trunk": 10.0, "head 0": 10.0, "head 1": None},
     ]
-    with pytest.raises(kit.RankError, match="did not receive grad for rank 1: 2"):
+    with pytest.raises(kit.RankError, match="did not receive grad for this rank: 2") as caught:
         kit.run(ddp.use_heads, False, [0, 0], 2, world_size=2)
+    text = str(caught.value)
+    assert text.startswith("ranks 0 and 1 raised RuntimeError: Expected to have finished")
+    assert "did not receive grad for this rank: heads.1.weight\n" in text
+    assert text.endswith("or pass find_unused_parameters=True to DDP.")
 
 
 def test_unused_parameters_count_as_zero_in_the_mean():

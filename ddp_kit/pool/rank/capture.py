@@ -34,16 +34,15 @@ from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy
 from ddp_kit.trace.stacks import is_own
 
 SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
-SIZE = 100_000  # bytes that all values may have, roughly
+SIZE = 1_100_000  # bytes that the values of one function may have, roughly
+SMALL, RESERVED = 1_000, 100_000  # bytes of a value, and those of SIZE that larger ones leave free
 OUTER_FRAMES, INNER_FRAMES = 4, 16  # of a deep recursion
 MOST_LOCALS = 50
-MOST_ITEMS, MOST_INNER_ITEMS = 500, 50  # of a list or dict, and of one inside another value
+MOST_ITEMS = 5_000  # of a list or dict
 BEGIN = 10  # items of one that is not captured whole
 MOST_ATTRIBUTES = 30
 DEEPEST = 4  # levels of values inside values
-LONGEST_TEXT = 1_000  # characters of a str
 LARGEST_INT = 10_000  # bits
-LARGEST_TENSOR = 8_192  # bytes; of a larger one some statistics are captured
 MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
 CHUNK = 1 << 14  # elements in one operation: for more, PyTorch would wait for other threads
 GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
@@ -78,7 +77,7 @@ class _Capturing:
 
     def __init__(self) -> None:
         self._deadline = time.thread_time() + SECONDS
-        self._size, self._numbers = SIZE, MOST_NUMBERS
+        self._size, self._numbers = 0, MOST_NUMBERS
         self._done: dict[int, tuple[object, Any]] = {}  # by id; the value keeps the id valid
         self._begun: set[int] = set()  # values inside which the current one is
         self._idle: dict[torch.device, bool] = {}
@@ -101,7 +100,7 @@ class _Capturing:
         return copies
 
     def _frame(self, frame: FrameType, line: int) -> FrameCopy:
-        code = frame.f_code
+        self._size, code = SIZE, frame.f_code
         given = code.co_argcount + code.co_kwonlyargcount
         given += bool(code.co_flags & inspect.CO_VARARGS)
         given += bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -158,8 +157,7 @@ class _Capturing:
         if kind in _PLAIN:
             return self._plain(value, kind)
         if kind in (list, tuple, set, frozenset, dict, OrderedDict):
-            most = MOST_INNER_ITEMS if depth else MOST_ITEMS
-            whole = len(value) <= most
+            whole = len(value) <= MOST_ITEMS
             copy = self._items(value, kind, len(value) if whole else BEGIN, depth)
             note = f"of {count(len(value), 'item')}"
             return copy if whole else Summary(kind.__name__, note, begin=copy)
@@ -178,12 +176,16 @@ class _Capturing:
             return Summary("module", vars(value).get("__name__", ""))
         return self._object(value, kind, depth)
 
+    def _has_room(self, size: int) -> bool:
+        """Return whether a value of this many bytes is captured whole; it is counted then."""
+        has_room = size <= self._size - (RESERVED if size > SMALL else 0)
+        self._size -= size if has_room else 0
+        return has_room
+
     def _plain(self, value: Any, kind: type) -> Any:
-        if kind in (str, bytes):
-            if len(value) > LONGEST_TEXT:
-                unit = "characters" if kind is str else "bytes"
-                return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
-            self._size -= len(value)
+        if kind in (str, bytes) and not self._has_room(len(value)):
+            unit = "characters" if kind is str else "bytes"
+            return Summary(kind.__name__, f"of {len(value):,} {unit}", begin=value[:100])
         if kind is int:
             if value.bit_length() > LARGEST_INT:
                 return Summary("int", f"of {value.bit_length():,} bits")
@@ -237,9 +239,7 @@ class _Capturing:
             grad = attributes["grad"] = self.take(value.grad, depth)
         values = ""
         if value.layout is torch.strided and not value.is_quantized and self._can_read(value):
-            size = value.nbytes
-            if size <= min(LARGEST_TENSOR, self._size) and isinstance(grad, TensorCopy | None):
-                self._size -= size
+            if isinstance(grad, TensorCopy | None) and self._has_room(value.nbytes):
                 self.from_gpu |= value.is_cuda
                 return TensorCopy(value, grad)
             if value.numel() <= self._numbers:
@@ -270,8 +270,7 @@ class _Capturing:
         attributes = {"shape": value.shape, "dtype": str(value.dtype)}
         values = ""
         if value.dtype.kind in "biufc":
-            if value.nbytes <= min(LARGEST_TENSOR, self._size):
-                self._size -= value.nbytes
+            if self._has_room(value.nbytes):
                 return value.copy()
             if value.size <= self._numbers:
                 self._numbers -= value.size

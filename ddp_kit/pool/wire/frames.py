@@ -112,7 +112,10 @@ class Summary:
         return sorted(self.__attributes)
 
     def _refuse(self, *_: object) -> Any:
-        raise TypeError(f"only a summary of this {self.__kind} was captured")
+        raise TypeError(
+            f"only a summary of this {self.__kind} was captured; tensors, numbers, text, and lists "
+            "and dicts of them are captured whole up to 1 MB a function"
+        )
 
     # Without these, an expression would be about the summary and not about the value.
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = _refuse

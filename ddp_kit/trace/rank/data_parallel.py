@@ -108,7 +108,13 @@ def _make_reducer(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    original(model, parameters, *args, **kwargs)
+    level = dist.get_debug_level()
+    if level == dist.DebugLevel.OFF:  # above it, DDP's errors have the names of parameters
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        original(model, parameters, *args, **kwargs)
+    finally:
+        dist.set_debug_level(level)
     hook = _hooks[model.reducer] = _Hook(model, parameters)
     torch_internals.register_comm_hook(model.reducer, hook)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.calls import Call, Count, GroupInfo
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.stacks import describe_line, is_own
+from ddp_kit.trace.stacks import describe_line, own_frame
 
 C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
 # What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
@@ -48,8 +48,8 @@ def find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
     The last value is a prefix: the function of DTensor that called it for the learner, as in
     "redistribute "; "" if there is none.
     """
-    name = of_dtensor = ""
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    name, of_dtensor, own = "", "", own_frame(frame)
+    while frame is not None and frame is not own:
         code = frame.f_code
         if code.co_filename == C10D:
             name = code.co_name
