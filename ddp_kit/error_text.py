@@ -309,7 +309,7 @@ def format_death(
         how = "its exit code was lost"
         cause = "unknown, because other code in this process collects exit codes"
     else:
-        cause = "the worker called sys.exit or os._exit"
+        cause = "the worker called os._exit"
     also = f" ({name_ranks(others)} died too)" if others else ""
     return f"rank {rank} died: {how}{also}. Likely cause: {cause}."
 

@@ -315,6 +315,32 @@ def _search(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: i
     return SUBMODULES.found["_find_imported_submodules"][1](code, used)
 
 
+def operator_name(obj: object) -> str | None:
+    """Return the full name of a namespace or an operator of `torch.ops`; None if it is neither."""
+    if type(obj) is type(torch.ops.aten):
+        return obj.__name__
+    return f"torch.ops.{obj}" if isinstance(obj, _OPERATORS) else None
+
+
+_OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+
+SHARED_MEMORY = Feature(
+    "tensors in shared memory arrive at the ranks as copies",
+    "torch:UntypedStorage._share_fd_cpu_",
+    "torch:UntypedStorage._new_shared_fd_cpu",
+)
+
+
+def descriptor_of(storage: torch.UntypedStorage) -> int:
+    """Return the file descriptor of shared memory; -1 if it is empty, or belongs to a file."""
+    return storage._share_fd_cpu_()[0] if SHARED_MEMORY.is_on else -1
+
+
+def shared_storage(descriptor: int, size: int) -> torch.UntypedStorage:
+    """Return shared memory that another process has made."""
+    return torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)
+
+
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
     """Return the memory of a TypedStorage.
 

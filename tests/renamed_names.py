@@ -42,6 +42,13 @@ CALLERS = {  # the modules of Python code that use the names
 }
 
 
+class Missing:
+    """An attribute that its class does not have."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise AttributeError
+
+
 def rename(path: str) -> None:
     """Rename something in PyTorch, if this release has it, and its uses in PyTorch's own code."""
     module, _, names = path.partition(":")
@@ -54,7 +61,10 @@ def rename(path: str) -> None:
     if name in vars(type(owner)):  # a property
         owner = type(owner)
     setattr(owner, name + SUFFIX, inspect.getattr_static(owner, name))
-    delattr(owner, name)
+    if name in vars(owner):
+        delattr(owner, name)
+    if isinstance(owner, type) and hasattr(owner, name):  # a class in C has it, too
+        setattr(owner, name, Missing())
     if owner is torch.ops._c10d_functional:  # which would look an operator up again
         find, lost = torch._ops._get_packet, f"_c10d_functional::{name}"
         torch._ops._get_packet = lambda path, at: (None, []) if path == lost else find(path, at)

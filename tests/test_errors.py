@@ -95,7 +95,7 @@ def test_a_failure_outside_the_learners_code_shows_no_line():
         (-9, "ended by SIGKILL. Likely cause: it was killed from outside"),
         (-11, "ended by SIGSEGV. Likely cause: native code crashed"),
         (-15, "ended by SIGTERM. Likely cause: it was stopped from outside"),
-        (3, "exited with code 3. Likely cause: the worker called sys.exit"),
+        (3, "exited with code 3. Likely cause: the worker called os._exit"),
     ],
 )
 def test_a_death_has_its_likely_cause(exitcode, words):

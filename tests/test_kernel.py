@@ -63,6 +63,120 @@ def test_an_instance_of_a_cells_class_comes_back_as_one(shared):
     assert shared.value("[type(value) is Point for value in result]") == "[True, True]"
 
 
+OF_CELLS = """
+import collections, dataclasses, enum, io, multiprocessing, pickle, threading, typing
+from concurrent.futures import ProcessPoolExecutor
+
+@dataclasses.dataclass
+class Config:
+    size: "int"
+    more: "Batch" = None
+
+class Color(enum.Enum):
+    RED = 1
+
+class Outer:
+    class Inner:
+        pass
+
+class Locked:
+    lock = threading.Lock()
+
+class Net(torch.nn.Module):
+    def forward(self, x: "Config", y: "Locked" = None) -> "Batch":
+        return x
+
+Batch = collections.namedtuple("Batch", "x y")
+Step = typing.NewType("Step", int)
+
+def square(x):
+    return x * x
+
+def collate(items: typing.Optional["Later"]) -> "Batch":
+    return Batch(sum(items), 0)
+
+class Later:
+    pass
+
+def gather(rank, world_size):
+    mine = [Config(rank), Color.RED, Batch(rank, 1), Outer.Inner, Net, square, Step]
+    all = [None] * world_size
+    dist.all_gather_object(all, mine)
+    return [got[1:2] + got[3:] == mine[1:2] + mine[3:] for got in all]
+
+def save(rank, world_size):
+    file = io.BytesIO()
+    torch.save(Net(), file)
+    file.seek(0)
+    return type(torch.load(file, weights_only=False)) is Net
+
+def start(rank, world_size):
+    with multiprocessing.Pool(1) as pool, ProcessPoolExecutor(1) as executor:
+        return [*pool.map(square, [2]), *executor.map(square, [3])]
+
+def load(rank, world_size):
+    loader = torch.utils.data.DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=collate)
+    return [batch.x for batch in loader]
+
+def hints(rank, world_size):
+    found = typing.get_type_hints(Config), typing.get_type_hints(collate)
+    return " ".join(kind.__name__ for each in found for kind in each.values())
+
+def only_passed(rank, world_size, value):
+    return type(pickle.loads(pickle.dumps(value))) is type(value)
+
+def left(rank, world_size):
+    import __main__
+    return [name for name in vars(__main__) if not name.startswith("__")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ("gather", [True, True]),
+        ("save", True),
+        ("start", [4, 9]),
+        ("load", [3]),
+        ("only_passed, Outer.Inner()", True),
+        ("hints", "int Batch Optional Batch"),
+        ("left", ["left"]),  # of all that earlier runs had
+    ],
+)
+def test_the_main_module_of_a_rank_has_what_the_cells_defined(shared, call, result):
+    shared.run(OF_CELLS)
+    assert shared.value(f"list(kit.run({call}, world_size=2, timeout=60))") == repr([result] * 2)
+
+
+def test_a_pushed_value_comes_with_its_class(shared):
+    shared.run("%load_ext ddp_kit\nclass Pushed:\n    pass\npushed = Pushed()")
+    shared.run("%ranks push pushed")
+    shared.run("%%ranks -n 2\nimport pickle\npickle.loads(pickle.dumps(pushed))")
+    shared.run("%ranks reset")
+
+
+# --- sys.argv and exit() of a kernel ---------------------------------------------------------
+
+
+def test_a_worker_parses_no_arguments_of_the_kernel(shared):
+    shared.run(
+        "import argparse, sys\n"
+        "def parse(rank, world_size):\n"
+        "    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--lr', type=float, default=0.1)\n"
+        "    return parser.parse_args().lr\n"
+    )
+    assert shared.value("list(kit.run(parse, world_size=2))") == "[0.1, 0.1]"
+    shared.run("before, sys.argv = sys.argv, ['train.py', '--lr', '0.5']")
+    assert shared.value("list(kit.run(parse, world_size=2))") == "[0.5, 0.5]"
+    shared.run("sys.argv = before")
+
+
+def test_exit_and_quit_of_a_notebook_leave_the_worker(shared):
+    shared.run("def leave(rank, world_size):\n    exit(0) if rank else quit()")
+    assert shared.value("list(kit.run(leave, world_size=2))") == "[None, None]"
+
+
 # --- %run ----------------------------------------------------------------------------------
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib
 import inspect
+import multiprocessing
 import os
 import random
 import re
@@ -327,6 +328,61 @@ def test_a_closure_that_cannot_be_pickled_is_named():
         kit.PoolError, match="lock, which the worker uses, cannot be sent to the ranks: lock"
     ):
         kit.run(lambda rank, world_size: lock)
+
+
+def test_what_a_function_that_the_worker_calls_uses_is_named():
+    lock = threading.Lock()
+
+    def helper():
+        return lock
+
+    with pytest.raises(kit.PoolError, match=r"^lock, which helper\(\) uses, cannot be sent"):
+        kit.run(lambda rank, world_size: helper())
+
+
+@pytest.mark.parametrize(
+    "make", [multiprocessing.Queue, multiprocessing.Event, lambda: multiprocessing.Pipe()[0]]
+)
+def test_what_only_children_inherit_is_refused_with_what_works(make):
+    with pytest.raises(kit.PoolError, match="return values from the worker, or pass a tensor"):
+        kit.run(lambda rank, world_size, inherited: None, make(), world_size=1)
+
+
+def test_what_cannot_be_found_is_not_said_to_be_made_inside_the_worker():
+    def worker(rank, world_size, lock=threading.Lock()):  # noqa: B008
+        pass
+
+    with pytest.raises(kit.PoolError, match="it uses something that only this process has") as e:
+        kit.run(worker)
+    assert "inside" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [torch.backends.cudnn, torch.ops, torch.ops.aten, torch.ops.aten.add.Tensor, torch.classes],
+)
+@pytest.mark.usefixtures("forked_ranks")
+def test_what_can_be_imported_is_sent_by_name(module):
+    def worker(rank, world_size):
+        torch.backends.cudnn.deterministic = True
+        return str(module)
+
+    assert list(kit.run(worker, world_size=1)) == [str(module)]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_an_object_in_place_of_a_module_is_sent_by_name(tmp_path, monkeypatch):
+    odd = tmp_path / "odd_module.py"
+    odd.write_text(
+        "import sys, threading\n"
+        "class Settings:\n"
+        "    def __init__(self):\n"
+        "        self.lock, self.lr = threading.Lock(), 3\n"
+        "sys.modules[__name__] = Settings()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    odd_module = importlib.import_module("odd_module")
+    assert list(kit.run(lambda rank, world_size: odd_module.lr, world_size=1)) == [3]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", True, float("nan"), 10**400])

@@ -200,7 +200,7 @@ def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
     """Pickle worker and arguments. Raise PoolError naming what cannot be pickled."""
     try:
         with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
-            return payload.pack((worker, args))
+            return payload.pack((worker, args), for_ranks=True)
     except Exception as error:
         reason = error
     found = payload.find_culprit(args)
@@ -210,22 +210,38 @@ def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
     else:
         what, culprit, reason = _used_by(worker) or ("the worker", worker, reason)
     raise PoolError(
-        f"{what} cannot be sent to the ranks: {type(culprit).__name__} ({reason}); "
-        "make it inside the worker, or pass numbers, tensors, lists or dicts"
+        f"{what} cannot be sent to the ranks: {_explain(what, culprit, reason)}"
     ) from None
 
 
-def _used_by(worker: Callable[..., Any]) -> tuple[str, Any, Exception] | None:
+def _explain(what: str, culprit: Any, reason: Exception) -> str:
+    """Return why something cannot be sent, and what would be right."""
+    if what.startswith("get_ipython"):
+        return "they have no IPython; call subprocess.run instead of !, and Python instead of %"
+    if inspect.isroutine(culprit) or inspect.isclass(culprit):
+        return f"it uses something that only this process has ({reason})"
+    advice = "make it inside the worker, or pass numbers, tensors, lists or dicts"
+    if "through inheritance" in str(reason):
+        advice = (
+            "the ranks are running already; return values from the worker, or pass a tensor after "
+            "share_memory_(), or an object of multiprocessing.Manager(), such as its Queue()"
+        )
+    return f"{type(culprit).__name__} ({reason}); {advice}"
+
+
+def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exception] | None:
     """Return which of the notebook's variables prevents a worker from being pickled."""
     try:
-        used = inspect.getclosurevars(worker)
+        used = inspect.getclosurevars(user)
     except TypeError:
         return None  # not a plain function
+    by = f"{user.__name__}()" if above else "the worker"
     for name, value in {**used.nonlocals, **used.globals}.items():
         found = payload.find_culprit(value)
-        if found:
+        if found and not any(value is one for one in (user, *above)):
             path, culprit, reason = found
-            return f"{name}{path}, which the worker uses,", culprit, reason
+            inside = _used_by(culprit, (*above, user)) if inspect.isfunction(culprit) else None
+            return inside or (f"{name}{path}, which {by} uses,", culprit, reason)
     return None
 
 

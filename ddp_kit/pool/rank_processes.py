@@ -247,14 +247,23 @@ def current_environment() -> Environment:
         raise PoolError(
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
-    path = tuple(map(str, sys.path))
+    path, argv = tuple(map(str, sys.path)), _argv()
     data = undecoded_variables()
     logs, is_live = current_log_settings(), view.is_live()
     if _last is not None and data == _last[0]:
         last = _last[1]
-        if (path, folder) == last[:2] and logs is last.logs and is_live == last.is_live:
+        if (path, folder, argv) == last[:3] and logs is last.logs and is_live == last.is_live:
             return last
     in_notebook = view.show_displayed is not None
-    environment = Environment(path, folder, dict(os.environ), logs, in_notebook, is_live)
+    environment = Environment(path, folder, argv, dict(os.environ), logs, in_notebook, is_live)
     _last = None if data is None else (dict(data), environment)
     return environment
+
+
+def _argv() -> tuple[str, ...]:
+    """Return sys.argv; that of an interactive Python if it is as the kernel was started."""
+    given = len(sys.argv) - 1
+    is_kernel = view.show_displayed is not None
+    if is_kernel and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
+        return ("",)
+    return tuple(map(str, sys.argv))

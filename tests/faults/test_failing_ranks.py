@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
@@ -226,8 +227,7 @@ def test_an_exception_that_was_handled_before_is_shown_with_a_later_wait():
 @pytest.mark.parametrize(
     ("leave", "exitcode", "words"),
     [
-        (lambda: os._exit(3), 3, "exited with code 3. Likely cause: the worker called sys.exit"),
-        (lambda: sys.exit(4), 4, "exited with code 4. Likely cause: the worker called sys.exit"),
+        (lambda: os._exit(3), 3, "exited with code 3. Likely cause: the worker called os._exit"),
         (
             lambda: os.kill(os.getpid(), signal.SIGKILL),
             -9,
@@ -239,7 +239,7 @@ def test_an_exception_that_was_handled_before_is_shown_with_a_later_wait():
             "ended by SIGSEGV. Likely cause: native",
         ),
     ],
-    ids=["os._exit", "sys.exit", "SIGKILL", "SIGSEGV"],
+    ids=["os._exit", "SIGKILL", "SIGSEGV"],
 )
 def test_a_rank_that_dies_is_named(leave, exitcode, words):
     def die(rank, world_size):
@@ -303,8 +303,35 @@ def test_sys_exit_waits_for_no_thread():
         threading.Thread(target=time.sleep, args=(600,)).start()
         sys.exit("enough")
 
-    with pytest.raises(kit.RankDiedError, match="exited with code 1"):
+    with pytest.raises(kit.RankError, match="rank 0 raised SystemExit: enough"):
         kit.run(worker, world_size=1, timeout=60)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("leave", [sys.exit, lambda: sys.exit(0), exit])
+def test_an_exit_without_an_error_is_a_result(leave):
+    def worker(rank, world_size):
+        if rank == 1:
+            leave()
+        return "whole"
+
+    assert list(kit.run(worker, world_size=2)) == ["whole", None]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_an_exit_with_an_error_has_its_line():
+    def worker(rank, world_size):
+        if rank == 1:
+            argparse.ArgumentParser().parse_args(["--epochs"])
+        dist.barrier()
+
+    with pytest.raises(kit.RankError) as caught:
+        kit.run(worker, world_size=2)
+    assert str(caught.value).splitlines()[:2] == [
+        "rank 1 raised SystemExit: 2",
+        f'    {line_of(worker, 2)}: argparse.ArgumentParser().parse_args(["--epochs"])',
+    ]
+    assert "error: unrecognized arguments: --epochs" in caught.value.output[1]
 
 
 def test_an_exception_of_an_odd_class_and_of_great_length_is_still_reported():

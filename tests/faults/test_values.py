@@ -50,6 +50,31 @@ def test_descriptors_and_memory_of_large_values_are_given_back():
     assert all(rank.num_fds() < 50 for rank in ranks)
 
 
+def test_shared_memory_stays_shared():
+    """As with `torch.multiprocessing.spawn`: the Hogwild example trains one model in it."""
+    model = torch.nn.Linear(3, 200)
+    model.weight.data.zero_()
+    model.share_memory()
+    descriptors = []
+
+    def train(rank, world_size, bias, empty, own):
+        with torch.no_grad():
+            model.weight[rank].add_(1)  # adding to the same element is a race
+        own.add_(1)
+        return model.weight.is_shared(), bias, empty.numel()
+
+    own, empty = torch.zeros(3), torch.zeros(0).share_memory_()
+    for runs in (1, 2):
+        result = kit.run(train, model.bias.data, empty, own, world_size=2)
+        assert torch.equal(own, torch.zeros(3))
+        assert model.weight[:3, 0].tolist() == [runs, runs, 0]
+        assert [(shared, size) for shared, _, size in result] == [(True, 0)] * 2
+        result[0][1].zero_()
+        assert result[1][1].min() != 0  # what comes back is a copy
+        descriptors.append(psutil.Process().num_fds())
+    assert descriptors[0] == descriptors[1]
+
+
 def test_each_receiver_may_change_its_own_copy():
     shared = torch.zeros(100_000)
 

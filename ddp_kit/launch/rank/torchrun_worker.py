@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TextIO
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -108,18 +107,9 @@ class Program:
         backends.take_device(self.backend or "gloo", local_rank)
         if self.backend is not None:
             _join(backends.for_group(self.backend), GROUP_TIMEOUT)
-        return self._value(rank, world_size), clock
-
-    def _value(self, rank: int, world_size: int) -> Any:
-        """Call the worker. Exit code 0 is success, as it is for torchrun."""
-        try:
-            value = call_worker(self.worker, rank, world_size, self.args)
-        except SystemExit as leaving:
-            if leaving.code:
-                raise
-            return None
+        value = call_worker(self.worker, rank, world_size, self.args)
         pack_value(value).close()  # raises for what cannot be sent
-        return value
+        return value, clock
 
 
 def _join(backend: str, timeout: timedelta) -> None:
@@ -154,7 +144,7 @@ def run(packed: str) -> None:
 
 def pack(program: Program) -> str:
     """Return a program as text, for the file that torchrun runs."""
-    return base64.b64encode(cloudpickle.dumps(program)).decode()
+    return base64.b64encode(pickle_whole(program, for_ranks=True)).decode()
 
 
 def _run_elsewhere(packed: str, rank: int) -> None:

@@ -87,9 +87,12 @@ class Push:
     keeps_groups: ClassVar[bool] = True
 
     def __call__(self, rank: int, world_size: int) -> None:
-        """Assign this rank's copies of the values."""
+        """Assign this rank's copies of the values, and the classes that came with them."""
         if self.only is None or rank in self.only:
-            vars(_open(rank, world_size, self.had).main).update(self.values)
+            came = vars(sys.modules["__main__"]).items()
+            classes = {name: value for name, value in came if isinstance(value, type)}
+            names = vars(_open(rank, world_size, self.had).main)
+            names.update(classes | names | self.values)
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,7 @@ def _holds_group(names: dict[str, Any]) -> bool:
 
 @contextmanager
 def _as_main(session: Session) -> Iterator[None]:
-    """Be `__main__` and continue the random numbers of the previous cell; undo it afterwards."""
-    before = sys.modules["__main__"]
+    """Be `__main__` until the end of the run, and continue the previous cell's random numbers."""
     sys.modules["__main__"] = session.main
     if session.random is not None:
         _set_random(session.random)
@@ -173,7 +175,6 @@ def _as_main(session: Session) -> Iterator[None]:
         yield
     finally:
         session.random = _random()
-        sys.modules["__main__"] = before
 
 
 def _random() -> tuple:

@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import traceback
-import types
 from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import connection, parent_process, resource_tracker
@@ -40,9 +39,6 @@ def serve_spawned(
 
     parent: the pool's process id.
     """
-    # Spawn has run `without_gc` as its main module.
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules.pop("__mp_main__", None)
     gc.freeze()
     gc.enable()
     spawner = parent_process()

@@ -142,8 +142,6 @@ class RankServer:
                 finally:
                     restart = self._put_back(is_cell=keeps_groups)
                 packed = pack(value)
-            except SystemExit as leaving:
-                _exit(leaving.code)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
                 if self._group is not None and _TWICE in text_of(error):
@@ -220,7 +218,7 @@ _getpid = os.getpid  # a worker may replace it
 
 
 def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tuple) -> Any:
-    """Return what a worker returns.
+    """Return what a worker returns; None if it exits with code 0.
 
     If the worker has forked this process, the copy comes back, too: it ends here.
     """
@@ -230,6 +228,8 @@ def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tu
     except BaseException as error:
         if _getpid() != pid:
             _end_fork(error)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return None
         raise
     if _getpid() != pid:
         _exit(None)

@@ -46,7 +46,6 @@ class State:
         self._output_file = _file_of(1)
         self._functions = _watched()
         self._objects = os.environ, sys.path, sys.argv
-        self._argv = list(sys.argv)
         self._log = logging.root
         self._own_handlers = self._log_handlers = list(self._log.handlers)
         self._log_level = self._log.level
@@ -78,7 +77,9 @@ class State:
                 os.dup2(self._output, descriptor)
         self._restore_streams()
         builtins.input = sys.breakpointhook = _refuse_input
-        sys.argv[:] = self._argv
+        sys.argv[:] = environment.argv
+        # For the names of the next worker; processes that it spawns know them by the second one.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
         if environment.logs is not self._logs:
             self._take_over(environment.logs)
         if environment.in_notebook:

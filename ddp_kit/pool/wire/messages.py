@@ -53,6 +53,7 @@ class Environment(NamedTuple):
 
     path: tuple[str, ...]  # sys.path
     folder: str  # the working directory
+    argv: tuple[str, ...]  # sys.argv
     variables: dict[str, str]  # os.environ
     logs: LogSettings
     in_notebook: bool  # which shows what a rank displays

@@ -2,25 +2,30 @@
 
 Tensors and arrays of 64 KiB and more are not pickled. They are written once to an anonymous file
 whose descriptor goes through the pipe, and the receiver maps the file. The mapping is private, so
-a receiver's changes stay with the receiver.
+a receiver's changes stay with the receiver. Arguments of a worker in shared memory stay there.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import mmap
+import operator
 import os
 import pickle
+import pkgutil
+import re
 import reprlib
 import socket
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NewType
 
 import cloudpickle
 import torch
@@ -31,6 +36,7 @@ from ddp_kit.trace import anonymous_file
 
 LARGE = 1 << 16  # bytes; larger buffers travel in a file
 MAPPED = 1 << 22  # bytes; larger files are mapped, smaller ones read
+SHARED = -1  # in place of an offset
 _ALIGNMENT = 64  # bytes; what torch gives its own tensors
 
 
@@ -39,30 +45,42 @@ class Payload:
     """A value on its way between two processes."""
 
     pickled: bytes
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (offset, length) in the file
+    # Of each buffer: offset and length in the file; SHARED and length for one in shared memory.
+    spans: list[tuple[int, int]] = field(default_factory=list)
     from_gpu: bool = False  # it contains tensors from a GPU, which arrive on the CPU
     file: BinaryIO | None = None  # sent after the message
+    shared: list[BinaryIO] = field(default_factory=list)  # files of shared memory, sent after it
 
     def __getstate__(self) -> tuple:
         return self.pickled, self.spans, self.from_gpu
 
     def __setstate__(self, state: tuple) -> None:
         self.pickled, self.spans, self.from_gpu = state
-        self.file = None
+        self.file, self.shared = None, []
 
     def unpack(self) -> Any:
         """Return the value. Raise whatever the value's own classes raise."""
-        if self.file is None:
+        if not self.spans:
             return pickle.loads(self.pickled)
-        with self.file:
-            memory = memoryview(_map_or_read(self.file))
-        buffers = [memory[offset : offset + length] for offset, length in self.spans]
-        return pickle.loads(self.pickled, buffers=buffers)
+        memory = memoryview(_map_or_read(self.file) if self.file else b"")
+        shared = iter(self.shared)
+        buffers = [
+            (next(shared), length) if offset == SHARED else memory[offset : offset + length]
+            for offset, length in self.spans
+        ]
+        try:
+            return pickle.loads(self.pickled, buffers=buffers)
+        finally:
+            self.close()
+
+    def files(self) -> list[BinaryIO]:
+        """Return the files that are sent after the message."""
+        return [self.file, *self.shared] if self.file else self.shared
 
     def close(self) -> None:
-        """Close the file once it has been sent."""
-        if self.file is not None:
-            self.file.close()
+        """Close the files once they have been sent."""
+        for file in self.files():
+            file.close()
 
 
 def _map_or_read(file: BinaryIO) -> Any:
@@ -76,24 +94,34 @@ def _map_or_read(file: BinaryIO) -> Any:
     return content
 
 
-def pack(value: Any) -> Payload:
-    """Pickle a value. Raise what cloudpickle raises for one that it cannot pickle."""
-    buffers: list[memoryview] = []
+def pack(value: Any, for_ranks: bool = False) -> Payload:
+    """Pickle a value. Raise what cloudpickle raises for one that it cannot pickle.
+
+    for_ranks: it is a worker with its arguments, on their way to the ranks.
+    """
+    payload, buffers = Payload(b""), []
 
     def take_out(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < LARGE:
+        descriptor = pickler.shared.pop(id(buffer), -1) if pickler.shared else -1
+        if descriptor >= 0:
+            payload.shared.append(open(os.dup(descriptor), "r+b", buffering=0))  # noqa: SIM115
+        elif raw.nbytes < LARGE:
             return True  # pickle it with the rest
-        buffers.append(raw)
+        buffers.append((raw, descriptor >= 0))
         return False
 
     pickled = io.BytesIO()
-    pickler = _Pickler(pickled, protocol=5, buffer_callback=take_out)
+    kind = _WorkerPickler if for_ranks else _Pickler
+    pickler = kind(pickled, protocol=5, buffer_callback=take_out)
+    pickler.shared = {} if for_ranks else None
     pickler.dump(value)
-    payload = Payload(pickled.getvalue(), from_gpu=pickler.from_gpu)
-    if buffers:
-        payload.file = anonymous_file("values")
-        for buffer in buffers:
+    payload.pickled, payload.from_gpu = pickled.getvalue(), pickler.from_gpu
+    for buffer, is_shared in buffers:
+        if is_shared:
+            payload.spans.append((SHARED, buffer.nbytes))
+        else:
+            payload.file = payload.file or anonymous_file("values")
             offset = -(-payload.file.tell() // _ALIGNMENT) * _ALIGNMENT
             payload.file.seek(offset)
             payload.spans.append((offset, buffer.nbytes))
@@ -102,10 +130,10 @@ def pack(value: Any) -> Payload:
     return payload
 
 
-def pickle_whole(value: Any) -> bytes:
+def pickle_whole(value: Any, for_ranks: bool = False) -> bytes:
     """Return a value as self-contained bytes. Raise what cloudpickle raises."""
     pickled = io.BytesIO()
-    _Pickler(pickled, protocol=5).dump(value)
+    (_WorkerPickler if for_ranks else _Pickler)(pickled, protocol=5).dump(value)
     return pickled.getvalue()
 
 
@@ -115,9 +143,14 @@ _CODE = {types.BuiltinFunctionType, types.CodeType, types.FunctionType, types.Mo
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Cloudpickle that takes tensors' memory as buffers and refuses open files."""
+    """Cloudpickle that takes tensors' memory as buffers and refuses open files.
+
+    What can be imported by name is sent by name, also where it is not a plain module.
+    """
 
     from_gpu = False
+    # Descriptors of shared memory, by the ids of buffers; None: the memory is copied.
+    shared: dict[int, int] | None = None
 
     def dump(self, obj: Any) -> None:
         with torch_internals.quick_submodule_search():
@@ -129,14 +162,92 @@ class _Pickler(cloudpickle.Pickler):
             return NotImplemented if own else super().reducer_override(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
-            return _storage, (_buffer_of(obj.cpu()),)
+            buffer = _buffer_of(obj.cpu())
+            if self.shared is not None and obj.device.type == "cpu" and obj.is_shared():
+                self.shared[id(buffer)] = torch_internals.descriptor_of(obj)
+            return _storage, (buffer,)
         if isinstance(obj, torch.TypedStorage) and not obj.is_sparse:
             return torch_internals.typed_storage, (torch_internals.untyped_storage(obj), obj.dtype)
         if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its content
+        if isinstance(obj, Connection):  # pickle would copy the number of its descriptor
+            raise TypeError(
+                "Connection objects should only be shared between processes through inheritance"
+            )
+        if type(obj).__module__ == "IPython.core.autocall":  # a notebook's exit and quit
+            return getattr, (sys, "exit")
+        if isinstance(obj, NewType):  # pickle would look its name up in the rank
+            return object.__new__, (NewType,), vars(obj)
         if obj is type(dist.Store):  # torch's own metaclass, which cannot be imported
             return type, (dist.Store,)
+        if name := _import_name(obj):
+            return pkgutil.resolve_name, (name,)
         return super().reducer_override(obj)
+
+
+class _WorkerPickler(_Pickler):
+    """The same for a worker and its arguments.
+
+    The rank's `__main__` gets what is sent by value, under the name that it has in this one, since
+    pickle looks it up there, and the global variables of the functions.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if not isinstance(reduced, tuple) or len(reduced) < 6 or obj.__module__ != "__main__":
+            return reduced  # only a function or a class that is sent by value has six parts
+        make, args, state, _, _, set_state = reduced
+        names = _names_of(obj)
+        return make, args, (set_state, state, obj.__qualname__, names), None, None, _set_in_main
+
+
+def _names_of(obj: Any) -> dict[str, Any]:
+    """Return the name of a function or a class in `__main__`, and those in its annotations."""
+    main = sys.modules["__main__"]
+    is_function = isinstance(obj, types.FunctionType)
+    space = obj.__globals__ if is_function else vars(main)
+    words: set[str] = set()
+    with suppress(Exception):  # from Python 3.14 on, it may fail here
+        kinds = [kind for kind in inspect.get_annotations(obj).values() if type(kind) is not type]
+        words.update(re.findall(r"\w+", repr(kinds)))
+    names = {word: space[word] for word in words & space.keys() if _is_kind(space[word])}
+    first, *inner = obj.__qualname__.split(".")
+    with suppress(AttributeError):  # it is local to a function, or has been replaced
+        if operator.attrgetter(obj.__qualname__)(main) is obj and not (is_function and inner):
+            names[first] = getattr(main, first)
+    # A worker that does not need the others should not fail for them.
+    return {n: value for n, value in names.items() if value is obj or not find_culprit(value)}
+
+
+def _is_kind(value: Any) -> bool:
+    kinds = type, types.ModuleType, types.GenericAlias, types.UnionType
+    return isinstance(value, kinds) or type(value).__module__ == "typing"
+
+
+def _set_in_main(obj: Any, state: tuple) -> None:
+    set_state, own_state, qualname, names = state
+    set_state(obj, own_state)
+    if isinstance(obj, types.FunctionType):
+        obj.__globals__.update(names)
+        names = obj.__globals__
+    else:
+        obj.__qualname__ = qualname  # cloudpickle leaves out the outer classes
+    vars(sys.modules["__main__"]).update(names)
+
+
+def _import_name(obj: Any) -> str | None:
+    """Return the name by which a rank can import an object; None if it is no kind of module."""
+    if name := torch_internals.operator_name(obj):
+        return name
+    name = _unusual_modules(len(sys.modules)).get(id(obj))
+    return name if name and sys.modules.get(name) is obj else None
+
+
+@functools.lru_cache(maxsize=1)
+def _unusual_modules(_loaded: int) -> dict[int, str]:
+    """Return the names of what programs have put into `sys.modules` instead of plain modules."""
+    modules = list(sys.modules.items())
+    return {id(obj): name for name, obj in modules if type(obj) is not types.ModuleType}
 
 
 def _can_travel(file: io.IOBase) -> bool:
@@ -150,6 +261,9 @@ def _buffer_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:
+    if isinstance(buffer, tuple):  # shared memory
+        file, size = buffer
+        return torch_internals.shared_storage(file.fileno(), size)
     if not len(buffer):
         return torch.UntypedStorage(0)
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -162,23 +276,28 @@ def encode(message: Any) -> bytes:
 
 
 def send(control: Connection, message: Any, encoded: bytes | None = None) -> None:
-    """Send a message and the file of its payload. encoded: the message, if encoded already."""
+    """Send a message and the files of its payload. encoded: the message, if encoded already."""
     control.send_bytes(encode(message) if encoded is None else encoded)
-    file = _payload(message).file
-    if file is not None:
+    for file in _payload(message).files():
         # After the message, because a descriptor travels with a byte of its own.
         with _no_default_timeout():
             reduction.send_handle(control, file.fileno(), None)
 
 
 def receive(control: Connection) -> Any:
-    """Receive a message and the file of its payload."""
+    """Receive a message and the files of its payload."""
     message = control.recv()
     payload = _payload(message)
-    if payload.spans:
-        with _no_default_timeout():
-            payload.file = open(reduction.recv_handle(control), "r+b", buffering=0)  # noqa: SIM115
+    shared = [offset == SHARED for offset, _ in payload.spans]
+    if not all(shared):
+        payload.file = _receive_file(control)
+    payload.shared = [_receive_file(control) for is_shared in shared if is_shared]
     return message
+
+
+def _receive_file(control: Connection) -> BinaryIO:
+    with _no_default_timeout():
+        return open(reduction.recv_handle(control), "r+b", buffering=0)
 
 
 @contextmanager
