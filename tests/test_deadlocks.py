@@ -597,6 +597,27 @@ def test_calls_of_worlds_with_one_name_are_not_compared(tmp_path):
         kit.run(skips_a_barrier_in_the_new_world, str(tmp_path / "other"), world_size=2)
 
 
+@pytest.mark.parametrize("parents", [[[0, 2], [1, 3]], [[0, 1, 2], [3]]])
+def test_groups_of_one_member_within_a_subgroup_concern_its_members_only(parents):
+    def worker(rank, world_size):
+        mine, _ = dist.new_subgroups_by_enumeration(parents)
+        current, groups = dist.new_subgroups(group_size=1, group=mine)
+        dist.barrier()
+        return dist.get_process_group_ranks(current), len(groups)
+
+    sizes = {rank: len(group) for group in parents for rank in group}
+    assert list(kit.run(worker, world_size=4)) == [([rank], sizes[rank]) for rank in range(4)]
+
+
+def test_larger_groups_with_one_number_are_a_mismatch():
+    def worker(rank, world_size):  # on gloo, each connects to ranks of the other
+        mine, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        dist.new_subgroups(group_size=2, group=mine)
+
+    with pytest.raises(kit.MismatchError, match=r"new_subgroups with \[0, 1\], ranks 2 and 3"):
+        kit.run(worker, world_size=4)
+
+
 def returns_before_the_others_call(rank, world_size):
     if rank == 1:
         time.sleep(1.5)
