@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import itertools
 import math
@@ -10,9 +11,9 @@ import pickle
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Queue
+from multiprocessing import Pool, Queue
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
-from ddp_kit.trace import Board, InternTable
+from ddp_kit.trace import Board, InternTable, Snapshot
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank import recorder
@@ -555,6 +556,13 @@ def joins_with_uneven_inputs(rank, world_size):
             model(torch.ones(1, 1)).sum().backward()
 
 
+def a_callback_of_a_process_sends(rank, world_size):
+    with ProcessPoolExecutor(1) as processes:
+        slept = processes.submit(time.sleep, 1.5)
+        slept.add_done_callback(lambda _: dist.send(torch.zeros(1), 1 - rank))
+        dist.recv(torch.zeros(1), 1 - rank)
+
+
 def drops_what_has_come(rank, world_size):
     tensor = torch.zeros(1)
     if rank == 1:
@@ -584,7 +592,7 @@ def a_limit_goes_by(rank, world_size):
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
         drops_what_has_come,
-        *(a_timer_sends, a_thread_pool_sends, a_callback_sends),
+        *(a_timer_sends, a_thread_pool_sends, a_callback_sends, a_callback_of_a_process_sends),
     ],
 )
 def test_a_slow_run_is_left_alone(worker):
@@ -636,9 +644,9 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
 def test_a_thread_that_watches_for_a_package_may_communicate():
     run = Frame(threading.__file__, 1, "run", "", False)
     monitor = Frame(psutil.__file__, 1, "run", "", False)
-    assert deadlock_watch._may_go_on([[], [run]])
-    assert not deadlock_watch._may_go_on([[], [run, monitor, run], []])
-    assert deadlock_watch._may_go_on(
+    assert deadlock_watch._may_act([[], [run]])
+    assert not deadlock_watch._may_act([[], [run, monitor, run], []])
+    assert deadlock_watch._may_act(
         [[], [run, Frame(distributed_c10d.__file__, 1, "send", "", False), run]]
     )
 
@@ -648,12 +656,12 @@ def test_a_thread_counts_as_waiting_although_the_board_knows_of_no_such_wait():
     wait = Frame(recorder.__file__, 1, "block", "", False)
     other = Frame(psutil.__file__, 1, "run", "", False)
     waiting = [wait, Frame(distributed_c10d.__file__, 1, "recv", "", False), run]
-    assert deadlock_watch._may_go_on([[], waiting])
-    assert not deadlock_watch._may_go_on([[], waiting], waits=1)
-    assert deadlock_watch._may_go_on([[], waiting, waiting], waits=1)
-    assert not deadlock_watch._may_go_on([[], waiting, [other]], waits=1)
-    assert deadlock_watch._may_go_on([[], waiting, [other]], waits=1, joins=True)
-    assert deadlock_watch._may_go_on([[], [wait, run]])
+    assert deadlock_watch._may_act([[], waiting])
+    assert not deadlock_watch._may_act([[], waiting], waits=1)
+    assert deadlock_watch._may_act([[], waiting, waiting], waits=1)
+    assert not deadlock_watch._may_act([[], waiting, [other]], waits=1)
+    assert deadlock_watch._may_act([[], waiting, [other]], waits=1, joins=True)
+    assert deadlock_watch._may_act([[], [wait, run]])
 
 
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
@@ -707,6 +715,55 @@ def test_a_stopped_rank_is_left_alone():
     thread.start()
     kit.run(worker, world_size=2)
     thread.join()
+
+
+def test_idle_pools_of_the_standard_library_do_not_keep_ranks_from_a_verdict():
+    def worker(rank, world_size):
+        processes, threads = Pool(1), ThreadPool(1)
+        for pool in (processes, threads):
+            pool.apply_async(abs, (-1,), callback=print).get()
+            pool.map(abs, [-2, -3])
+        with ProcessPoolExecutor(1) as executor, ThreadPoolExecutor(1) as other:
+            for each in (executor, other):
+                each.submit(abs, -4).add_done_callback(print)
+                assert each.submit(abs, -5).result() == 5
+            dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError):
+        kit.run(worker, world_size=2, timeout=300)
+
+
+def calls_in_a_thread(rank, world_size):
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(3 + rank),))
+    thread.start()
+    thread.join()
+
+
+def calls_in_a_pool(rank, world_size):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dist.all_reduce, torch.ones(3)).result()
+        pool.submit(dist.all_reduce, torch.ones(3 + rank)).result()
+
+
+@pytest.mark.parametrize(
+    ("worker", "line"), [(calls_in_a_thread, "thread.start()"), (calls_in_a_pool, "ones(3 + rank)")]
+)
+def test_a_call_in_another_thread_has_the_line_that_started_it(worker, line):
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2, timeout=60)
+    assert all(line in call.where.source for call in caught.value.calls)
+
+
+def test_messages_with_thousands_of_tags_are_counted():
+    def worker(rank, world_size):
+        if rank == 0:
+            works = [dist.isend(torch.zeros(1), 1, tag=tag) for tag in range(9_000)]
+            works[-1].wait()
+        else:
+            dist.recv(torch.zeros(1), 0, tag=9_000)
+
+    with pytest.raises(kit.DeadlockError, match="but rank 1 receives from rank 0 with tag 9000"):
+        kit.run(worker, world_size=2, timeout=300)
 
 
 def test_a_deadlock_is_found_when_the_last_thread_that_might_have_helped_has_ended():
@@ -816,6 +873,52 @@ def test_an_error_that_a_time_limit_alone_does_not_explain_is_called_a_deadlock(
 
 
 # --- what is left to the timeout -----------------------------------------------------------
+
+
+def beats(rank, world_size):
+    def beat():
+        while True:
+            time.sleep(0.1)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    mutual_recv(rank, world_size)
+
+
+def serves(rank, world_size):
+    loop = asyncio.new_event_loop()
+    if rank:
+        threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
+    mutual_recv(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("worker", "thread"),
+    [
+        (beats, "'heartbeat' of ranks 0 and 1, line 4 of beat: time.sleep(0.1)"),
+        (serves, "'loop' of rank 1, line 4 of serves: threading.Thread(target=loop.run_forever"),
+    ],
+)
+def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
+    worker, thread, monkeypatch, capsys
+):
+    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(worker, world_size=2, timeout=4)
+    (line,) = capsys.readouterr().out.splitlines()
+    where, _, first = thread.partition(", line 4 of ")
+    assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
+    assert first in line
+
+
+def test_a_line_says_that_a_rank_has_more_calls_open_than_are_kept(monkeypatch):
+    ranks = Ranks(monkeypatch, 2, 1, 0)
+    monkeypatch.setattr(Snapshot, "is_crowded", property(lambda snapshot: snapshot.rank == 0))
+    watch = deadlock_watch.DeadlockWatch(ranks, 1)
+    for now in (0, 1, deadlock_watch.HELD, deadlock_watch.HELD + 1, 100):
+        assert watch.look(now, (), ()) is None
+    assert watch.notices == [
+        "no verdict on rank 0: more than 65,536 calls are open, or as many tags were used"
+    ]
 
 
 def test_an_undecided_run_ends_at_its_timeout_and_shows_the_lines():

@@ -12,12 +12,21 @@ import torch.distributed as dist
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.calls import Call, Count, GroupInfo
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.stacks import describe_line, is_own
+from ddp_kit.trace.stacks import describe_line, is_own, own_frame
 
 C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
 # What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
 _DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
 _OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
+
+
+Line = tuple[CodeType, int]
+
+
+def own_line(frame: FrameType | None) -> Line | None:
+    """Return the learner's own line at `frame`, or at the nearest of its callers."""
+    own = own_frame(frame)
+    return own and (own.f_code, own.f_lineno)
 
 
 class Posted(NamedTuple):
@@ -28,7 +37,7 @@ class Posted(NamedTuple):
     call: Call
     peer: int | None
     tag: int
-    line: tuple[CodeType, int] | None  # the learner's own
+    line: Line | None  # the learner's own
     group: GroupInfo
     count: Count
 

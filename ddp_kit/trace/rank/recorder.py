@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from time import monotonic_ns
 from types import CodeType
 from typing import Any
@@ -18,12 +18,21 @@ from torch.distributed import Work
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import BLOCKING, GIVEN_UP, LOOKED_AFTER, VOID
+from ddp_kit.trace.board_copy import (
+    BLOCKING,
+    GIVEN_UP,
+    JOINS,
+    LOOKED_AFTER,
+    RENUMBERED,
+    TASKS,
+    VOID,
+)
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.rank.posted import C10D, Posted, find_caller
+from ddp_kit.trace.rank.posted import C10D, Line, Posted, find_caller
 from ddp_kit.trace.stacks import write_handled
 
+_MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
 
 current: Recorder | None = None  # of the run that is on; None: there is none
@@ -59,9 +68,12 @@ class Recorder:
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete
-        self._callbacks: Counter[int] = Counter()  # to come or running, by the index of the event
+        # To come or running, by the index of the event; None: of tasks in pools.
+        self._callbacks: Counter[int | None] = Counter()
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
-        self._dropped = 0
+        self._dropped = self._threads = 0
+        # Of a thread: the line that has started it, or its task.
+        self.lines: MutableMapping[threading.Thread, Line | None] = weakref.WeakKeyDictionary()
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
@@ -91,7 +103,7 @@ class Recorder:
             if self._board is not None:
                 self.table.begin_world(size)
                 if self.rank not in (None, rank):
-                    self._board.write_renumbered()
+                    self._board.write_state(RENUMBERED)
 
     def post(
         self,
@@ -118,6 +130,9 @@ class Recorder:
             if board is None:
                 return None
             table, line = self.table, caller and (caller.f_code, caller.f_lineno)
+            if line is None and threading.get_ident() != self._thread:
+                lines = {thread.ident: started for thread, started in self.lines.items()}
+                line = lines.get(threading.get_ident())
             info = table.group(group)
             to = None if peer is None else info.rank(peer)
             count = table.count(kind_of(call.method), to, tag, info)
@@ -131,6 +146,13 @@ class Recorder:
                 self._from_any.setdefault(count, {})[index] = _OPEN
         self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
+
+    def note_thread(self, thread: threading.Thread) -> None:
+        """Write the name of a thread, and where it was started."""
+        with self._lock:
+            self._threads += 1
+            if self._board is not None and self._threads <= _MOST_THREADS:
+                self.table.thread(thread.ident or 0, thread.name, self.lines[thread])
 
     def show_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
@@ -244,12 +266,12 @@ class Recorder:
         board = self._board
         if board is None or threading.get_ident() != self._thread:
             return blocking(*args)
-        board.write_joins(True)
+        board.write_state(JOINS)
         try:
             return blocking(*args)
         finally:
             if self._board is not None:
-                board.write_joins(False)
+                board.write_state(JOINS, False)
 
     def begin_poll(self, posted: Posted) -> None:
         """Write that a loop of the worker does nothing but ask whether an operation is complete."""
@@ -304,12 +326,17 @@ class Recorder:
 
         inspect.unwrap(type(future).then)(future, complete)  # nobody has used it yet
 
-    def count_callbacks(self, posted: Posted, change: int) -> None:
-        """Write whether callbacks are left that run once an operation is complete."""
+    def count_callbacks(self, posted: Posted | None, change: int) -> None:
+        """Write whether callbacks are left that run once an operation, or any task, is complete."""
         with self._lock:
-            self._callbacks[posted.index] += change
-            if self._board is not None:
-                left = self._callbacks[posted.index]
+            index = posted and posted.index
+            self._callbacks[index] += change
+            left = self._callbacks[index]
+            if self._board is None:
+                return
+            if posted is None:
+                self._board.write_state(TASKS, left > 0)
+            else:
                 self._board.write_callbacks(posted.index, left, posted.group.limited)
 
     def remember(self, waitable: Any, posted: Posted) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import multiprocessing.pool
 import operator
 import sys
 import threading
@@ -84,6 +85,9 @@ def _replace_all() -> None:
     _replace(torch.futures, "wait_all", waits.wait_for_all)
     _replace(threading.Thread, "join", waits.join)
     _replace(concurrent.futures.Future, "result", waits.result)
+    _replace(concurrent.futures.Future, "add_done_callback", waits.add_task_callback)
+    _replace(concurrent.futures.ThreadPoolExecutor, "submit", waits.submit)
+    _replace(multiprocessing.pool.ApplyResult, "__init__", waits.begin_task)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
@@ -201,8 +205,8 @@ def _new_group(
 ) -> Any:
     world = dist.group.WORLD
     members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
-    # A group of one member connects nobody. Larger ones with the same number share their keys in the
-    # store, so all ranks must agree on them.
+    # A group of one member connects nobody. Larger ones with the same number share their keys in
+    # the store, so all ranks must agree on them.
     alone = kwargs.get("use_local_synchronization") or (len(members) == 1 and _divides_subgroup())
     if world is None or (alone and dist.get_rank() not in members):
         return original(ranks, *args, **kwargs)
