@@ -315,6 +315,20 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
     return [*lines, f"... and {more:,} more such calls"] if more > 0 else lines
 
 
+def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
+    """Return lines for what ranks say after a run; equal notes are merged."""
+    groups: dict[tuple[str, Frame | None], list[int]] = {}
+    for rank, said, line in notes:
+        groups.setdefault((said, line), []).append(rank)
+    lines = []
+    for (said, line), ranks in groups.items():
+        lines += [
+            f"{name_ranks(ranks)}: {said}",
+            *(_NoticeFormatter()._frame(line) if line else ()),
+        ]
+    return lines
+
+
 def format_returned(ranks: Iterable[int]) -> list[str]:
     """Return a line that names the ranks that had returned; [] if none had."""
     ranks = list(ranks)

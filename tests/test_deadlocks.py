@@ -1087,3 +1087,85 @@ def test_a_key_that_no_rank_but_the_notebook_sets_is_taken_for_a_deadlock(tmp_pa
     threading.Timer(3, dist.FileStore(path, -1).set, ("key", "value")).start()
     values = kit.run(lambda rank, world_size: dist.FileStore(path, -1).get("key"), world_size=2)
     assert list(values) == [b"value", b"value"]
+
+
+# --- models that DDP does not reduce ---------------------------------------------------------
+
+
+def two_layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def step(model):
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def uses_autograd_grad(rank, world_size):
+    model = DistributedDataParallel(two_layers())
+    torch.autograd.grad(model(torch.ones(1, 4)).sum(), model.parameters())
+
+
+def unfreezes_a_layer(rank, world_size):
+    layers = two_layers()
+    layers[1].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    step(model)
+    layers[1].requires_grad_(True)
+    step(model)
+
+
+def replaces_a_layer(rank, world_size):
+    model = DistributedDataParallel(two_layers(), bucket_cap_mb=1e-5)
+    model.module[1] = torch.nn.Linear(4, 3)
+    step(model)
+
+
+def drops_the_wrapper(rank, world_size):
+    layers = two_layers()
+    DistributedDataParallel(layers)
+    step(layers)
+
+
+def calls_the_inner_model(rank, world_size):
+    model = DistributedDataParallel(two_layers())
+    step(model.module)
+
+
+def reduces_all(rank, world_size):
+    layers = two_layers()
+    layers[0].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    with model.no_sync():
+        step(model)
+    step(model)
+    inputs = torch.ones(1, 4, requires_grad=True)
+    torch.autograd.grad(model.module(inputs).sum(), [inputs, *layers[1].parameters()])
+    step(layers)
+
+
+AROUND = "call what DistributedDataParallel returns, and use backward(), not torch.autograd.grad"
+LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
+
+
+@pytest.mark.parametrize(
+    ("worker", "many", "hint"),
+    [
+        (uses_autograd_grad, 4, AROUND),
+        (unfreezes_a_layer, 2, LATE),
+        (replaces_a_layer, None, LATE),
+        (drops_the_wrapper, 4, AROUND),
+        (calls_the_inner_model, 4, AROUND),
+    ],
+)
+def test_a_note_says_how_many_parameters_of_a_model_were_never_reduced(worker, many, hint, capsys):
+    for _ in range(2):
+        kit.run(worker, world_size=2)
+        note, line = capsys.readouterr().out.splitlines()
+        assert note.startswith(f"ranks 0 and 1: {many or ''}")
+        assert note.endswith(f" parameters of this model were never reduced: {hint}")
+        assert "DistributedDataParallel(" in line
+
+
+def test_a_model_whose_parameters_were_all_reduced_has_no_note(capsys):
+    kit.run(reduces_all, world_size=2)
+    assert not capsys.readouterr().out

@@ -226,6 +226,10 @@ class InternTable:
         text = ["thread", ident, name, self.line(*line) if line else 0]
         self._write(tuple(text), text)
 
+    def note(self, run: int, sentence: str, line: tuple[CodeType, int] | None) -> None:
+        """Write what is to be said after a run."""
+        self.board.add_text(["note", run, sentence, self.line(*line) if line else 0])
+
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
         """Count operations that were posted or given up; return how many were posted before."""
         before = count.posted
@@ -283,6 +287,8 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
             read.append(Group(text[0], tuple(text[1]), *text[2:]))
         elif what == "line":
             read.append(Frame(*text, own=True))
+        elif what == "note":
+            read.append(("note", text[0], text[1], read[text[2]]))
         elif what == "thread":
             ident, name, line = text
             read.append((ident, (name, read[line])))

@@ -107,7 +107,13 @@ class Snapshot:
     @property
     def threads(self) -> dict[int, tuple[str, Frame | None]]:
         """Of threads that were started: the name, and the learner's line, by their `ident`."""
-        return dict(text for text in self._texts if isinstance(text, tuple))
+        return dict(text for text in self._texts if isinstance(text, tuple) and len(text) == 2)
+
+    @property
+    def notes(self) -> list[tuple[str, Frame | None]]:
+        """What is to be said after this run, each with a line of the learner's."""
+        notes = (text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note")
+        return [(said, line) for run, said, line in notes if run == self.log.head.run]
 
     @property
     def waits(self) -> tuple[Event, ...]:

@@ -74,6 +74,8 @@ class Recorder:
         self._dropped = self._threads = 0
         # Of a thread: the line that has started it, or its task.
         self.lines: MutableMapping[threading.Thread, Line | None] = weakref.WeakKeyDictionary()
+        # What there is to say after the run, each a sentence and a line of the learner's.
+        self.at_end: set[Callable[[], tuple[str, Line | None]]] = set()
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
@@ -93,6 +95,9 @@ class Recorder:
         """Leave the board to the next run, although a thread of this one may still wait."""
         with self._lock:
             if self._board is not None:
+                for text, line in [tell() for tell in self.at_end]:
+                    if text:
+                        self.table.note(self.run, text, line)
                 self._board.end(monotonic_ns())
             self._board = None
             self.table.end()

@@ -89,6 +89,8 @@ def _replace_all() -> None:
     _replace(concurrent.futures.ThreadPoolExecutor, "submit", waits.submit)
     _replace(multiprocessing.pool.ApplyResult, "__init__", waits.begin_task)
     messages, collectives = torch_internals.MESSAGES, torch_internals.COLLECTIVES
+    _replace(torch.autograd, "backward", data_parallel.note_backward)
+    _replace(torch.autograd, "grad", data_parallel.note_grad)
     for feature, *replacements in (
         (messages, *(functools.partial(_point_to_point, method) for method in messages.found)),
         *(
