@@ -419,6 +419,22 @@ def test_a_wrong_answer_without_an_error_raises_and_nothing_is_lost(worker, fact
     assert list(caught.value.result) == [0, 1]
 
 
+class MeetsOthers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        dist.barrier()
+
+
+def test_a_process_that_a_rank_has_forked_cannot_use_its_groups():
+    def worker(rank, world_size):
+        list(torch.utils.data.DataLoader(MeetsOthers(), num_workers=1))
+
+    with pytest.raises(kit.RankError, match="such as a worker of a DataLoader, cannot communicate"):
+        kit.run(worker, world_size=2, timeout=60)
+
+
 def test_a_rank_that_raises_while_others_wait_is_no_deadlock():
     def worker(rank, world_size):
         if rank == 1:
@@ -1143,7 +1159,10 @@ def reduces_all(rank, world_size):
     step(layers)
 
 
-AROUND = "call what DistributedDataParallel returns, and use backward(), not torch.autograd.grad"
+AROUND = (
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, and "
+    "use backward(), not torch.autograd.grad"
+)
 LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
 
 

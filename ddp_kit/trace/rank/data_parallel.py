@@ -52,7 +52,10 @@ class _Wrapped:
 
 
 _LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
-_AROUND = "call what DistributedDataParallel returns, and use backward(), not torch.autograd.grad"
+_AROUND = (
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, and "
+    "use backward(), not torch.autograd.grad"
+)
 _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKeyDictionary()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -35,6 +36,11 @@ from ddp_kit.trace.stacks import write_handled
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
 
+_FORKED = (
+    "a process that a rank has forked, such as a worker of a DataLoader, cannot communicate in the "
+    "rank's process groups: make this call in the rank itself"
+)
+
 current: Recorder | None = None  # of the run that is on; None: there is none
 
 
@@ -55,7 +61,7 @@ class Recorder:
         self.batching = False  # nccl starts the next operations as one, with one Work for all
         self.table, self.run = table, run
         self._board: Board | None = table.board  # None: the run is over
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._lock = threading.RLock()  # the learner's threads may communicate too
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
         # Receives from any source in the order of their calls, by tag and group: the index of each
@@ -105,6 +111,7 @@ class Recorder:
     def begin_world(self, size: int, rank: int) -> None:
         """Note that the worker has formed a default process group of `size` ranks, as `rank`."""
         with self._lock:
+            self._process = os.getpid()
             if self._board is not None:
                 self.table.begin_world(size)
                 if self.rank not in (None, rank):
@@ -123,11 +130,14 @@ class Recorder:
 
         peer: rank in the group. op: the name to show; by default that of the function which the
         learner called. blocking: the call itself waits. Raises ValueError, as PyTorch does, for a
-        rank that does not exist: a backend would wait for it forever.
+        rank that does not exist: a backend would wait for it forever. Raises RuntimeError in a
+        process that the rank has forked.
         """
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
             return None
+        if os.getpid() != self._process and not isinstance(group, tuple):
+            raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
         caller, name, of_dtensor = find_caller(sys._getframe(2))
         op = of_dtensor + (op or self.prefix + (name or call.method))
         with self._lock:
