@@ -316,17 +316,9 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
 
 
 def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
-    """Return lines for what ranks say after a run; equal notes are merged."""
-    groups: dict[tuple[str, Frame | None], list[int]] = {}
-    for rank, said, line in notes:
-        groups.setdefault((said, line), []).append(rank)
-    lines = []
-    for (said, line), ranks in groups.items():
-        lines += [
-            f"{name_ranks(ranks)}: {said}",
-            *(_NoticeFormatter()._frame(line) if line else ()),
-        ]
-    return lines
+    """Return lines for what ranks have found during a run; equal notes are merged."""
+    rows = ((Wait(rank, None, line), "", f"found that {said}") for rank, said, line in notes)
+    return _NoticeFormatter().merge(rows)
 
 
 def format_returned(ranks: Iterable[int]) -> list[str]:

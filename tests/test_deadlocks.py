@@ -1160,8 +1160,8 @@ def reduces_all(rank, world_size):
 
 
 AROUND = (
-    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, and "
-    "use backward(), not torch.autograd.grad"
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
+    "and use backward(), not torch.autograd.grad"
 )
 LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
 
@@ -1180,7 +1180,7 @@ def test_a_note_says_how_many_parameters_of_a_model_were_never_reduced(worker, m
     for _ in range(2):
         kit.run(worker, world_size=2)
         note, line = capsys.readouterr().out.splitlines()
-        assert note.startswith(f"ranks 0 and 1: {many or ''}")
+        assert note.startswith(f"ranks 0 and 1 found that {many or ''}")
         assert note.endswith(f" parameters of this model were never reduced: {hint}")
         assert "DistributedDataParallel(" in line
 

@@ -53,8 +53,8 @@ class _Wrapped:
 
 _LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
 _AROUND = (
-    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, and "
-    "use backward(), not torch.autograd.grad"
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
+    "and use backward(), not torch.autograd.grad"
 )
 _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKeyDictionary()
 
@@ -69,7 +69,7 @@ def note_backward(now: Recorder, original: Callable, *args: Any, **kwargs: Any) 
 def note_grad(
     now: Recorder, original: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Note which parameters have gradients that DDP does not see."""
+    """Note which parameters have gradients that never reach DDP."""
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = original(outputs, inputs, *args, **kwargs)
     given = set(map(id, inputs))

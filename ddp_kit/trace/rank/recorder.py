@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from time import monotonic_ns
 from types import CodeType
 from typing import Any
@@ -79,7 +79,7 @@ class Recorder:
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = self._threads = 0
         # Of a thread: the line that has started it, or its task.
-        self.lines: MutableMapping[threading.Thread, Line | None] = weakref.WeakKeyDictionary()
+        self.lines: dict[threading.Thread, Line | None] = {}
         # What there is to say after the run, each a sentence and a line of the learner's.
         self.at_end: set[Callable[[], tuple[str, Line | None]]] = set()
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
@@ -145,9 +145,9 @@ class Recorder:
             if board is None:
                 return None
             table, line = self.table, caller and (caller.f_code, caller.f_lineno)
-            if line is None and threading.get_ident() != self._thread:
-                lines = {thread.ident: started for thread, started in self.lines.items()}
-                line = lines.get(threading.get_ident())
+            if line is None and (me := threading.get_ident()) != self._thread:
+                lines = dict(self.lines)  # other threads may add theirs
+                line = {thread.ident: started for thread, started in lines.items()}.get(me)
             info = table.group(group)
             to = None if peer is None else info.rank(peer)
             count = table.count(kind_of(call.method), to, tag, info)
@@ -166,8 +166,10 @@ class Recorder:
         """Write the name of a thread, and where it was started."""
         with self._lock:
             self._threads += 1
+            if len(self.lines) > _MOST_THREADS:
+                del self.lines[next(iter(self.lines))]
             if self._board is not None and self._threads <= _MOST_THREADS:
-                self.table.thread(thread.ident or 0, thread.name, self.lines[thread])
+                self.table.thread(thread.ident or 0, thread.name, self.lines.get(thread))
 
     def show_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
