@@ -327,6 +327,12 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
     return [*lines, f"... and {more:,} more such calls"] if more > 0 else lines
 
 
+def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
+    """Return lines for what ranks have found during a run; equal notes are merged."""
+    rows = ((Wait(rank, None, line), "", f"found that {said}") for rank, said, line in notes)
+    return _NoticeFormatter().merge(rows)
+
+
 def format_returned(ranks: Iterable[int]) -> list[str]:
     """Return a line that names the ranks that had returned; [] if none had."""
     ranks = list(ranks)

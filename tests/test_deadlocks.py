@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import itertools
 import math
@@ -10,9 +11,9 @@ import pickle
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Queue
+from multiprocessing import Pool, Queue
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
-from ddp_kit.trace import Board, InternTable
+from ddp_kit.trace import Board, InternTable, Snapshot
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank import recorder
@@ -418,6 +419,22 @@ def test_a_wrong_answer_without_an_error_raises_and_nothing_is_lost(worker, fact
     assert list(caught.value.result) == [0, 1]
 
 
+class MeetsOthers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        dist.barrier()
+
+
+def test_a_process_that_a_rank_has_forked_cannot_use_its_groups():
+    def worker(rank, world_size):
+        list(torch.utils.data.DataLoader(MeetsOthers(), num_workers=1))
+
+    with pytest.raises(kit.RankError, match="such as a worker of a DataLoader, cannot communicate"):
+        kit.run(worker, world_size=2, timeout=60)
+
+
 def test_a_rank_that_raises_while_others_wait_is_no_deadlock():
     def worker(rank, world_size):
         if rank == 1:
@@ -555,6 +572,13 @@ def joins_with_uneven_inputs(rank, world_size):
             model(torch.ones(1, 1)).sum().backward()
 
 
+def a_callback_of_a_process_sends(rank, world_size):
+    with ProcessPoolExecutor(1) as processes:
+        slept = processes.submit(time.sleep, 1.5)
+        slept.add_done_callback(lambda _: dist.send(torch.zeros(1), 1 - rank))
+        dist.recv(torch.zeros(1), 1 - rank)
+
+
 def drops_what_has_come(rank, world_size):
     tensor = torch.zeros(1)
     if rank == 1:
@@ -584,7 +608,7 @@ def a_limit_goes_by(rank, world_size):
         *(sleeps, computes, computes_in_native_code, waits_for_a_program, slow_data_loader),
         *(large_collective, another_thread_sends, waits_for_a_future, a_limit_goes_by),
         drops_what_has_come,
-        *(a_timer_sends, a_thread_pool_sends, a_callback_sends),
+        *(a_timer_sends, a_thread_pool_sends, a_callback_sends, a_callback_of_a_process_sends),
     ],
 )
 def test_a_slow_run_is_left_alone(worker):
@@ -595,6 +619,27 @@ def test_calls_of_worlds_with_one_name_are_not_compared(tmp_path):
     kit.run(waits_in_a_world_that_is_formed_again, str(tmp_path / "store"), world_size=2)
     with pytest.raises(kit.DeadlockError, match="rank 1 waits in barrier for rank 0"):
         kit.run(skips_a_barrier_in_the_new_world, str(tmp_path / "other"), world_size=2)
+
+
+@pytest.mark.parametrize("parents", [[[0, 2], [1, 3]], [[0, 1, 2], [3]]])
+def test_groups_of_one_member_within_a_subgroup_concern_its_members_only(parents):
+    def worker(rank, world_size):
+        mine, _ = dist.new_subgroups_by_enumeration(parents)
+        current, groups = dist.new_subgroups(group_size=1, group=mine)
+        dist.barrier()
+        return dist.get_process_group_ranks(current), len(groups)
+
+    sizes = {rank: len(group) for group in parents for rank in group}
+    assert list(kit.run(worker, world_size=4)) == [([rank], sizes[rank]) for rank in range(4)]
+
+
+def test_larger_groups_with_one_number_are_a_mismatch():
+    def worker(rank, world_size):  # on gloo, each connects to ranks of the other
+        mine, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        dist.new_subgroups(group_size=2, group=mine)
+
+    with pytest.raises(kit.MismatchError, match=r"new_subgroups with \[0, 1\], ranks 2 and 3"):
+        kit.run(worker, world_size=4)
 
 
 def returns_before_the_others_call(rank, world_size):
@@ -615,9 +660,9 @@ def test_a_collective_that_somebody_does_not_wait_for_is_left_alone(worker):
 def test_a_thread_that_watches_for_a_package_may_communicate():
     run = Frame(threading.__file__, 1, "run", "", False)
     monitor = Frame(psutil.__file__, 1, "run", "", False)
-    assert deadlock_watch._may_go_on([[], [run]])
-    assert not deadlock_watch._may_go_on([[], [run, monitor, run], []])
-    assert deadlock_watch._may_go_on(
+    assert deadlock_watch._may_act([[], [run]])
+    assert not deadlock_watch._may_act([[], [run, monitor, run], []])
+    assert deadlock_watch._may_act(
         [[], [run, Frame(distributed_c10d.__file__, 1, "send", "", False), run]]
     )
 
@@ -627,12 +672,12 @@ def test_a_thread_counts_as_waiting_although_the_board_knows_of_no_such_wait():
     wait = Frame(recorder.__file__, 1, "block", "", False)
     other = Frame(psutil.__file__, 1, "run", "", False)
     waiting = [wait, Frame(distributed_c10d.__file__, 1, "recv", "", False), run]
-    assert deadlock_watch._may_go_on([[], waiting])
-    assert not deadlock_watch._may_go_on([[], waiting], waits=1)
-    assert deadlock_watch._may_go_on([[], waiting, waiting], waits=1)
-    assert not deadlock_watch._may_go_on([[], waiting, [other]], waits=1)
-    assert deadlock_watch._may_go_on([[], waiting, [other]], waits=1, joins=True)
-    assert deadlock_watch._may_go_on([[], [wait, run]])
+    assert deadlock_watch._may_act([[], waiting])
+    assert not deadlock_watch._may_act([[], waiting], waits=1)
+    assert deadlock_watch._may_act([[], waiting, waiting], waits=1)
+    assert not deadlock_watch._may_act([[], waiting, [other]], waits=1)
+    assert deadlock_watch._may_act([[], waiting, [other]], waits=1, joins=True)
+    assert deadlock_watch._may_act([[], [wait, run]])
 
 
 def test_a_rank_that_does_not_report_its_threads_is_left_alone(monkeypatch):
@@ -686,6 +731,55 @@ def test_a_stopped_rank_is_left_alone():
     thread.start()
     kit.run(worker, world_size=2)
     thread.join()
+
+
+def test_idle_pools_of_the_standard_library_do_not_keep_ranks_from_a_verdict():
+    def worker(rank, world_size):
+        processes, threads = Pool(1), ThreadPool(1)
+        for pool in (processes, threads):
+            pool.apply_async(abs, (-1,), callback=print).get()
+            pool.map(abs, [-2, -3])
+        with ProcessPoolExecutor(1) as executor, ThreadPoolExecutor(1) as other:
+            for each in (executor, other):
+                each.submit(abs, -4).add_done_callback(print)
+                assert each.submit(abs, -5).result() == 5
+            dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError):
+        kit.run(worker, world_size=2, timeout=300)
+
+
+def calls_in_a_thread(rank, world_size):
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(3 + rank),))
+    thread.start()
+    thread.join()
+
+
+def calls_in_a_pool(rank, world_size):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dist.all_reduce, torch.ones(3)).result()
+        pool.submit(dist.all_reduce, torch.ones(3 + rank)).result()
+
+
+@pytest.mark.parametrize(
+    ("worker", "line"), [(calls_in_a_thread, "thread.start()"), (calls_in_a_pool, "ones(3 + rank)")]
+)
+def test_a_call_in_another_thread_has_the_line_that_started_it(worker, line):
+    with pytest.raises(kit.MismatchError) as caught:
+        kit.run(worker, world_size=2, timeout=60)
+    assert all(line in call.where.source for call in caught.value.calls)
+
+
+def test_messages_with_thousands_of_tags_are_counted():
+    def worker(rank, world_size):
+        if rank == 0:
+            works = [dist.isend(torch.zeros(1), 1, tag=tag) for tag in range(9_000)]
+            works[-1].wait()
+        else:
+            dist.recv(torch.zeros(1), 0, tag=9_000)
+
+    with pytest.raises(kit.DeadlockError, match="but rank 1 receives from rank 0 with tag 9000"):
+        kit.run(worker, world_size=2, timeout=300)
 
 
 def test_a_deadlock_is_found_when_the_last_thread_that_might_have_helped_has_ended():
@@ -795,6 +889,52 @@ def test_an_error_that_a_time_limit_alone_does_not_explain_is_called_a_deadlock(
 
 
 # --- what is left to the timeout -----------------------------------------------------------
+
+
+def beats(rank, world_size):
+    def beat():
+        while True:
+            time.sleep(0.1)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    mutual_recv(rank, world_size)
+
+
+def serves(rank, world_size):
+    loop = asyncio.new_event_loop()
+    if rank:
+        threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
+    mutual_recv(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("worker", "thread"),
+    [
+        (beats, "'heartbeat' of ranks 0 and 1, line 4 of beat: time.sleep(0.1)"),
+        (serves, "'loop' of rank 1, line 4 of serves: threading.Thread(target=loop.run_forever"),
+    ],
+)
+def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
+    worker, thread, monkeypatch, capsys
+):
+    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(worker, world_size=2, timeout=4)
+    (line,) = capsys.readouterr().out.splitlines()
+    where, _, first = thread.partition(", line 4 of ")
+    assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
+    assert first in line
+
+
+def test_a_line_says_that_a_rank_has_more_calls_open_than_are_kept(monkeypatch):
+    ranks = Ranks(monkeypatch, 2, 1, 0)
+    monkeypatch.setattr(Snapshot, "is_crowded", property(lambda snapshot: snapshot.rank == 0))
+    watch = deadlock_watch.DeadlockWatch(ranks, 1)
+    for now in (0, 1, deadlock_watch.HELD, deadlock_watch.HELD + 1, 100):
+        assert watch.look(now, (), ()) is None
+    assert watch.notices == [
+        "no verdict on rank 0: more than 65,536 calls are open, or as many tags were used"
+    ]
 
 
 def test_an_undecided_run_ends_at_its_timeout_and_shows_the_lines():
@@ -963,3 +1103,88 @@ def test_a_key_that_no_rank_but_the_notebook_sets_is_taken_for_a_deadlock(tmp_pa
     threading.Timer(3, dist.FileStore(path, -1).set, ("key", "value")).start()
     values = kit.run(lambda rank, world_size: dist.FileStore(path, -1).get("key"), world_size=2)
     assert list(values) == [b"value", b"value"]
+
+
+# --- models that DDP does not reduce ---------------------------------------------------------
+
+
+def two_layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def step(model):
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def uses_autograd_grad(rank, world_size):
+    model = DistributedDataParallel(two_layers())
+    torch.autograd.grad(model(torch.ones(1, 4)).sum(), model.parameters())
+
+
+def unfreezes_a_layer(rank, world_size):
+    layers = two_layers()
+    layers[1].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    step(model)
+    layers[1].requires_grad_(True)
+    step(model)
+
+
+def replaces_a_layer(rank, world_size):
+    model = DistributedDataParallel(two_layers(), bucket_cap_mb=1e-5)
+    model.module[1] = torch.nn.Linear(4, 3)
+    step(model)
+
+
+def drops_the_wrapper(rank, world_size):
+    layers = two_layers()
+    DistributedDataParallel(layers)
+    step(layers)
+
+
+def calls_the_inner_model(rank, world_size):
+    model = DistributedDataParallel(two_layers())
+    step(model.module)
+
+
+def reduces_all(rank, world_size):
+    layers = two_layers()
+    layers[0].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    with model.no_sync():
+        step(model)
+    step(model)
+    inputs = torch.ones(1, 4, requires_grad=True)
+    torch.autograd.grad(model.module(inputs).sum(), [inputs, *layers[1].parameters()])
+    step(layers)
+
+
+AROUND = (
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
+    "and use backward(), not torch.autograd.grad"
+)
+LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
+
+
+@pytest.mark.parametrize(
+    ("worker", "many", "hint"),
+    [
+        (uses_autograd_grad, 4, AROUND),
+        (unfreezes_a_layer, 2, LATE),
+        (replaces_a_layer, None, LATE),
+        (drops_the_wrapper, 4, AROUND),
+        (calls_the_inner_model, 4, AROUND),
+    ],
+)
+def test_a_note_says_how_many_parameters_of_a_model_were_never_reduced(worker, many, hint, capsys):
+    for _ in range(2):
+        kit.run(worker, world_size=2)
+        note, line = capsys.readouterr().out.splitlines()
+        assert note.startswith(f"ranks 0 and 1 found that {many or ''}")
+        assert note.endswith(f" parameters of this model were never reduced: {hint}")
+        assert "DistributedDataParallel(" in line
+
+
+def test_a_model_whose_parameters_were_all_reduced_has_no_note(capsys):
+    kit.run(reduces_all, world_size=2)
+    assert not capsys.readouterr().out

@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ddp_kit.error_text import Frame
+from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.mpi import work
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.shm import engine
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board_copy import Head
+from ddp_kit.trace.board_copy import EVENTS, Head
 from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
@@ -28,6 +28,7 @@ QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged wh
 # ranks that are both there takes milliseconds, so after this time it is lost.
 AGAIN = 1.2
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
+HELD = 5.0  # seconds after which a line names the thread that keeps ranks from being judged
 PATIENCE = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
@@ -59,6 +60,7 @@ class DeadlockWatch:
         # Why waits can end only by their own time limit, by rank and event.
         self._limited: dict[tuple[int, int], DeadlockError] = {}
         self._said: set[str] = set()
+        self._is_held = False  # which was said
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
@@ -130,12 +132,15 @@ class DeadlockWatch:
         left_threads = {*left_threads, *(number for number in gone if number >= len(self._ranks))}
         error = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
         if error is not None:
-            return self._confirm(error, heads, quiet, snapshots, left_threads)
+            return self._confirm(now, error, heads, quiet, snapshots, left_threads)
         why = ends_by_its_limit(snapshots, gone)
         if why is not None and (waits := self._limited_waits(why, snapshots)):
-            why = self._confirm(why, heads, quiet, snapshots, left_threads)
+            why = self._confirm(now, why, heads, quiet, snapshots, left_threads)
             if isinstance(why, DeadlockError):
                 self._note_limited(why, waits)
+        if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
+            since = max(self._since[number] for number in quiet)
+            self._note_held(now, since, _CROWDED.format(name_ranks(crowded)))
         return None
 
     def _limited_waits(
@@ -169,6 +174,7 @@ class DeadlockWatch:
 
     def _confirm(
         self,
+        now: float,
         error: DeadlockError | MismatchError,
         heads: list[Head],
         quiet: Collection[int],
@@ -191,18 +197,31 @@ class DeadlockWatch:
                 self._seen = [None] * len(self._boards)  # look again soon
                 return None
             answers += far
+        acting: dict[int, list[Frame]] = {}
         for number, stacks in zip(numbers, answers, strict=True):
             snapshot = snapshots[number]
             known = len(snapshot.thread_waits) if number in waits else 0
-            if _may_go_on(stacks, known, snapshot.joins):
+            if not stacks or (snapshot.polls and not _polls(stacks[0])):
                 return None
-            if snapshot.polls and not _polls(stacks[0]):
-                return None
+            for stack in _may_act(stacks, known, snapshot.joins, snapshot.has_tasks):
+                acting.setdefault(number, stack)
+        if acting:
+            since = max(self._since[number] for number in waits)
+            self._note_held(now, since, _name_thread(acting, snapshots))
+            return None
         if keys and not self._keys_stay_unset(snapshots):
             return None
         if isinstance(error, DeadlockError):
             return _located(error, dict(zip(numbers, answers, strict=True)))
         return error
+
+    def _note_held(self, now: float, since: float, why: str) -> None:
+        """Note, once in a run, what keeps ranks from being judged that have not moved for long."""
+        if now - since < HELD:
+            self._next = min(self._next, since + HELD)
+        elif not self._is_held:
+            self._is_held = True
+            self.notices.append(why)
 
     def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether nobody sets the keys that ranks wait for, or has just set them."""
@@ -213,21 +232,23 @@ class DeadlockWatch:
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
 
 
-def _may_go_on(stacks: list[list[Frame]], waits: int = 0, joins: bool = False) -> bool:
-    """Return whether another thread of a rank with these stacks may communicate.
+def _may_act(
+    stacks: list[list[Frame]], waits: int = 0, joins: bool = False, has_tasks: bool = False
+) -> list[list[Frame]]:
+    """Return the stacks of those other threads of a rank that may communicate.
 
     waits: how many of them wait for operations that were judged. joins: the worker's own thread
-    waits until threads go on, so it counts whatever another one does.
+    waits until threads go on, so it counts whatever another one does. has_tasks: tasks in pools
+    have callbacks.
     """
-    if not stacks:
-        return True
     others = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
     if len(stacks) - 1 - len(others) != waits:
         others = stacks[1:]
-    return any(_may_communicate(stack) or (joins and not _is_idle(stack)) for stack in others)
+    passes = joins or has_tasks
+    return [s for s in others if _may_communicate(s, passes) or (joins and not _is_idle(s, passes))]
 
 
-def _may_communicate(stack: list[Frame]) -> bool:
+def _may_communicate(stack: list[Frame], passes: bool) -> bool:
     """Return whether a thread may run the worker's code, or call what the worker has passed on.
 
     A thread that only the standard library has on its stack may do so next, as a Timer or a thread
@@ -238,14 +259,17 @@ def _may_communicate(stack: list[Frame]) -> bool:
     stack = [frame for frame in stack if not frame.file.startswith(_RECORDER)]
     if not stack or not all(in_standard_library(frame.file) for frame in stack):
         return False
-    return not _is_idle(stack)
+    return not _is_idle(stack, passes)
 
 
-def _is_idle(stack: list[Frame]) -> bool:
-    """Return whether a thread only helps others, or waits for work; or it belongs to the kit."""
+def _is_idle(stack: list[Frame], passes: bool) -> bool:
+    """Return whether a thread only helps others, or waits for work; or it belongs to the kit.
+
+    passes: somebody waits for the result of a task, or is called with it.
+    """
     places = list(map(_place, stack))
-    if _RESULTS in places and any(file == "connection.py" for file, _ in places):
-        return False  # processes may be at work, and it calls what is to be called after that
+    if any(place in _PASSING for place in places):
+        return not passes
     if any(place in _HELPERS for place in places):
         return True
     if any(f.file == _WATCHES_PARENT or (f.file, f.function) in _OF_GROUPS for f in stack):
@@ -261,6 +285,17 @@ def _place(frame: Frame) -> tuple[str, str]:
 
 def _is_wait(frame: Frame) -> bool:
     return frame.function == "block" and frame.file.startswith(_RECORDER)
+
+
+def _name_thread(acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot]) -> str:
+    """Return a line on a thread that may act. acting: the stack of one such thread of each rank."""
+    found: dict[tuple[str, Frame], list[int]] = {}
+    for rank, stack in acting.items():
+        name, started = snapshots[rank].threads.get(getattr(stack, "thread", 0), ("", None))
+        frame = _own_line(stack) or started or stack[0]
+        found.setdefault((name or frame.function, frame), []).append(rank)
+    (name, frame), ranks = next(iter(found.items()))
+    return f"{_HELD_BY}: {name!r} of {name_ranks(ranks)}, {frame}"
 
 
 def _located(error: DeadlockError, stacks: dict[int, list[list[Frame]]]) -> DeadlockError:
@@ -287,11 +322,15 @@ _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
 # Threads of process groups in Python, which move operations that are on the boards.
 _OF_GROUPS = {(engine.__file__, "_move_alone"), (work.__file__, "_watch")}
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
-# File and function of threads of the standard library that only move data for others, and of those
-# that wait for work, which the rank's stuck main thread cannot give them.
+_HELD_BY = "no verdict while this thread may still act"
+_CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"
+# File and function of threads of the standard library: of those that only move data for others, of
+# those that pass on the results of processes, and of those that wait for work, which the rank's
+# stuck main thread cannot give them. It is a guess: a rank that is stuck cannot be asked.
 _HELPERS = {
-    ("queues.py", "_feed"),
-    *(("pool.py", name) for name in ("_handle_workers", "_handle_tasks", "_handle_results")),
+    *(("queues.py", "_feed"), ("resource_sharer.py", "_serve")),
+    *(("pool.py", "_handle_workers"), ("pool.py", "_handle_tasks")),
 }
-_WAITS, _RESULTS = ("threading.py", "wait"), ("pool.py", "_handle_results")
+_PASSING = {("pool.py", "_handle_results"), ("process.py", "wait_result_broken_or_wakeup")}
+_WAITS = "threading.py", "wait"
 _IDLE = {("thread.py", "_worker"), ("pool.py", "worker"), ("queue.py", "get")}

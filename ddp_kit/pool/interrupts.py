@@ -72,5 +72,8 @@ def show_interrupt(interrupt: KeyboardInterrupt, positions: list[str]) -> None:
     """Make IPython show where the ranks were, instead of where in the pool the wait was."""
     if hasattr(interrupt, "_render_traceback_"):
         return  # it knows already
-    text = "KeyboardInterrupt: the run was stopped; ranks that had not returned were ended"
+    text = (
+        "KeyboardInterrupt: the run was stopped; ranks that had not returned were killed, without "
+        "their except and finally clauses"
+    )
     interrupt._render_traceback_ = lambda: [text, *positions]  # type: ignore[attr-defined]

@@ -11,7 +11,13 @@ import sys
 import time
 from contextlib import nullcontext
 
-from ddp_kit.error_text import TracebackFormatter, Wait, format_returned, format_unawaited
+from ddp_kit.error_text import (
+    TracebackFormatter,
+    Wait,
+    format_notes,
+    format_returned,
+    format_unawaited,
+)
 from ddp_kit.errors import DeadlockError, KitError, MismatchError, RankError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
@@ -327,6 +333,9 @@ class Run:
         if len(self._reports.returned) == len(self._ranks):
             events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
             for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):
+                view.say(line)
+            notes = [(each.rank, *note) for each in self._snapshots for note in each.notes]
+            for line in format_notes(notes):
                 view.say(line)
         once = [notice for rank in self._ranks for notice in rank.notices]
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):

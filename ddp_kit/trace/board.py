@@ -42,12 +42,13 @@ from ddp_kit.trace.board_copy import (
     POLLED,
     RENUMBERED,
     ROW,
+    TASKS,
     BoardCopy,
     Head,
     Row,
 )
 
-COUNTED = 1 << 13  # channels and groups of a rank that can be counted
+COUNTED = EVENTS  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
@@ -176,7 +177,8 @@ class Board:
         if shown:
             self._forget_stacks()
             self._waiting = index
-            self._bits = self._bits & (CROWDED | RENUMBERED) | limited * LIMITED | polled * POLLED
+            self._bits &= CROWDED | RENUMBERED | TASKS
+            self._bits |= limited * LIMITED | polled * POLLED
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
@@ -190,16 +192,11 @@ class Board:
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
 
-    def write_joins(self, joins: bool) -> None:
-        """Write whether the worker's own thread waits for other threads, without a limit."""
-        self._bits = self._bits & ~JOINS | joins * JOINS
+    def write_state(self, bit: int, holds: bool = True) -> None:
+        """Write whether a bit of the head holds: JOINS, RENUMBERED or TASKS."""
+        self._bits = self._bits & ~bit | holds * bit
         self._moves += 1
         _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
-
-    def write_renumbered(self) -> None:
-        """Write that the rank has another number in its world than in the pool."""
-        self._bits |= RENUMBERED
-        self._write_head()
 
     def write_callbacks(self, index: int, left: int, limited: bool) -> None:
         """Write whether callbacks of an event are left. limited: they run after a time anyway."""

@@ -13,8 +13,8 @@ EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldes
 
 # Bits of a head: the wait ends by itself after a time; not everything could be counted; the wait is
 # a loop that polls; the worker's own thread waits for other threads; the worker has formed a world
-# in which this rank has another number than in the pool.
-LIMITED, CROWDED, POLLED, JOINS, RENUMBERED = 1, 2, 4, 8, 16
+# in which this rank has another number than in the pool; a task of a pool has a callback.
+LIMITED, CROWDED, POLLED, JOINS, RENUMBERED, TASKS = 1, 2, 4, 8, 16, 32
 # Bits of a row: somebody asked whether it is complete, or for its future; the call raised; a
 # message whose Work was deleted before anybody had waited for it; another thread than the worker's
 # own waits for it, and this wait ends by itself after a time; a callback runs once it is complete,

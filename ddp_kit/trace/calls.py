@@ -222,6 +222,15 @@ class InternTable:
             count = self._counts[key] = Count(self.board.add_count(["count", *key]))
         return count
 
+    def thread(self, ident: int, name: str, line: tuple[CodeType, int] | None) -> None:
+        """Write the name of a thread, and the learner's line that has started it."""
+        text = ["thread", ident, name, self.line(*line) if line else 0]
+        self._write(tuple(text), text)
+
+    def note(self, run: int, sentence: str, line: tuple[CodeType, int] | None) -> None:
+        """Write what is to be said after a run."""
+        self.board.add_text(["note", run, sentence, self.line(*line) if line else 0])
+
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
         """Count operations that were posted or given up; return how many were posted before."""
         before = count.posted
@@ -280,6 +289,11 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
             read.append(Group(text[0], tuple(text[1]), *text[2:]))
         elif what == "line":
             read.append(Frame(*text, own=True))
+        elif what == "note":
+            read.append(("note", text[0], text[1], read[text[2]]))
+        elif what == "thread":
+            ident, name, line = text
+            read.append((ident, (name, read[line])))
         elif what == "count":
             kind, peer, tag, group = text
             counted.append((kind, peer, tag, read[group] or _NO_GROUP))

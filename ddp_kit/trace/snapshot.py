@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from ddp_kit.error_text import Wait
+from ddp_kit.error_text import Frame, Wait
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.board_copy import (
     BLOCKING,
@@ -22,6 +22,7 @@ from ddp_kit.trace.board_copy import (
     LOOKED_AFTER,
     POLLED,
     RENUMBERED,
+    TASKS,
     VOID,
     BoardCopy,
     Row,
@@ -99,6 +100,22 @@ class Snapshot:
         return self.waiting is None and bool(self.log.head.bits & JOINS)
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether a thread of a pool may run a callback, once a task is done."""
+        return bool(self.log.head.bits & TASKS)
+
+    @property
+    def threads(self) -> dict[int, tuple[str, Frame | None]]:
+        """Of threads that were started: the name, and the learner's line, by their `ident`."""
+        return dict(text for text in self._texts if isinstance(text, tuple) and len(text) == 2)
+
+    @property
+    def notes(self) -> list[tuple[str, Frame | None]]:
+        """What is to be said after this run, each with a line of the learner's."""
+        notes = (text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note")
+        return [(said, line) for run, said, line in notes if run == self.log.head.run]
+
+    @property
     def waits(self) -> tuple[Event, ...]:
         """What the rank waits for; it can go on after any of these. (): it may do anything."""
         main = self.waiting
@@ -138,8 +155,8 @@ class Snapshot:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether it has used more channels than can be counted."""
-        return bool(self.log.head.bits & CROWDED)
+        """Whether it has used more channels than can be counted, or waits for too old an event."""
+        return bool(self.log.head.bits & CROWDED) or 0 <= self.log.head.waiting < self._older
 
     @property
     def unawaited(self) -> list[Event]:

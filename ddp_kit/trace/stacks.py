@@ -42,6 +42,7 @@ _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+) ")
 
 
 @functools.cache
@@ -141,13 +142,20 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> lis
     return [new[len(old) :] for new, old in zip(answers, before, strict=True)]
 
 
+class Stack(list[Frame]):
+    """The lines that a thread runs, the innermost first. thread: its `ident`, if it is known."""
+
+    thread = 0
+
+
 def parse(text: str) -> list[list[Frame]]:
-    """Return the stacks of all threads, the main thread's first; the innermost line first."""
+    """Return the stacks of all threads, the main thread's first."""
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
         if found := _LINE.match(line):
             file, number, function = found.groups()
             stacks[-1].append(describe_line(file, int(number), function))
-        elif line.startswith(("Thread ", "Current thread ")):
-            stacks.append([])
+        elif found := _THREAD.match(line):
+            stacks.append(Stack())
+            stacks[-1].thread = int(found[1], 16)
     return stacks[::-1]

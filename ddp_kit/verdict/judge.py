@@ -40,7 +40,7 @@ def judge(
     # be held up by the call in which it waits, and only that call counts.
     events = _events(snapshots)
     if error is None:
-        waited_for = {event.match_key for each in snapshots if (event := each.waiting)}
+        waited_for = {event.match_key for each in snapshots for event in each.waits}
         events = [event for event in events if event.match_key in waited_for]
     return mismatch(events) or error
 

@@ -34,6 +34,8 @@ from ddp_kit.pool.wire.messages import (
     undecoded_variables,
 )
 from ddp_kit.trace import is_own, own_frame
+from ddp_kit.trace.rank import recorder
+from ddp_kit.trace.rank.posted import own_line
 
 
 class State:
@@ -247,9 +249,15 @@ def watch_threads() -> None:
     start = threading.Thread.start
 
     def start_and_record(thread: threading.Thread) -> None:
-        if is_own(sys._getframe(1).f_code.co_filename):
+        caller = sys._getframe(1)
+        if is_own(caller.f_code.co_filename):
             _learners.append(weakref.ref(thread))
+        now = recorder.current
+        if now is not None:
+            now.lines[thread] = own_line(caller)
         start(thread)
+        if now is not None:
+            now.note_thread(thread)
 
     threading.Thread.start = start_and_record  # type: ignore[method-assign]
 

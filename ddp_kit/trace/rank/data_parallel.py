@@ -7,6 +7,7 @@ that does what DDP would have done. If the learner registers a hook, this one ca
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,8 +21,61 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit import torch_internals
 from ddp_kit.trace.calls import Call, describe
 from ddp_kit.trace.rank import recorder
-from ddp_kit.trace.rank.posted import Posted
+from ddp_kit.trace.rank.posted import Line, Posted, own_line
 from ddp_kit.trace.rank.recorder import Recorder
+
+
+class _Wrapped:
+    """A model that DDP has wrapped, and those of its parameters that have had gradients."""
+
+    def __init__(self, model: DistributedDataParallel, parameters: list[torch.Tensor]) -> None:
+        self.line = own_line(sys._getframe(2))
+        self.is_reduced = False
+        self._given = set(map(id, parameters))  # to the reducer, which keeps them alive
+        self._ignored = set(model.parameters_to_ignore)
+        self._trained: dict[str, bool] = {}  # by their names: whether the reducer has them
+
+    def note(self, now: Recorder, model: torch.nn.Module, has_gradient: Callable) -> None:
+        """Note which parameters have gradients after a backward pass."""
+        for name, parameter in model.named_parameters():
+            new = name not in self._trained and name not in self._ignored
+            if new and parameter.requires_grad and has_gradient(parameter):
+                self._trained[name] = id(parameter) in self._given
+                now.at_end.add(self.tell)
+
+    def tell(self) -> tuple[str, Line | None]:
+        """Return a sentence on the parameters that were never reduced, "" if there are none."""
+        left = sum(not (self.is_reduced and given) for given in self._trained.values())
+        what = f"{left} parameter{'s' * (left > 1)} of this model {'were' if left > 1 else 'was'}"
+        hint = _AROUND if all(self._trained.values()) else _LATE
+        return f"{what} never reduced: {hint}" if left else "", self.line
+
+
+_LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
+_AROUND = (
+    "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
+    "and use backward(), not torch.autograd.grad"
+)
+_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKeyDictionary()
+
+
+def note_backward(now: Recorder, original: Callable, *args: Any, **kwargs: Any) -> None:
+    """Note which parameters have gradients after a backward pass."""
+    original(*args, **kwargs)
+    for model, wrapped in list(_wrapped.items()):
+        wrapped.note(now, model, lambda parameter: parameter.grad is not None)
+
+
+def note_grad(
+    now: Recorder, original: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note which parameters have gradients that never reach DDP."""
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    found = original(outputs, inputs, *args, **kwargs)
+    given = set(map(id, inputs))
+    for model, wrapped in list(_wrapped.items()):
+        wrapped.note(now, model, lambda parameter: id(parameter) in given)
+    return found
 
 
 class _Hook:
@@ -30,6 +84,7 @@ class _Hook:
     def __init__(self, model: DistributedDataParallel, parameters: list[torch.Tensor]) -> None:
         self.group: dist.ProcessGroup = model.process_group
         self.model = weakref.ref(model)  # which has the hook
+        self.wrapped = _wrapped[model.module] = _Wrapped(model, parameters)
         used = torch.empty(len(parameters), dtype=torch.int32, device="meta")
         method, device = torch_internals.method_of("all_reduce"), parameters[0].device.type
         self.unused = describe(method, (used,))._replace(reduce_op="SUM", device=device)
@@ -43,6 +98,7 @@ class _Hook:
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future:
         now = recorder.current
+        self.wrapped.is_reduced = True
         if now is None:
             return self.inside(self.state, bucket)
         if bucket.index() == 0:

@@ -20,6 +20,15 @@ _DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
 _OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
 
 
+Line = tuple[CodeType, int]
+
+
+def own_line(frame: FrameType | None) -> Line | None:
+    """Return the learner's own line at `frame`, or at the nearest of its callers."""
+    own = own_frame(frame)
+    return own and (own.f_code, own.f_lineno)
+
+
 class Posted(NamedTuple):
     """An operation that was called and may not be complete yet."""
 
@@ -28,7 +37,7 @@ class Posted(NamedTuple):
     call: Call
     peer: int | None
     tag: int
-    line: tuple[CodeType, int] | None  # the learner's own
+    line: Line | None  # the learner's own
     group: GroupInfo
     count: Count
 

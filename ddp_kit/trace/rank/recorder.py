@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -18,13 +19,27 @@ from torch.distributed import Work
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import BLOCKING, GIVEN_UP, LOOKED_AFTER, VOID
+from ddp_kit.trace.board_copy import (
+    BLOCKING,
+    GIVEN_UP,
+    JOINS,
+    LOOKED_AFTER,
+    RENUMBERED,
+    TASKS,
+    VOID,
+)
 from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.rank.posted import C10D, Posted, find_caller
+from ddp_kit.trace.rank.posted import C10D, Line, Posted, find_caller
 from ddp_kit.trace.stacks import write_handled
 
+_MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
+
+_FORKED = (
+    "a process that a rank has forked, such as a worker of a DataLoader, cannot communicate in the "
+    "rank's process groups: make this call in the rank itself"
+)
 
 current: Recorder | None = None  # of the run that is on; None: there is none
 
@@ -46,7 +61,7 @@ class Recorder:
         self.batching = False  # nccl starts the next operations as one, with one Work for all
         self.table, self.run = table, run
         self._board: Board | None = table.board  # None: the run is over
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._lock = threading.RLock()  # the learner's threads may communicate too
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
         # Receives from any source in the order of their calls, by tag and group: the index of each
@@ -59,9 +74,14 @@ class Recorder:
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete
-        self._callbacks: Counter[int] = Counter()  # to come or running, by the index of the event
+        # To come or running, by the index of the event; None: of tasks in pools.
+        self._callbacks: Counter[int | None] = Counter()
         self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
-        self._dropped = 0
+        self._dropped = self._threads = 0
+        # Of a thread: the line that has started it, or its task.
+        self.lines: dict[threading.Thread, Line | None] = {}
+        # What there is to say after the run, each a sentence and a line of the learner's.
+        self.at_end: set[Callable[[], tuple[str, Line | None]]] = set()
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
@@ -81,6 +101,9 @@ class Recorder:
         """Leave the board to the next run, although a thread of this one may still wait."""
         with self._lock:
             if self._board is not None:
+                for text, line in [tell() for tell in self.at_end]:
+                    if text:
+                        self.table.note(self.run, text, line)
                 self._board.end(monotonic_ns())
             self._board = None
             self.table.end()
@@ -88,10 +111,11 @@ class Recorder:
     def begin_world(self, size: int, rank: int) -> None:
         """Note that the worker has formed a default process group of `size` ranks, as `rank`."""
         with self._lock:
+            self._process = os.getpid()
             if self._board is not None:
                 self.table.begin_world(size)
                 if self.rank not in (None, rank):
-                    self._board.write_renumbered()
+                    self._board.write_state(RENUMBERED)
 
     def post(
         self,
@@ -106,11 +130,14 @@ class Recorder:
 
         peer: rank in the group. op: the name to show; by default that of the function which the
         learner called. blocking: the call itself waits. Raises ValueError, as PyTorch does, for a
-        rank that does not exist: a backend would wait for it forever.
+        rank that does not exist: a backend would wait for it forever. Raises RuntimeError in a
+        process that the rank has forked.
         """
         start = monotonic_ns()
         if threading.get_ident() in self._hidden:
             return None
+        if os.getpid() != self._process and not isinstance(group, tuple):
+            raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
         caller, name, of_dtensor = find_caller(sys._getframe(2))
         op = of_dtensor + (op or self.prefix + (name or call.method))
         with self._lock:
@@ -118,6 +145,9 @@ class Recorder:
             if board is None:
                 return None
             table, line = self.table, caller and (caller.f_code, caller.f_lineno)
+            if line is None and (me := threading.get_ident()) != self._thread:
+                lines = dict(self.lines)  # other threads may add theirs
+                line = {thread.ident: started for thread, started in lines.items()}.get(me)
             info = table.group(group)
             to = None if peer is None else info.rank(peer)
             count = table.count(kind_of(call.method), to, tag, info)
@@ -131,6 +161,15 @@ class Recorder:
                 self._from_any.setdefault(count, {})[index] = _OPEN
         self.newest = Posted(index, op, call, to, tag, line, info, count)
         return self.newest
+
+    def note_thread(self, thread: threading.Thread) -> None:
+        """Write the name of a thread, and where it was started."""
+        with self._lock:
+            self._threads += 1
+            if len(self.lines) > _MOST_THREADS:
+                del self.lines[next(iter(self.lines))]
+            if self._board is not None and self._threads <= _MOST_THREADS:
+                self.table.thread(thread.ident or 0, thread.name, self.lines.get(thread))
 
     def show_progress(self, done: int | None, total: int | None, label: str = "") -> None:
         """Write how far a loop has come. None: there is no loop, or its length is unknown."""
@@ -244,12 +283,12 @@ class Recorder:
         board = self._board
         if board is None or threading.get_ident() != self._thread:
             return blocking(*args)
-        board.write_joins(True)
+        board.write_state(JOINS)
         try:
             return blocking(*args)
         finally:
             if self._board is not None:
-                board.write_joins(False)
+                board.write_state(JOINS, False)
 
     def begin_poll(self, posted: Posted) -> None:
         """Write that a loop of the worker does nothing but ask whether an operation is complete."""
@@ -304,12 +343,17 @@ class Recorder:
 
         inspect.unwrap(type(future).then)(future, complete)  # nobody has used it yet
 
-    def count_callbacks(self, posted: Posted, change: int) -> None:
-        """Write whether callbacks are left that run once an operation is complete."""
+    def count_callbacks(self, posted: Posted | None, change: int) -> None:
+        """Write whether callbacks are left that run once an operation, or any task, is complete."""
         with self._lock:
-            self._callbacks[posted.index] += change
-            if self._board is not None:
-                left = self._callbacks[posted.index]
+            index = posted and posted.index
+            self._callbacks[index] += change
+            left = self._callbacks[index]
+            if self._board is None:
+                return
+            if posted is None:
+                self._board.write_state(TASKS, left > 0)
+            else:
                 self._board.write_callbacks(posted.index, left, posted.group.limited)
 
     def remember(self, waitable: Any, posted: Posted) -> None:

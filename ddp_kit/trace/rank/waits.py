@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from ddp_kit.trace.calls import Call, is_short
 from ddp_kit.trace.polling import find_polling_loop, is_plain_number
-from ddp_kit.trace.rank.posted import Posted
+from ddp_kit.trace.rank.posted import Posted, own_line
 from ddp_kit.trace.rank.recorder import Recorder
 from ddp_kit.trace.stacks import is_kit, is_own
 
@@ -75,7 +75,7 @@ def add_done_callback(
     original(future, callback if posted is None else _announced(recorder, posted, callback))
 
 
-def _announced(recorder: Recorder, posted: Posted, callback: Callable) -> Callable:
+def _announced(recorder: Recorder, posted: Posted | None, callback: Callable) -> Callable:
     """Return a callback as one that the board shows from now until its end.
 
     It may communicate, and no stack shows it before it begins, or after the worker has returned.
@@ -83,7 +83,7 @@ def _announced(recorder: Recorder, posted: Posted, callback: Callable) -> Callab
     if not callable(callback):
         return callback  # PyTorch refuses it
 
-    def call_back(done: Future) -> Any:
+    def call_back(done: Any) -> Any:
         try:
             return callback(done)
         finally:
@@ -276,3 +276,38 @@ def result(
     if timeout is None and not future.done() and not may_be_interrupted():
         return recorder.stand_still(original, future)
     return original(future, timeout)
+
+
+def submit(
+    recorder: Recorder, original: Callable, pool: Any, task: Callable, *args: Any, **kwargs: Any
+) -> concurrent.futures.Future:
+    """Remember the line that submits a task, because what it calls may have none."""
+    line = own_line(sys._getframe(2))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder.lines[threading.current_thread()] = line
+        return task(*args, **kwargs)
+
+    return original(pool, run, *args, **kwargs)
+
+
+def add_task_callback(
+    recorder: Recorder, original: Callable, future: concurrent.futures.Future, callback: Callable
+) -> None:
+    """Note that a callback runs once a task is done."""
+    original(future, _announced(recorder, None, callback))
+
+
+def begin_task(
+    recorder: Recorder, original: Callable, result: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Note that a task of a multiprocessing pool has a callback."""
+    *given, callback, error_callback = (*args, *kwargs.values())
+    if callback or error_callback:
+        recorder.count_callbacks(None, -1)  # only one of the two runs
+        callback = _announced(recorder, None, callback or _ignore)
+        error_callback = _announced(recorder, None, error_callback or _ignore)
+    original(result, *given, callback, error_callback)
+
+
+def _ignore(_: Any) -> None: ...
