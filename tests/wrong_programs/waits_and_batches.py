@@ -55,7 +55,7 @@ NEVER_DONE = [
         import threading
         if rank == 0:
             thread = threading.Thread(target=dist.recv, args=(torch.ones(4), 1))
-            thread.start()
+            thread.start()  # fault: 0
             thread.join()  # fault: 0; absent: 1
         """,
     ),
