@@ -133,13 +133,14 @@ class RankServer:
                     self._restore()
                 self._is_restored = False
                 try:
+                    self._state.settings.remember()
                     worker, args = call.payload.unpack()
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
                     if self._in_notebook:
                         displayed.show_figures()
                 finally:
-                    restart = self._put_back(is_cell=keeps_groups)
+                    restart = self._state.put_back(is_cell=keeps_groups)
                 packed = pack(value)
             except SystemExit as leaving:
                 _exit(leaving.code)
@@ -162,21 +163,6 @@ class RankServer:
 
     def _take_displayed(self) -> Sequence[Bundle]:
         return displayed.take() if self._in_notebook else ()
-
-    def _put_back(self, is_cell: bool) -> str | None:
-        """Put back functions that the worker has replaced; return why the process cannot stay.
-
-        is_cell: it stays, because it has the names of cells.
-        """
-        names = self._state.put_back()
-        if not names:
-            return None
-        replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        if not is_cell:
-            return f"the worker replaced {replaced}"
-        with suppress(Exception):  # the cell may have closed sys.stdout
-            print(f"the next cell has the original {replaced} again: only names stay")
-        return None
 
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits."""
