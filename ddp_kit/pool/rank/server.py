@@ -57,7 +57,7 @@ class RankServer:
     """The loop of a rank's process, and its part in the pool: rank, group, past runs."""
 
     def __init__(self, control: Connection, board: Board) -> None:
-        self._control, self._table = control, InternTable(board)
+        self._control, self._board, self._table = control, board, InternTable(board)
         self._joined: JoinGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._state = State()
@@ -117,6 +117,7 @@ class RankServer:
     def _run(self, call: CallWorker) -> Returned | Raised:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
         rank, world_size = self._joined.rank, self._joined.world_size
+        self._board.answer_with_stacks()  # an earlier run may have changed what its signal does
         if call.environment:
             self._environment, self._is_restored = call.environment, False
             progress.is_live = call.environment.is_live
