@@ -24,7 +24,8 @@ from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.arguments import check_world_size, explaining_arguments, prepare
+from ddp_kit.pool import arguments
+from ddp_kit.pool.arguments import explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.mpiexec import MPIExec
 from ddp_kit.pool.launchers.spawn import Spawn
@@ -58,7 +59,7 @@ class WorkerPool:
 
     @explaining_arguments("WorkerPool", "world_size=")
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
-        world_size = check_world_size(world_size)
+        world_size = arguments.check_world_size(world_size, living=0)
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
@@ -114,7 +115,8 @@ class WorkerPool:
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
-        size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout)
+        living = len(self._processes.ranks) if self._processes else 0
+        size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout, living)
         return self._run(packed, size, backend, timeout)
 
     def _check_usable(self) -> None:
@@ -264,7 +266,7 @@ def run(
     forever, MismatchError if they do not agree, RunTimeoutError after `timeout`.
     The next run works in any case.
     """
-    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout)
+    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout, living_ranks())
     launcher = launcher_of(chosen)
     pool = _shared.get(launcher)
     if pool is None or pool._closed or pool._owner != os.getpid():
@@ -272,6 +274,16 @@ def run(
     elif _is_outdated(pool):
         pool.restart()
     return pool._run(packed, world_size, chosen, timeout)
+
+
+def living_ranks() -> int:
+    """Return how many ranks `run` has already, which it need not start."""
+    return sum(len(one._processes.ranks) for one in _shared.values() if one._processes)
+
+
+def check_world_size(world_size: int) -> int:
+    """Return it as an int. Raise PoolError unless `run` can have that many ranks."""
+    return arguments.check_world_size(world_size, living_ranks())
 
 
 def shutdown() -> None:
