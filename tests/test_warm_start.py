@@ -100,6 +100,14 @@ def test_a_variable_matters_for_the_start_of_a_rank_or_does_not(monkeypatch, nam
     assert (start_variables() == before) is (name == "LEARNER")
 
 
+def test_ranks_that_nobody_used_end_after_a_while_and_the_first_run_starts_them(start):
+    kernel = start(IMPORT + "kit.pool.pool.UNUSED = 3.0")
+    wait_for_ranks(kernel)
+    wait_for_ranks(kernel, 0)
+    assert kernel.value("kit.status()") == "shared pool: no ranks; the next run starts them"
+    assert len(pids(kernel)) == 4
+
+
 NO_MEMORY = """
 import psutil, types
 psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**31 - 1)

@@ -36,7 +36,7 @@ from ddp_kit.pool.run import Run
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 
-UNUSED = 300.0  # seconds after which the ranks end that the last run has left out
+UNUSED = 600.0  # seconds after which ranks end that no run has used
 
 
 class WorkerPool:
@@ -91,6 +91,7 @@ class WorkerPool:
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
+        self._look_later(UNUSED)
 
     @explaining_arguments("pool.run", "world_size=")
     def run(
@@ -138,24 +139,19 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
-            self._look_later(world_size)
+            self._look_later(UNUSED)
 
-    def _look_later(self, last: int, seconds: float | None = None) -> None:
+    def _look_later(self, seconds: float) -> None:
         """Look for unused ranks after some minutes, if this thread has an event loop.
 
         A notebook's kernel has one, which calls between two cells, so never in a run.
-        last: the world size of the last run. seconds: until then, by default UNUSED.
         """
-        is_shared = self in _shared.values()  # what it was made for does not matter
-        self._keep = last if is_shared else max(last, self._world_size)
-        too_few = self._processes is None or len(self._processes.ranks) <= self._keep
-        if too_few or "asyncio" not in sys.modules:
+        if self._processes is None or not self._processes.ranks or "asyncio" not in sys.modules:
             return
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
             if self._looks_in is not loop:  # an earlier one may have been closed
-                look = partial(_end_unused, weakref.ref(self))
-                loop.call_later(UNUSED if seconds is None else seconds, look)
+                loop.call_later(seconds, partial(_end_unused, weakref.ref(self)))
                 self._looks_in = loop
 
     def _end_unused(self) -> None:
@@ -165,9 +161,9 @@ class WorkerPool:
         seconds: float | None = UNUSED
         if not self._running:
             with suppress(KeyboardInterrupt), holding_interrupt():
-                seconds = self._processes.end_unused(self._keep, UNUSED)
+                seconds = self._processes.end_unused(UNUSED)
         if seconds is not None:
-            self._look_later(self._keep, seconds)
+            self._look_later(seconds)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -255,7 +251,8 @@ def run(
 
     The first call starts the processes, unless they have been started in the background since the
     kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
-    run has used for five minutes end, unless the last run did, or they hold names of `%%ranks`.
+    run has used for ten minutes end, unless they hold names of `%%ranks`, and the next call starts
+    new ones.
 
     Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws different random
     numbers on each rank, and the same ones in every run on the same process. Python's `random` and

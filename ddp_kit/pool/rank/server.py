@@ -175,6 +175,8 @@ class RankServer:
         # Cycles may keep a model's memory, and a process group, whose thread wakes up every 10 ms.
         if not self._control.poll(_IDLE):
             gc.collect()
+            if hasattr(_C, "malloc_trim"):
+                _C.malloc_trim(0)  # glibc keeps what was freed
 
     def _restore(self) -> None:
         assert self._joined, "the pool sends JoinGroup before CallWorker"

@@ -35,7 +35,7 @@ from torch.optim import optimizer
 from ddp_kit.trace import is_own
 
 _OWNERS = (
-    *(builtins, os, sys, random, socket, time, threading, torch, torch.cuda, dist),
+    *(builtins, dist, os, sys, random, socket, time, threading, torch, torch.cuda),
     *(torch.nn.functional, torch.nn.Module, torch.Tensor),
 )
 
