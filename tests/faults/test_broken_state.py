@@ -464,6 +464,23 @@ def test_another_setting_ends_with_a_fresh_rank_and_a_line_says_so(number, capsy
     assert capsys.readouterr().out == "", "it is said once"
 
 
+class Cell:
+    keeps_groups = True  # as a %%ranks cell
+
+    def __call__(self, rank, world_size):
+        numpy.seterr(all="raise")
+        torch.backends.cuda.enable_flash_sdp(False)
+        return os.getpid()
+
+
+def test_what_a_cell_of_ranks_sets_stays_and_no_later_run_is_to_blame(capsys):
+    cell = list(kit.run(Cell(), world_size=2))
+    assert list(kit.run(pid, world_size=2)) == list(kit.run(pid, world_size=2)) == cell
+    assert set(kit.run(lambda r, w: numpy.geterr()["divide"], world_size=2)) == {"raise"}
+    assert capsys.readouterr().out == ""
+    kit.shutdown()
+
+
 def test_what_libraries_set_costs_no_fresh_rank(capsys):
     def train(rank, world_size):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

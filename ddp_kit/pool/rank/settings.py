@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import decimal
 import gc
-import itertools
 import locale
 import logging
 import multiprocessing
@@ -20,9 +19,8 @@ import time
 import types
 import warnings
 from _signal import getsignal  # the public one takes four times as long
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy
@@ -32,6 +30,7 @@ import torch.multiprocessing
 from torch.nn.modules import module
 from torch.optim import optimizer
 
+from ddp_kit import torch_internals
 from ddp_kit.trace import is_own
 
 _OWNERS = (
@@ -150,7 +149,6 @@ _FACTS: dict[str, Callable[[], object]] = {
     "disabled logging": lambda: logging.Logger.manager.disable,
     "left a hook on all modules or optimizers": _hooks,
     "changed autocast": lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda"))),
-    "left a mode of torch on": torch._C._len_torch_dispatch_stack,
     "set flush_denormal": lambda: sys.float_info.min / 2 == 0,
     "changed a backend of torch": lambda: (
         torch.backends.opt_einsum.enabled,
@@ -158,7 +156,7 @@ _FACTS: dict[str, Callable[[], object]] = {
         torch.backends.mha.get_fastpath_enabled(),
     ),
     "changed the debug level": dist.get_debug_level,
-    "left rpc open": lambda: torch._C._distributed_rpc._is_current_rpc_agent_set(),
+    "left rpc open": torch_internals.rpc_is_open,
 }
 
 
@@ -167,7 +165,12 @@ class Settings:
 
     def __init__(self) -> None:
         self._functions = [Functions(owner) for owner in _OWNERS]
-        self._plain = dict(_plain())
+        # By what they are: how to ask for each, how to set it, and its value.
+        self._plain = {
+            f"torch's {what}": (get, put, get()) for what, get, put in torch_internals.settings()
+        }
+        limit = sys.getrecursionlimit, sys.setrecursionlimit, sys.getrecursionlimit()
+        self._plain["the recursion limit"] = limit
         self._facts: list[object] = []
 
     def remember(self) -> None:
@@ -184,12 +187,12 @@ class Settings:
             torch.use_deterministic_algorithms(False)  # tells the compiler, too
         torch.set_default_device(None)
         before, self._facts = self._facts, [ask() for ask in _FACTS.values()]
-        left = self._left_plain()
-        for what in left:
-            _, put, value = self._plain[what]
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                put(*value) if isinstance(value, tuple) else put(value)
+        if left := self._left_plain():
+            for get, put, value in self._plain.values():
+                if _differs(get, value):
+                    with suppress(Exception), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        put(*value) if isinstance(value, tuple) else put(value)
         left = left and self._left_plain()
         for what in left:  # the next run is not to blame for it
             get, put, _ = self._plain[what]
@@ -203,47 +206,11 @@ class Settings:
 
     def _left_plain(self) -> list[str]:
         """Return which plain settings differ."""
-        left = []
-        for what, (get, _, value) in self._plain.items():
-            try:
-                if get() != value:
-                    left.append(what)
-            except RuntimeError:  # two that contradict each other
-                left.append(what)
-        return left
+        return [what for what, (get, _, value) in self._plain.items() if _differs(get, value)]
 
 
-def _plain() -> Iterator[tuple[str, tuple[Callable, Callable, Any]]]:
-    """Yield settings that are values of PyTorch: how to ask for each, to set it, and its value."""
-    yield (
-        "the recursion limit",
-        (sys.getrecursionlimit, sys.setrecursionlimit, sys.getrecursionlimit()),
-    )
-    there = vars(torch._C)
-    # In this order, because the precision of float32 sets others, too.
-    for name in sorted(there, key=lambda name: "float32_matmul" not in name):
-        kind, _, what = name.lstrip("_").partition("_")
-        get, put = there[name], there.get(f"_set_{what}") or there.get(f"set_{what}")
-        # The number of threads depends on the world size.
-        if kind not in ("get", "is") or not callable(get) or what == "num_threads":
-            continue
-        # Some need an argument, and some are deprecated.
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            value = get()
-            if put or isinstance(value, bool):
-                # Autocast has a cache, too.
-                yield (
-                    f"torch's {what}",
-                    (get, _cannot if not put or "autocast" in what else put, value),
-                )
-    for of in itertools.product(("generic", "cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")):
-        with suppress(Exception):  # there is no such precision
-            get = partial(torch._C._get_fp32_precision_getter, *of)
-            yield (
-                f"torch's {of} precision",
-                (get, partial(torch._C._set_fp32_precision_setter, *of), get()),
-            )
-
-
-def _cannot(*_value: object) -> None: ...
+def _differs(get: Callable[[], Any], value: object) -> bool:
+    try:
+        return get() != value
+    except RuntimeError:  # two settings contradict each other
+        return True
