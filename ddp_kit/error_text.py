@@ -303,6 +303,8 @@ def format_death(
         cause = "it was killed from outside, most often because memory ran out"
     elif name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         cause = "native code crashed; the last lines that it printed may say why"
+    elif name in ("SIGALRM", "SIGVTALRM", "SIGPROF"):
+        cause = "the worker has set a timer, and no handler for its signal"
     elif name:
         cause = "it was stopped from outside"
     elif exitcode is None:

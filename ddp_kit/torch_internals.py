@@ -7,12 +7,14 @@ says so in a line, and everything else works.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -357,3 +359,42 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype)
+
+
+# --- what a worker may change --------------------------------------------------------------
+
+
+def settings() -> Iterator[tuple[str, Callable[[], Any], Callable[..., object]]]:
+    """Yield PyTorch's settings: the name of each, how to ask for it, and how to set it.
+
+    Of those that cannot be set by one call, the last does nothing.
+    """
+    there = vars(torch._C)
+    # In this order, because the precision of float32 sets others, too.
+    for name in sorted(there, key=lambda name: "float32_matmul" not in name):
+        kind, _, what = name.lstrip("_").partition("_")
+        get, put = there[name], there.get(f"_set_{what}") or there.get(f"set_{what}")
+        # The number of threads depends on the world size.
+        if kind not in ("get", "is", "len") or not callable(get) or what == "num_threads":
+            continue
+        # Some need an argument, and some are deprecated.
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if isinstance(get(), bool) or put or kind == "len":
+                # Autocast has a cache, too.
+                settable = put and "autocast" not in what
+                yield what.removeprefix("torch_"), get, put if settable else _do_nothing
+    get, put = there.get("_get_fp32_precision_getter"), there.get("_set_fp32_precision_setter")
+    for of in itertools.product(("generic", "cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")):
+        with suppress(Exception):  # there is no such precision
+            get(*of)
+            yield f"{'.'.join(of)}.fp32_precision", partial(get, *of), partial(put, *of)
+
+
+def _do_nothing(*_value: object) -> None: ...
+
+
+def rpc_is_open() -> bool:
+    """Return whether init_rpc was called, and shutdown was not."""
+    rpc = getattr(torch._C, "_distributed_rpc", None)
+    return getattr(rpc, "_is_current_rpc_agent_set", bool)()

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
 from ddp_kit.pool import deadlock_watch
-from ddp_kit.trace import Board, InternTable, Snapshot
+from ddp_kit.trace import Board, InternTable, Snapshot, stacks
 from ddp_kit.trace.calls import Call
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank import recorder
@@ -697,7 +697,7 @@ def test_all_ranks_are_asked_for_their_threads_before_the_first_answer_is_awaite
     kill, sleep, done = os.kill, time.sleep, []
 
     def noted_kill(pid, number):
-        if number == signal.SIGUSR1:
+        if number == stacks._SIGNAL:
             done.append("asked")
         kill(pid, number)
 
@@ -710,6 +710,28 @@ def test_all_ranks_are_asked_for_their_threads_before_the_first_answer_is_awaite
     with pytest.raises(kit.DeadlockError):
         kit.run(cycle, world_size=4)
     assert done[:5] == [*["asked"] * 4, "waited"]
+
+
+@pytest.mark.parametrize("handler", [lambda *_: None, signal.SIG_IGN, signal.SIG_DFL])
+def test_a_worker_may_handle_every_signal_that_has_a_name(handler):
+    def deadlock(rank, world_size):
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, handler)
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.DeadlockError, match="neither can ever send"):
+        kit.run(deadlock, world_size=2, timeout=20)
+
+
+def test_a_rank_that_would_not_survive_the_question_is_not_asked():
+    def deadlock(rank, world_size):
+        signal.signal(stacks._SIGNAL, signal.SIG_DFL)
+        dist.recv(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(deadlock, world_size=2, timeout=3)
+    with pytest.raises(kit.DeadlockError):
+        kit.run(cycle, world_size=2)
 
 
 def test_a_stopped_rank_is_left_alone():

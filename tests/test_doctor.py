@@ -23,8 +23,7 @@ import ddp_kit as kit
 from ddp_kit import data
 from ddp_kit.doctor import Finding, checks, findings, run_check
 from ddp_kit.doctor import __main__ as command
-from ddp_kit.pool import warm_start
-from ddp_kit.pool.arguments import most_ranks
+from ddp_kit.pool import memory
 
 GIB = 2**30
 FINE = Finding("4 cores", "Enough.")
@@ -229,12 +228,12 @@ def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
 @pytest.mark.parametrize(
     ("free", "limit", "used", "ok", "words"),
     [
-        (8 * GIB, None, None, True, "Enough for 34 ranks now; kit.run allows 50."),
+        (8 * GIB, None, None, True, "Enough for 34 ranks now, the most that kit.run starts."),
         (GIB / 2, None, None, False, "Enough for 2 ranks of 250 MB, but the lessons use 4."),
         (GIB / 2, None, None, False, "call kit.run(worker, world_size=2), or shut down other"),
         (GIB / 4, None, None, False, "when memory runs out: shut down other notebooks."),
         (8 * GIB, "max", GIB, True, "34 ranks"),
-        (8 * GIB, str(2 * GIB), None, True, "8 ranks"),
+        (8 * GIB, str(2 * GIB), 0, True, "8 ranks"),
         (8 * GIB, str(2 * GIB), GIB // 2, False, "train need up to 2.0 GiB, as in lesson 08: call"),
         (8 * GIB, str(2 * GIB), GIB + GIB // 2, False, "Enough for 2 ranks"),
         (8 * GIB, str(GIB // 2), 0, False, "512 MiB free of the 512 MiB to which this container"),
@@ -242,9 +241,9 @@ def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
 )
 def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, words):
     machine = SimpleNamespace(total=16 * GIB, available=free)
-    replace(monkeypatch, (psutil, "virtual_memory", machine), (checks, "most_ranks", 50))
+    replace(monkeypatch, (psutil, "virtual_memory", machine), (checks, "living_ranks", 0))
     monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
-    monkeypatch.setattr(warm_start, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
     if limit:
         (tmp_path / "memory.max").write_text(limit)
     if used is not None:
@@ -253,11 +252,6 @@ def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, word
     found = checks.memory()
     assert found.ok == ok
     assert words in f"{found.found}. {found.consequence}"
-
-
-def test_memory_is_blamed_for_a_limit_of_open_files(monkeypatch):
-    replace(monkeypatch, (checks, "available_memory", 2 * GIB), (checks, "most_ranks", 2))
-    assert checks.memory().ok
 
 
 @pytest.mark.parametrize(
@@ -343,7 +337,7 @@ def test_a_low_limit_of_open_files_goes_unnoticed(monkeypatch, limit, ok, words)
 
 def test_the_doctor_and_the_pool_count_open_files_differently(monkeypatch):
     replace(monkeypatch, (resource, "getrlimit", (140, 140)))
-    assert f"Enough for {most_ranks()} ranks." in checks.open_files().consequence
+    assert f"Enough for {memory.ranks_by_files()} ranks." in checks.open_files().consequence
 
 
 def test_the_temporary_folder_is_rejected_or_left_full(tmp_path, monkeypatch):

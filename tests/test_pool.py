@@ -26,6 +26,8 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
+from ddp_kit.doctor import checks
+from ddp_kit.pool import memory, pool
 from ddp_kit.pool.result import beside_rank
 
 
@@ -200,7 +202,7 @@ def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
         (torch.tensor([2]), "must be a whole number such as 4, got tensor([2])"),
         (torch.tensor(0), "world_size must be at least 1, got 0"),
         (numpy.int64, "world_size must be a whole number such as 4, got <class"),
-        (10**6, "allow no more ranks; got 1000000"),
+        (10**6, "world_size must be at most "),
     ],
 )
 def test_an_impossible_world_size_is_refused(world_size, words):
@@ -208,6 +210,26 @@ def test_an_impossible_world_size_is_refused(world_size, words):
         with pytest.raises(kit.PoolError, match="world_size") as caught:
             call()
         assert words in str(caught.value)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insists(monkeypatch):
+    kit.run(pid, world_size=2)
+    have = pool.living_ranks()
+    for module in (memory, checks):
+        monkeypatch.setattr(module, "available_memory", lambda: 2.2e9)
+    most = f"world_size must be at most {have + 8} now, .* 2.2 GB are free, got 100; .* = '100'"
+    with pytest.raises(kit.PoolError, match=most):
+        kit.run(pid, world_size=100)
+    with pytest.raises(kit.PoolError, match="world_size must be at most 8 now"):
+        kit.WorkerPool(9)
+    assert f"Enough for {have + 8} ranks now, " in checks.memory().consequence
+    monkeypatch.setenv("DDP_KIT_MAX_RANKS", "100")
+    assert pool.check_world_size(100) == 100
+    assert "Enough for 100 ranks now, " in checks.memory().consequence
+    monkeypatch.delenv("DDP_KIT_MAX_RANKS")
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    assert len(kit.run(pid, world_size=2)) == 2, "they run already"
 
 
 class Two:

@@ -83,6 +83,8 @@ DOCUMENTED = {  # modules that have a page in PyTorch's documentation
     *("torch.distributed.tensor", "torch.distributed.tensor.parallel"),
     *("torch.autograd.graph", "torch.utils.checkpoint"),
     "torch.distributed.pipelining",
+    *("torch.backends", "torch.backends.mha", "torch.backends.opt_einsum"),
+    "torch.nn.modules.module",
     "cloudpickle",
 }
 IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
@@ -99,6 +101,7 @@ ELSEWHERE = {  # other undocumented names
     ("pool/wire/log_settings.py", "_cache"),
     ("pool/wire/messages.py", "_data"),
     ("pool/rank/state.py", "_count"),
+    ("pool/rank/settings.py", "_signal"),
     *(
         ("pool/rank/bootstrap.py", name)
         for name in ("_resource_tracker", "_fd", "_pid", "_run_exitfuncs", "_shutdown")

@@ -10,7 +10,7 @@ import pytest
 from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
-from ddp_kit.pool import warm_start
+from ddp_kit.pool import memory
 from ddp_kit.pool.rank_handle import start_variables
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
@@ -100,6 +100,14 @@ def test_a_variable_matters_for_the_start_of_a_rank_or_does_not(monkeypatch, nam
     assert (start_variables() == before) is (name == "LEARNER")
 
 
+def test_ranks_that_nobody_used_end_after_a_while_and_the_first_run_starts_them(start):
+    kernel = start(IMPORT + "kit.pool.pool.UNUSED = 3.0")
+    wait_for_ranks(kernel)
+    wait_for_ranks(kernel, 0)
+    assert kernel.value("kit.status()") == "shared pool: no ranks; the next run starts them"
+    assert len(pids(kernel)) == 4
+
+
 NO_MEMORY = """
 import psutil, types
 psutil.virtual_memory = lambda: types.SimpleNamespace(available=2**31 - 1)
@@ -150,15 +158,15 @@ def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(warm_start, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("350\n")
     (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 50\nshmem 50\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert warm_start.available_memory() > 1e6
+    assert memory.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")
-    assert warm_start.available_memory() == 700
+    assert memory.available_memory() == 700
     (tmp_path / "memory.stat").write_text("anon 250\n")
-    assert warm_start.available_memory() > 1e6, "the limit is left alone if it cannot be read"
+    assert memory.available_memory() > 1e6, "the limit is left alone if it cannot be read"
 
 
 def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):

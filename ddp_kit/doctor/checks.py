@@ -22,8 +22,9 @@ from ddp_kit.backends import LOOPBACK, count_cores, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.doctor import Finding
 from ddp_kit.error_text import count
-from ddp_kit.pool.arguments import RANK_MEMORY, most_ranks, ranks_by_files
-from ddp_kit.pool.warm_start import MEMORY, available_memory
+from ddp_kit.pool.memory import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
+from ddp_kit.pool.pool import living_ranks
+from ddp_kit.pool.warm_start import MEMORY
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_PYTORCH = (2, 12)
@@ -184,9 +185,8 @@ def memory() -> Finding:
     found = f"{_size(free)} free of {_size(total)}"
     limit = _control_group("memory.max")
     if limit and limit[0] < total:
-        free = min(free, limit[0])
         found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
-    ranks = int(free / RANK_MEMORY)
+    ranks = ranks_by_memory(living_ranks())
     if ranks >= RANKS and free < MEMORY:
         return Finding(
             found,
@@ -196,11 +196,11 @@ def memory() -> Finding:
             ok=False,
         )
     if ranks >= RANKS:
-        return Finding(found, f"Enough for {ranks} ranks now; kit.run allows {most_ranks()}.")
+        return Finding(found, f"Enough for {ranks} ranks now, the most that kit.run starts.")
     fewer = f"call kit.run(worker, world_size={ranks}), or " if ranks > 1 else ""
     return Finding(
         found,
-        f"Enough for {count(max(ranks, 0), 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons "
+        f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons "
         f"use {RANKS}. The system kills a rank when memory runs out: {fewer}shut down other "
         "notebooks.",
         ok=False,

@@ -9,9 +9,15 @@ rank/            what runs in the process of a rank, and nowhere else
 wire/            what travels between the two
 """
 
-from ddp_kit.pool.arguments import check_world_size
 from ddp_kit.pool.interrupts import interruptible
-from ddp_kit.pool.pool import WorkerPool, keep_names, launcher_of, run, shutdown
+from ddp_kit.pool.pool import (
+    WorkerPool,
+    check_world_size,
+    keep_names,
+    launcher_of,
+    run,
+    shutdown,
+)
 from ddp_kit.pool.rank_processes import end_all
 from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result

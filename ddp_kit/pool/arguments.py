@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import operator
-import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +18,10 @@ import cloudpickle
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import view
+from ddp_kit.pool.memory import check_room
 from ddp_kit.pool.wire import messages, payload
 
-FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
-FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 LONGEST = 1e300  # seconds; longer ones cannot be added to a time
-RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 
 
 # What other programs, and other functions of the kit, call the number of ranks.
@@ -79,21 +76,31 @@ def _why_refused(
 
 
 def prepare(
-    worker: Callable[..., Any], args: tuple, world_size: int, backend: str, timeout: float | None
+    worker: Callable[..., Any],
+    args: tuple,
+    world_size: int,
+    backend: str,
+    timeout: float | None,
+    living: int,
 ) -> tuple[int, str, payload.Payload]:
     """Return the world size and the backend, and worker and arguments pickled.
 
+    living: how many of the ranks run already.
+
     Raises PoolError or BackendError for what cannot be run.
     """
-    size = check_world_size(world_size)
+    size = check_world_size(world_size, living)
     chosen = choose_backend(backend, size)
     check_timeout(timeout)
     check_signature(worker, args)
     return size, chosen, pack(worker, args)
 
 
-def check_world_size(world_size: int) -> int:
-    """Return it as an int. Raise PoolError unless this machine can run that many ranks."""
+def check_world_size(world_size: int, living: int) -> int:
+    """Return it as an int. Raise PoolError unless this machine can run that many ranks.
+
+    living: how many of them run already.
+    """
     if messages.serving:
         raise PoolError(
             "a rank cannot start ranks of its own; call kit.run from the notebook, or in a module "
@@ -104,12 +111,7 @@ def check_world_size(world_size: int) -> int:
         raise PoolError(f"world_size must be a whole number such as 4, got {world_size!r}")
     if size < 1:
         raise PoolError(f"world_size must be at least 1, got {size}")
-    most = most_ranks()
-    if size > most:
-        raise PoolError(
-            f"world_size must be at most {most} on this machine, whose memory and limit on open "
-            f"files allow no more ranks; got {size}"
-        )
+    check_room(size, living)
     return size
 
 
@@ -125,21 +127,6 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except Exception:  # the learner's own __index__ may fail
         return None
-
-
-def most_ranks() -> int:
-    """Return how many ranks this machine's memory and open-file limit allow."""
-    import resource
-
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    by_files = ranks_by_files(files) if files != resource.RLIM_INFINITY else 1024
-    return max(1, min(int(memory / RANK_MEMORY), by_files, 1024))
-
-
-def ranks_by_files(limit: int) -> int:
-    """Return how many ranks a process can start that may have `limit` files open."""
-    return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
 
 
 def check_timeout(timeout: float | None, name: str = "timeout", optional: bool = True) -> None:

@@ -24,7 +24,8 @@ from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool.arguments import check_world_size, explaining_arguments, prepare
+from ddp_kit.pool import arguments
+from ddp_kit.pool.arguments import explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers.mpiexec import MPIExec
 from ddp_kit.pool.launchers.spawn import Spawn
@@ -35,7 +36,7 @@ from ddp_kit.pool.run import Run
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 
-UNUSED = 300.0  # seconds after which the ranks end that the last run has left out
+UNUSED = 600.0  # seconds after which ranks end that no run has used
 
 
 class WorkerPool:
@@ -58,7 +59,7 @@ class WorkerPool:
 
     @explaining_arguments("WorkerPool", "world_size=")
     def __init__(self, world_size: int = 4, backend: str = "auto", init: bool = True) -> None:
-        world_size = check_world_size(world_size)
+        world_size = arguments.check_world_size(world_size, living=0)
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
@@ -90,6 +91,7 @@ class WorkerPool:
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
+        self._look_later(UNUSED)
 
     @explaining_arguments("pool.run", "world_size=")
     def run(
@@ -114,7 +116,8 @@ class WorkerPool:
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
-        size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout)
+        living = len(self._processes.ranks) if self._processes else 0
+        size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout, living)
         return self._run(packed, size, backend, timeout)
 
     def _check_usable(self) -> None:
@@ -136,24 +139,19 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
-            self._look_later(world_size)
+            self._look_later(UNUSED)
 
-    def _look_later(self, last: int, seconds: float | None = None) -> None:
+    def _look_later(self, seconds: float) -> None:
         """Look for unused ranks after some minutes, if this thread has an event loop.
 
         A notebook's kernel has one, which calls between two cells, so never in a run.
-        last: the world size of the last run. seconds: until then, by default UNUSED.
         """
-        is_shared = self in _shared.values()  # what it was made for does not matter
-        self._keep = last if is_shared else max(last, self._world_size)
-        too_few = self._processes is None or len(self._processes.ranks) <= self._keep
-        if too_few or "asyncio" not in sys.modules:
+        if self._processes is None or not self._processes.ranks or "asyncio" not in sys.modules:
             return
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
             if self._looks_in is not loop:  # an earlier one may have been closed
-                look = partial(_end_unused, weakref.ref(self))
-                loop.call_later(UNUSED if seconds is None else seconds, look)
+                loop.call_later(seconds, partial(_end_unused, weakref.ref(self)))
                 self._looks_in = loop
 
     def _end_unused(self) -> None:
@@ -163,9 +161,9 @@ class WorkerPool:
         seconds: float | None = UNUSED
         if not self._running:
             with suppress(KeyboardInterrupt), holding_interrupt():
-                seconds = self._processes.end_unused(self._keep, UNUSED)
+                seconds = self._processes.end_unused(UNUSED)
         if seconds is not None:
-            self._look_later(self._keep, seconds)
+            self._look_later(seconds)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -253,7 +251,8 @@ def run(
 
     The first call starts the processes, unless they have been started in the background since the
     kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
-    run has used for five minutes end, unless the last run did, or they hold names of `%%ranks`.
+    run has used for ten minutes end, unless they hold names of `%%ranks`, and the next call starts
+    new ones.
 
     Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws different random
     numbers on each rank, and the same ones in every run on the same process. Python's `random` and
@@ -264,7 +263,7 @@ def run(
     forever, MismatchError if they do not agree, RunTimeoutError after `timeout`.
     The next run works in any case.
     """
-    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout)
+    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout, living_ranks())
     launcher = launcher_of(chosen)
     pool = _shared.get(launcher)
     if pool is None or pool._closed or pool._owner != os.getpid():
@@ -272,6 +271,16 @@ def run(
     elif _is_outdated(pool):
         pool.restart()
     return pool._run(packed, world_size, chosen, timeout)
+
+
+def living_ranks() -> int:
+    """Return how many ranks `run` has already, which it need not start."""
+    return sum(len(one._processes.ranks) for one in _shared.values() if one._processes)
+
+
+def check_world_size(world_size: int) -> int:
+    """Return it as an int. Raise PoolError unless `run` can have that many ranks."""
+    return arguments.check_world_size(world_size, living_ranks())
 
 
 def shutdown() -> None:

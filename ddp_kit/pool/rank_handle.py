@@ -88,7 +88,7 @@ class RankHandle:
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
         self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
-        self.used = time.monotonic()  # when it was started, or called a worker last
+        self.used = time.monotonic()  # when it was started, or its last run ended
         self.has_names = False  # of `%%ranks` cells, which end with it
 
     @property

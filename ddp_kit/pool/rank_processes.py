@@ -111,7 +111,6 @@ class RankProcesses:
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
         encoded: dict[tuple, bytes] = {}
-        now = time.monotonic()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
@@ -122,7 +121,7 @@ class RankProcesses:
                 encoded[key] = payload.encode(message)
             rank.send(message, encoded[key])
             rank.cells_seen |= new.keys()
-            rank.environment, rank.used = environment, now
+            rank.environment = environment
         packed.close()
 
     def end_run(self, intact: bool) -> None:
@@ -132,6 +131,8 @@ class RankProcesses:
             already while the learner reads the error, which comes first: many ranks take seconds.
         """
         self._in_run = False
+        for rank in self.ranks[: self._formed[0] if self._formed else 0]:
+            rank.used = time.monotonic()
         files = {file for rank in self.ranks for file in rank.modules}
         if new := files - self._modules_here.keys():
             self._modules_here |= ipython.loaded_modules(new)
@@ -183,21 +184,29 @@ class RankProcesses:
                     "%autoreload 2"
                 )
 
-    def end_unused(self, keep: int, seconds: float) -> float | None:
-        """End ranks beyond the first `keep` that have called no worker for so many seconds.
+    def end_unused(self, seconds: float) -> float | None:
+        """End the last ranks that no run has used for so many seconds; all or none of a program's.
 
         Those that hold names of `%%ranks` cells stay. Return in how many seconds to look again;
         None: no rank is left that may end.
         """
+        now, size = time.monotonic(), len(self.ranks)
+        named = max((n for n, rank in enumerate(self.ranks, 1) if rank.has_names), default=0)
+        used = (n for n, rank in enumerate(self.ranks, 1) if now - rank.used < seconds)
+        keep = max(named, *used, 0)
         if not self.launcher.separate:
+            named, keep = size * bool(named), size * bool(keep)
+        if unused := self.ranks[keep:]:
+            del self.ranks[keep:]
+            if self._formed and self._formed[0] > keep:
+                self._formed = None
+            self._lost = None
+            stop_ranks(unused, patience=1.0)
+        if not keep:
+            self.launcher.end()
+        if keep <= named:
             return None
-        keep = max(keep, self._formed[0] if self._formed else 0)
-        keep = max([keep, *(n for n, rank in enumerate(self.ranks, start=1) if rank.has_names)])
-        now, unused = time.monotonic(), []
-        while len(self.ranks) > keep and now - self.ranks[-1].used >= seconds:
-            unused.append(self.ranks.pop())
-        stop_ranks(unused, patience=1.0)
-        return seconds - (now - self.ranks[-1].used) if len(self.ranks) > keep else None
+        return seconds - (now - max(rank.used for rank in self.ranks[named:]))
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""

@@ -17,6 +17,7 @@ from ddp_kit.error_text import (
     format_notes,
     format_returned,
     format_unawaited,
+    name_ranks,
 )
 from ddp_kit.errors import DeadlockError, KitError, MismatchError, RankError
 from ddp_kit.pool import ipython, view
@@ -328,8 +329,12 @@ class Run:
     def _print_notices(self) -> None:
         """Print what would otherwise surprise a learner."""
         if self._processes.launcher.reusable:
-            for rank, why in self._restarts.items():
-                view.say(f"restarting rank {rank}: {why}")
+            restarts, told = self._restarts, self._processes.notified
+            for why in dict.fromkeys(restarts.values()):
+                if why not in told:
+                    told.add(why)
+                    ranks = [rank for rank, reason in restarts.items() if reason == why]
+                    view.say(f"restarting {name_ranks(ranks)}: {why}")
         if len(self._reports.returned) == len(self._ranks):
             events = (event for snapshot in self._snapshots for event in snapshot.unawaited)
             for line in format_unawaited({Wait(e.rank, e.call, e.where) for e in events}):

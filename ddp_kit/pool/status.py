@@ -17,16 +17,19 @@ class ProcessStatus:
     """The process of one rank.
 
     state: "starting", "idle", "running" or "ended". memory: bytes that only this process uses (its
-    USS), and that its end would free; None: unknown.
+    USS), and that its end would free; None: unknown. has_names: it stays although nothing runs,
+    because it holds names of `%%ranks` cells.
     """
 
     rank: int
     state: str
     memory: int | None
     pid: int
+    has_names: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}"
+        kept = ", kept for its names of %%ranks cells" if self.has_names else ""
+        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}{kept}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class PoolStatus:
 
     def __str__(self) -> str:
         name = "shared pool" if self.shared else "WorkerPool"
+        if not self.ranks:
+            return f"{name}: no ranks; the next run starts them"
         starting = any(rank.state == "starting" for rank in self.ranks)
         state = "running" if self.running else "starting" if starting else "ready"
         first = f"{name}: {count(len(self.ranks), 'rank')}, {self.backend}, {state}"
@@ -99,7 +104,7 @@ def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus
             memory = _memory(rank)
             busy = rank.board.phase() == IMPORTING or (rank.owed and not running)
             state = "starting" if busy else "running" if rank.owed else "idle"
-    return ProcessStatus(number, state, memory, rank.process.pid)
+    return ProcessStatus(number, state, memory, rank.process.pid, rank.has_names)
 
 
 def _memory(rank: RankHandle) -> int | None:

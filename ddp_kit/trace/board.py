@@ -89,7 +89,9 @@ class Board:
 
     def answer_with_stacks(self) -> None:
         """Let this process write its stacks after the events whenever the pool asks."""
-        os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
+        file = self._file.fileno()
+        if os.lseek(file, 0, os.SEEK_CUR) < _STACKS_AT:
+            os.lseek(file, _STACKS_AT, os.SEEK_SET)
         stacks.answer_on(self._file)
 
     def begin(self, run: int, now: int, keep_texts: bool = False) -> bool:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
@@ -40,7 +41,8 @@ _OF_DYNAMO = ("__compiled_fn", "__resume_at")  # what such a function calls
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # the rest of a function
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 _LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
-_SIGNAL = getattr(signal, "SIGUSR1", None)  # None on systems without such signals
+# A real-time signal, because programs use none of these. Other systems ignore an unexpected SIGURG.
+_SIGNAL = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGURG", 0)
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+) ")
 
@@ -114,8 +116,8 @@ def read_handled(rank: int, text: bytes) -> RankFailure | None:
 
 def answer_on(file: BinaryIO) -> None:
     """Let this process write the stacks of its threads to `file` whenever another one asks."""
-    if _SIGNAL is not None:
-        faulthandler.register(_SIGNAL, file=file, all_threads=True)
+    faulthandler.unregister(_SIGNAL)  # else a handler that was set since would stay
+    faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
 def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> list[str]:
@@ -125,9 +127,9 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> lis
     seconds: how long nothing more must come until those that have not answered are given up.
     """
     before = [read() for read in processes.values()]
-    if _SIGNAL is None or not processes:
-        return [""] * len(before)
-    for pid in processes:
+    if not processes:
+        return []
+    for pid in filter(_would_answer, processes):
         with suppress(ProcessLookupError):
             os.kill(pid, _SIGNAL)
     deadline, answers = time.monotonic() + seconds, before
@@ -146,6 +148,14 @@ class Stack(list[Frame]):
     """The lines that a thread runs, the innermost first. thread: its `ident`, if it is known."""
 
     thread = 0
+
+
+def _would_answer(pid: int) -> bool:
+    """Return whether a process handles the signal, which would otherwise end it."""
+    caught = None
+    with suppress(OSError):  # not Linux, or it has ended
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is None or bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def parse(text: str) -> list[list[Frame]]:

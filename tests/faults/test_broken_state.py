@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import decimal
+import gc
 import logging
 import os
 import random
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -17,9 +21,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
+from torch.nn.modules import module as hooks
 
 import ddp_kit as kit
+from ddp_kit.pool import pool
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -382,6 +389,109 @@ def test_a_function_that_a_library_wraps_costs_a_fresh_rank(capsys):
     assert list(kit.run(compile_something, world_size=2)) == [True, True]
     assert list(kit.run(compile_something, world_size=2)) == [True, True]
     assert list(kit.run(pid, world_size=2)) == warm
+    assert capsys.readouterr().out == ""
+
+
+def set_plain_settings(rank, world_size):
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_warn_always(True)
+    sys.setrecursionlimit(5000)
+
+
+def read_plain_settings(rank, world_size):
+    return (
+        torch.is_anomaly_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.is_warn_always_enabled(),
+        sys.getrecursionlimit(),
+    )
+
+
+def test_plain_settings_are_put_back():
+    before, warm = kit.run(read_plain_settings, world_size=2), list(kit.run(pid, world_size=2))
+    kit.run(set_plain_settings, world_size=2)
+    assert list(kit.run(read_plain_settings, world_size=2)) == list(before)
+    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+SETTINGS = [
+    ("set a handler for a signal", lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
+    ("left a timer running", lambda: signal.alarm(3)),
+    ("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})),
+    ("changed a limit of its process", lambda: os.umask(0)),
+    ("changed a limit of its process", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
+    ("set a trace function", lambda: sys.setprofile(lambda *_: None)),
+    ("changed the garbage collector", lambda: gc.disable()),
+    ("changed the start method", lambda: mp.set_start_method("spawn", force=True)),
+    ("changed the sharing strategy", lambda: mp.set_sharing_strategy("file_system")),
+    ("changed decimal's context", lambda: setattr(decimal.getcontext(), "prec", 3)),
+    ("changed NumPy's settings", lambda: numpy.seterr(all="raise")),
+    ("disabled logging", lambda: logging.disable()),
+    ("left a hook on all modules", lambda: hooks.register_module_forward_hook(lambda *_: None)),
+    ("changed torch's any_autocast_enabled", lambda: torch.autocast("cpu").__enter__()),
+    ("changed torch's flash_sdp_enabled", lambda: torch.backends.cuda.enable_flash_sdp(False)),
+    ("changed torch's num_interop_threads", lambda: torch.set_num_interop_threads(1)),
+    ("set flush_denormal", lambda: torch.set_flush_denormal(True)),
+    ("changed the debug level", lambda: dist.set_debug_level(dist.DebugLevel.DETAIL)),
+    ("replaced Module.__call__", lambda: setattr(torch.nn.Module, "__call__", None)),
+    ("replaced sys.excepthook", lambda: setattr(sys, "excepthook", None)),
+]
+
+
+def change(rank, world_size, number):
+    if rank == 1:
+        SETTINGS[number][1]()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)), ids=lambda n: SETTINGS[n][0])
+def test_another_setting_ends_with_a_fresh_rank_and_a_line_says_so(number, capsys):
+    kit.run(pid, world_size=2)
+    pool._shared["spawn"]._processes.notified.clear()
+    before = list(kit.run(change, number, world_size=2))
+    said = capsys.readouterr().out
+    assert said.startswith(f"restarting rank 1: the worker {SETTINGS[number][0]}")
+    again = list(kit.run(change, number, world_size=2))
+    assert (again[0], again[1] == before[1]) == (before[0], False)
+    assert capsys.readouterr().out == "", "it is said once"
+
+
+class Cell:
+    keeps_groups = True  # as a %%ranks cell
+
+    def __call__(self, rank, world_size):
+        numpy.seterr(all="raise")
+        torch.backends.cuda.enable_flash_sdp(False)
+        return os.getpid()
+
+
+def test_what_a_cell_of_ranks_sets_stays_and_no_later_run_is_to_blame(capsys):
+    cell = list(kit.run(Cell(), world_size=2))
+    assert list(kit.run(pid, world_size=2)) == list(kit.run(pid, world_size=2)) == cell
+    assert set(kit.run(lambda r, w: numpy.geterr()["divide"], world_size=2)) == {"raise"}
+    assert capsys.readouterr().out == ""
+    kit.shutdown()
+
+
+def test_what_libraries_set_costs_no_fresh_rank(capsys):
+    def train(rank, world_size):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        loader = torch.utils.data.DataLoader(torch.ones(4, 2), num_workers=1)
+        for batch in loader:  # sets a handler of SIGCHLD
+            with torch.autocast("cpu"), numpy.errstate(all="raise"):
+                model(batch).sum().backward()
+        torch.compile(lambda x: x + 1, backend="eager")(batch)
+        return os.getpid()
+
+    assert list(kit.run(train, world_size=2)) == list(kit.run(train, world_size=2))
     assert capsys.readouterr().out == ""
 
 

@@ -77,7 +77,6 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         _keep_descriptors_from_children()
         _end_with(parent, pool)
         _redirect_prints(output)
-        board.answer_with_stacks()
         os.register_at_fork(after_in_child=partial(_leave_rank, control, board))
         server = RankServer(control, board)
         board.write_phase(SERVING)

@@ -58,7 +58,7 @@ class RankServer:
     """The loop of a rank's process, and its part in the pool: rank, group, past runs."""
 
     def __init__(self, control: Connection, board: Board) -> None:
-        self._control, self._table = control, InternTable(board)
+        self._control, self._board, self._table = control, board, InternTable(board)
         self._joined: JoinGroup | None = None
         self._group: dist.ProcessGroup | None = None
         self._state = State()
@@ -118,6 +118,7 @@ class RankServer:
     def _run(self, call: CallWorker) -> Returned | Raised:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
         rank, world_size = self._joined.rank, self._joined.world_size
+        self._board.answer_with_stacks()  # an earlier run may have changed what its signal does
         if call.environment:
             self._environment, self._is_restored = call.environment, False
             progress.is_live = call.environment.is_live
@@ -134,13 +135,14 @@ class RankServer:
                     self._restore()
                 self._is_restored = False
                 try:
+                    self._state.settings.remember()
                     worker, args = call.payload.unpack()
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
                     if self._in_notebook:
                         displayed.show_figures()
                 finally:
-                    restart = self._put_back(is_cell=keeps_groups)
+                    restart = self._state.put_back(is_cell=keeps_groups)
                 packed = pack(value)
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
@@ -167,21 +169,6 @@ class RankServer:
     def _take_displayed(self) -> Sequence[Bundle]:
         return displayed.take() if self._in_notebook else ()
 
-    def _put_back(self, is_cell: bool) -> str | None:
-        """Put back functions that the worker has replaced; return why the process cannot stay.
-
-        is_cell: it stays, because it has the names of cells.
-        """
-        names = self._state.put_back()
-        if not names:
-            return None
-        replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        if not is_cell:
-            return f"the worker replaced {replaced}"
-        with suppress(Exception):  # the cell may have closed sys.stdout
-            print(f"the next cell has the original {replaced} again: only names stay")
-        return None
-
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits."""
         self._is_restored = False
@@ -192,6 +179,8 @@ class RankServer:
         # Cycles may keep a model's memory, and a process group, whose thread wakes up every 10 ms.
         if not self._control.poll(_IDLE):
             gc.collect()
+            if hasattr(_C, "malloc_trim"):
+                _C.malloc_trim(0)  # glibc keeps what was freed
 
     def _restore(self) -> None:
         assert self._joined, "the pool sends JoinGroup before CallWorker"
