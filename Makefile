@@ -129,8 +129,9 @@ bench: $(STAMP) $(if $(PEERS),$(VENV)-peers/.installed)  ## measure the speed; P
 gpu: $(STAMP)  ## run every lesson on the GPUs of this machine; writes tests/benchmarks/GPU.md
 	@$(BIN)/python tests/benchmarks/gpu.py
 
-verdicts: $(STAMP)  ## run the wrong programs under each tool; ARGS=--record saves the result
+verdicts: $(STAMP)  ## run the wrong programs under each tool, and PyTorch's own tests under the kit; ARGS=--record saves the result
 	@$(BIN)/python tests/wrong_programs/score.py $(ARGS)
+	@[ -n "$(filter-out --record,$(ARGS))" ] || $(BIN)/python tests/wrong_programs/torch_suite.py $(ARGS)
 
 # It sees the packages of the kit's environment, so that torch is installed only once. A peer that
 # cannot be installed is left out, and the table says so.

@@ -242,6 +242,18 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return timedelta.max
 
 
+def wait_until_connected(group: ProcessGroup | None) -> None:
+    """Wait until all ranks of a group that was just made are connected in it, if it is gloo's.
+
+    gloo fails in a rank that is still connecting to one that has left the group meanwhile.
+    """
+    cpu = torch.device("cpu")
+    if GROUP_TIMEOUT.is_on and cpu in getattr(group, "_device_types", ()):
+        backend = group._get_backend(cpu)  # its operations are not recorded
+        if backend.name() == "gloo":
+            backend.barrier().wait()
+
+
 def source_rank(work: Work) -> int | None:
     """Return which rank of its group sent what `work` received; None if it is unknown."""
     ask = getattr(work, "_source_rank", None)  # a backend in Python has a method of its own

@@ -127,9 +127,10 @@ def test_an_operation_that_nobody_waits_for_does_not_move(forked_ranks):
         work = dist.all_reduce(first, async_op=True)
         later = dist.all_reduce(second, async_op=True)
         done = []
-        work.get_future().then(lambda _: done.append("first"))
+        before = work.get_future().then(lambda _: done.append("first"))
         later.get_future().then(lambda _: done.append("second")).wait()
-        return done, first[-1].item(), second[0].item()
+        before.wait()
+        return sorted(done), first[-1].item(), second[0].item()
 
     assert (
         list(kit.run(worker, world_size=2, backend="shm")) == [(["first", "second"], 2.0, 2.0)] * 2

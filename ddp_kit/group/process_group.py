@@ -50,6 +50,12 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Set the `group_desc` of `new_group`."""
         self._description = description
 
+    def monitored_barrier(self, *_args: Any, **_options: Any) -> None:
+        """Refuse what only gloo can do; `dist.monitored_barrier` says so as well."""
+        raise RuntimeError(
+            f'the "{self._backend}" backend has no monitored_barrier, only gloo has; use barrier'
+        )
+
     def _get_backend(self, device: torch.device) -> PythonProcessGroup:
         """Return the group itself, for `dist.batch_isend_irecv` of PyTorch 2.15 and newer."""
         return self

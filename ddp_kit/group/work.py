@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,6 +13,8 @@ from torch.futures import Future
 
 _NO_TIMEOUT = timedelta(0)
 _lock = threading.Lock()  # around the moment in which an operation ends, for its future
+_ended: queue.SimpleQueue[list[Operation]] = queue.SimpleQueue()  # for the threads of callbacks
+_idle = threading.Semaphore(0)  # such threads that are free
 
 
 class Operation:
@@ -111,7 +114,26 @@ class PythonWork(dist.Work):
         """Do nothing: on the CPU there is no stream to synchronize with."""
 
 
+def call_back(operations: list[Operation]) -> None:
+    """Complete the futures of operations in another thread, because the caller moves operations.
+
+    A callback may start an operation and wait for its future, and so may the callback of that one:
+    so there are as many threads as callbacks that run at once.
+    """
+    if operations:
+        _ended.put(operations)
+        if not _idle.acquire(blocking=False):
+            threading.Thread(target=_call_back, name="ddp_kit callbacks", daemon=True).start()
+
+
+def _call_back() -> None:
+    while True:
+        for operation in _ended.get():
+            operation.complete_future()
+        _idle.release()
+
+
 def timeout_error(name: str, seconds: float) -> RuntimeError:
     """Return the error for an operation that has waited too long, in gloo's words."""
     limit = round(seconds * 1000)
-    return RuntimeError(f"Timed out waiting {limit}ms for {name} operation to complete")
+    return RuntimeError(f"[ddp_kit] Timed out waiting {limit}ms for {name} operation to complete")

@@ -36,8 +36,7 @@ class MPIProcessGroup(BaseProcessGroup):
     DistributedDataParallel, with and without a communication hook, and
     `torch.distributed.fsdp.fully_shard` on the CPU work with it; tests/test_mpi.py compares both
     with gloo. Also tried by hand: `fully_shard` on a mesh of two dimensions, in bfloat16, with
-    gradient clipping and a full state dict. `dist.monitored_barrier` and `dist.split_group` are
-    not supported, and TORCH_DISTRIBUTED_DEBUG=DETAIL checks nothing here.
+    gradient clipping and a full state dict. The README has a table of what this backend lacks.
     """
 
     # Data movement

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.group.work import Operation, timeout_error
+from ddp_kit.group.work import Operation, call_back, timeout_error
 from ddp_kit.mpi.launcher import load_mpi
 
 # Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
@@ -177,7 +177,10 @@ class MPIOperation(Operation):
                 if not self._requests:
                     self._memory = None
             _unfinished.pop(self, None)
-            self.complete_future()
+            if threading.current_thread() is _thread:
+                call_back([self])
+            else:
+                self.complete_future()
 
 
 # The watcher: one thread that polls operations which nobody waits for

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_kit.group.work import timeout_error
+from ddp_kit.group.work import call_back, timeout_error
 from ddp_kit.shm import futex
 from ddp_kit.shm.operations import Needs, Receive, Send, SharedOperation
 from ddp_kit.shm.segment import Segment
@@ -98,8 +98,8 @@ class Engine:
             if not self.closed:
                 self._advance()
             ended, self._ended = self._ended, []
-        for operation in ended:
-            operation.complete_future()
+        # A thread that waits for one completes its future itself.
+        call_back([each for each in ended if each.has_future and not each.waiting])
 
     def _advance(self) -> None:
         bells, own = self.segment.bells, self.segment.rank

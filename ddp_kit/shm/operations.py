@@ -37,7 +37,9 @@ class SharedOperation(Operation):
 
     def poll(self) -> bool:
         """Return whether it is done. The group's thread moves it on, so a signal cannot end it."""
-        if not self.done:
+        if self.done:
+            self.complete_future()
+        else:
             time.sleep(0)  # lets that thread have the GIL
         return self.done
 
@@ -47,8 +49,12 @@ class SharedOperation(Operation):
         After `timeout` it goes on, and one may wait again; after the group's timeout it has
         failed.
         """
-        if not self.done:
-            self._engine.wait(self, timeout)
+        try:
+            if not self.done:
+                self._engine.wait(self, timeout)
+        finally:
+            if self.done:
+                self.complete_future()
         if self.error is not None:
             raise self.error
 

@@ -32,8 +32,7 @@ class SharedMemoryProcessGroup(MessageGroup):
     without which it cannot go on. After a collective that failed the group cannot be used again.
 
     `reductions.Reduction` says in which order sums are added, and `futex` what the order of stores
-    relies on. `dist.monitored_barrier` and `dist.split_group` are not supported, and
-    TORCH_DISTRIBUTED_DEBUG=DETAIL checks nothing here.
+    relies on. The README has a table of what this backend lacks.
     """
 
     # Data movement

@@ -1,16 +1,22 @@
-"""A rank of `kit.torchrun` that never communicates ends while others still connect to it."""
+"""A rank leaves a group while others still connect to it."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import random
+import signal
 import sys
+import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from processes import BOUND
 
-from ddp_kit.launch.rank import torchrun_worker
+import ddp_kit as kit
+from ddp_kit.launch.rank import environment, torchrun_worker
 
 N = 6
 TRIES = 200  # with one failure in fifty tries, all of them would pass in 2 % of the runs
@@ -18,21 +24,17 @@ TRIES = 200  # with one failure in fifty tries, all of them would pass in 2 % of
 
 def join_and_leave(rank, file):
     """Join a group as a rank of `kit.torchrun` does, and end at once."""
-    patience = timedelta(seconds=BOUND)
-
-    def join_group(backend, timeout):
-        store = dist.FileStore(file, N)
-        dist.init_process_group(backend, None, patience, N, rank, store)
-
-    torchrun_worker.environment.join_group = join_group
-    torchrun_worker._join("gloo", patience)
+    os.environ |= dict.fromkeys(environment.NAMES, "0")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N)}
+    environment.store = lambda: dist.FileStore(file, N)
+    environment.join_group("gloo", timedelta(seconds=BOUND))
     torchrun_worker._leave_group()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="1,200 processes are quick only if forked")
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_ends_at_once_breaks_the_connections_of_others(tmp_path):
-    """Without the all_reduce in `_join`, a try in fifty fails here: Connection closed by peer."""
+    """Without the wait in `join_group`, a try in fifty fails here: Connection closed by peer."""
     context = multiprocessing.get_context("forkserver")
     for number in range(TRIES):
         file = str(tmp_path / f"store{number}")
@@ -42,3 +44,32 @@ def test_a_rank_that_ends_at_once_breaks_the_connections_of_others(tmp_path):
         for rank in ranks:
             rank.join(2 * BOUND)
         assert [rank.exitcode for rank in ranks] == [0] * N, number
+
+
+def make_groups(rank, world_size, count):
+    """Leave groups as soon as they are made; nothing else keeps them alive."""
+    for _ in range(count):
+        dist.destroy_process_group(dist.new_group())
+
+
+def test_a_rank_may_leave_a_new_group_before_the_others_are_connected():
+    """Without the wait after `new_group`, a try in a hundred fails: Connection closed by peer."""
+    over = threading.Event()
+
+    def hold_up(pids):
+        while not over.is_set():
+            pid = random.choice(pids)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(random.random() * 0.02)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(random.random() * 0.01)
+
+    with kit.WorkerPool(3, backend="gloo") as pool:
+        pids = list(pool.run(lambda rank, world_size: os.getpid()))
+        disturbance = threading.Thread(target=hold_up, args=(pids,))
+        disturbance.start()
+        try:
+            pool.run(make_groups, 300, timeout=2 * BOUND)
+        finally:
+            over.set()
+            disturbance.join()

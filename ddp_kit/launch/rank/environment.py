@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ddp_kit import torch_internals
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.ipython import shell
 from ddp_kit.pool.rank.bootstrap import end_with_parent
@@ -103,7 +104,9 @@ def own_store() -> dist.Store:
 
 
 def join_group(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:
-    """Join the process group of all ranks. backend: as PyTorch names it. Raises as `store`.
+    """Join the process group of all ranks, and wait until they are connected. Raises as `store`.
+
+    backend: as PyTorch names it.
 
     The store keeps the addresses of earlier groups, even from before a restart, so each group has
     keys of its own.
@@ -114,3 +117,4 @@ def join_group(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:
         raise PoolError(f"two processes have rank {rank}; give each host its own --node-rank")
     members = {"rank": rank, "world_size": world_size, "timeout": timeout}
     dist.init_process_group(backend, store=keys, **members)
+    torch_internals.wait_until_connected(dist.group.WORLD)

@@ -18,10 +18,8 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
 from ddp_kit import backends
@@ -100,23 +98,16 @@ class Program:
         clock = None
         if local_size < world_size:
             with unrecorded():
-                _join("gloo", environment.JOIN_TIMEOUT)
+                environment.join_group("gloo")
                 clock = compare_clocks()
                 dist.destroy_process_group()
         backends.share_cores(local_size)
         backends.take_device(self.backend or "gloo", local_rank)
         if self.backend is not None:
-            _join(backends.for_group(self.backend), GROUP_TIMEOUT)
+            environment.join_group(backends.for_group(self.backend), GROUP_TIMEOUT)
         value = call_worker(self.worker, rank, world_size, self.args)
         pack_value(value).close()  # raises for what cannot be sent
         return value, clock
-
-
-def _join(backend: str, timeout: timedelta) -> None:
-    """Join a group, and wait until all ranks are connected in it."""
-    environment.join_group(backend, timeout)
-    with unrecorded():
-        dist.all_reduce(torch.zeros(1), async_op=True).wait(environment.JOIN_TIMEOUT)
 
 
 def _leave_group() -> None:

@@ -243,6 +243,7 @@ def _new_process_group(
     recorder.table.board.write_phase(FORMING)
     try:
         made = original(size, rank, members, *args, **kwargs)
+        torch_internals.wait_until_connected(made[0])
     finally:
         recorder.table.board.write_phase(SERVING)
     if not members:  # PyTorch passes none for the default group
