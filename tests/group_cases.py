@@ -592,8 +592,8 @@ def a_hook_of_ddp_starts_collectives_in_callbacks(group):
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16), process_group=group)
     net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(4):
-        net(torch.full((2, 16), float(group.rank()))).sum().backward()
-    sums = torch.full((16, 16), 4.0 * (group.size() - 1))  # of 4 steps, 2 rows, the mean rank
+        net(torch.full((2, 16), group.rank() + 1.0)).sum().backward()
+    sums = torch.full((16, 16), 4.0 * (group.size() + 1))  # of 4 steps, 2 rows, the mean input
     torch.testing.assert_close(net.module.weight.grad, sums)
 
 
