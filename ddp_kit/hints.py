@@ -39,7 +39,7 @@ debuggers do not work in a rank
 ^AttributeError: '(\w+)' object has no attribute '(\w+)'\n.*\b(torch|dist|kit)\.\2\b
     \3 is a variable of type \1 here: give that another name, and repeat the import.
 ^UnboundLocalError: .*local variable '(\w+)'
-    \1 is a local variable, because the function assigns to it: use another name there.
+    \1 is a local variable, because the function assigns to it: do so on every rank, or rename it.
 'await' outside|'async \w+' outside|asynchronous comprehension outside
     A %%ranks cell cannot await: write an async function, and pass its call to asyncio.run().
 'return' outside

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 _NO_TIMEOUT = timedelta(0)
 _lock = threading.Lock()  # around the moment in which an operation ends, for its future
-_ended: queue.SimpleQueue[list[Operation]] = queue.SimpleQueue()  # for the threads of callbacks
+_ended: queue.SimpleQueue[Operation] = queue.SimpleQueue()  # for the threads of callbacks
 _idle = threading.Semaphore(0)  # such threads that are free
 
 
@@ -120,16 +120,15 @@ def call_back(operations: list[Operation]) -> None:
     A callback may start an operation and wait for its future, and so may the callback of that one:
     so there are as many threads as callbacks that run at once.
     """
-    if operations:
-        _ended.put(operations)
+    for operation in operations:
+        _ended.put(operation)
         if not _idle.acquire(blocking=False):
             threading.Thread(target=_call_back, name="ddp_kit callbacks", daemon=True).start()
 
 
 def _call_back() -> None:
     while True:
-        for operation in _ended.get():
-            operation.complete_future()
+        _ended.get().complete_future()
         _idle.release()
 
 

@@ -114,7 +114,7 @@ def start_pytorch(schedule: str, model: GPT, m: int, wait: float) -> Running:
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        given = [tokens] if 0 in mine else []
+        given = [tokens.contiguous()] if 0 in mine else []
         running.step(*given, target=targets, losses=losses, return_outputs=False)
         return losses
 

@@ -209,8 +209,9 @@ def train(
     """
     model = make_gpt(config).to(dtype)
     training = choose("way", way, STARTS)(model)
+    optimizer, losses = optimizer_cls(model.parameters()), []
     # On a GPU, foreach would put DTensors and plain tensors into one call, which PyTorch refuses.
-    optimizer, losses = optimizer_cls(model.parameters(), foreach=False), []
+    optimizer.param_groups[0]["foreach"] = False
     for batch in batches(BATCH, steps, config.context):
         optimizer.zero_grad()
         with training.context():

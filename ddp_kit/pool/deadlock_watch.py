@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
+from ddp_kit.group import work as group_work
 from ddp_kit.mpi import work
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
@@ -320,7 +321,10 @@ def _polls(stack: list[Frame]) -> bool:
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
 # Threads of process groups in Python, which move operations that are on the boards.
-_OF_GROUPS = {(engine.__file__, "_move_alone"), (work.__file__, "_watch")}
+_OF_GROUPS = {
+    *((engine.__file__, "_move_alone"), (work.__file__, "_watch")),
+    (group_work.__file__, "_call_back"),
+}
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
 _CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"

@@ -13,6 +13,7 @@ FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing 
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
+NEVER_REFUSED = 4  # ranks, because a system can also swap
 INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
 
 
@@ -40,25 +41,25 @@ def check_room(size: int, living: int) -> None:
             f"{size}; run `ulimit -n {FILES_ELSEWHERE + FILES_A_RANK * size}` before starting "
             "Jupyter"
         )
-    if size > (most := ranks_by_memory(living)):
+    if size > max(NEVER_REFUSED, most := ranks_by_memory(living)):
         raise PoolError(
             f"world_size must be at most {most} now, because a rank needs about "
             f"{RANK_MEMORY / 1e6:g} MB and {available_memory() / 1e9:.1f} GB are free, got {size}; "
-            "shut down other notebooks, or insist with "
+            "call kit.shutdown() in other notebooks, or insist with "
             f"os.environ[{INSIST!r}] = '{size}'"
         )
 
 
 def ranks_by_memory(living: int) -> int:
     """Return how many ranks fit into the memory that is free, with `living` that run already."""
-    if (insisted := os.environ.get(INSIST, "")).isdecimal():
-        return int(insisted)
-    return max(1, living + int(available_memory() / RANK_MEMORY))
+    insisted = os.environ.get(INSIST, "")
+    fitting = living + int(available_memory() / RANK_MEMORY)
+    return max(1, fitting, int(insisted) if insisted.isdecimal() else 0)
 
 
 def ranks_by_files(limit: int | None = None) -> int:
     """Return how many ranks a process can start that may have `limit` files open; None: this."""
-    import resource  # not on Windows
+    import resource
 
     if limit is None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -263,7 +263,9 @@ def run(
     forever, MismatchError if they do not agree, RunTimeoutError after `timeout`.
     The next run works in any case.
     """
-    world_size, chosen, packed = prepare(worker, args, world_size, backend, timeout, living_ranks())
+    world_size, chosen, packed = prepare(
+        worker, args, world_size, backend, timeout, living_ranks(backend)
+    )
     launcher = launcher_of(chosen)
     pool = _shared.get(launcher)
     if pool is None or pool._closed or pool._owner != os.getpid():
@@ -273,9 +275,10 @@ def run(
     return pool._run(packed, world_size, chosen, timeout)
 
 
-def living_ranks() -> int:
-    """Return how many ranks `run` has already, which it need not start."""
-    return sum(len(one._processes.ranks) for one in _shared.values() if one._processes)
+def living_ranks(backend: str = "auto") -> int:
+    """Return how many ranks `run` has already for a backend, which it need not start."""
+    pool = _shared.get(launcher_of(backend))
+    return len(pool._processes.ranks) if pool and pool._processes else 0
 
 
 def check_world_size(world_size: int) -> int:

@@ -57,7 +57,7 @@ def is_own(filename: str) -> bool:
 @functools.cache
 def _is_generated(filename: str) -> bool:
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _CACHE
-    return filename.startswith((cache, *_GENERATED))
+    return filename.startswith((cache, _CACHE, *_GENERATED))
 
 
 def is_kit(filename: str) -> bool:
@@ -126,10 +126,14 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> lis
     processes: what reads all that a process has answered so far, by process id.
     seconds: how long nothing more must come until those that have not answered are given up.
     """
+    asked = {pid: read for pid, read in processes.items() if _would_answer(pid)}
+    if len(asked) < len(processes):
+        found = dict(zip(asked, ask(asked, seconds), strict=True))
+        return [found.get(pid, "") for pid in processes]
     before = [read() for read in processes.values()]
     if not processes:
         return []
-    for pid in filter(_would_answer, processes):
+    for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, _SIGNAL)
     deadline, answers = time.monotonic() + seconds, before

@@ -130,7 +130,7 @@ def _limits() -> list[object]:
 _LIMITS = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
 
 
-# What cannot be put back by a plain rule, by what a worker has done to it.
+# Changes after which a rank needs a fresh process, unless _PUT_BACK undoes them.
 _FACTS: dict[str, Callable[[], object]] = {
     "set a handler for a signal": _handlers,
     "left a timer running": lambda: [signal.getitimer(number)[0] > 0 for number in range(3)],
@@ -160,6 +160,24 @@ _FACTS: dict[str, Callable[[], object]] = {
 }
 
 
+_PUT_BACK: dict[str, Callable[[Any], object]] = {
+    "changed NumPy's settings": lambda was: (
+        numpy.seterr(**was[0]),
+        numpy.set_printoptions(**was[1]),
+    ),
+    "changed decimal's context": lambda was: decimal.setcontext(decimal.Context(*was[:4])),
+    "disabled logging": logging.disable,
+    "changed the garbage collector": lambda was: (
+        (gc.enable if was[0] else gc.disable)(),
+        gc.set_threshold(*was[1]),
+        gc.set_debug(was[2]),
+    ),
+    "changed the sharing strategy": torch.multiprocessing.set_sharing_strategy,
+    "set flush_denormal": torch.set_flush_denormal,
+    "changed the debug level": dist.set_debug_level,
+}
+
+
 class Settings:
     """The settings of this process, as the run before has left them."""
 
@@ -183,10 +201,19 @@ class Settings:
 
     def put_back(self) -> str | None:
         """Put back the plain settings; return what was done to one that cannot be put back."""
+        if not self._facts:
+            return None  # the worker never began
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)  # tells the compiler, too
         torch.set_default_device(None)
-        before, self._facts = self._facts, [ask() for ask in _FACTS.values()]
+        before, now = self._facts, [ask() for ask in _FACTS.values()]
+        if now != before:
+            for at, what in enumerate(_FACTS):
+                if now[at] != before[at] and what in _PUT_BACK:
+                    with suppress(Exception):  # then the process is fresh instead
+                        _PUT_BACK[what](before[at])
+            now = [ask() for ask in _FACTS.values()]
+        self._facts = now
         if left := self._left_plain():
             for get, put, value in self._plain.values():
                 if _differs(get, value):

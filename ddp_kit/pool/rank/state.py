@@ -72,7 +72,7 @@ class State:
         if not is_cell:
             return f"the worker replaced {replaced}"
         with suppress(Exception):  # the cell may have closed sys.stdout
-            print(f"the next cell has the original {replaced} again: only names stay")
+            print(f"the next cell has the original {replaced} again")
         return None
 
     def restore(self, joined: JoinGroup, environment: Environment) -> None:

@@ -29,7 +29,7 @@ class _Wrapped:
     """A model that DDP has wrapped, and those of its parameters that have had gradients."""
 
     def __init__(self, model: DistributedDataParallel, parameters: list[torch.Tensor]) -> None:
-        self.line = own_line(sys._getframe(2))
+        self.line, self._ddp = own_line(sys._getframe(2)), weakref.ref(model)
         self.is_reduced = False
         self._given = set(map(id, parameters))  # to the reducer, which keeps them alive
         self._ignored = set(model.parameters_to_ignore)
@@ -37,6 +37,9 @@ class _Wrapped:
 
     def note(self, now: Recorder, model: torch.nn.Module, has_gradient: Callable) -> None:
         """Note which parameters have gradients after a backward pass."""
+        ddp = self._ddp()
+        if ddp is not None and not ddp.require_backward_grad_sync:
+            return  # no_sync: perhaps the learner reduces them
         for name, parameter in model.named_parameters():
             new = name not in self._trained and name not in self._ignored
             if new and parameter.requires_grad and has_gradient(parameter):
@@ -70,9 +73,11 @@ def note_grad(
     now: Recorder, original: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Note which parameters have gradients that never reach DDP."""
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    if not isinstance(inputs, (torch.Tensor, dict, tuple)):
+        inputs = list(inputs)  # it may be an iterator, such as model.parameters()
     found = original(outputs, inputs, *args, **kwargs)
-    given = set(map(id, inputs))
+    several = inputs.values() if isinstance(inputs, dict) else inputs
+    given = set(map(id, [inputs] if isinstance(inputs, torch.Tensor) else several))
     for model, wrapped in list(_wrapped.items()):
         wrapped.note(now, model, lambda parameter: id(parameter) in given)
     return found

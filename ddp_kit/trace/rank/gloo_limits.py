@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_kit import torch_internals
 from ddp_kit.errors import BackendError
 
 # The coalesced all_gather is also that of functional collectives, and so of DTensor.
@@ -40,7 +41,7 @@ def refuse_on_gpus(group: Any, method: str, tensors: Iterable[torch.Tensor]) -> 
 # Other methods copy what is not contiguous.
 _IN_MEMORY_ORDER = {"broadcast", "allreduce", "reduce", "scatter", "reduce_scatter"}
 _IN_MEMORY_ORDER |= {"alltoall_base", "all_to_all_single"}  # its name in newer releases
-_TO_ONE_TENSOR = {"_reduce_scatter_base", "reduce_scatter_single"}  # the output is copied
+_TO_ONE_TENSOR = set(torch_internals.COLLECTIVES["reduce_scatter_tensor"].found)  # it is copied
 
 
 def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class Recorder:
         with self._lock:
             self._threads += 1
             if len(self.lines) > _MOST_THREADS:
-                del self.lines[next(iter(self.lines))]
+                self.lines.pop(next(iter(list(self.lines)), None), None)
             if self._board is not None and self._threads <= _MOST_THREADS:
                 self.table.thread(thread.ident or 0, thread.name, self.lines.get(thread))
 
