@@ -1178,6 +1178,8 @@ def reduces_all(rank, world_size):
     step(model)
     inputs = torch.ones(1, 4, requires_grad=True)
     torch.autograd.grad(model.module(inputs).sum(), [inputs, *layers[1].parameters()])
+    edge = torch.autograd.graph.get_gradient_edge(inputs)  # one input, although it is a tuple
+    torch.autograd.grad(model.module(inputs).sum(), edge)
     step(layers)
 
 

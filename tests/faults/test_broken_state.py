@@ -400,6 +400,14 @@ def set_plain_settings(rank, world_size):
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.set_warn_always(True)
     sys.setrecursionlimit(5000)
+    torch.set_flush_denormal(True)
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    mp.set_sharing_strategy("file_system")
+    decimal.getcontext().prec = 3
+    numpy.seterr(all="raise")
+    numpy.set_printoptions(precision=2)
+    logging.disable()
+    gc.disable()
 
 
 def read_plain_settings(rank, world_size):
@@ -412,6 +420,14 @@ def read_plain_settings(rank, world_size):
         torch.backends.cuda.matmul.allow_tf32,
         torch.is_warn_always_enabled(),
         sys.getrecursionlimit(),
+        sys.float_info.min / 2,
+        dist.get_debug_level().name,
+        mp.get_sharing_strategy(),
+        decimal.getcontext().prec,
+        numpy.geterr(),
+        numpy.get_printoptions(),
+        logging.root.manager.disable,
+        gc.isenabled(),
     )
 
 
@@ -429,18 +445,11 @@ SETTINGS = [
     ("changed a limit of its process", lambda: os.umask(0)),
     ("changed a limit of its process", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
     ("set a trace function", lambda: sys.setprofile(lambda *_: None)),
-    ("changed the garbage collector", lambda: gc.disable()),
     ("changed the start method", lambda: mp.set_start_method("spawn", force=True)),
-    ("changed the sharing strategy", lambda: mp.set_sharing_strategy("file_system")),
-    ("changed decimal's context", lambda: setattr(decimal.getcontext(), "prec", 3)),
-    ("changed NumPy's settings", lambda: numpy.seterr(all="raise")),
-    ("disabled logging", lambda: logging.disable()),
     ("left a hook on all modules", lambda: hooks.register_module_forward_hook(lambda *_: None)),
     ("changed torch's any_autocast_enabled", lambda: torch.autocast("cpu").__enter__()),
     ("changed torch's flash_sdp_enabled", lambda: torch.backends.cuda.enable_flash_sdp(False)),
     ("changed torch's num_interop_threads", lambda: torch.set_num_interop_threads(1)),
-    ("set flush_denormal", lambda: torch.set_flush_denormal(True)),
-    ("changed the debug level", lambda: dist.set_debug_level(dist.DebugLevel.DETAIL)),
     ("replaced Module.__call__", lambda: setattr(torch.nn.Module, "__call__", None)),
     ("replaced sys.excepthook", lambda: setattr(sys, "excepthook", None)),
 ]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -184,7 +185,8 @@ def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board():
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
-            dist.barrier(async_op=True)  # nobody would send it: a fork has no thread of gloo's
+            with suppress(RuntimeError):  # a fork has no thread of gloo's that would send it
+                dist.barrier(async_op=True)
             os.write(writing, "\n".join(sockets()).encode())
             os._exit(0)
         os.close(writing)

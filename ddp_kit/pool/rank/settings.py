@@ -199,15 +199,18 @@ class Settings:
         """Put back functions that were replaced; return their names: others may hold them, too."""
         return [name for functions in self._functions for name in functions.put_back()]
 
-    def put_back(self) -> str | None:
-        """Put back the plain settings; return what was done to one that cannot be put back."""
+    def put_back(self, is_cell: bool) -> str | None:
+        """Put back the plain settings; return what was done to one that cannot be put back.
+
+        is_cell: what was set outside PyTorch is for the next cell, too.
+        """
         if not self._facts:
             return None  # the worker never began
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)  # tells the compiler, too
         torch.set_default_device(None)
         before, now = self._facts, [ask() for ask in _FACTS.values()]
-        if now != before:
+        if now != before and not is_cell:
             for at, what in enumerate(_FACTS):
                 if now[at] != before[at] and what in _PUT_BACK:
                     with suppress(Exception):  # then the process is fresh instead

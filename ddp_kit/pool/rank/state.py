@@ -65,7 +65,7 @@ class State:
         """
         names = self.settings.put_back_functions()
         os.environ, sys.path, sys.argv = self._objects
-        done = self.settings.put_back()
+        done = self.settings.put_back(is_cell)
         if not names:
             return f"the worker {done}" if done and not is_cell else None
         replaced = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
