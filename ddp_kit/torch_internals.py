@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -250,7 +251,7 @@ def wait_until_connected(group: ProcessGroup | None) -> None:
     cpu = torch.device("cpu")
     if GROUP_TIMEOUT.is_on and cpu in getattr(group, "_device_types", ()):
         backend = group._get_backend(cpu)  # its operations are not recorded
-        if backend.name() == "gloo":
+        if isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
             backend.barrier().wait()
 
 
