@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# What a rank's process is doing: importing torch, serving its pool, forming a process group.
+# What a rank's process is doing: importing torch, serving its pool, forming a process group,
+# reading the variables of a worker that raised.
 IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
 
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest

@@ -61,9 +61,7 @@ class Event:
     where: Frame | None = None  # the learner's own line
     given_up: bool = False  # a message whose Work was deleted before anybody had waited for it
     device: str = "cpu"  # of its tensors: "cpu" or "cuda"
-    strides: tuple[
-        int, ...
-    ] = ()  # of tensors that gloo takes as they lie in memory; (): contiguous
+    strides: tuple[int, ...] = ()  # that gloo ignores; (): its tensors are contiguous
     blocking: bool = False  # the call itself waited, and not a Work or a future that it returned
 
     @property
