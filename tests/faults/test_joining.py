@@ -16,6 +16,7 @@ import torch.distributed as dist
 from processes import BOUND
 
 import ddp_kit as kit
+from ddp_kit import torch_internals
 from ddp_kit.launch.rank import environment, torchrun_worker
 
 N = 6
@@ -73,3 +74,22 @@ def test_a_rank_may_leave_a_new_group_before_the_others_are_connected():
         finally:
             over.set()
             disturbance.join()
+
+
+def fail_to_connect_twice(rank, world_size, path):
+    """Return what ends two attempts, in each of which the wait after the connection fails."""
+    torch_internals.wait_until_connected = lambda group: 1 / 0
+    errors = []
+    for number in range(2):
+        address = f"file://{path}/{number}"
+        try:
+            dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
+        except Exception as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+def test_a_group_that_is_not_connected_leaves_its_name_free(tmp_path):
+    with kit.WorkerPool(2, backend="gloo", init=False) as pool:
+        found = pool.run(fail_to_connect_twice, str(tmp_path))
+    assert list(found) == [["ZeroDivisionError"] * 2] * 2

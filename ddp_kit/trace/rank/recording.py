@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -243,7 +243,12 @@ def _new_process_group(
     recorder.table.board.write_phase(FORMING)
     try:
         made = original(size, rank, members, *args, **kwargs)
-        torch_internals.wait_until_connected(made[0])
+        try:
+            torch_internals.wait_until_connected(made[0])
+        except BaseException:
+            with suppress(Exception):  # else the name of this group stays taken
+                dist.destroy_process_group(made[0])
+            raise
     finally:
         recorder.table.board.write_phase(SERVING)
     if not members:  # PyTorch passes none for the default group
