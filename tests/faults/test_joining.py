@@ -76,20 +76,14 @@ def test_a_rank_may_leave_a_new_group_before_the_others_are_connected():
             disturbance.join()
 
 
-def fail_to_connect_twice(rank, world_size, path):
-    """Return what ends two attempts, in each of which the wait after the connection fails."""
+def form_a_group(rank, world_size, address):
+    """Form the default group, where a wait for the connections would fail."""
     torch_internals.wait_until_connected = lambda group: 1 / 0
-    errors = []
-    for number in range(2):
-        address = f"file://{path}/{number}"
-        try:
-            dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
-        except Exception as error:
-            errors.append(type(error).__name__)
-    return errors
+    dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
+    dist.destroy_process_group()
 
 
-def test_a_group_that_is_not_connected_leaves_its_name_free(tmp_path):
+def test_the_default_group_does_not_wait_because_its_name_would_stay_taken(tmp_path):
     with kit.WorkerPool(2, backend="gloo", init=False) as pool:
-        found = pool.run(fail_to_connect_twice, str(tmp_path))
-    assert list(found) == [["ZeroDivisionError"] * 2] * 2
+        for number in range(2):
+            pool.run(form_a_group, f"file://{tmp_path}/{number}")

@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -243,12 +243,8 @@ def _new_process_group(
     recorder.table.board.write_phase(FORMING)
     try:
         made = original(size, rank, members, *args, **kwargs)
-        try:
+        if members:  # if the default group failed here, its name would stay taken
             torch_internals.wait_until_connected(made[0])
-        except BaseException:
-            with suppress(Exception):  # else the name of this group stays taken
-                dist.destroy_process_group(made[0])
-            raise
     finally:
         recorder.table.board.write_phase(SERVING)
     if not members:  # PyTorch passes none for the default group
