@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -27,7 +28,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.doctor import checks
-from ddp_kit.pool import memory, pool
+from ddp_kit.pool import arguments, memory, pool
 from ddp_kit.pool.result import beside_rank
 
 
@@ -390,6 +391,20 @@ def test_what_can_be_imported_is_sent_by_name(module):
         return str(module)
 
     assert list(kit.run(worker, world_size=1)) == [str(module)]
+
+
+def test_a_worker_is_sent_while_another_thread_imports(monkeypatch):
+    def import_one(phase, info):  # as a thread that gets its turn while garbage is collected
+        monkeypatch.setitem(sys.modules, f"late_{len(sys.modules)}", sys)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(import_one)
+    gc.set_threshold(1)
+    try:
+        arguments.pack(lambda rank, world_size: torch.backends.cudnn, ())
+    finally:
+        gc.callbacks.remove(import_one)
+        gc.set_threshold(*before)
 
 
 @pytest.mark.usefixtures("forked_ranks")

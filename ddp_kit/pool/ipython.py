@@ -60,7 +60,7 @@ def loaded_modules(files: Collection[str]) -> dict[str, LoadedModule]:
     """Return for each of these files which module the notebook has imported from it."""
     found = dict.fromkeys(files, LoadedModule())
     if shell() is not None:
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # other threads import
             file = getattr(module, "__dict__", {}).get("__file__")
             if file in found and name != "__main__":
                 found[file] = LoadedModule(name, getattr(module, "__spec__", None))

@@ -246,7 +246,8 @@ def _import_name(obj: Any) -> str | None:
 @functools.lru_cache(maxsize=1)
 def _unusual_modules(_loaded: int) -> dict[int, str]:
     """Return the names of what programs have put into `sys.modules` instead of plain modules."""
-    modules = list(sys.modules.items())
+    # A copy, because listing the items may collect garbage, during which other threads import.
+    modules = sys.modules.copy().items()
     return {id(obj): name for name, obj in modules if type(obj) is not types.ModuleType}
 
 
