@@ -248,7 +248,7 @@ def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, word
         (tmp_path / "memory.max").write_text(limit)
     if used is not None:
         (tmp_path / "memory.current").write_text(str(used))
-        (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+        (tmp_path / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
     found = checks.memory()
     assert found.ok == ok
     assert words in f"{found.found}. {found.consequence}"

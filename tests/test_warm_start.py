@@ -160,7 +160,7 @@ def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("350\n")
-    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 50\nshmem 50\n")
+    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 20\nactive_file 30\nshmem 50\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")

@@ -13,6 +13,7 @@ FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing 
 FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
 RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
+CACHE = "inactive_file", "active_file"  # of what the group has read; it gives way to processes
 NEVER_REFUSED = 4  # ranks, because a system can also swap
 INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
 
@@ -26,7 +27,8 @@ def available_memory() -> int:
         limit = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
         lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
-        used -= int(dict(map(str.split, lines))["inactive_file"])  # of the cache, which gives way
+        stat = dict(map(str.split, lines))
+        used -= sum(int(stat[name]) for name in CACHE)
         available = min(available, limit - used)
     return available
 
