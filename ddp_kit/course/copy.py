@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from ddp_kit.course import notebooks
+from ddp_kit.course import editions, notebooks
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
@@ -52,17 +52,25 @@ def copy(target: Path, solutions: bool = True) -> tuple[int, int, list[Path]]:
     for file in notebooks.files():
         if file.parts[0] == "solutions" and not solutions:
             continue
-        new, there = (course / file).read_bytes(), target / file
+        new, there = _edition(course, file), target / file
         old = there.read_bytes() if os.path.lexists(there) else None
         if old is None or (old != new and _checksum(old) == checksums.get(file.as_posix())):
-            _write(there, new)
+            notebooks.write(there, new)
             copied, updated = copied + (old is None), updated + (old is not None)
         elif old != new:
             kept.append(file)
             continue
         checksums[file.as_posix()] = _checksum(new)
-    _write(target / COPIED, json.dumps(checksums, indent=1).encode())
+    notebooks.write(target / COPIED, json.dumps(checksums, indent=1).encode())
     return copied, updated, kept
+
+
+def _edition(course: Path, file: Path) -> bytes:
+    """Return a file of the course as a learner gets it."""
+    if file.suffix != ".ipynb" or file.parts[0] == "exercises":
+        return (course / file).read_bytes()
+    make = editions.solutions if file.parts[0] == "solutions" else editions.lesson
+    return make(editions.read(course / file)).encode()
 
 
 def _checksum(content: bytes) -> str:
@@ -76,14 +84,3 @@ def _read(path: Path) -> dict[str, str]:
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file as a whole: if that fails, what was there is still there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, Gap, add_arguments, counted, missing, read, write
+from nbformat import NotebookNode
+
+from ddp_kit.course import editions
+from ddp_kit.course.assignment import Assignment, add_arguments, counted, missing, read, write
 
 __all__ = ["add_arguments", "run"]
 
@@ -21,7 +24,7 @@ def run(arguments: argparse.Namespace) -> str:
     files = {folder / "nbgrader_config.py": _CONFIG}
     for each in assignments:
         path = folder / "source" / each.name / f"{each.name}.ipynb"
-        files[path] = each.to_json([_cell(cell) for cell in each.cells])
+        files[path] = _edition(each)
     write(files)
     return (
         f"{counted(assignments)} in {folder}/source. "
@@ -30,31 +33,21 @@ def run(arguments: argparse.Namespace) -> str:
     )
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
-    match cell.content:
-        case Gap() as gap:
-            indent = gap.lines[0][: -len(gap.lines[0].lstrip())]
-            marked = [
-                f"{indent}# {gap.task}",
-                f"{indent}### BEGIN SOLUTION",
-                *gap.lines,
-                f"{indent}### END SOLUTION",
-            ]
-            source = "\n".join([*gap.before, *marked, *gap.after])
-            return cell.changed(source, nbgrader=_metadata(cell, solution=True))
-        case Check() as check:
+def _edition(assignment: Assignment) -> str:
+    for cell in assignment.notebook.cells:
+        check = assignment.checks.get(cell.id)
+        if check:
             # nbgrader takes the number that a test shows as its points, and a text on stderr as 0.
-            points = len(check.parts)
-            metadata = _metadata(cell, grade=True, locked=True) | {"points": points}
-            return cell.changed(f"{points} * {check.credit}", nbgrader=metadata, tags=[])
-    return cell.changed(nbgrader=_metadata(cell, locked=True))
+            cell.source = f"{len(check.parts)} * {check.credit}"
+            metadata = _metadata(cell, grade=True, locked=True) | {"points": len(check.parts)}
+        elif cell.cell_type == "code" and editions.tasks(cell.source):
+            metadata = _metadata(cell, solution=True)
+        else:
+            metadata = _metadata(cell, locked=True)
+        cell.metadata["nbgrader"] = metadata
+    return editions.text_of(assignment.notebook, assignment.notebook.cells)
 
 
-def _metadata(cell: Cell, **true: bool) -> dict[str, Any]:
+def _metadata(cell: NotebookNode, **true: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("grade", "solution", "locked", "task"), False) | true
-    return {
-        "schema_version": 3,
-        "grade_id": cell.raw["id"],
-        "cell_type": cell.raw["cell_type"],
-        **flags,
-    }
+    return {"schema_version": 3, "grade_id": cell.id, "cell_type": cell.cell_type, **flags}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ddp_kit.errors import CourseError
@@ -38,3 +39,17 @@ def files() -> list[Path]:
     course = folder()
     found = (path for pattern in _PATTERNS for path in course.glob(pattern))
     return sorted(path.relative_to(course) for path in found)
+
+
+def write(path: Path, content: bytes) -> bool:
+    """Write a file as a whole or not at all; return whether it changed."""
+    if path.exists() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return True

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from ddp_kit.course.assignment import Cell, Check, add_arguments, counted, missing, read, write
+from ddp_kit.course import editions
+from ddp_kit.course.assignment import (
+    Assignment,
+    Check,
+    add_arguments,
+    counted,
+    missing,
+    read,
+    write,
+)
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,8 +49,10 @@ def run(arguments: argparse.Namespace) -> str:
     files: dict[Path, str] = {}
     for each in assignments:
         own = folder / each.name
-        files[own / f"{each.name}.ipynb"] = each.to_json([_cell(cell) for cell in each.cells])
-        files |= {own / "tests" / f"{check.name}.py": _test(check) for check in each.checks}
+        files[own / f"{each.name}.ipynb"] = _edition(each)
+        files |= {
+            own / "tests" / f"{check.name}.py": _test(check) for check in each.checks.values()
+        }
     write(files)
     return (
         f"{counted(assignments)} in {folder}. "
@@ -51,11 +61,13 @@ def run(arguments: argparse.Namespace) -> str:
     )
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
-    """Return a cell; Otter runs the tests instead of the learner's check."""
-    if isinstance(cell.content, Check):
-        return cell.changed(tags=[*cell.raw["metadata"].get("tags", []), "otter_ignore"])
-    return cell.changed()
+def _edition(assignment: Assignment) -> str:
+    """Return the notebook for learners, where Otter runs the tests instead of the checks."""
+    for cell in assignment.notebook.cells:
+        cell.source = editions.unsolved(cell.source)
+        if cell.id in assignment.checks:
+            cell.metadata["tags"] = ["otter_ignore", "raises-exception"]
+    return editions.text_of(assignment.notebook, assignment.notebook.cells)
 
 
 def _test(check: Check) -> str:

@@ -1,0 +1,309 @@
+"""The editions of a notebook: what is made from the solved one, so that nothing is written twice.
+
+`python -m ddp_kit.course.editions`, which is `make editions`, writes those that are committed: the
+lessons' modules, the scripts, and the exercises. The tags of cells say what goes where:
+
+    module       its functions, classes and CONSTANTS go into the lesson's module
+    answer       shows the answer to a prediction: it is folded until the learner has guessed
+    exercise     is in the exercises only
+    solution     is in the solutions only
+
+The lines between `### BEGIN SOLUTION` and `### END SOLUTION` are for the learner to write. The
+comment above them says what is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.validator import iter_validate
+
+from ddp_kit.course import notebooks
+from ddp_kit.errors import CourseError
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
+LESSONS = Path(__file__).parents[1] / "lessons"
+SCRIPT = "%%writefile scripts/"
+_GAP = re.compile(rf"^( *)# ([^\n]+)\n\1{BEGIN}\n(.+?)\n\1{END}$", re.MULTILINE | re.DOTALL)
+
+
+def read(path: Path) -> NotebookNode:
+    """Return a solved notebook. Raises CourseError if its editions cannot be made."""
+    try:
+        text = path.read_text("utf-8")
+        notebook = nbformat.from_dict(json.loads(text))
+        valid = notebook["nbformat"] == 4 and not any(
+            error.validator != "required" or "'id'" not in error.message
+            for error in iter_validate(notebook, relax_add_props=True)
+        )
+    except FileNotFoundError:
+        raise CourseError(f"{path} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        valid = False
+    if not valid:
+        raise CourseError(f"{path} is not a notebook of Jupyter's format 4")
+    ids = [cell.get("id") for cell in notebook.cells]
+    if None in ids or len(set(ids)) < len(ids):
+        raise CourseError(f"{path}: each cell must have an id of its own")
+    for number, cell in enumerate(notebook.cells, 1):
+        cell.source = "".join(cell.source)
+        if unknown := sorted(tags(cell) - TAGS):
+            known = ", ".join(sorted(TAGS))
+            raise CourseError(
+                f"{path}: cell {number} has the tag {unknown[0]!r}; known are {known}"
+            )
+        rest = _GAP.sub("", cell.source)
+        if cell.cell_type == "code" and (BEGIN in rest or END in rest):
+            raise CourseError(
+                f"{path}: cell {number} must have, each in a line of its own and indented alike, a "
+                f"comment that says what is missing, `{BEGIN}`, the solution, and `{END}`"
+            )
+    return notebook
+
+
+def tags(cell: NotebookNode) -> set[str]:
+    """Return the tags of a cell."""
+    return set(cell.metadata.get("tags", ()))
+
+
+def may_fail(cell: NotebookNode) -> bool:
+    """Return whether a cell shows an error on purpose."""
+    return "raises-exception" in tags(cell)
+
+
+def tasks(source: str) -> list[str]:
+    """Return what is missing in each gap of a cell: "Exercise 4.1: exchange two chunks"."""
+    return [match[2] for match in _GAP.finditer(source)]
+
+
+def unsolved(source: str) -> str:
+    """Return a cell with gaps."""
+    return _GAP.sub(lambda gap: f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})", source)
+
+
+def solved(source: str) -> str:
+    """Return a cell with its solution, without the marks."""
+    return _GAP.sub(r"\3", source)
+
+
+def text_of(notebook: NotebookNode, cells: Iterable[NotebookNode]) -> str:
+    """Return a notebook with these cells as the text of a file."""
+    whole = nbformat.from_dict({**notebook, "cells": [cell.copy() for cell in cells]})
+    return nbformat.writes(whole).rstrip("\n") + "\n"
+
+
+def without(notebook: NotebookNode, tag: str) -> Iterator[NotebookNode]:
+    """Yield the cells that do not have a tag, as copies without outputs."""
+    for cell in notebook.cells:
+        if tag not in tags(cell):
+            bare = {"outputs": [], "execution_count": None} if cell.cell_type == "code" else {}
+            yield nbformat.from_dict({**cell, "metadata": {**cell.metadata}, **bare})
+
+
+def exercises(notebook: NotebookNode) -> str:
+    """Return the exercises of solved ones. A cell may fail as long as it is not solved."""
+    cells = list(without(notebook, "solution"))
+    for cell in cells:
+        cell.metadata.pop("tags", None)
+        if cell.cell_type == "code":
+            cell.source = unsolved(cell.source)
+            cell.metadata["tags"] = ["nbval-ignore-output", "raises-exception"]
+    return text_of(notebook, cells)
+
+
+def lesson(notebook: NotebookNode) -> str:
+    """Return a lesson for the learner: gaps, no outputs, and answers folded."""
+    cells: list[NotebookNode] = []
+    solution = ""  # of a gap that no code cell has followed yet
+    for cell in without(notebook, "solution"):
+        answers = "answer" in tags(cell)
+        cell.metadata = {"tags": ["raises-exception"]} if may_fail(cell) else {}
+        cells.append(cell)
+        if cell.cell_type == "markdown":
+            cell.source = folded(cell.source, "What the run shows") if answers else cell.source
+        elif tasks(cell.source):
+            solution = f"```python\n{solved(cell.source)}\n```"
+            cell.source = unsolved(cell.source)
+        elif solution:
+            source = folded(solution, "Solution")
+            cells.append(nbformat.v4.new_markdown_cell(source, id=f"{cell.id}-solution"))
+            solution = ""
+    return text_of(notebook, cells)
+
+
+def folded(text: str, summary: str) -> str:
+    """Return markdown, of which what stands above the first heading is shown on demand."""
+    answer, heading, rest = re.fullmatch(r"(.*?)((?:^#+ |\Z))(.*)", text, re.S | re.M).groups()
+    details = f"<details><summary>{summary}</summary>\n\n{answer.strip()}\n\n</details>"
+    return f"{details}\n\n{heading}{rest}".rstrip()
+
+
+def solutions(notebook: NotebookNode) -> str:
+    """Return solved exercises without the marks of their gaps."""
+    cells = [nbformat.from_dict({**c}) for c in notebook.cells if "exercise" not in tags(c)]
+    for cell in cells:
+        cell.source = solved(cell.source)
+    return text_of(notebook, cells)
+
+
+def scripts(notebook: NotebookNode) -> dict[str, str]:
+    """Return the programs that cells write into scripts/, by their names."""
+    sources = [cell.source for cell in notebook.cells if cell.source.startswith(SCRIPT)]
+    found = [source.removeprefix(SCRIPT).partition("\n") for source in sources]
+    return {name.strip(): text + "\n" for name, _, text in found}
+
+
+def module(path: Path, notebook: NotebookNode, hand: str) -> str:
+    """Return the module of a lesson. hand: the code of `_name.py`, whose public names it shares."""
+    name = path.stem[3:]
+    imports, found = [], dict.fromkeys(_public(ast.parse(hand)), f"_{name}.py")
+    taken, own = list(found), _names_of_module(notebook, name)
+    code: list[str] = []
+    for number, cell in enumerate(notebook.cells, 1):
+        is_part = "module" in tags(cell)
+        try:
+            tree = ast.parse(cell.source) if cell.cell_type == "code" else ast.Module([], [])
+        except SyntaxError:
+            tree = ast.Module([], [])
+            if is_part:
+                raise CourseError(
+                    f"{path}: cell {number}, which is tagged module, must be Python alone"
+                ) from None
+        lines = cell.source.splitlines()
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                if not ast.unparse(node).startswith(f"from ddp_kit.lessons import {name}"):
+                    imports.append(ast.unparse(node))
+            elif is_part:
+                for defined in _public(ast.Module([node], [])):
+                    if defined in found:
+                        raise CourseError(
+                            f"{path}: cell {number} defines {defined} for the module, as "
+                            f"{found[defined]} does already"
+                        )
+                    found[defined] = f"cell {number}"
+                    code.append(_without_prefixes(_with_comment(node, lines), own))
+    title = notebook.cells[0].source.splitlines()[0].removeprefix("# ").replace('"', "'")
+    shared = [f"from ddp_kit.lessons._{name} import {', '.join(taken)}"] if taken else []
+    start = ['if __name__ == "__main__":\n    run_as_script(main)'] if "main" in found else []
+    if start:
+        imports.append("from ddp_kit.launch import run_as_script")
+    body = "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n\n\n".join([*code, *start]) + "\n"
+    used_imports = "--config", "lint.per-file-ignores = {}", "--select", "F401,I"
+    body = _ruff(name, body, "check", *used_imports, "--fix", "--quiet")
+    body = "\n".join([f'"""{title}."""\n', *shared, body])
+    body = _ruff(name, body, "check", "--select", "I", "--fix", "--quiet")
+    body = _ruff(name, body, "format", "--quiet")
+    return f"# Made from notebooks/{path.name} by {_about(body)}\n{body}"
+
+
+def _about(body: str) -> str:
+    return f"`make editions`: edit that, not this. {hashlib.sha256(body.encode()).hexdigest()[:12]}"
+
+
+def _public(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the functions, classes and constants that a module defines."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            named = [target.id for target in targets if isinstance(target, ast.Name)]
+            names = [name for name in named if name.isupper()]
+        else:
+            names = []
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def _names_of_module(notebook: NotebookNode, name: str) -> set[str]:
+    """Return the names under which the cells import the lesson's own module."""
+    pattern = rf"from ddp_kit\.lessons import {name}(?: as (\w+))?$"
+    found = re.findall(pattern, "\n".join(c.source for c in notebook.cells), re.MULTILINE)
+    return {alias or name for alias in found}
+
+
+def _with_comment(node: ast.stmt, lines: list[str]) -> str:
+    """Return the source of a statement with its decorators and the comment above it."""
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(one.lineno for one in decorators)]) - 1
+    while first and lines[first - 1].startswith("#"):
+        first -= 1
+    return solved("\n".join(lines[first : node.end_lineno]))
+
+
+def _without_prefixes(source: str, names: set[str]) -> str:
+    """Return code that calls what is in its own module, `zero.cut`, by its name alone."""
+    lines = [line.encode() for line in source.splitlines(keepends=True)]
+    attributes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    bases = [node.value for node in attributes if isinstance(node.value, ast.Name)]
+    for base in sorted(bases, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        if base.id in names:
+            line = lines[base.lineno - 1]
+            lines[base.lineno - 1] = line[: base.col_offset] + line[base.end_col_offset + 1 :]
+    return b"".join(lines).decode()
+
+
+def _ruff(name: str, code: str, *command: str) -> str:
+    ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename"]
+    path = LESSONS / f"{name}.py"
+    ended = subprocess.run(
+        [*ruff, str(path), "-"], input=code, capture_output=True, text=True, cwd=path.parent
+    )
+    if not ended.stdout and code:
+        raise CourseError(f"the module {name} is no Python: {ended.stderr.strip()}")
+    return ended.stdout
+
+
+def committed() -> dict[Path, str]:
+    """Return the editions that are committed, by their paths in a checkout."""
+    source = notebooks.folder()
+    files: dict[Path, str] = {}
+    for path in sorted(source.glob("[0-9][0-9]_*.ipynb")):
+        notebook, hand = read(path), LESSONS / f"_{path.stem[3:]}.py"
+        files |= {source / "scripts" / name: text for name, text in scripts(notebook).items()}
+        if any("module" in tags(cell) for cell in notebook.cells):
+            code = hand.read_text("utf-8") if hand.exists() else ""
+            files[hand.with_name(hand.name[1:])] = module(path, notebook, code)
+    for path in sorted((source / "solutions").glob("[0-9][0-9]_*.ipynb")):
+        files[source / "exercises" / path.name] = exercises(read(path))
+    return files
+
+
+def _edited(path: Path) -> bool:
+    """Return whether somebody has edited a module that was made."""
+    if path.parent.name != "lessons" or not path.exists():
+        return False
+    first, _, body = path.read_text("utf-8").partition("\n")
+    return not first.endswith(_about(body))
+
+
+def main() -> int:
+    """Write the editions; return the exit status. If one cannot be made, none is written."""
+    try:
+        files = committed()
+        for path in files:
+            if _edited(path):
+                raise CourseError(
+                    f"{path} was edited by hand: edit the notebook that its first line names, "
+                    "remove the file, and run make editions again"
+                )
+    except CourseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    changed = [path for path, text in files.items() if notebooks.write(path, text.encode())]
+    print(*changed, f"{len(changed)} of {len(files)} editions changed.", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

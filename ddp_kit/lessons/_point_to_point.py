@@ -1,0 +1,45 @@
+"""The proof of the lesson on point-to-point messages."""
+
+from __future__ import annotations
+
+from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the workers, compare with what plain lists would hold, and print one line."""
+    options = lesson_parser("point_to_point", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        held = [10 * rank for rank in range(n)]
+        paired = [held[rank - 1] if rank % 2 else held[rank] for rank in range(n)]
+        result = ranks(lesson.blocking)
+        prove("odd ranks hold what the rank before them sent", _after(result) == paired)
+        if n > 1:  # no rank can send to itself
+            _prove_on_rings(ranks, held)
+        ranks.say(f"point_to_point: {ranks}, every tensor arrived as it was sent")
+
+
+def _prove_on_rings(ranks: Ranks, held: list[int]) -> None:
+    """Run the workers that need a second rank, and compare."""
+    n = ranks.world_size
+    shifted = [held[(rank - 1) % n] for rank in range(n)]
+    both = [[held[rank - 1], held[(rank + 1) % n]] for rank in range(n)]
+    signed = [[q if q <= rank else -1 for q in range(n)] for rank in range(n)]
+    signed[0] = list(range(n))
+
+    prove(
+        "every rank holds what its left neighbour sent", _after(ranks(lesson.immediate)) == shifted
+    )
+    prove("every rank holds what both neighbours sent", list(ranks(lesson.exchange)) == both)
+    came = ranks(lesson.from_anyone)[0]
+    prove("rank 0 received from every other rank", came == dict(list(enumerate(held))[1:]))
+    last = {"rank in the group": 1, "holds": held[n - 2]}
+    prove("the last rank holds what the one before it sent", ranks(lesson.last_two)[n - 1] == last)
+    prove("the token came round with every rank on it", list(ranks(lesson.token)) == signed)
+
+
+def _after(result) -> list[int]:
+    return [value["after"].item() for value in result]
+
+
+from ddp_kit.lessons import point_to_point as lesson
