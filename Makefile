@@ -16,7 +16,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab check test style long browser recording lesson notebooks book bench gpu verdicts clean
+.PHONY: help install lab check test style long browser recording lesson editions notebooks book bench gpu verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,11 +49,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@pwd -P > $(STAMP)
 
 # The PATH is for JupyterLab's terminals, in which a learner calls torchrun.
-lab: $(STAMP)  ## open JupyterLab on notebooks/
-	@echo "Opening JupyterLab on notebooks/, which takes some seconds. Ctrl-C ends it."
+lab: $(STAMP)  ## open JupyterLab on your copy of the course, in course/; DIR=notebooks: on the solved one
+	@[ -n "$(DIR)" ] || $(BIN)/python -m ddp_kit.course copy course
+	@echo "Opening JupyterLab on $(or $(DIR),course)/, which takes some seconds. Ctrl-C ends it."
 	@[ "$$(id -u)" != 0 ] || root=--allow-root; \
 	PATH="$$(pwd -P)/$(BIN):$$PATH" \
-	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=notebooks $$root
+	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir="$(or $(DIR),course)" \
+	    --LabApp.default_url=/lab/tree/00_start_here.ipynb $$root
 
 # A lesson under each launcher: spawn, torchrun, mpiexec; and what needs no ranks.
 QUICK := notebooks/00_start_here.ipynb tests/test_verdict.py tests/test_errors.py \
@@ -104,8 +106,11 @@ lesson: $(if $(wildcard ddp_kit/lessons/$(NAME).py),$(STAMP))  ## run one lesson
 	echo "Run a lesson with make lesson NAME=..., where NAME is one of"; \
 	for file in ddp_kit/lessons/[!_]*.py; do [ ! -f "$$file" ] || \
 	    printf '  %-20s %s\n' "$$(basename "$$file" .py)" \
-	        "$$(sed -n '1{s/^"""//; s/"""$$//; p;}' "$$file")"; done; \
+	        "$$(sed -n '2{s/^"""//; s/"""$$//; p;}' "$$file")"; done; \
 	[ -z "$(NAME)" ]
+
+editions: $(STAMP)  ## make the modules, scripts and exercises again from the notebooks
+	@$(BIN)/python -m ddp_kit.course.editions
 
 notebooks: $(STAMP)  ## execute every notebook again and save it
 	@$(BIN)/python tests/notebooks/regenerate.py

@@ -150,21 +150,11 @@ def test_another_pytorch_changes_the_environment_of_the_pinned_one():
     assert environments == {own, f"{own}-peers", f"{own}-graders"}
 
 
-def test_a_lesson_with_a_long_name_moves_its_description_to_another_column():
-    command = ["make", "--no-print-directory", "lesson"]
-    out = subprocess.run(
-        command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=600
-    )
-    rows = out.stdout.splitlines()[1:]
-    assert len(rows) > 10
-    assert len({re.match(r"  \w+ +", row).end() for row in rows}) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["lab"], "The first time takes minutes."),
-        (["lab"], "Opening JupyterLab on notebooks/, which takes some seconds."),
+        (["lab"], "Opening JupyterLab on course/, which takes some seconds."),
         (["lesson", "NAME=ddp"], "Running the lesson ddp: 10 to 30 s"),
         (["test"], "about 10 minutes on two idle cores"),
         (["test", "ALL=1"], "about 30 minutes on two idle cores"),

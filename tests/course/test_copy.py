@@ -11,7 +11,9 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat.v4 import new_markdown_cell, new_notebook
 
 from ddp_kit.course import notebooks
 from ddp_kit.course.__main__ import main
@@ -35,14 +37,22 @@ def course(tmp_path, monkeypatch):
     course = tmp_path / "course"
     for file in ("00_start.ipynb", "exercises/01_send.ipynb", "solutions/01_send.ipynb"):
         (course / file).parent.mkdir(parents=True, exist_ok=True)
-        (course / file).write_text(f"first {file}")
+        write(course / file, f"first {file}")
     monkeypatch.setattr(notebooks, "_HANDOUT", course)
     return course
 
 
+def write(path: Path, prose: str) -> None:
+    nbformat.write(new_notebook(cells=[new_markdown_cell(prose, id="prose")]), path)
+
+
 def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != COPIED)
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
+    """Return the prose of the notebooks in a folder."""
+    files = [path for path in folder.rglob("*.ipynb") if path.is_file()]
+    return {
+        path.relative_to(folder).as_posix(): nbformat.read(path, 4).cells[0].source
+        for path in files
+    }
 
 
 def test_a_course_of_a_checkout_is_not_its_notebooks():
@@ -57,7 +67,7 @@ def test_a_course_of_a_checkout_is_not_its_notebooks():
 
 
 def test_a_copy_lacks_a_file_or_has_solutions_that_were_not_wanted(course, tmp_path, capsys):
-    (course / "mine.ipynb").write_text("a learner's own")
+    write(course / "mine.ipynb", "a learner's own")
     everything = {name: f"first {name}" for name in contents(course) if name != "mine.ipynb"}
     assert main(["copy", str(tmp_path / "all")]) == 0
     assert contents(tmp_path / "all") == everything
@@ -69,9 +79,9 @@ def test_a_copy_lacks_a_file_or_has_solutions_that_were_not_wanted(course, tmp_p
 def test_a_changed_file_is_overwritten_or_an_old_one_stays(course, tmp_path, capsys):
     target = tmp_path / "mine"
     main(["copy", str(target)])
-    (target / "exercises/01_send.ipynb").write_text("my answer")
+    write(target / "exercises/01_send.ipynb", "my answer")
     for file in ("00_start.ipynb", "exercises/01_send.ipynb"):
-        (course / file).write_text(f"second {file}")
+        write(course / file, f"second {file}")
     capsys.readouterr()
     assert main(["copy", str(target)]) == 0
     assert contents(target) == {
@@ -89,9 +99,47 @@ def test_a_file_that_this_command_did_not_copy_is_overwritten(course, tmp_path, 
     target = tmp_path / "mine"
     target.mkdir()
     (target / COPIED).write_text(damaged)
-    (target / "00_start.ipynb").write_text("my own lesson")
+    write(target / "00_start.ipynb", "my own lesson")
     assert main(["copy", str(target)]) == 0
     assert contents(target)["00_start.ipynb"] == "my own lesson"
+
+
+def test_an_update_of_a_clone_keeps_what_the_learner_wrote(tmp_path):
+    def git(folder: Path, *command: str) -> None:
+        name = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", folder, *name, *command], check=True, timeout=LIMIT)
+
+    def copy() -> str:  # what make lab does
+        program = [sys.executable, "-m", "ddp_kit.course", "copy", "course"]
+        own = os.environ | {"PYTHONPATH": str(clone)}
+        ran = subprocess.run(
+            program, cwd=clone, env=own, capture_output=True, text=True, timeout=LIMIT
+        )
+        assert (ran.returncode, ran.stderr) == (0, "")
+        return ran.stdout
+
+    upstream, clone = tmp_path / "upstream", tmp_path / "clone"
+    unwanted = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for folder in ("ddp_kit", "notebooks"):
+        shutil.copytree(ROOT / folder, upstream / folder, symlinks=True, ignore=unwanted)
+    shutil.copy(ROOT / ".gitignore", upstream)
+    git(tmp_path, "init", "--quiet", "upstream")
+    git(upstream, "add", ".")
+    git(upstream, "commit", "--quiet", "-m", "one")
+    git(tmp_path, "clone", "--quiet", "upstream", "clone")
+    copy()
+    lessons = [clone / "course" / f"{name}.ipynb" for name in ("00_start_here", "02_collectives")]
+    before = lessons[1].read_text("utf-8")
+    write(lessons[0], "what I ran")
+    for name in ("00_start_here", "02_collectives"):
+        path = upstream / "notebooks" / f"{name}.ipynb"
+        path.write_text(path.read_text("utf-8").replace("# ", "# New: ", 1), "utf-8")
+    git(upstream, "commit", "--quiet", "-am", "two")
+    git(clone, "pull", "--quiet")
+    assert "0 files copied to course, 1 updated, 1 kept." in (said := copy())
+    assert "  00_start_here.ipynb" in said
+    assert nbformat.read(lessons[0], 4).cells[0].source == "what I ran"
+    assert before != lessons[1].read_text("utf-8")
 
 
 def test_a_folder_that_cannot_be_used_gets_a_traceback(course, tmp_path, capsys):
@@ -146,8 +194,7 @@ def test_a_wheel_in_a_fresh_environment_has_no_notebooks_or_a_learners_own(tmp_p
     (packages / "parent.pth").write_text(sysconfig.get_path("purelib"))  # for torch
     target = tmp_path / "mine"
     run(python, "-m", "ddp_kit.course", "copy", target)
-    for file in notebooks.files():
-        assert (target / file).read_bytes() == (ROOT / "notebooks" / file).read_bytes()
+    assert 'outputs": []' in (target / "00_start_here.ipynb").read_text("utf-8")
     assert json.loads((target / COPIED).read_text()).keys() == {
         file.as_posix() for file in notebooks.files()
     }
