@@ -14,6 +14,7 @@ from nbformat import NotebookNode
 from ddp_kit import check
 from ddp_kit.check.partial_credit import parts_of
 from ddp_kit.course import editions, notebooks
+from ddp_kit.course.cells import may_fail, tags, tasks
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
@@ -107,16 +108,14 @@ def missing(package: str, module: str) -> str:
 def _read_assignment(path: Path) -> Assignment:
     notebook = editions.read(path)
     notebook.cells = [
-        cell
-        for cell in editions.without(notebook, "solution")
-        if "exercise" not in editions.tags(cell)
+        cell for cell in editions.without(notebook, "solution") if "exercise" not in tags(cell)
     ]
     checks, task = {}, ""
     for cell in notebook.cells:
-        cell.metadata = {"tags": ["raises-exception"]} if editions.may_fail(cell) else {}
+        cell.metadata = {"tags": ["raises-exception"]} if may_fail(cell) else {}
         if cell.cell_type == "markdown":  # without links to the lessons
             cell.source = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source)
-        elif gaps := editions.tasks(cell.source):
+        elif gaps := tasks(cell.source):
             if task:
                 raise CourseError(f"{path}: no check follows {task}")
             task = gaps[0].partition(":")[0]

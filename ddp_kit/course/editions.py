@@ -28,13 +28,12 @@ from nbformat import NotebookNode
 from nbformat.validator import iter_validate
 
 from ddp_kit.course import notebooks
+from ddp_kit.course.cells import BEGIN, END, GAP, folded, may_fail, solved, tags, tasks, unsolved
 from ddp_kit.errors import CourseError
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
 SCRIPT = "%%writefile scripts/"
-_GAP = re.compile(rf"^( *)# ([^\n]+)\n\1{BEGIN}\n(.+?)\n\1{END}$", re.MULTILINE | re.DOTALL)
 
 
 def read(path: Path) -> NotebookNode:
@@ -62,38 +61,13 @@ def read(path: Path) -> NotebookNode:
             raise CourseError(
                 f"{path}: cell {number} has the tag {unknown[0]!r}; known are {known}"
             )
-        rest = _GAP.sub("", cell.source)
+        rest = GAP.sub("", cell.source)
         if cell.cell_type == "code" and (BEGIN in rest or END in rest):
             raise CourseError(
                 f"{path}: cell {number} must have, each in a line of its own and indented alike, a "
                 f"comment that says what is missing, `{BEGIN}`, the solution, and `{END}`"
             )
     return notebook
-
-
-def tags(cell: NotebookNode) -> set[str]:
-    """Return the tags of a cell."""
-    return set(cell.metadata.get("tags", ()))
-
-
-def may_fail(cell: NotebookNode) -> bool:
-    """Return whether a cell shows an error on purpose."""
-    return "raises-exception" in tags(cell)
-
-
-def tasks(source: str) -> list[str]:
-    """Return what is missing in each gap of a cell: "Exercise 4.1: exchange two chunks"."""
-    return [match[2] for match in _GAP.finditer(source)]
-
-
-def unsolved(source: str) -> str:
-    """Return a cell with gaps."""
-    return _GAP.sub(lambda gap: f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})", source)
-
-
-def solved(source: str) -> str:
-    """Return a cell with its solution, without the marks."""
-    return _GAP.sub(r"\3", source)
 
 
 def text_of(notebook: NotebookNode, cells: Iterable[NotebookNode]) -> str:
@@ -139,13 +113,6 @@ def lesson(notebook: NotebookNode) -> str:
             cells.append(nbformat.v4.new_markdown_cell(source, id=f"{cell.id}-solution"))
             solution = ""
     return text_of(notebook, cells)
-
-
-def folded(text: str, summary: str) -> str:
-    """Return markdown, of which what stands above the first heading is shown on demand."""
-    answer, heading, rest = re.fullmatch(r"(.*?)((?:^#+ |\Z))(.*)", text, re.S | re.M).groups()
-    details = f"<details><summary>{summary}</summary>\n\n{answer.strip()}\n\n</details>"
-    return f"{details}\n\n{heading}{rest}".rstrip()
 
 
 def solutions(notebook: NotebookNode) -> str:

@@ -9,6 +9,7 @@ from nbformat import NotebookNode
 
 from ddp_kit.course import editions
 from ddp_kit.course.assignment import Assignment, add_arguments, counted, missing, read, write
+from ddp_kit.course.cells import tasks
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,7 +41,7 @@ def _edition(assignment: Assignment) -> str:
             # nbgrader takes the number that a test shows as its points, and a text on stderr as 0.
             cell.source = f"{len(check.parts)} * {check.credit}"
             metadata = _metadata(cell, grade=True, locked=True) | {"points": len(check.parts)}
-        elif cell.cell_type == "code" and editions.tasks(cell.source):
+        elif cell.cell_type == "code" and tasks(cell.source):
             metadata = _metadata(cell, solution=True)
         else:
             metadata = _metadata(cell, locked=True)

@@ -15,6 +15,7 @@ from ddp_kit.course.assignment import (
     read,
     write,
 )
+from ddp_kit.course.cells import unsolved
 
 __all__ = ["add_arguments", "run"]
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> str:
 def _edition(assignment: Assignment) -> str:
     """Return the notebook for learners, where Otter runs the tests instead of the checks."""
     for cell in assignment.notebook.cells:
-        cell.source = editions.unsolved(cell.source)
+        cell.source = unsolved(cell.source)
         if cell.id in assignment.checks:
             cell.metadata["tags"] = ["otter_ignore", "raises-exception"]
     return editions.text_of(assignment.notebook, assignment.notebook.cells)

@@ -1,0 +1,46 @@
+"""What a cell of a notebook is for: its tags, the gaps for the learner, and what is folded.
+
+The site is built where the kit is not installed, so nothing of the kit is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+GAP = re.compile(rf"^( *)# ([^\n]+)\n\1{BEGIN}\n(.+?)\n\1{END}$", re.MULTILINE | re.DOTALL)
+
+
+def tags(cell: Mapping[str, Any]) -> set[str]:
+    """Return the tags of a cell."""
+    return set(cell["metadata"].get("tags", ()))
+
+
+def may_fail(cell: Mapping[str, Any]) -> bool:
+    """Return whether a cell shows an error on purpose."""
+    return "raises-exception" in tags(cell)
+
+
+def tasks(source: str) -> list[str]:
+    """Return what is missing in each gap of a cell: "Exercise 4.1: exchange two chunks"."""
+    return [match[2] for match in GAP.finditer(source)]
+
+
+def unsolved(source: str) -> str:
+    """Return a cell with gaps."""
+    return GAP.sub(lambda gap: f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})", source)
+
+
+def solved(source: str) -> str:
+    """Return a cell with its solution, without the marks."""
+    return GAP.sub(r"\3", source)
+
+
+def folded(text: str, summary: str) -> str:
+    """Return markdown, of which what stands above the first heading is shown on demand."""
+    answer, heading, rest = re.fullmatch(r"(.*?)((?:^#+ |\Z))(.*)", text, re.S | re.M).groups()
+    details = f"<details><summary>{summary}</summary>\n\n{answer.strip()}\n\n</details>"
+    return f"{details}\n\n{heading}{rest}".rstrip()
