@@ -75,6 +75,17 @@ def test_a_link_leads_to_no_page_and_to_no_file(parts):
     assert set(links) - known == set()
 
 
+@pytest.mark.parametrize("parts", [ALL, GRADED], ids=["all", "without solutions"])
+def test_an_old_name_leads_nowhere_or_hides_a_page(parts):
+    found = build.redirects(parts)
+    assert {posixpath.basename(name) for name in found} == {f"{old}.html" for old in build.MOVED}
+    for name, text in found.items():
+        (new,) = set(re.findall(r'(?:url=|href=")(\w+)\.html"', text))
+        assert new == build.MOVED[Path(name).stem]
+        assert f"{posixpath.dirname(name)}/{new}.ipynb" in pages(*parts)
+        assert f"{posixpath.splitext(name)[0]}.ipynb" not in pages(*parts)
+
+
 def test_a_page_has_no_minutes_or_its_notebook_cannot_be_downloaded():
     readme = (ROOT / "README.md").read_text("utf-8")
     row = re.compile(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", re.MULTILINE)

@@ -209,7 +209,7 @@ def test_stage_2_reduces_each_micro_batch_and_stage_1_only_the_last():
 
 def test_a_ring_of_keys_and_values_sends_something_else():
     plan = Plan(cp=4, micro_batches=2, **plain)
-    # Three times around, as in lesson 16, and gradients take one step more.
+    # Three times around, as in lesson 18, and gradients take one step more.
     assert model.step(MEGATRON, plan, costs(MESSAGE))["cp"] == 2 * 36 * (3 * 3 + 1)
     shared = replace(MEGATRON, kv_heads=8)
     keys = 2 * 2 * 1024 * 2048 / 4

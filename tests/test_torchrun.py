@@ -26,7 +26,7 @@ import torch.distributed as dist
 from processes import BOUND
 
 import ddp_kit as kit
-from ddp_kit.lessons import beyond_one_machine
+from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import rank_processes, view
 
@@ -204,7 +204,7 @@ def test_a_rank_that_is_killed_is_reported_with_its_signal():
 
 def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, capsys):
     (tmp_path / "killed").mkdir()
-    train, killed = beyond_one_machine.train, str(tmp_path / "killed")
+    train, killed = lesson.train, str(tmp_path / "killed")
     resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
     assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
     with kit.WorkerPool(2) as pool:
@@ -388,7 +388,7 @@ def test_another_number_of_ranks_on_the_other_host_is_reported():
 def test_a_host_that_never_joins_is_reported_in_one_sentence(capsys):
     with pytest.raises(kit.PoolError, match="connected within 3 s: start those of host 1"):
         kit.torchrun(
-            beyond_one_machine.my_place,
+            lesson.my_place,
             **{"nproc_per_node": 1, "nnodes": 2, "master_addr": "127.0.0.1", "join_timeout": 3},
         )
     command = capsys.readouterr().out
@@ -398,7 +398,7 @@ def test_a_host_that_never_joins_is_reported_in_one_sentence(capsys):
 
 
 def test_an_impossible_rendezvous_is_refused_before_anything_starts():
-    two_hosts = functools.partial(torchrun, beyond_one_machine.my_place, nnodes=2)
+    two_hosts = functools.partial(torchrun, lesson.my_place, nnodes=2)
     with pytest.raises(kit.PoolError, match="cannot resolve the name 'no-such-host'"):
         two_hosts(master_addr="no-such-host")
     with socket.create_server(("", 0)) as taken:
@@ -418,7 +418,7 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
     monkeypatch.setattr(socket, "create_server", refuse)
     message = r"20000 and 29999 are unavailable \(Address already in use\); set master_port= to a"
     with pytest.raises(kit.PoolError, match=message):
-        torchrun(beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1")
+        torchrun(lesson.my_place, nnodes=2, master_addr="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
     ],
 )
 def test_an_impossible_argument_is_refused_before_anything_starts(given, message):
-    worker = given.pop("worker", beyond_one_machine.my_place)
+    worker = given.pop("worker", lesson.my_place)
     with pytest.raises(kit.KitError) as caught:
         kit.torchrun(worker, **given)
     assert message in str(caught.value)
@@ -454,9 +454,7 @@ def test_a_file_that_the_kit_did_not_write_is_not_overwritten(tmp_path, monkeypa
     file = tmp_path / f"my_place_for_port_{port}.py"
     file.write_text("important = True\n")
     with pytest.raises(kit.PoolError, match=f"{file.name!r} is in the way"):
-        kit.torchrun(
-            beyond_one_machine.my_place, nnodes=2, master_addr="127.0.0.1", master_port=port
-        )
+        kit.torchrun(lesson.my_place, nnodes=2, master_addr="127.0.0.1", master_port=port)
     assert file.read_text() == "important = True\n"
 
 
@@ -479,4 +477,4 @@ def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypa
 
     monkeypatch.setattr(rank_processes, "JoinGroup", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        kit.torchrun(beyond_one_machine.my_place, nproc_per_node=1)
+        kit.torchrun(lesson.my_place, nproc_per_node=1)

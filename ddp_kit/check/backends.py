@@ -1,4 +1,4 @@
-"""Graders of lesson 09: a time for all ranks, a backend for a device, a compressed all_reduce."""
+"""Graders of lesson 10: a time for all ranks, a backend for a device, a compressed all_reduce."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PLACES = (
 )
 
 
-def exercise_9_1(slowest_rounds: Callable[[Callable, Callable, int], Any]) -> Credit:
+def exercise_10_1(slowest_rounds: Callable[[Callable, Callable, int], Any]) -> Credit:
     """Grade `slowest_rounds(operation, clock, rounds)` on 1 to 5 ranks, with a clock that is set.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "slowest_rounds(operation, clock, rounds)"
-    grader = Grader("9.1", form, slowest_rounds, collectives=True)
+    grader = Grader("10.1", form, slowest_rounds, collectives=True)
     for world_size in grader.each(SIZES):
         found = list(grader.run(_slowest_rounds, world_size=world_size))
         own = [_seconds(rank, world_size) for rank in range(world_size)]
@@ -47,12 +47,12 @@ def exercise_9_1(slowest_rounds: Callable[[Callable, Callable, int], Any]) -> Cr
     return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
 
 
-def exercise_9_2(backend_for: Callable[[set[str], int], Any]) -> Credit:
+def exercise_10_2(backend_for: Callable[[set[str], int], Any]) -> Credit:
     """Grade `backend_for(devices, ranks_per_gpu)` for tensors on the CPU, on GPUs, and on both.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("9.2", "backend_for(devices, ranks_per_gpu)", backend_for)
+    grader = Grader("10.2", "backend_for(devices, ranks_per_gpu)", backend_for)
     for devices, ranks in grader.each(PLACES, part=_devices):
         case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"
         found = grader.run(_backend_for, devices, ranks, world_size=1, case=case)[0]
@@ -62,13 +62,13 @@ def exercise_9_2(backend_for: Callable[[set[str], int], Any]) -> Credit:
     return grader.passed("right for tensors on the CPU, on GPUs, and on both")
 
 
-def exercise_9_3(compressed_all_reduce: Callable[[torch.Tensor], Any]) -> Credit:
+def exercise_10_3(compressed_all_reduce: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `compressed_all_reduce(tensor)` on 1 to 5 ranks: its sums, and the bytes it sends.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "compressed_all_reduce(tensor)"
-    grader = Grader("9.3", form, compressed_all_reduce, collectives=True)
+    grader = Grader("10.3", form, compressed_all_reduce, collectives=True)
     cases = [(n, huge) for n in SIZES for huge in (False, True)]
     for world_size, huge in grader.each(cases, SENT, part=_range):
         held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)

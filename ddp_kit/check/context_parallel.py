@@ -1,4 +1,4 @@
-"""Graders of lesson 16: an online softmax, masks and gradients on a ring, tokens for experts."""
+"""Graders of lesson 18: an online softmax, masks and gradients on a ring, tokens for experts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CHUNK = 2  # tokens
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # maximum, sum, weighted sum
 
 
-def exercise_16_1(add_block: Callable[..., Any]) -> Credit:
+def exercise_18_1(add_block: Callable[..., Any]) -> Credit:
     """Grade `add_block(maximum, total, weighted, scores, values)` on 1 and 3 blocks of keys.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "add_block(maximum, total, weighted, scores, values)"
-    grader = Grader("16.1", form, add_block)
+    grader = Grader("18.1", form, add_block)
     for count in grader.each((1, 3), part=lambda n: "one block" if n == 1 else "three blocks"):
         blocks = _blocks(count)
         (found,) = grader.run(_add_blocks, blocks, world_size=1, case=f"{count} x {form}")
@@ -32,12 +32,12 @@ def exercise_16_1(add_block: Callable[..., Any]) -> Credit:
     return grader.passed("right with one block of keys and with three")
 
 
-def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> Credit:
+def exercise_18_2(block_mask: Callable[[int, int, int, int], Any]) -> Credit:
     """Grade `block_mask(rank, step, n, chunk)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("16.2", "block_mask(rank, step, n, chunk)", block_mask)
+    grader = Grader("18.2", "block_mask(rank, step, n, chunk)", block_mask)
     for n in grader.each(SIZES):
         found = list(grader.run(_masks, world_size=n))
         for step in range(n):
@@ -48,7 +48,7 @@ def exercise_16_2(block_mask: Callable[[int, int, int, int], Any]) -> Credit:
     return grader.passed("right on 1, 2, 3, 4 and 5 ranks, in each step")
 
 
-def exercise_16_3(bring_home: Callable[[list], Any]) -> Credit:
+def exercise_18_3(bring_home: Callable[[list], Any]) -> Credit:
     """Grade `bring_home(parts)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -58,7 +58,7 @@ def exercise_16_3(bring_home: Callable[[list], Any]) -> Credit:
         "Each rank starts to send to the right and to receive from the left, and only then waits "
         "for both, as often as the others.",
     )
-    grader = Grader("16.3", "bring_home(parts)", bring_home, hints=hints)
+    grader = Grader("18.3", "bring_home(parts)", bring_home, hints=hints)
     for n in grader.each(SIZES):
         found = list(grader.run(_bring_home, world_size=n))
         wanted = [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)]
@@ -66,7 +66,7 @@ def exercise_16_3(bring_home: Callable[[list], Any]) -> Credit:
     return grader.passed("right on 1, 2, 3, 4 and 5 ranks, the gradients are home")
 
 
-def exercise_16_4(through_experts: Callable[..., Any]) -> Credit:
+def exercise_18_4(through_experts: Callable[..., Any]) -> Credit:
     """Grade `through_experts(tokens, choice, expert)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -78,7 +78,7 @@ def exercise_16_4(through_experts: Callable[..., Any]) -> Credit:
         "they came from, so both lists change places."
     )
     grader = Grader(
-        "16.4",
+        "18.4",
         "through_experts(tokens, choice, expert)",
         through_experts,
         hints=dict.fromkeys(failing, hint),

@@ -1,4 +1,4 @@
-"""Graders of lesson 08 on mistakes: a sampler, the statistics of BatchNorm, a checkpoint."""
+"""Graders of lesson 09, in the notebook of 08: a sampler, BatchNorm's statistics, a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graders of lesson 12: a norm and a whole tensor from shards on a mesh, and a sharded product."""
+"""Graders of lesson 14: a norm and a whole tensor from shards on a mesh, and a sharded product."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ INNER, COLUMNS = 2, 2  # of a product: a rank's part of what is summed over, and
 _UNCHANGED = "Leave the tensor that it gets as it is: `a * a` makes a new one, `a *= a` does not."
 
 
-def exercise_12_1(norm: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
+def exercise_14_1(norm: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
     """Grade `norm(local, mesh)` on meshes of 1 to 6 ranks, with [Shard(0), Replicate()].
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("12.1", "norm(local, mesh)", norm, collectives=True)
+    grader = Grader("14.1", "norm(local, mesh)", norm, collectives=True)
     for shape in grader.each(MESHES, KEPT, SENT, part=mesh_name):
         rows, columns = shape
         held = [_matrix(rows)[r // columns * 2 :][:2] for r in range(rows * columns)]
@@ -38,12 +38,12 @@ def exercise_12_1(norm: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
     return grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
 
 
-def exercise_12_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
+def exercise_14_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> Credit:
     """Grade `gather_whole(local, mesh)` on meshes of 1 to 6 ranks, with [Shard(0), Shard(1)].
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("12.2", "gather_whole(local, mesh)", gather_whole, collectives=True)
+    grader = Grader("14.2", "gather_whole(local, mesh)", gather_whole, collectives=True)
     for shape in grader.each(MESHES, part=mesh_name):
         rows, columns = shape
         whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
@@ -56,12 +56,12 @@ def exercise_12_2(gather_whole: Callable[[torch.Tensor, DeviceMesh], Any]) -> Cr
     return grader.passed("right on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks")
 
 
-def exercise_12_3(own_rows: Callable[[torch.Tensor, torch.Tensor], Any]) -> Credit:
+def exercise_14_3(own_rows: Callable[[torch.Tensor, torch.Tensor], Any]) -> Credit:
     """Grade `own_rows(x, w)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("12.3", "own_rows(x, w)", own_rows, collectives=True)
+    grader = Grader("14.3", "own_rows(x, w)", own_rows, collectives=True)
     for n in grader.each(SIZES, SENT):
         result = grader.run(_multiply, world_size=n)
         factors = [_factors(rank) for rank in range(n)]

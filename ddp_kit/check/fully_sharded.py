@@ -1,4 +1,4 @@
-"""Grader of lesson 13: a linear layer in ZeRO's stage 3, whose weight is gathered when needed."""
+"""Grader of lesson 15: a linear layer in ZeRO's stage 3, whose weight is gathered when needed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OUTPUTS, INPUTS = 5, 3  # the weight has 5 rows, which few world sizes divide
 BATCH = 4  # examples of a rank: no rank has as many rows
 
 
-def exercise_13_3(sharded_linear: Callable[..., Any]) -> Credit:
+def exercise_15_3(sharded_linear: Callable[..., Any]) -> Credit:
     """Grade `sharded_linear(x, rows, gather, average)`, a layer in stage 3, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "sharded_linear(x, rows, gather, average)"
     hints = {RankError: _hint_for_product}
-    grader = Grader("13.3", form, sharded_linear, hints, collectives=True)
+    grader = Grader("15.3", form, sharded_linear, hints, collectives=True)
     weight = torch.arange(1.0, OUTPUTS * INPUTS + 1).view(OUTPUTS, INPUTS)
     for n in grader.each(SIZES, OF_X, OF_ROWS, FREED):
         inputs, grads = brought(n, BATCH, INPUTS), [2 * grad for grad in brought(n, BATCH, OUTPUTS)]

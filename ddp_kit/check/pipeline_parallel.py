@@ -1,4 +1,4 @@
-"""Graders of lesson 15: two orders, a backward that computes its forward again, a bubble."""
+"""Graders of lesson 17: two orders, a backward that computes its forward again, a bubble."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NO_SEND = (
 )
 
 
-def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> Credit:
+def exercise_17_1(one_f_one_b: Callable[[int, int, int], Any]) -> Credit:
     """Grade `one_f_one_b(rank, p, m)` for 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("15.1", "one_f_one_b(rank, p, m)", one_f_one_b)
+    grader = Grader("17.1", "one_f_one_b(rank, p, m)", one_f_one_b)
     for p, m in grader.each(CASES, part=_micro_batches):
         case = f"one_f_one_b(rank, {p}, {m})"
         found = list(map(_text, grader.run(_call, p, m, world_size=p, case=case)))
@@ -40,13 +40,13 @@ def exercise_15_1(one_f_one_b: Callable[[int, int, int], Any]) -> Credit:
     return grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
 
 
-def exercise_15_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> Credit:
+def exercise_17_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> Credit:
     """Grade `backward(stage, x, target, m)` in a pipeline of 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {RankError: _hint_for_error, DeadlockError: _NO_SEND}
-    grader = Grader("15.2", "backward(stage, x, target, m)", backward, hints)
+    grader = Grader("17.2", "backward(stage, x, target, m)", backward, hints)
     cases = {2: 2, 3: 4, 1: 2, 4: 3}  # ranks: micro-batches
     for p in grader.each(cases):
         m = cases[p]
@@ -58,12 +58,12 @@ def exercise_15_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int
     return grader.passed("right on 1, 2, 3 and 4 ranks")
 
 
-def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> Credit:
+def exercise_17_3(micro_batches: Callable[[int, float], Any]) -> Credit:
     """Grade `micro_batches(p, most)`: the smallest number for a bubble that is not larger.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("15.3", "micro_batches(p, most)", micro_batches)
+    grader = Grader("17.3", "micro_batches(p, most)", micro_batches)
     for p, most in grader.each(BUBBLES, part=_rounding):
         case = f"micro_batches({p}, {most:g})"
         (found,) = grader.run(_call_once, p, most, world_size=1, case=f"{case}, called")
@@ -74,12 +74,12 @@ def exercise_15_3(micro_batches: Callable[[int, float], Any]) -> Credit:
     return grader.passed("right for 1 to 16 ranks")
 
 
-def exercise_15_4(interleaved: Callable[[int, int, int, int], Any]) -> Credit:
+def exercise_17_4(interleaved: Callable[[int, int, int, int], Any]) -> Credit:
     """Grade `interleaved(rank, p, v, m)` for 1 to 4 ranks with 2 or 3 stages each.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("15.4", "interleaved(rank, p, v, m)", interleaved)
+    grader = Grader("17.4", "interleaved(rank, p, v, m)", interleaved)
     for p, v, m in grader.each(INTERLEAVED, part=_ranks):
         case = f"interleaved(rank, {p}, {v}, {m})"
         found = list(map(_text, grader.run(_call, p, v, m, world_size=p, case=case)))

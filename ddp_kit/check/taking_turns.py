@@ -1,4 +1,4 @@
-"""Ranks that share memory and run one at a time, in a given order, for the graders of lesson 18."""
+"""Ranks that share memory and run one at a time, in a given order, for the graders of lesson 21."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Turns:
 
 
 class Flags:
-    """The flags of 18.1, as a rank may use them: it reads all and writes its own."""
+    """The flags of 21.1, as a rank may use them: it reads all and writes its own."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

@@ -1,4 +1,4 @@
-"""Graders of lesson 14: parts of weights, a row-parallel sum, and two backwards."""
+"""Graders of lesson 16: parts of weights, a row-parallel sum, and two backwards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KEPT = "the gradient that it gets stays as it is"
 PRAISE = "right on 1, 2, 3, 4 and 5 ranks"
 
 
-def exercise_14_1(own_heads: Callable[[torch.Tensor], Any]) -> Credit:
+def exercise_16_1(own_heads: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `own_heads(weight)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("14.1", "own_heads(weight)", own_heads, collectives=True)
+    grader = Grader("16.1", "own_heads(weight)", own_heads, collectives=True)
     for n in grader.each(SIZES, SENT):
         weight = torch.arange(1.0, 1 + 3 * 2 * n * 2 * n).view(3 * 2 * n, 2 * n)
         layers = weight.chunk(3)
@@ -33,12 +33,12 @@ def exercise_14_1(own_heads: Callable[[torch.Tensor], Any]) -> Credit:
     return grader.passed(PRAISE)
 
 
-def exercise_14_2(row_parallel: Callable[..., Any]) -> Credit:
+def exercise_16_2(row_parallel: Callable[..., Any]) -> Credit:
     """Grade `row_parallel(x, weight, bias)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("14.2", "row_parallel(x, weight, bias)", row_parallel, collectives=True)
+    grader = Grader("16.2", "row_parallel(x, weight, bias)", row_parallel, collectives=True)
     for n in grader.each(SIZES, SENT):
         result = grader.run(_add_up, world_size=n)
         held = [_factors(rank, n) for rank in range(n)]
@@ -55,12 +55,12 @@ def exercise_14_2(row_parallel: Callable[..., Any]) -> Credit:
     return grader.passed(f"{PRAISE}, and no position is sent where it is not needed")
 
 
-def exercise_14_3(backward: Callable[[Any, torch.Tensor], Any]) -> Credit:
+def exercise_16_3(backward: Callable[[Any, torch.Tensor], Any]) -> Credit:
     """Grade `backward(ctx, gradient)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("14.3", "backward(ctx, gradient)", backward, collectives=True)
+    grader = Grader("16.3", "backward(ctx, gradient)", backward, collectives=True)
     for n in grader.each(SIZES, KEPT, SENT):
         held = [torch.arange(1.0, 9).view(2, 2, 2) + 10 * rank for rank in range(n)]
         result = grader.run(_go_back, held, world_size=n)
@@ -78,13 +78,13 @@ def exercise_14_3(backward: Callable[[Any, torch.Tensor], Any]) -> Credit:
     return grader.passed(PRAISE)
 
 
-def exercise_14_4(loss_gradient: Callable[..., Any]) -> Credit:
+def exercise_16_4(loss_gradient: Callable[..., Any]) -> Credit:
     """Grade `loss_gradient(logits, targets)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints: dict = {RankError: _hint_for_index}
-    grader = Grader("14.4", "loss_gradient(logits, targets)", loss_gradient, hints, True)
+    grader = Grader("16.4", "loss_gradient(logits, targets)", loss_gradient, hints, True)
     for n in grader.each(SIZES, SENT):
         logits, targets = _logits(n)
         result = grader.run(_differentiate, world_size=n)

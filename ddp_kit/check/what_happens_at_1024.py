@@ -1,4 +1,4 @@
-"""Graders of lesson 11: costs of an all_reduce, a rate with warm-up, memory of a rank, MFU.
+"""Graders of lesson 12: costs of an all_reduce, a rate with warm-up, memory of a rank, MFU.
 
 These answers are arithmetic. They run on one rank, where they are bounded as all answers are.
 """
@@ -29,12 +29,12 @@ _SURPLUS = (
 )
 
 
-def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> Credit:
+def exercise_12_1(two_costs: Callable[[int, float, float, float], Any]) -> Credit:
     """Grade `two_costs(n, nbytes, alpha, beta)`: seconds of a chunked ring and halving-doubling.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("11.1", "two_costs(n, nbytes, alpha, beta)", two_costs)
+    grader = Grader("12.1", "two_costs(n, nbytes, alpha, beta)", two_costs)
     sizes = (8, 2, 1024, 1, 6, 1000)
     # First the messages in a row alone, then the bytes in a row, then both.
     prices = ((1.0, 0.0), (0.0, 1.0), (20e-6, 1 / 5e9))
@@ -59,12 +59,12 @@ def exercise_11_1(two_costs: Callable[[int, float, float, float], Any]) -> Credi
     return grader.passed("right for 1, 2, 6, 8, 1,000 and 1,024 ranks")
 
 
-def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> Credit:
+def exercise_12_2(learning_rate: Callable[[int, int, int], Any]) -> Credit:
     """Grade `learning_rate(step, batch, warmup)`: the linear scaling rule with a warm-up.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("11.2", "learning_rate(step, batch, warmup)", learning_rate)
+    grader = Grader("12.2", "learning_rate(step, batch, warmup)", learning_rate)
     rule = f"The rule: {RATE:g} for a batch of {REFERENCE}, and k times that for k times the batch."
     first = f"The warm-up begins with {RATE:g}, whatever the batch."
     between = (
@@ -91,12 +91,12 @@ def exercise_11_2(learning_rate: Callable[[int, int, int], Any]) -> Credit:
     return grader.passed("right in the first step, during the warm-up and after it")
 
 
-def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> Credit:
+def exercise_12_3(ranks_needed: Callable[[float, float, int], Any]) -> Credit:
     """Grade `ranks_needed(parameters, memory, stage)`: the fewest ranks on which a model fits.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("11.3", "ranks_needed(parameters, memory, stage)", ranks_needed)
+    grader = Grader("12.3", "ranks_needed(parameters, memory, stage)", ranks_needed)
     never = (
         "What every rank holds, 16, 4, 2 or 0 bytes of each parameter, does not get less with more "
         "ranks. If it does not fit, return None."
@@ -129,13 +129,13 @@ def exercise_11_3(ranks_needed: Callable[[float, float, int], Any]) -> Credit:
     return grader.passed("right for DDP and the three stages of ZeRO")
 
 
-def exercise_11_4(mfu: Callable[..., Any]) -> Credit:
+def exercise_12_4(mfu: Callable[..., Any]) -> Credit:
     """Grade `mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)`.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "mfu(tokens_per_second, gpus, parameters, layers, width, length, peak)"
-    grader = Grader("11.4", form, mfu)
+    grader = Grader("12.4", form, mfu)
     calls = [
         (3200.0, 1, 6.7e9, 32, 4096, 0, 312e12),
         (3200.0, 1, 6.7e9, 32, 4096, 4096, 312e12),

@@ -1,4 +1,4 @@
-"""Graders of lesson 17: gradients on a mesh, a stage of ZeRO, what goes inside a host, an MFU.
+"""Graders of lesson 20: gradients on a mesh, a stage of ZeRO, what goes inside a host, an MFU.
 
 The first answer runs on meshes of 1 to 4 ranks. The others are arithmetic; they run on one rank,
 where they are bounded as all answers are.
@@ -22,13 +22,13 @@ NAMES = ("dp", "tp")
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 
 
-def exercise_17_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> Credit:
+def exercise_20_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> Credit:
     """Grade `average_gradients(model, mesh)` on meshes of (dp, tp) with 1 to 4 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "average_gradients(model, mesh)"
-    grader = Grader("17.1", form, average_gradients, collectives=True)
+    grader = Grader("20.1", form, average_gradients, collectives=True)
     for dp, tp in grader.each(MESHES, part=mesh_name):
         case = f"average_gradients(model, mesh of {dp} x {tp})"
         result = grader.run(_average, (dp, tp), world_size=dp * tp, case=case)
@@ -40,13 +40,13 @@ def exercise_17_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> 
     return grader.passed("right on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks")
 
 
-def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> Credit:
+def exercise_20_2(smallest_stage: Callable[[float, int, float], Any]) -> Credit:
     """Grade `smallest_stage(parameters, ranks, memory)`: the least of ZeRO that fits.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "smallest_stage(parameters, ranks, memory)"
-    grader = Grader("17.2", form, smallest_stage)
+    grader = Grader("20.2", form, smallest_stage)
     calls = [
         *((7.5e9, 64, memory) for memory in (130e9, 40e9, 20e9, 10e9)),
         *((7.5e9, 64, 1e9), (1e9, 1, 17e9), (1e9, 1, 15e9), (70e9, 16, 80e9), (1e9, 8, 16e9)),
@@ -72,12 +72,12 @@ def exercise_17_2(smallest_stage: Callable[[float, int, float], Any]) -> Credit:
     return grader.passed("right from 1 to 64 ranks, with a memory of 1 to 130 GB")
 
 
-def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> Credit:
+def exercise_20_3(inside: Callable[[dict, dict, int], Any]) -> Credit:
     """Grade `inside(sent, ranks, per_host)`: the dimensions that go inside a host.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("17.3", "inside(sent, ranks, per_host)", inside)
+    grader = Grader("20.3", "inside(sent, ranks, per_host)", inside)
     calls = [
         ({"tp": 90.0, "pp": 1.0, "dp": 6.0}, {"tp": 8, "pp": 4, "dp": 16}, 8),
         ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
@@ -100,13 +100,13 @@ def exercise_17_3(inside: Callable[[dict, dict, int], Any]) -> Credit:
     return grader.passed("right for hosts with 8 and 16 ranks")
 
 
-def exercise_17_4(step_seconds: Callable[..., Any]) -> Credit:
+def exercise_20_4(step_seconds: Callable[..., Any]) -> Credit:
     """Grade `step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)`.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)"
-    grader = Grader("17.4", form, step_seconds)
+    grader = Grader("20.4", form, step_seconds)
     calls = [
         (126, 16_384, 405e9, 8_192, 16.8e6, 8_192, 989e12, 0.43),
         (126, 16_384, 405e9, 131_072, 16.8e6, 16_384, 989e12, 0.38),

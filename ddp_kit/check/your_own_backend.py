@@ -1,6 +1,6 @@
-"""Graders of lesson 18: a barrier from flags, two sums in shared memory, a backend for DDP.
+"""Graders of lesson 21: a barrier from flags, two sums in shared memory, a backend for DDP.
 
-The ranks of 18.1 to 18.3 take turns: one runs until it has to wait, then the next. So a race does
+The ranks of 21.1 to 21.3 take turns: one runs until it has to wait, then the next. So a race does
 not depend on luck: the order that shows a mistake is one of those in which they run.
 """
 
@@ -24,7 +24,7 @@ LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
 _FACTORS = (1, 5, 7, 3)  # of the numbers in each call, and in one that never comes
 
 
-def exercise_18_1(barrier: Callable[..., Any]) -> Credit:
+def exercise_21_1(barrier: Callable[..., Any]) -> Credit:
     """Grade `barrier(flags, rank, pause)` on 1 to 5 ranks, three times in a row.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -34,7 +34,7 @@ def exercise_18_1(barrier: Callable[..., Any]) -> Credit:
         RunTimeoutError: "Call pause() each time that you have looked in vain, or the loop holds "
         "the core that another rank needs.",
     }
-    grader = Grader("18.1", "barrier(flags, rank, pause)", barrier, hints, collectives=True)
+    grader = Grader("21.1", "barrier(flags, rank, pause)", barrier, hints, collectives=True)
     for n in grader.each(SIZES, AGAIN):
         for order in orders(n):
             ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
@@ -62,13 +62,13 @@ _AHEAD = (
 _SILENT = "No rank has changed its flag: raise flags[rank] before you wait."
 
 
-def exercise_18_2(all_reduce: Callable[..., Any]) -> Credit:
+def exercise_21_2(all_reduce: Callable[..., Any]) -> Credit:
     """Grade `all_reduce(tensor, slots, rank, barrier)` on 2 ranks, three times in a row.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "all_reduce(tensor, slots, rank, barrier)"
-    grader = Grader("18.2", form, all_reduce, {RankError: _IN_SLOTS}, collectives=True)
+    grader = Grader("21.2", form, all_reduce, {RankError: _IN_SLOTS}, collectives=True)
     for order in grader.each(orders(2), AGAIN, part=lambda order: f"rank {order[0]} is faster"):
         found = list(grader.run(_sums, order, True, world_size=2))
         _check_barriers(grader, found)
@@ -89,13 +89,13 @@ _READ = (
 )
 
 
-def exercise_18_3(reduce_scatter: Callable[..., Any]) -> Credit:
+def exercise_21_3(reduce_scatter: Callable[..., Any]) -> Credit:
     """Grade `reduce_scatter(tensor, slots, rank, barrier)` on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     form = "reduce_scatter(tensor, slots, rank, barrier)"
-    grader = Grader("18.3", form, reduce_scatter, {RankError: _IN_SLOTS}, collectives=True)
+    grader = Grader("21.3", form, reduce_scatter, {RankError: _IN_SLOTS}, collectives=True)
     for n in grader.each(SIZES, AGAIN):
         for order in orders(n):
             found = list(grader.run(_sums, order, False, world_size=n))
@@ -110,7 +110,7 @@ def exercise_18_3(reduce_scatter: Callable[..., Any]) -> Credit:
     return grader.passed(f"right on 1, 2, 3, 4 and 5 ranks, with {LENGTH} numbers in uneven chunks")
 
 
-def exercise_18_4(backend: Callable[..., Any]) -> Credit:
+def exercise_21_4(backend: Callable[..., Any]) -> Credit:
     """Grade the `allreduce` of a process group: sums, and the gradients of DDP on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
@@ -122,7 +122,7 @@ def exercise_18_4(backend: Callable[..., Any]) -> Credit:
     work = "PyTorch waits for what allreduce returns: return Finished(tensors)."
     hints: dict = {RankError: pieces, RankDiedError: work, RunTimeoutError: pieces}
     form = "Backend(store, rank, size, timeout)"
-    grader = Grader("18.4", form, backend, hints, collectives=True)
+    grader = Grader("21.4", form, backend, hints, collectives=True)
     for n in grader.each(SIZES, "a tensor larger than the room", "DDP"):
         found = list(grader.run(_use_backend, world_size=n))
         if not all(each["finished"] for each in found):

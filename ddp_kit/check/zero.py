@@ -1,4 +1,4 @@
-"""Graders of lesson 13: a step of ZeRO's stage 1, the gradients of own rows, and bytes."""
+"""Graders of lesson 15: a step of ZeRO's stage 1, the gradients of own rows, and bytes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _SENT = (
 )
 
 
-def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> Credit:
+def exercise_15_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> Credit:
     """Grade `make_step(owners, optimizer_cls)`, which returns stage 1's step, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {MismatchError: _SAME_CALLS, DeadlockError: _SAME_CALLS}
-    grader = Grader("13.1", "make_step(owners, optimizer_cls)", make_step, hints, collectives=True)
+    grader = Grader("15.1", "make_step(owners, optimizer_cls)", make_step, hints, collectives=True)
     start, wanted = [p.detach() for p in _parameters()], _alone(SGD)
     for n in grader.each(SIZES, SECOND, STATES):
         result = grader.run(_take_steps, world_size=n)
@@ -74,13 +74,13 @@ def exercise_13_1(make_step: Callable[[dict, Callable], Callable[[], Any]]) -> C
     )
 
 
-def exercise_13_2(own_gradient: Callable[[torch.Tensor], Any]) -> Credit:
+def exercise_15_2(own_gradient: Callable[[torch.Tensor], Any]) -> Credit:
     """Grade `own_gradient(gradient)`, the mean of this rank's rows, on 1 to 5 ranks.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
     hints = {RankError: _hint_for_shapes, MismatchError: _FILL_UP}
-    grader = Grader("13.2", "own_gradient(gradient)", own_gradient, hints, collectives=True)
+    grader = Grader("15.2", "own_gradient(gradient)", own_gradient, hints, collectives=True)
     for n, length in grader.each(CASES, SENT, part=_divides):
         gradients = brought(n, length, 2)
         rows = -(-length // n)
@@ -100,12 +100,12 @@ def exercise_13_2(own_gradient: Callable[[torch.Tensor], Any]) -> Credit:
     return grader.passed("right on 1, 2, 3, 4 and 5 ranks, also where the rows do not divide")
 
 
-def exercise_13_4(held_and_sent: Callable[[int, int, int], Any]) -> Credit:
+def exercise_15_4(held_and_sent: Callable[[int, int, int], Any]) -> Credit:
     """Grade `held_and_sent(stage, parameters, n)`: the bytes of a rank; stage 0 is DDP.
 
     Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
     """
-    grader = Grader("13.4", "held_and_sent(stage, parameters, n)", held_and_sent)
+    grader = Grader("15.4", "held_and_sent(stage, parameters, n)", held_and_sent)
     calls = [(stage, 1000, n) for n in (8, 1, 64) for stage in (0, 1, 2, 3)]
     cases = [(call, what) for call in calls for what in ("bytes held", "bytes sent")]
     for call, what in grader.each(cases, part=lambda case: case[1]):

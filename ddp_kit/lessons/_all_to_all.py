@@ -1,6 +1,6 @@
 """Rows that are dealt out by all_to_all, with gradients, and the attention of Ulysses.
 
-A part of lesson 16.
+A part of lesson 18.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experts on several ranks: each token travels to the rank of its expert, and back.
 
-A part of lesson 16.
+A part of lesson 18.
 """
 
 from __future__ import annotations

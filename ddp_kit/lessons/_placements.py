@@ -1,6 +1,6 @@
 """What ranks hold of a tensor, and the collective that turns a placement into another one, by hand.
 
-A part of lesson 12, and what lessons on sharded training build on. In all functions, `dim` is the
+A part of lesson 14, and what lessons on sharded training build on. In all functions, `dim` is the
 dimension along which a tensor is cut, and `group` a process group, by default that of all ranks.
 """
 

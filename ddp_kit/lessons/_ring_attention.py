@@ -1,6 +1,6 @@
 """Ring attention: each rank keeps its queries, and keys and values travel round the ring.
 
-A part of lesson 16. Queries, keys and values have the shape (batch, heads, length, head width).
+A part of lesson 18. Queries, keys and values have the shape (batch, heads, length, head width).
 `shards[rank]` lists the chunks of the sequence that a rank holds: ranges of positions.
 """
 

@@ -1,6 +1,6 @@
 """A process group of PyTorch on a segment of shared memory.
 
-A part of lesson 18.
+A part of lesson 21.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory that all ranks of a host share: flags, collectives and messages.
 
-A part of lesson 18. It needs Linux, for `os.memfd_create`. A *piece* is a flat tensor of at most
+A part of lesson 21. It needs Linux, for `os.memfd_create`. A *piece* is a flat tensor of at most
 ROOM bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Layers whose weights are cut over the ranks, by hand: a part of lesson 14.
+"""Layers whose weights are cut over the ranks, by hand: a part of lesson 16.
 
     f   CopyToRegion       nothing in the forward, all_reduce in the backward
     g   ReduceFromRegion   all_reduce in the forward, nothing in the backward

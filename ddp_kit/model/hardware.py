@@ -4,7 +4,7 @@ Memory, FLOP/s in 16 bits and bandwidths are those of the data sheets: NVIDIA A1
 SXM, NVLink with 300 and 450 GB/s in each direction; for each A100 a link of 200 Gbit/s to other
 hosts, for each H100 one of 400 Gbit/s. Latencies are assumed. Both efficiencies are fitted, each to
 one published step: Megatron-LM's with 1.7 billion parameters on 32 A100, and Llama 3 405B on 8,192
-H100, whose pipeline is assumed to have 8 chunks of one layer. Lesson 17 does it, and tests them on
+H100, whose pipeline is assumed to have 8 chunks of one layer. Lesson 20 does it, and tests them on
 other steps.
 """
 

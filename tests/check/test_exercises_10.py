@@ -2,157 +2,153 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit.check import beyond_one_machine
-
-pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def placing(host="GROUP_RANK", local="LOCAL_RANK", number=int, cpu="cpu"):
+def timing(together=True, op="MAX", warm_up=False, as_list=True):
     """Return an answer to 10.1; each argument can make it wrong in one way."""
 
-    def my_place(gpus):
-        device = f"cuda:{os.environ[local]}" if gpus or not cpu else cpu
-        return number(os.environ[host]), device
+    def answer(operation, clock, rounds):
+        seconds = []
+        for _ in range(1 + rounds):
+            dist.barrier()
+            start = clock()
+            operation()
+            seconds.append(clock() - start)
+        slowest = torch.tensor(seconds if warm_up else seconds[1:])
+        if together:
+            dist.all_reduce(slowest, op=getattr(dist.ReduceOp, op))
+        return slowest.tolist() if as_list else slowest
 
-    return my_place
+    return answer
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"local": "RANK"}, "RANK counts over all hosts, and no host has so many GPUs. Take LOCAL"),
-        ({"host": "LOCAL_RANK"}, "GROUP_RANK is the number of the host; LOCAL_RANK counts the"),
-        ({"number": str}, "Environment variables are strings. Convert the number of the host with"),
-        ({"cpu": ""}, 'A host without GPUs has the device "cpu".'),
+        (
+            {"together": False},
+            "rank 0 should return [21.0, 22.0, 23.0, 24.0] but returns [11.0, 22.0, 13.0, 24.0]\n",
+        ),
+        ({"together": False}, "Each rank returns its own times."),
+        ({"warm_up": True}, "The first round warms up. Leave it out."),
+        ({"op": "SUM"}, "That is the sum over the ranks."),
+        ({"op": "MIN"}, "Round i takes as long as its slowest rank;"),
+        ({"as_list": False}, "a tensor has tolist()."),
     ],
 )
-def test_a_place_that_is(wrong, words):
-    text = error_text(kit.check.exercise_10_1, placing(**wrong))
-    assert text.startswith("exercise 10.1, my_place(")
-    assert "on 4 ranks: wrong result\nrank " in text
+def test_rounds_that_are(wrong, words):
+    text = error_text(kit.check.exercise_10_1, timing(**wrong))
+    assert text.startswith("exercise 10.1, slowest_rounds(operation, clock, rounds) on 2 ranks: ")
     assert words in text
 
 
-@pytest.mark.parametrize("value", ["cuda:0", None, (0, "cuda:0", 1)])
-def test_a_place_that_is_not_two_values(value):
-    text = error_text(kit.check.exercise_10_1, lambda gpus: value)
-    assert text.endswith("Return two values: the number of the host, and the name of the device.")
+def test_rounds_are_right(capsys):
+    kit.check.exercise_10_1(timing())
+    assert capsys.readouterr().out.startswith("Exercise 10.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
-def test_a_device_without_its_number():
-    text = error_text(kit.check.exercise_10_1, lambda gpus: (int(os.environ["GROUP_RANK"]), "cuda"))
-    assert text.endswith('own GPU on its host, such as "cuda:1".')
-
-
-def resuming(loads=lambda rank: rank == 0, share="always", copy=True, late=0, missing=0):
+def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
     """Return an answer to 10.2; each argument can make it wrong in one way."""
 
-    def resume(folder, weights):
-        file = Path(folder, "checkpoint.pt")
-        found = [torch.load(file) if loads(dist.get_rank()) and file.exists() else None]
-        if share == "always" or (share == "if found" and found[0]):
-            dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
-            return missing
-        if copy:
-            weights.copy_(found[0]["weights"])
-        else:
-            weights = found[0]["weights"]
-        return found[0]["step"] + late
+    def answer(devices, ranks_per_gpu):
+        if devices == {"cpu"}:
+            return cpu
+        if ranks_per_gpu > 1:
+            return shared
+        return both if "cpu" in devices else gpu
 
-    return resume
-
-
-HOLDS = "should hold [5, 6, 7] in weights but holds [1, 1, 1]"
-EVERYBODY = "Only rank 0 finds the file. All ranks must call the same broadcast, whatever they find"
+    return answer
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"loads": lambda rank: True, "share": "never"}, f"rank 1 {HOLDS}\n{EVERYBODY}"),
-        ({"share": "if found"}, f"on 2 ranks: it deadlocks\n{EVERYBODY}"),
-        ({"copy": False}, f"rank 1 {HOLDS}\nChange the tensor in place: "),
-        ({"late": 1}, "should return 3 but returns 4\nrank 1 should return 3 but returns 4\nThe"),
-        ({"missing": 1}, "return 0 but returns 1\nWithout a checkpoint, the next step is 0."),
+        ({"both": "nccl"}, "backend_for({'cpu', 'cuda'}, 1) on 1 rank: it returns 'nccl', which "),
+        ({"both": "nccl"}, "which serves no tensors on the CPU\nnccl alone is for GPUs."),
+        ({"cpu": "nccl"}, "serves no tensors on the CPU"),
+        ({"cpu": "cpu:gloo,cuda:nccl"}, "which needs a GPU\nAll tensors are on the CPU: gloo is"),
+        ({"gpu": "gloo"}, "which sends tensors of GPUs by gloo\nIt works, but gloo copies them"),
+        ({"gpu": "cpu:gloo"}, "which serves no tensors on a GPU"),
+        ({"both": "gloo"}, "Each rank has its own GPU: use nccl."),
+        ({"both": "cpu:nccl,cuda:nccl"}, "nccl moves tensors of GPUs only."),
+        ({"shared": "nccl"}, "but 2 ranks share a GPU\nnccl refuses a GPU that another rank has."),
+        ({"shared": "cpu:gloo,cuda:nccl"}, "but 2 ranks share a GPU"),
+        ({"shared": "cuda:gloo"}, "({'cpu', 'cuda'}, 2) on 1 rank: it returns 'cuda:gloo', which"),
+        ({"gpu": "NCLL"}, "it returns 'NCLL', which PyTorch does not know\nReturn a string"),
+        ({"gpu": "cuda:"}, "which PyTorch does not know"),
+        ({"cpu": "mpi"}, "it returns 'mpi', which names mpi\nChoose gloo for the CPU, and nccl"),
+        ({"cpu": "cpu:gloo,cuda:mpi"}, "which names mpi"),
+        ({"gpu": "ucc"}, "which names ucc"),
+        ({"both": "fake"}, "which names fake"),
+        ({"both": "cpu:gloo,cuda:mpi"}, "which names mpi"),
+        ({"shared": "cpu:ucc,cuda:gloo"}, "which names ucc"),
+        ({"gpu": None}, "it returns None, which is not a string"),
     ],
 )
-def test_a_resumption_that_is(wrong, words):
-    text = error_text(kit.check.exercise_10_2, resuming(**wrong))
-    assert text.startswith("exercise 10.2, resume with")
+def test_a_backend_that_is(wrong, words):
+    text = error_text(kit.check.exercise_10_2, choosing(**wrong))
+    assert text.startswith("exercise 10.2, backend_for(")
     assert words in text
 
 
-def test_a_resumption_that_loads_what_only_rank_0_has():
-    def resume(folder, weights):
-        return torch.load(Path(folder, "checkpoint.pt"))["step"]
-
-    text = error_text(kit.check.exercise_10_2, resume)
-    assert "resume with a checkpoint on 2 ranks: it raised an error\n" in text
-    assert EVERYBODY in text
-
-
-def test_a_resumption_that_forgets_the_weights():
-    text = error_text(kit.check.exercise_10_2, lambda folder, weights: 3)
-    assert f"rank 0 {HOLDS}\nrank 1 {HOLDS}\nChange the tensor in place: " in text
+@pytest.mark.parametrize(
+    "other", [{"gpu": "cpu:gloo,cuda:nccl"}, {"shared": "cpu:gloo,cuda:gloo"}, {"cpu": "cpu:gloo"}]
+)
+def test_a_backend_is_right_in_another_form(other, capsys):
+    kit.check.exercise_10_2(choosing(**other))
+    assert capsys.readouterr().out.startswith("Exercise 10.2: right for tensors on the CPU")
 
 
-def counting(sets=True, adds=True, own=False, as_list=list):
+def compressing(dtype=torch.bfloat16, back=True, divide=False, times=1):
     """Return an answer to 10.3; each argument can make it wrong in one way."""
 
-    def ranks_here(store, host, local_world_size):
-        if sets:
-            store.set(f"host {host}", str(local_world_size))
-        before = range(host + own)
-        if adds:
-            first = sum(int(store.get(f"host {other}")) for other in before)
-        else:
-            first = host * local_world_size
-        return as_list(range(first, first + local_world_size))
+    def answer(tensor):
+        small = tensor.to(dtype) if dtype else tensor.clone()
+        for _ in range(times - 1):
+            dist.all_reduce(small.clone())
+        dist.all_reduce(small)
+        if divide:
+            small /= dist.get_world_size()
+        if back:
+            tensor.copy_(small)
 
-    return ranks_here
+    return answer
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"adds": False}, "equally many ranks. Add up those before yours."),
-        ({"own": True}, "The first rank of a host is the number of all ranks on the hosts before"),
-        ({"as_list": tuple}, "Return a list of whole numbers."),
+        ({"dtype": None}, "right, but 32 bytes were sent in collectives by rank 0 where 16 would"),
+        ({"times": 2}, "Send the tensor in bfloat16, which has two bytes for each number, and"),
+        ({"dtype": torch.float16}, "float16 ends at 65,504. Use bfloat16"),
+        ({"back": False}, "Every rank still holds what it started with. Change the tensor in"),
+        ({"divide": True}, "That is the mean. Return the sum, as all_reduce does."),
     ],
 )
-def test_ranks_that_are(wrong, words):
-    text = error_text(kit.check.exercise_10_3, counting(**wrong))
-    assert "ranks_here(store, host, local_world_size) on 2 ranks: wrong result\nrank " in text
+def test_a_compressed_all_reduce_that_is(wrong, words):
+    text = error_text(kit.check.exercise_10_3, compressing(**wrong))
+    assert text.startswith("exercise 10.3, compressed_all_reduce(tensor) on 2 ranks: ")
     assert words in text
 
 
-def test_ranks_that_wait_for_a_number_that_no_host_sets(monkeypatch):
-    monkeypatch.setattr(beyond_one_machine, "STORE_LIMIT", timedelta(seconds=3))
-    text = error_text(kit.check.exercise_10_3, counting(sets=False))
-    assert "on 2 ranks: it raised an error\nSet the number of your own ranks in the" in text
+def test_a_compressed_all_reduce_that_changes_the_dtype():
+    def compressed_all_reduce(tensor):
+        tensor.data = tensor.to(torch.bfloat16)
+        dist.all_reduce(tensor)
+
+    text = error_text(kit.check.exercise_10_3, compressed_all_reduce)
+    assert "(bfloat16 of shape (8,) instead of float32 of shape (8,))\n" in text
+    assert "into the tensor, which stays float32." in text
 
 
-@pytest.mark.parametrize(
-    ("grade", "answer"),
-    [
-        (kit.check.exercise_10_1, placing()),
-        (kit.check.exercise_10_2, resuming()),
-        (kit.check.exercise_10_3, counting()),
-    ],
-)
-def test_the_right_answers(grade, answer, capsys):
-    before = os.environ.copy()
-    grade(answer)
-    assert ": right on 1, 2, 3, 4 and 5 " in capsys.readouterr().out
-    assert os.environ == before
+def test_a_compressed_all_reduce_is_right(capsys):
+    kit.check.exercise_10_3(compressing())
+    assert capsys.readouterr().out.startswith(
+        "Exercise 10.3: right on 1, 2, 3, 4 and 5 ranks, with"
+    )

@@ -1,33 +1,34 @@
-"""The graders of lesson 12: right answers pass, and wrong ones are explained."""
+"""Exercises of lesson 12: what learners get wrong, and what the graders say then."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
-import torch
-import torch.distributed as dist
 from answers import error_text
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ddp_kit as kit
+
+IT = "on 1 rank: it should return"
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def norm(group="dp", square=True, root=True, in_place=False, whole=False):
+def costs(
+    rounds=2, chunk=True, levels=2, halves=True, surplus=True, core=True, swapped=False, beta=True
+):
     """Return an answer to 12.1; each argument can make it wrong in one way."""
 
-    def answer(local, mesh):
-        squares = local.square_() if in_place else local.square()
-        total = squares.sum() if square else squares.sum().sqrt()
-        if whole:
-            parts = [torch.empty_like(local) for _ in range(mesh["dp"].size())]
-            dist.all_gather(parts, local, group=mesh.get_group("dp"))
-            total = torch.cat(parts).square().sum()
-        elif group == "all":
-            dist.all_reduce(total)
-        elif group:
-            dist.all_reduce(total, group=mesh.get_group(group))
-        return total.sqrt() if root and square else total
+    def answer(n, nbytes, alpha, beta_):
+        beta_ = beta_ if beta or not alpha else 0
+        below = 2 ** (n.bit_length() - 1) if core else n
+        ring = rounds * (n - 1) * (alpha + (nbytes / n if chunk else nbytes) * beta_)
+        steps = math.log2(below)
+        halving = levels * steps * alpha
+        halving += 2 * ((below - 1) / below if halves else steps) * nbytes * beta_
+        if below < n and surplus:
+            halving += 2 * (alpha + nbytes * beta_)
+        return (halving, ring) if swapped else (ring, halving)
 
     return answer
 
@@ -35,120 +36,218 @@ def norm(group="dp", square=True, root=True, in_place=False, whole=False):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"group": None}, "That is the norm of this rank's rows."),
-        ({"group": "all"}, "Every row is counted once for each of its replicas."),
-        ({"group": "tp"}, 'Ranks with the same rows count once: add up over mesh.get_group("dp")'),
-        ({"square": False}, "Norms do not add up. Add up the squares"),
-        ({"root": False}, "That is the square of the norm: take the root."),
-        ({"in_place": True}, "in local but holds [49, 64, 81, 100, 121, 144]\nLeave the tensor"),
-        ({"whole": True}, "right, but 24 bytes were sent in collectives by rank 0 where 8 would"),
+        (
+            {"rounds": 1},
+            f"two_costs(8, 4000, 1, 0) {IT} 14 for the seconds of the ring but returns 7\n"
+            "A ring goes round twice",
+        ),
+        (
+            {"chunk": False},
+            f"two_costs(8, 4000, 0, 1) {IT} 7,000 for the seconds of the ring but returns "
+            "56,000\nEach message of the ring carries a chunk",
+        ),
+        (
+            {"levels": 1},
+            "should return 6 for the seconds of halving-doubling but returns 3\nThere are log2",
+        ),
+        (
+            {"halves": False},
+            "should return 7,000 for the seconds of halving-doubling but returns 24,000\nThe swaps",
+        ),
+        (
+            {"surplus": False},
+            f"two_costs(6, 4000, 1, 0) {IT} 6 for the seconds of halving-doubling but "
+            "returns 4\nWhere core < n",
+        ),
+        ({"core": False}, "but returns 5.16993\nWhere core < n, the other ranks send"),
+        ({"swapped": True}, "should return 14 for the seconds of the ring but returns 6\n"),
+        (
+            {"beta": False},
+            f"two_costs(8, 4000, 2e-05, 2e-10) {IT} 0.0002814 for the",
+        ),
     ],
 )
-def test_a_norm_that_is(wrong, words):
-    text = error_text(kit.check.exercise_12_1, norm(**wrong))
-    assert text.startswith("exercise 12.1, norm(local, mesh of 2 x 2) on 4 ranks: ")
+def test_costs_that_are(wrong, words):
+    text = error_text(kit.check.exercise_12_1, costs(**wrong))
+    assert text.startswith("exercise 12.1, two_costs(")
     assert words in text
 
 
-def test_a_norm_is_right_by_hand_and_by_dtensor(capsys):
-    def by_dtensor(local, mesh):
-        tensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()])
-        return torch.linalg.vector_norm(tensor).full_tensor()
-
-    for answer in (norm(), by_dtensor):
-        kit.check.exercise_12_1(answer)
-        assert capsys.readouterr().out.startswith("Exercise 12.1: right on meshes of 2 x 2, 2 x 1")
+def test_costs_of_one_algorithm_only():
+    text = error_text(kit.check.exercise_12_1, lambda n, nbytes, alpha, beta: 14.0)
+    assert text.endswith(
+        "two_costs(8, 4000, 1, 0) on 1 rank: it returns 14.0\nReturn both: `return ring, halving`."
+    )
 
 
-def gathering(steps=((1, "tp"), (0, "dp")), groups=None):
-    """Return an answer to 12.2. steps: dimension and group of each all_gather."""
+def test_costs_are_right(capsys):
+    kit.check.exercise_12_1(costs())
+    out = "Exercise 12.1: right for 1, 2, 6, 8, 1,000 and 1,024 ranks.\n"
+    assert capsys.readouterr().out == out
 
-    def answer(local, mesh):
-        for dim, name in steps:
-            parts = [torch.empty_like(local) for _ in range(mesh[name].size())]
-            dist.all_gather(parts, local.contiguous(), group=mesh.get_group(name))
-            local = torch.cat(parts, dim)
-        return local
+
+def rate(scale=lambda k: k, start=0.1, off=0, grows=False, warms=True, guard=True):
+    """Return an answer to 12.2; each argument can make it wrong in one way."""
+
+    def answer(step, batch, warmup):
+        whole = 0.1 * scale(batch / 256)
+        if warms and (grows or step < warmup or (not guard and step == 0)):
+            return start + (whole - start) * (step + off) / warmup
+        return whole
 
     return answer
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"),
+    ("wrong", "words"),
     [
-        ([(0, "tp"), (1, "dp")], "The shape is right, but parts are in the wrong place."),
-        ([(1, "tp")], 'The rows are not complete: gather along "dp" as well'),
-        ([(0, "dp")], 'The columns are not complete: gather along "tp" as well'),
-        ([], 'Gather along "tp", and concatenate the parts along dimension 1. Then'),
+        (
+            {"scale": lambda k: 1},
+            f"learning_rate(5000, 8192, 1000) {IT} 3.2 but returns 0.1\nThe rule: 0.1 for",
+        ),
+        ({"scale": math.sqrt}, "should return 3.2 but returns 0.565685\nThe rule: 0.1 for"),
+        (
+            {"scale": lambda k: max(1, k)},
+            f"learning_rate(5000, 64, 1000) {IT} 0.025 but returns 0.1\nThe rule",
+        ),
+        (
+            {"start": 0},
+            f"learning_rate(0, 8192, 1000) {IT} 0.1 but returns 0\nThe warm-up",
+        ),
+        ({"off": 1}, "should return 0.1 but returns 0.1031\nThe warm-up begins with 0.1"),
+        ({"warms": False}, "should return 0.1 but returns 3.2\nThe warm-up begins with 0.1"),
+        (
+            {"grows": True},
+            f"learning_rate(5000, 8192, 1000) {IT} 3.2 but returns 15.6\n",
+        ),
+        (
+            {"guard": False},
+            "exercise 12.2, learning_rate(0, 8192, 0) on 1 rank: it raised an error\n",
+        ),
     ],
 )
-def test_a_whole_that_is(steps, words):
-    text = error_text(kit.check.exercise_12_2, gathering(steps))
-    assert text.startswith("exercise 12.2, gather_whole(local, mesh of 2 x 2) on 4 ranks: wrong")
-    assert words in text
+def test_a_rate_that_is(wrong, words):
+    assert words in error_text(kit.check.exercise_12_2, rate(**wrong))
 
 
-@pytest.mark.parametrize("reduce", [torch.sum, torch.flatten], ids=["scalar", "vector"])
-def test_a_whole_that_is_not_a_matrix(reduce):
-    text = error_text(kit.check.exercise_12_2, lambda local, mesh: reduce(local))
-    assert "on 4 ranks: wrong result\nrank 0 should return [1, 2, 3, 4" in text
-    assert 'Gather along "tp", and concatenate the parts along dimension 1. Then' in text
+def test_a_rate_that_grows_by_a_factor_or_jumps():
+    def by_a_factor(step, batch, warmup):
+        return 0.1 * (batch / 256) ** (min(step, warmup) / max(1, warmup) if warmup else 1)
+
+    text = error_text(kit.check.exercise_12_2, by_a_factor)
+    assert f"learning_rate(500, 8192, 1000) {IT} 1.65 but returns 0.565685\nDuring" in text
+
+    def early(step, batch, warmup):
+        return rate()(step if step < 999 else 1000, batch, warmup)
+
+    text = error_text(kit.check.exercise_12_2, early)
+    assert f"learning_rate(999, 8192, 1000) {IT} 3.1969 but returns 3.2\nDuring" in text
+    assert text.endswith("Step 1000 is the first one with the whole rate.")
 
 
-def test_a_whole_is_right_in_either_order_and_by_dtensor(capsys):
-    def by_dtensor(local, mesh):
-        return DTensor.from_local(local, mesh, [Shard(0), Shard(1)]).full_tensor()
-
-    for answer in (gathering(), gathering([(0, "dp"), (1, "tp")]), by_dtensor):
-        kit.check.exercise_12_2(answer)
-        assert capsys.readouterr().out.startswith("Exercise 12.2: right on meshes of 2 x 2, 2 x 1")
+def test_a_rate_is_right(capsys):
+    kit.check.exercise_12_2(rate())
+    expected = "Exercise 12.2: right in the first step, during the warm-up and after it.\n"
+    assert capsys.readouterr().out == expected
 
 
-def own_rows(x, w):
-    parts = list((x @ w).chunk(dist.get_world_size()))
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts)
-    return mine
+def ranks(kept=(16, 4, 2, 0), whole=16, rounding=math.ceil, never=None, least=1):
+    """Return an answer to 12.3; each argument can make it wrong in one way."""
 
+    def answer(parameters, memory, stage):
+        room = memory / parameters - kept[stage]
+        if room <= 0:
+            return never
+        return max(least, rounding((whole - kept[stage]) / room))
 
-def own_part(tensor):
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def summed(tensor):
-    dist.all_reduce(tensor)
-    return tensor
-
-
-def gathered(tensor, dim):
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts, dim)
+    return answer
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("wrong", "words"),
     [
-        (lambda x, w: x @ w, "That is this rank's summand, for all rows."),
-        (lambda x, w: own_part(x @ w), "Those are this rank's rows of its own summand"),
-        (lambda x, w: summed(x @ w), "That is the whole product on every rank."),
-        (lambda x, w: x, "x @ w is a summand of the whole product. Cut it"),
         (
-            lambda x, w: own_part(summed(x @ w)),
-            "right, but 480 bytes were sent by rank 0 where 240 would be enough\nEvery rank needs",
+            {"rounding": math.floor},
+            f"ranks_needed(6.7e+09, 3e+10, 3) {IT} 4 but returns 3\nRound up",
+        ),
+        ({"rounding": float}, "should return 4 but returns 3.57333\nRound up: with one rank less"),
+        ({"whole": 2}, "should return 4 but returns 1\nStage 3 shards 16 of the 16 bytes"),
+        (
+            {"kept": (0, 0, 0, 0)},
+            f"ranks_needed(6.7e+09, 3e+10, 2) {IT} 6 but returns 4\nStage 2 shards 14 of",
         ),
         (
-            lambda x, w: own_part(gathered(x, 1)) @ gathered(w, 0),
-            "right, but 496 bytes were sent by rank 0 where 240 would be enough\n",
+            {"kept": (16, 0, 2, 0)},
+            f"ranks_needed(6.7e+09, 3e+10, 1) {IT} 26 but returns 4\nStage 1 shards 12 of",
+        ),
+        (
+            {"never": math.inf},
+            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns inf\nWhat every rank",
+        ),
+        (
+            {"kept": (0, 4, 2, 0)},
+            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns 4\nWhat every rank",
+        ),
+        (
+            {"least": 0},
+            f"ranks_needed(1e+09, 8e+10, 0) {IT} 1 but returns 0\nThe whole model fits on",
         ),
     ],
 )
-def test_rows_that_are(answer, words):
-    text = error_text(kit.check.exercise_12_3, answer)
-    assert text.startswith("exercise 12.3, own_rows(x, w) on 2 ranks: ")
-    assert words in text
+def test_a_number_of_ranks_that_is(wrong, words):
+    assert words in error_text(kit.check.exercise_12_3, ranks(**wrong))
 
 
-def test_rows_are_right(capsys):
-    kit.check.exercise_12_3(own_rows)
-    assert capsys.readouterr().out.startswith("Exercise 12.3: right on 1, 2, 3, 4 and 5 ranks")
+def test_a_model_that_fits_but_is_said_not_to():
+    text = error_text(kit.check.exercise_12_3, lambda parameters, memory, stage: None)
+    assert text.endswith("should return 4 but returns None\nIt fits: return the number of ranks.")
+
+
+def test_numbers_of_ranks_are_right(capsys):
+    kit.check.exercise_12_3(ranks())
+    expected = "Exercise 12.3: right for DDP and the three stages of ZeRO.\n"
+    assert capsys.readouterr().out == expected
+
+
+def utilization(each=6, attention=True, all_gpus=True, factor=1):
+    """Return an answer to 12.4; each argument can make it wrong in one way."""
+
+    def mfu(tokens_per_second, gpus, parameters, layers, width, length, peak):
+        needed = each * parameters + (12 * layers * width * length if attention else 0)
+        return factor * needed * tokens_per_second / ((gpus if all_gpus else 1) * peak)
+
+    return mfu
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"each": 2}, "should return 0.412308 but returns 0.137436\nWith sequences of length 0"),
+        (
+            {"attention": False},
+            f"4096, 4096, 3.12e+14) {IT} 0.478384 but returns 0.412308\n",
+        ),
+        (
+            {"all_gpus": False},
+            f"mfu(25600, 8, 6.7e+09, 32, 4096, 4096, 3.12e+14) {IT} 0.478",
+        ),
+        ({"all_gpus": False}, "\nThe tokens are those of all GPUs together, so divide by the peak"),
+        ({"factor": 100}, "should return 0.412308 but returns 41.2308\nReturn a fraction, not a"),
+    ],
+)
+def test_a_utilization_that_is(wrong, words):
+    assert words in error_text(kit.check.exercise_12_4, utilization(**wrong))
+
+
+def test_a_utilization_that_returns_nothing():
+    def mfu(tokens_per_second, gpus, parameters, layers, width, length, peak):
+        pass
+
+    text = error_text(kit.check.exercise_12_4, mfu)
+    assert "should return 0.412308 but returns None\n" in text
+
+
+def test_a_utilization_is_right(capsys):
+    kit.check.exercise_12_4(utilization())
+    expected = "Exercise 12.4: right with and without attention, on 1 and 8 GPUs.\n"
+    assert capsys.readouterr().out == expected

@@ -6,167 +6,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from answers import error_text
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ddp_kit as kit
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def own(tensor, dim=0):
-    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+def norm(group="dp", square=True, root=True, in_place=False, whole=False):
+    """Return an answer to 14.1; each argument can make it wrong in one way."""
 
-
-def summed(tensor, op=dist.ReduceOp.SUM):
-    total = tensor.contiguous().clone()
-    dist.all_reduce(total, op)
-    return total
-
-
-def gathered(tensor, dim):
-    parts = [torch.empty_like(tensor.contiguous()) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
-    return torch.cat(parts, dim)
-
-
-def own_heads(weight):
-    return torch.cat([own(layer) for layer in weight.chunk(3)])
-
-
-def sent_for_nothing(weight):
-    dist.broadcast(weight, src=0)
-    return own_heads(weight)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (own, "Those are neighbouring rows of all three: rank 0 has the query"),
-        (lambda weight: own(weight, 1), "Those are columns of `weight`: features of the input."),
-        (
-            lambda weight: torch.cat([own(layer, 1) for layer in weight.chunk(3)]),
-            "Those are columns of `weight`",
-        ),
-        (lambda weight: weight, "That is the whole weight on every rank."),
-        (lambda weight: own(weight.chunk(3)[1]), "That is one of the three layers only"),
-        (
-            lambda weight: torch.cat([own(layer) for layer in reversed(weight.chunk(3))]),
-            "The rows are the query's, then the key's, then the value's.",
-        ),
-        (sent_for_nothing, "were sent by rank 0 where 0 would be enough\nEvery rank has the whole"),
-    ],
-)
-def test_heads_that_are(answer, words):
-    text = error_text(kit.check.exercise_14_1, answer)
-    assert text.startswith("exercise 14.1, own_heads(weight) on 2 ranks: ")
-    assert words in text
-
-
-def test_heads_are_right(capsys):
-    kit.check.exercise_14_1(own_heads)
-    assert capsys.readouterr().out == "Exercise 14.1: right on 1, 2, 3, 4 and 5 ranks.\n"
-
-
-def scattered(summand, dim=1):
-    parts = [part.contiguous() for part in summand.chunk(dist.get_world_size(), dim)]
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts)
-    return mine
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda x, w, b: scattered(x @ w.T + b), "The bias is in it once for each rank"),
-        (lambda x, w, b: scattered(x @ w.T), "The bias is missing: add it to the sum."),
-        (lambda x, w, b: summed(x @ w.T) + b, "Those are all positions: each rank should"),
-        (lambda x, w, b: summed(x @ w.T + b), "Those are all positions, and the bias is in it n"),
-        (lambda x, w, b: own(x @ w.T + b, 1), "That is this rank's summand: add up over the"),
-        (lambda x, w, b: x @ w.T + b, "That is this rank's summand, for all positions."),
-        (lambda x, w, b: scattered(x @ w.T, 0) + b, "Those are sequences of the batch."),
-        (lambda x, w, b: x, "x @ weight.T is a summand of the output. Cut it"),
-        (
-            lambda x, w, b: own(summed(x @ w.T), 1) + b,
-            "right, but 192 bytes were sent by rank 0 where 96 would be enough\nEvery rank needs",
-        ),
-    ],
-)
-def test_a_row_parallel_layer_that_is(answer, words):
-    text = error_text(kit.check.exercise_14_2, lambda x, weight, bias: answer(x, weight, bias))
-    assert text.startswith("exercise 14.2, row_parallel(x, weight, bias) on 2 ranks: ")
-    assert words in text
-
-
-def test_a_row_parallel_layer_is_right(capsys):
-    kit.check.exercise_14_2(lambda x, weight, bias: scattered(x @ weight.T) + bias)
-    assert capsys.readouterr().out.startswith("Exercise 14.2: right on 1, 2, 3, 4 and 5 ranks")
-
-
-def in_its_place(gradient):
-    """Return the gradient of all positions, with zeros for those of other ranks."""
-    length, rank = gradient.shape[1], dist.get_rank()
-    padded = gradient.new_zeros(2, dist.get_world_size() * length, 2)
-    padded[:, rank * length : (rank + 1) * length] = gradient
-    return padded
-
-
-def gathered_after_a_change(gradient):
-    whole = gathered(gradient, 1)
-    dist.all_reduce(gradient)
-    return whole
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda gradient: gradient, "That is the gradient of this rank's positions: gather"),
-        (in_its_place, "The positions of the others have zeros, which is what autograd does"),
-        (summed, "Those are different positions: they are joined, and not added up."),
-        (lambda gradient: gathered(gradient, 0), "Those are joined along the batch."),
-        (
-            lambda gradient: dist.get_world_size() * gathered(gradient, 1),
-            "Every number is there n times: do not add them up.",
-        ),
-        (lambda gradient: gradient.sum(), "The forward keeps this rank's positions of an input"),
-        (
-            lambda gradient: summed(in_its_place(gradient)),
-            "right, but 64 bytes were sent by rank 0 where 32 would be enough\nEach number",
-        ),
-        (gathered_after_a_change, "Leave the gradient as it is: autograd may use it elsewhere"),
-    ],
-)
-def test_a_backward_that_is(answer, words):
-    text = error_text(kit.check.exercise_14_3, lambda ctx, gradient: answer(gradient))
-    assert text.startswith("exercise 14.3, backward(ctx, gradient) on 2 ranks: ")
-    assert words in text
-
-
-def test_a_backward_is_right(capsys):
-    kit.check.exercise_14_3(lambda ctx, gradient: gathered(gradient, 1))
-    assert capsys.readouterr().out == "Exercise 14.3: right on 1, 2, 3, 4 and 5 ranks.\n"
-
-
-def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
-    """Return an answer to 14.4; each argument can make it wrong in one way."""
-
-    def answer(logits, targets):
-        width = logits.shape[1]
-        largest_logit = logits.amax(1, keepdim=True)
-        if largest == "all":
-            largest_logit = summed(largest_logit, dist.ReduceOp.MAX)
-        if largest == "none":
-            largest_logit = 0
-        exponentials = (logits - largest_logit).exp()
-        sums = exponentials.sum(1, keepdim=True)
-        sums = summed(sums) if total == "all" else sums
-        own_tokens = dist.get_rank() * width + torch.arange(width)
-        hot = (own_tokens == targets.unsqueeze(1)).double()
-        if target == "every rank":
-            hot = (torch.arange(width) == targets.unsqueeze(1) % width).double()
-        if target == "index":
-            hot = torch.zeros_like(logits).scatter(1, targets.unsqueeze(1), 1.0)
-        if target == "none":
-            hot = 0
-        return sign * (exponentials / sums - hot) / (len(targets) if mean else 1)
+    def answer(local, mesh):
+        squares = local.square_() if in_place else local.square()
+        total = squares.sum() if square else squares.sum().sqrt()
+        if whole:
+            parts = [torch.empty_like(local) for _ in range(mesh["dp"].size())]
+            dist.all_gather(parts, local, group=mesh.get_group("dp"))
+            total = torch.cat(parts).square().sum()
+        elif group == "all":
+            dist.all_reduce(total)
+        elif group:
+            dist.all_reduce(total, group=mesh.get_group(group))
+        return total.sqrt() if root and square else total
 
     return answer
 
@@ -174,33 +35,120 @@ def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"total": "own"}, "The probabilities add up to one on each rank"),
-        ({"largest": "own"}, "Each rank has subtracted a maximum of its own."),
-        ({"largest": "none"}, "The exponential of 1000 is infinite."),
-        ({"target": "every rank"}, "Every rank has subtracted 1, but a target is in the part of"),
-        ({"target": "index"}, "A target may be in another rank's part of the vocabulary."),
-        ({"target": "none"}, "Those are the probabilities: subtract 1 at the target"),
-        ({"mean": False}, "The loss is the mean over the positions: divide by their number."),
-        ({"sign": -1}, "The sign is wrong."),
-        ({"sign": 2}, "The gradient is the softmax, over all ranks, minus 1 at the target"),
+        ({"group": None}, "That is the norm of this rank's rows."),
+        ({"group": "all"}, "Every row is counted once for each of its replicas."),
+        ({"group": "tp"}, 'Ranks with the same rows count once: add up over mesh.get_group("dp")'),
+        ({"square": False}, "Norms do not add up. Add up the squares"),
+        ({"root": False}, "That is the square of the norm: take the root."),
+        ({"in_place": True}, "in local but holds [49, 64, 81, 100, 121, 144]\nLeave the tensor"),
+        ({"whole": True}, "right, but 24 bytes were sent in collectives by rank 0 where 8 would"),
     ],
 )
-def test_a_gradient_of_the_loss_that_is(wrong, words):
-    text = error_text(kit.check.exercise_14_4, loss_gradient(**wrong))
-    assert text.startswith("exercise 14.4, loss_gradient(logits, targets) on 2 ranks: ")
+def test_a_norm_that_is(wrong, words):
+    text = error_text(kit.check.exercise_14_1, norm(**wrong))
+    assert text.startswith("exercise 14.1, norm(local, mesh of 2 x 2) on 4 ranks: ")
     assert words in text
 
 
-def test_a_gradient_of_gathered_logits():
-    def answer(logits, targets):
-        x = gathered(logits, 1).requires_grad_()
-        torch.nn.functional.cross_entropy(x, targets).backward()
-        return own(x.grad, 1)
+def test_a_norm_is_right_by_hand_and_by_dtensor(capsys):
+    def by_dtensor(local, mesh):
+        tensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()])
+        return torch.linalg.vector_norm(tensor).full_tensor()
 
-    text = error_text(kit.check.exercise_14_4, answer)
-    assert "right, but 1,920 bytes were sent by rank 0 where 960 would be enough\nTwo" in text
+    for answer in (norm(), by_dtensor):
+        kit.check.exercise_14_1(answer)
+        assert capsys.readouterr().out.startswith("Exercise 14.1: right on meshes of 2 x 2, 2 x 1")
 
 
-def test_a_gradient_of_the_loss_is_right(capsys):
-    kit.check.exercise_14_4(loss_gradient())
-    assert capsys.readouterr().out.startswith("Exercise 14.4: right on 1, 2, 3, 4 and 5 ranks")
+def gathering(steps=((1, "tp"), (0, "dp")), groups=None):
+    """Return an answer to 14.2. steps: dimension and group of each all_gather."""
+
+    def answer(local, mesh):
+        for dim, name in steps:
+            parts = [torch.empty_like(local) for _ in range(mesh[name].size())]
+            dist.all_gather(parts, local.contiguous(), group=mesh.get_group(name))
+            local = torch.cat(parts, dim)
+        return local
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([(0, "tp"), (1, "dp")], "The shape is right, but parts are in the wrong place."),
+        ([(1, "tp")], 'The rows are not complete: gather along "dp" as well'),
+        ([(0, "dp")], 'The columns are not complete: gather along "tp" as well'),
+        ([], 'Gather along "tp", and concatenate the parts along dimension 1. Then'),
+    ],
+)
+def test_a_whole_that_is(steps, words):
+    text = error_text(kit.check.exercise_14_2, gathering(steps))
+    assert text.startswith("exercise 14.2, gather_whole(local, mesh of 2 x 2) on 4 ranks: wrong")
+    assert words in text
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.flatten], ids=["scalar", "vector"])
+def test_a_whole_that_is_not_a_matrix(reduce):
+    text = error_text(kit.check.exercise_14_2, lambda local, mesh: reduce(local))
+    assert "on 4 ranks: wrong result\nrank 0 should return [1, 2, 3, 4" in text
+    assert 'Gather along "tp", and concatenate the parts along dimension 1. Then' in text
+
+
+def test_a_whole_is_right_in_either_order_and_by_dtensor(capsys):
+    def by_dtensor(local, mesh):
+        return DTensor.from_local(local, mesh, [Shard(0), Shard(1)]).full_tensor()
+
+    for answer in (gathering(), gathering([(0, "dp"), (1, "tp")]), by_dtensor):
+        kit.check.exercise_14_2(answer)
+        assert capsys.readouterr().out.startswith("Exercise 14.2: right on meshes of 2 x 2, 2 x 1")
+
+
+def own_rows(x, w):
+    parts = list((x @ w).chunk(dist.get_world_size()))
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts)
+    return mine
+
+
+def own_part(tensor):
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def summed(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def gathered(tensor, dim):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda x, w: x @ w, "That is this rank's summand, for all rows."),
+        (lambda x, w: own_part(x @ w), "Those are this rank's rows of its own summand"),
+        (lambda x, w: summed(x @ w), "That is the whole product on every rank."),
+        (lambda x, w: x, "x @ w is a summand of the whole product. Cut it"),
+        (
+            lambda x, w: own_part(summed(x @ w)),
+            "right, but 480 bytes were sent by rank 0 where 240 would be enough\nEvery rank needs",
+        ),
+        (
+            lambda x, w: own_part(gathered(x, 1)) @ gathered(w, 0),
+            "right, but 496 bytes were sent by rank 0 where 240 would be enough\n",
+        ),
+    ],
+)
+def test_rows_that_are(answer, words):
+    text = error_text(kit.check.exercise_14_3, answer)
+    assert text.startswith("exercise 14.3, own_rows(x, w) on 2 ranks: ")
+    assert words in text
+
+
+def test_rows_are_right(capsys):
+    kit.check.exercise_14_3(own_rows)
+    assert capsys.readouterr().out.startswith("Exercise 14.3: right on 1, 2, 3, 4 and 5 ranks")

@@ -8,175 +8,199 @@ import torch.distributed as dist
 from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit.lessons.context_parallel import exchange_rows, start_exchange, wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def softmax(total=True, weighted=True, inverse=False, of_block=False, values_only=False):
-    """Return an answer to 16.1; each argument can make it wrong in one way."""
-
-    def add_block(maximum, old_total, old_weighted, scores, values):
-        own = scores.amax(-1, keepdim=True)
-        larger = own if of_block else torch.maximum(maximum, own)
-        rescale = torch.exp(larger - maximum if inverse else maximum - larger)
-        weights = torch.exp(scores - larger)
-        shrunk = old_total * rescale if total and not of_block else old_total
-        shrunk_values = old_weighted * rescale if weighted and not of_block else old_weighted
-        new = shrunk_values + weights @ values
-        return new if values_only else (larger, shrunk + weights.sum(-1, keepdim=True), new)
-
-    return add_block
+def own(tensor, dim=0):
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"total": False}, "multiply the old sum of the weights, total, by exp(maximum - larger)"),
-        ({"weighted": False}, "multiply the old weighted sum of the values by exp(maximum"),
-        ({"total": False, "weighted": False}, "multiply both old sums by exp(maximum - larger)."),
-        ({"inverse": True}, "The factor of the old sums is upside down"),
-        ({"of_block": True}, "relative to the maximum of the last block, not of all so far."),
-        ({"values_only": True}, "Return three tensors: larger; the old total times"),
-    ],
-)
-def test_a_softmax_that_is(wrong, words):
-    text = error_text(kit.check.exercise_16_1, softmax(**wrong))
-    assert text.startswith("exercise 16.1, ")
-    assert words in text
+def summed(tensor, op=dist.ReduceOp.SUM):
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, op)
+    return total
 
 
-def test_a_softmax_is_right(capsys):
-    kit.check.exercise_16_1(softmax())
-    assert (
-        capsys.readouterr().out == "Exercise 16.1: right with one block of keys and with three.\n"
-    )
+def gathered(tensor, dim):
+    parts = [torch.empty_like(tensor.contiguous()) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
 
 
-def mask(owner=lambda rank, step, n: (rank - step) % n, compare=torch.le, change=lambda m: m):
-    """Return an answer to 16.2; each argument can make it wrong in one way."""
+def own_heads(weight):
+    return torch.cat([own(layer) for layer in weight.chunk(3)])
 
-    def block_mask(rank, step, n, chunk):
-        queries = rank * chunk + torch.arange(chunk)
-        keys = owner(rank, step, n) * chunk + torch.arange(chunk)
-        return change(compare(keys, queries[:, None]))
 
-    return block_mask
+def sent_for_nothing(weight):
+    dist.broadcast(weight, src=0)
+    return own_heads(weight)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("answer", "words"),
     [
-        ({"owner": lambda rank, step, n: (rank + step) % n}, "on 3 ranks: wrong"),
-        ({"owner": lambda rank, step, n: (rank + step) % n}, "the block of rank - s, not rank + s"),
-        ({"owner": lambda rank, step, n: rank - step}, "Ranks count modulo n: to the left of rank"),
-        ({"owner": lambda rank, step, n: rank}, "That is the mask of the own chunk."),
-        ({"change": lambda m: m.T}, "Rows are queries, and columns are keys"),
-        ({"compare": torch.lt}, "A query sees the key at its own position, too."),
-        ({"compare": torch.gt}, "True is where the query sees the key, not where it is masked."),
-        ({"change": lambda m: m.float()}, "Find the owner of the keys first."),
+        (own, "Those are neighbouring rows of all three: rank 0 has the query"),
+        (lambda weight: own(weight, 1), "Those are columns of `weight`: features of the input."),
+        (
+            lambda weight: torch.cat([own(layer, 1) for layer in weight.chunk(3)]),
+            "Those are columns of `weight`",
+        ),
+        (lambda weight: weight, "That is the whole weight on every rank."),
+        (lambda weight: own(weight.chunk(3)[1]), "That is one of the three layers only"),
+        (
+            lambda weight: torch.cat([own(layer) for layer in reversed(weight.chunk(3))]),
+            "The rows are the query's, then the key's, then the value's.",
+        ),
+        (sent_for_nothing, "were sent by rank 0 where 0 would be enough\nEvery rank has the whole"),
     ],
 )
-def test_a_mask_that_is(wrong, words):
-    text = error_text(kit.check.exercise_16_2, mask(**wrong))
-    assert text.startswith("exercise 16.2, block_mask(rank, step, n, chunk) on ")
+def test_heads_that_are(answer, words):
+    text = error_text(kit.check.exercise_16_1, answer)
+    assert text.startswith("exercise 16.1, own_heads(weight) on 2 ranks: ")
     assert words in text
 
 
-def test_a_mask_is_right(capsys):
-    kit.check.exercise_16_2(mask())
+def test_heads_are_right(capsys):
+    kit.check.exercise_16_1(own_heads)
+    assert capsys.readouterr().out == "Exercise 16.1: right on 1, 2, 3, 4 and 5 ranks.\n"
+
+
+def scattered(summand, dim=1):
+    parts = [part.contiguous() for part in summand.chunk(dist.get_world_size(), dim)]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts)
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda x, w, b: scattered(x @ w.T + b), "The bias is in it once for each rank"),
+        (lambda x, w, b: scattered(x @ w.T), "The bias is missing: add it to the sum."),
+        (lambda x, w, b: summed(x @ w.T) + b, "Those are all positions: each rank should"),
+        (lambda x, w, b: summed(x @ w.T + b), "Those are all positions, and the bias is in it n"),
+        (lambda x, w, b: own(x @ w.T + b, 1), "That is this rank's summand: add up over the"),
+        (lambda x, w, b: x @ w.T + b, "That is this rank's summand, for all positions."),
+        (lambda x, w, b: scattered(x @ w.T, 0) + b, "Those are sequences of the batch."),
+        (lambda x, w, b: x, "x @ weight.T is a summand of the output. Cut it"),
+        (
+            lambda x, w, b: own(summed(x @ w.T), 1) + b,
+            "right, but 192 bytes were sent by rank 0 where 96 would be enough\nEvery rank needs",
+        ),
+    ],
+)
+def test_a_row_parallel_layer_that_is(answer, words):
+    text = error_text(kit.check.exercise_16_2, lambda x, weight, bias: answer(x, weight, bias))
+    assert text.startswith("exercise 16.2, row_parallel(x, weight, bias) on 2 ranks: ")
+    assert words in text
+
+
+def test_a_row_parallel_layer_is_right(capsys):
+    kit.check.exercise_16_2(lambda x, weight, bias: scattered(x @ weight.T) + bias)
     assert capsys.readouterr().out.startswith("Exercise 16.2: right on 1, 2, 3, 4 and 5 ranks")
 
 
-def home(steps=lambda n: n, block=lambda rank, step: rank - step, last=False, exchange=True):
-    """Return an answer to 16.3; each argument can make it wrong in one way."""
-
-    def bring_home(parts):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        total = parts[rank]
-        for step in range(1, steps(n) + 1):
-            arriving = torch.empty_like(total)
-            if exchange:
-                wait_for(start_exchange(total, arriving))
-            elif n > 1:
-                dist.recv(arriving, (rank - 1) % n)
-                dist.send(total, (rank + 1) % n)
-            total = arriving + parts[block(rank, step) % n] if step < n or last else arriving
-        return total
-
-    return bring_home
+def in_its_place(gradient):
+    """Return the gradient of all positions, with zeros for those of other ranks."""
+    length, rank = gradient.shape[1], dist.get_rank()
+    padded = gradient.new_zeros(2, dist.get_world_size() * length, 2)
+    padded[:, rank * length : (rank + 1) * length] = gradient
+    return padded
 
 
-def summed_up(parts):
-    total = torch.stack(parts)
-    dist.all_reduce(total)
-    return total[dist.get_rank()]
+def gathered_after_a_change(gradient):
+    whole = gathered(gradient, 1)
+    dist.all_reduce(gradient)
+    return whole
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (home(steps=lambda n: 0), "That is the rank's own part."),
-        (home(steps=lambda n: n - 1), "the gradient of the right neighbour's block: one more step"),
-        (home(last=True), "The rank's own part is in the sum twice"),
-        (home(block=lambda rank, step: rank + step), "rank - s, not rank + s"),
-        (home(block=lambda rank, step: rank), "Add the part of the block whose sum has just"),
-        (home(exchange=False), "it deadlocks"),
-        (home(exchange=False), "starts to send to the right and to receive from the left"),
-        (summed_up, "all_reduce was called"),
-        (lambda parts: sum(parts), "Begin with the part of the own block."),
+        (lambda gradient: gradient, "That is the gradient of this rank's positions: gather"),
+        (in_its_place, "The positions of the others have zeros, which is what autograd does"),
+        (summed, "Those are different positions: they are joined, and not added up."),
+        (lambda gradient: gathered(gradient, 0), "Those are joined along the batch."),
+        (
+            lambda gradient: dist.get_world_size() * gathered(gradient, 1),
+            "Every number is there n times: do not add them up.",
+        ),
+        (lambda gradient: gradient.sum(), "The forward keeps this rank's positions of an input"),
+        (
+            lambda gradient: summed(in_its_place(gradient)),
+            "right, but 64 bytes were sent by rank 0 where 32 would be enough\nEach number",
+        ),
+        (gathered_after_a_change, "Leave the gradient as it is: autograd may use it elsewhere"),
     ],
 )
-def test_gradients_that_are(answer, words):
-    text = error_text(kit.check.exercise_16_3, answer)
-    assert text.startswith("exercise 16.3, bring_home(parts) on ")
+def test_a_backward_that_is(answer, words):
+    text = error_text(kit.check.exercise_16_3, lambda ctx, gradient: answer(gradient))
+    assert text.startswith("exercise 16.3, backward(ctx, gradient) on 2 ranks: ")
     assert words in text
 
 
-def test_gradients_are_home(capsys):
-    kit.check.exercise_16_3(home())
-    assert capsys.readouterr().out.startswith("Exercise 16.3: right on 1, 2, 3, 4 and 5 ranks")
+def test_a_backward_is_right(capsys):
+    kit.check.exercise_16_3(lambda ctx, gradient: gathered(gradient, 1))
+    assert capsys.readouterr().out == "Exercise 16.3: right on 1, 2, 3, 4 and 5 ranks.\n"
 
 
-def experts(counts=True, back=lambda going, coming: (coming, going), restore=torch.argsort):
+def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
     """Return an answer to 16.4; each argument can make it wrong in one way."""
 
-    def through_experts(tokens, choice, expert):
-        order = choice.argsort(stable=True)
-        going = torch.bincount(choice, minlength=dist.get_world_size())
-        coming = torch.zeros_like(going)
-        if counts:
-            dist.all_to_all_single(coming, going)
-        else:
-            coming = going  # a rank takes for granted that as many come as go
-        going, coming = going.tolist(), coming.tolist()
-        arrived = exchange_rows(tokens[order], going, coming)
-        returned = exchange_rows(expert(arrived), *back(going, coming))
-        return returned[restore(order)]
+    def answer(logits, targets):
+        width = logits.shape[1]
+        largest_logit = logits.amax(1, keepdim=True)
+        if largest == "all":
+            largest_logit = summed(largest_logit, dist.ReduceOp.MAX)
+        if largest == "none":
+            largest_logit = 0
+        exponentials = (logits - largest_logit).exp()
+        sums = exponentials.sum(1, keepdim=True)
+        sums = summed(sums) if total == "all" else sums
+        own_tokens = dist.get_rank() * width + torch.arange(width)
+        hot = (own_tokens == targets.unsqueeze(1)).double()
+        if target == "every rank":
+            hot = (torch.arange(width) == targets.unsqueeze(1) % width).double()
+        if target == "index":
+            hot = torch.zeros_like(logits).scatter(1, targets.unsqueeze(1), 1.0)
+        if target == "none":
+            hot = 0
+        return sign * (exponentials / sums - hot) / (len(targets) if mean else 1)
 
-    return through_experts
-
-
-def untouched(order):
-    return torch.arange(len(order))
+    return answer
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("wrong", "words"),
     [
-        (experts(restore=untouched), "in the order in which the tokens were sent."),
-        (experts(restore=lambda order: order), "back[order] sorts once more."),
-        (experts(back=lambda going, coming: (going, coming)), "both lists change places."),
-        (experts(counts=False), "exchange the counts first."),
-        (lambda tokens, choice, expert: expert(tokens), "Sort the tokens by their expert"),
+        ({"total": "own"}, "The probabilities add up to one on each rank"),
+        ({"largest": "own"}, "Each rank has subtracted a maximum of its own."),
+        ({"largest": "none"}, "The exponential of 1000 is infinite."),
+        ({"target": "every rank"}, "Every rank has subtracted 1, but a target is in the part of"),
+        ({"target": "index"}, "A target may be in another rank's part of the vocabulary."),
+        ({"target": "none"}, "Those are the probabilities: subtract 1 at the target"),
+        ({"mean": False}, "The loss is the mean over the positions: divide by their number."),
+        ({"sign": -1}, "The sign is wrong."),
+        ({"sign": 2}, "The gradient is the softmax, over all ranks, minus 1 at the target"),
     ],
 )
-def test_tokens_that_are(answer, words):
-    text = error_text(kit.check.exercise_16_4, answer)
-    assert text.startswith("exercise 16.4, through_experts(tokens, choice, expert) on ")
+def test_a_gradient_of_the_loss_that_is(wrong, words):
+    text = error_text(kit.check.exercise_16_4, loss_gradient(**wrong))
+    assert text.startswith("exercise 16.4, loss_gradient(logits, targets) on 2 ranks: ")
     assert words in text
 
 
-def test_tokens_are_right(capsys):
-    kit.check.exercise_16_4(experts())
+def test_a_gradient_of_gathered_logits():
+    def answer(logits, targets):
+        x = gathered(logits, 1).requires_grad_()
+        torch.nn.functional.cross_entropy(x, targets).backward()
+        return own(x.grad, 1)
+
+    text = error_text(kit.check.exercise_16_4, answer)
+    assert "right, but 1,920 bytes were sent by rank 0 where 960 would be enough\nTwo" in text
+
+
+def test_a_gradient_of_the_loss_is_right(capsys):
+    kit.check.exercise_16_4(loss_gradient())
     assert capsys.readouterr().out.startswith("Exercise 16.4: right on 1, 2, 3, 4 and 5 ranks")

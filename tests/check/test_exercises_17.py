@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain
+
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from answers import error_text
 
 import ddp_kit as kit
@@ -11,16 +16,17 @@ import ddp_kit as kit
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def average(group="dp", divide="dp", in_place=True):
+def ordering(extra=0, middle="FB", forwards_first=False, reverse=False, rest=True):
     """Return an answer to 17.1; each argument can make it wrong in one way."""
 
-    def answer(model, mesh):
-        for parameter in model.parameters():
-            gradient = parameter.grad if in_place else parameter.grad.clone()
-            dist.all_reduce(gradient, group=mesh.get_group(group) if group else None)
-            if divide:
-                sizes = {"dp": mesh["dp"].size(), "tp": mesh["tp"].size(), "all": mesh.size()}
-                gradient /= sizes[divide]
+    def answer(rank, p, m):
+        first = rank if reverse else p - 1 - rank
+        first = m if forwards_first else max(0, min(first + extra, m))
+        order = [("F", i) for i in range(first)]
+        for i in range(m - first):
+            pair = {"F": ("F", first + i), "B": ("B", i)}
+            order += [pair[kind] for kind in middle]
+        return order + [("B", i) for i in range(m - first, m) if rest]
 
     return answer
 
@@ -28,35 +34,73 @@ def average(group="dp", divide="dp", in_place=True):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"in_place": False}, "The gradients are as before. Write into parameter.grad"),
-        ({"divide": None}, "That is the sum. Divide it by the number of ranks along"),
-        ({"divide": "all"}, 'Divide by the ranks along "dp" only'),
-        ({"group": None}, 'Ranks along "tp" have different parameters, so their gradients must'),
-        ({"group": None, "divide": "all"}, 'Pass the group along "dp": mesh.get_group("dp").'),
-        ({"group": "tp"}, 'Those are the ranks along "tp", which have different parameters.'),
+        ({"forwards_first": True}, "That is GPipe."),
+        ({"extra": 1}, "One forward too many in the beginning"),
+        ({"extra": -1}, "One forward too few in the beginning"),
+        ({"middle": "BF"}, "In the middle, the forward comes first."),
+        ({"reverse": True}, "The first rank has the most forwards in the beginning"),
+        ({"rest": False}, "needs a forward and a backward: some are missing."),
     ],
 )
-def test_a_mean_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_1, average(**wrong))
-    assert text.startswith("exercise 17.1, average_gradients(model, mesh of 2 x 2) on 4 ranks: ")
+def test_an_order_that_is(wrong, words):
+    text = error_text(kit.check.exercise_17_1, ordering(**wrong))
+    assert text.startswith("exercise 17.1, one_f_one_b(rank, 3, 4) on 3 ranks: wrong result")
     assert words in text
+    assert text.endswith(' (B3 is short for ("B", 3).)')
 
 
-def test_a_right_mean_passes(capsys):
-    kit.check.exercise_17_1(average())
-    assert capsys.readouterr().out.startswith("Exercise 17.1: right on meshes of 2 x 2, 1 x 2")
+@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"]])
+def test_what_is_no_order(value):
+    text = error_text(kit.check.exercise_17_1, lambda rank, p, m: value)
+    assert 'Return a list of ("F", i) and ("B", i)' in text or "some are missing" in text
 
 
-def smallest_stage(shared=(0, 12, 14, 16), largest=False, never=None):
+def test_an_order_of_fewer_micro_batches_than_ranks():
+    def answer(rank, p, m):
+        return ordering()(rank, p, m) if m >= p else ordering(forwards_first=True)(0, p, m + p)
+
+    text = error_text(kit.check.exercise_17_1, answer)
+    assert text.startswith("exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result")
+
+
+def test_an_order_is_right(capsys):
+    kit.check.exercise_17_1(ordering())
+    assert capsys.readouterr().out.startswith("Exercise 17.1: right on 1, 2, 3 and 4 ranks")
+
+
+def going_back(
+    wanted=True, divide="last", sent="x", again=True, backward=True, clear=False, given=True
+):
     """Return an answer to 17.2; each argument can make it wrong in one way."""
 
-    def answer(parameters, ranks, memory):
-        fits = [
-            stage
-            for stage, part in enumerate(shared)
-            if parameters * (16 - part + part / ranks) <= memory
-        ]
-        return (fits[-1] if largest else fits[0]) if fits else never
+    def answer(stage, x, target, m):
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        gradient = None
+        if rank < last:
+            gradient = torch.empty_like(x)
+            dist.recv(gradient, src=rank + 1)
+        if clear:
+            stage.zero_grad()
+        if wanted:
+            x.requires_grad_()
+        with torch.set_grad_enabled(again):
+            y = stage(x)
+        out = y
+        if rank == last:
+            out = F.mse_loss(y, target)
+        if divide == "all" or (divide == "last" and rank == last):
+            out = out / m
+        if backward:
+            if y.requires_grad:
+                y.retain_grad()
+            out.backward(gradient if given else None)
+        if rank > 0 and sent:
+            tensor = (
+                {"x": x.grad, "y": y.grad, "gradient": gradient}[sent]
+                if backward
+                else torch.zeros_like(x)
+            )
+            dist.send(tensor, dst=rank - 1)
 
     return answer
 
@@ -64,76 +108,48 @@ def smallest_stage(shared=(0, 12, 14, 16), largest=False, never=None):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"shared": (0, 14, 14, 16)}, "A stage shares 0, 12, 14 or 16 of the 16 bytes"),
-        ({"largest": True}, "Return the smallest that fits: a higher stage may send more."),
-        ({"never": 4}, "If not even stage 3 fits, return None."),
+        ({"wanted": False}, "x.requires_grad_() before the forward"),
+        ({"again": False}, "There is no graph yet"),
+        ({"divide": "none"}, "Each gradient is m times too large"),
+        ({"divide": "all"}, "Only the last stage divides by m"),
+        ({"sent": "y"}, "and not that of its output."),
+        ({"sent": None}, "Every rank but the first sends the gradient of its x"),
+        ({"backward": False}, "No stage has a gradient"),
+        ({"sent": "gradient"}, "Send x.grad."),
+        ({"clear": True}, "Only the last micro-batch is left in the gradients"),
+        ({"given": False}, "on the other ranks, y.backward(gradient)."),
     ],
 )
-def test_a_stage_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_2, smallest_stage(**wrong))
-    assert text.startswith("exercise 17.2, smallest_stage(7.5e+09, 64, ")
+def test_a_backward_that_is(wrong, words):
+    text = error_text(kit.check.exercise_17_2, going_back(**wrong))
+    assert text.startswith("exercise 17.2, backward(stage, x, target, 2) on 2 ranks: ")
     assert words in text
 
 
-def test_a_stage_of_another_type_is_refused():
-    for wrong in (True, 0.0, "0"):
-        assert "where 0 is right" in error_text(kit.check.exercise_17_2, lambda *_, x=wrong: x)
+def test_a_backward_with_a_wrong_loss():
+    def answer(stage, x, target, m):
+        return going_back()(stage, x, target + 1, m)
+
+    assert "Compute y = stage(x) again" in error_text(kit.check.exercise_17_2, answer)
 
 
-def test_the_right_stage_passes(capsys):
-    kit.check.exercise_17_2(smallest_stage())
-    assert capsys.readouterr().out.startswith("Exercise 17.2: right from 1 to 64 ranks")
+def test_a_backward_is_right(capsys):
+    kit.check.exercise_17_2(going_back())
+    assert capsys.readouterr().out == "Exercise 17.2: right on 1, 2, 3 and 4 ranks.\n"
 
 
-def inside(least_first=False, crowded=False, one=False, as_set=False, given_order=False):
-    """Return an answer to 17.3; each argument can make it wrong in one way."""
-
-    def answer(sent, ranks, per_host):
-        names = list(sent) if given_order else sorted(sent, key=sent.get, reverse=not least_first)
-        chosen = []
-        for name in names:
-            if per_host % ranks[name] and not crowded:
-                break
-            chosen.append(name)
-            per_host = max(1, per_host // ranks[name])
-            if one:
-                break
-        return set(chosen) if as_set else chosen
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"least_first": True}, "Take the dimensions in the order of the bytes that they send"),
-        ({"crowded": True}, "Those are 512 ranks, and a host has 8."),
-        ({"one": True}, "There is room for more: those are 4 of 16 ranks."),
-        ({"as_set": True}, "Return a list of names"),
-        ({"given_order": True}, "Take the dimensions in the order of the bytes"),
-    ],
-)
-def test_a_choice_that_is(wrong, words):
-    assert words in error_text(kit.check.exercise_17_3, inside(**wrong))
-
-
-def test_a_choice_in_another_order_is_refused():
-    text = error_text(kit.check.exercise_17_3, lambda *call: inside()(*call)[::-1])
-    assert "Begin with the dimension that sends most" in text
-
-
-def test_the_right_choice_passes(capsys):
-    kit.check.exercise_17_3(inside())
-    assert capsys.readouterr().out == "Exercise 17.3: right for hosts with 8 and 16 ranks.\n"
-
-
-def step_seconds(matrices=6, scores=12, per_gpu=True, use=lambda mfu: 1 / mfu, per_token=False):
+def interleaving(stride=2, more=0, back=-1, rest=True):
     """Return an answer to 17.4; each argument can make it wrong in one way."""
 
-    def answer(layers, width, parameters, context, tokens, gpus, peak, mfu):
-        each = matrices * parameters + scores * layers * width * context
-        each *= 1 if per_token else tokens
-        return each / (gpus if per_gpu else 1) / peak * use(mfu)
+    def answer(rank, p, v, m):
+        stages = [rank + p * k for k in range(v)]
+        forwards, backwards = (
+            [(kind, i, s) for g in range(0, m, p) for s in stages[::turn] for i in range(g, g + p)]
+            for kind, turn in (("F", 1), ("B", back))
+        )
+        first = min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m)
+        pairs = chain.from_iterable(zip(forwards[first:], backwards, strict=False))
+        return [*forwards[:first], *pairs, *(backwards[v * m - first :] if rest else [])]
 
     return answer
 
@@ -141,28 +157,68 @@ def step_seconds(matrices=6, scores=12, per_gpu=True, use=lambda mfu: 1 / mfu, p
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"scores": 0}, "The attention is missing"),
-        ({"matrices": 2, "scores": 4}, "That is forward only."),
-        ({"matrices": 2}, "A parameter needs 6 FLOPs per token."),
-        ({"scores": 4}, "Backward needs attention, too."),
-        ({"per_gpu": False}, "All GPUs work at the same time"),
-        ({"use": lambda mfu: 1}, "Only the share mfu of the peak is reached."),
-        ({"use": lambda mfu: mfu}, "Divide by mfu"),
-        ({"per_token": True}, "That is one token."),
-        ({"matrices": 7}, "FLOPs of all tokens, divided by gpus * peak * mfu."),
+        ({"stride": 1}, "A rank needs two forwards more than the rank after it"),
+        ({"more": 1}, "One forward too many in the beginning."),
+        ({"more": -1}, "One forward too few in the beginning."),
+        ({"back": 1}, "take its stages in reverse order."),
+        ({"rest": False}, "needs a forward and a backward in each stage."),
     ],
 )
-def test_a_step_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_4, step_seconds(**wrong))
-    assert text.startswith("exercise 17.4, step_seconds(126, 16384, 4.05e+11, 8192, 1.68e+07, ")
+def test_an_interleaved_order_that_is(wrong, words):
+    text = error_text(kit.check.exercise_17_4, interleaving(**wrong))
+    assert text.startswith("exercise 17.4, interleaved(rank, 2, 2, 4) on 2 ranks: wrong result")
     assert words in text
 
 
-def test_no_number_is_no_time():
-    text = error_text(kit.check.exercise_17_4, lambda *_: None)
-    assert "it returns None where" in text
+def test_a_long_order_shows_the_first_difference():
+    def late(rank, p, v, m):
+        order = interleaving()(rank, p, v, m)
+        return order if m < 6 else [*order[:-2], order[-1], order[-2]]
+
+    text = error_text(kit.check.exercise_17_4, late)
+    assert (
+        "rank 0 should return '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' but returns "
+        "'0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...', where number 22 is 0B5 instead of 0B4\n"
+    ) in text
+    assert text.endswith(' (2B3 is short for ("B", 3, 2).)')
 
 
-def test_the_right_step_passes(capsys):
-    kit.check.exercise_17_4(step_seconds())
-    assert capsys.readouterr().out.startswith("Exercise 17.4: right for Llama 3")
+@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"], [("F", 0)] * 16])
+def test_what_is_no_interleaved_order(value):
+    text = error_text(kit.check.exercise_17_4, lambda rank, p, v, m: value)
+    assert "in each stage" in text or "Make the list of the backwards" in text
+
+
+def test_an_interleaved_order_is_right(capsys):
+    kit.check.exercise_17_4(interleaving())
+    printed = capsys.readouterr().out
+    assert printed == "Exercise 17.4: right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each.\n"
+
+
+def enough(p, most):
+    return max(1, math.ceil((p - 1) * (1 / most - 1) - 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda p, most: max(1, math.ceil((p - 1) / most - 1e-9)), "(p-1)/m is the idle time"),
+        (lambda p, most: math.ceil(p * (1 / most - 1) - 1e-9), "passes p - 1 ranks before"),
+        (lambda p, most: enough(p, most) + 1, "One less is enough"),
+        (lambda p, most: max(1, enough(p, most) - 1), "round up"),
+        (lambda p, most: max(1, round((p - 1) * (1 / most - 1))), "round up"),
+        (lambda p, most: (p - 1) * (1 / most - 1) + 0.5, "Return a whole number: round up."),
+        (lambda p, most: None, "Solve (p-1)/(m+p-1) <= most for m"),
+        (lambda p, most: enough(p, most) if p > 1 else 0, "One rank never waits for another"),
+    ],
+)
+def test_a_number_that_is_wrong(answer, words):
+    text = error_text(kit.check.exercise_17_3, answer)
+    assert text.startswith("exercise 17.3, micro_batches(")
+    assert "), called on 1 rank: it should return " in text
+    assert words in text
+
+
+def test_a_number_is_right(capsys):
+    kit.check.exercise_17_3(enough)
+    assert capsys.readouterr().out == "Exercise 17.3: right for 1 to 16 ranks.\n"

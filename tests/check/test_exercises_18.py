@@ -4,242 +4,179 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit.check import grader
-from ddp_kit.lessons.your_own_backend import ROOM, Finished, SegmentGroup, all_reduce
+from ddp_kit.lessons.context_parallel import exchange_rows, start_exchange, wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def counted(flags, rank, pause):
-    flags[rank] += 1
-    while min(flags) < flags[rank]:
-        pause()
+def softmax(total=True, weighted=True, inverse=False, of_block=False, values_only=False):
+    """Return an answer to 18.1; each argument can make it wrong in one way."""
 
+    def add_block(maximum, old_total, old_weighted, scores, values):
+        own = scores.amax(-1, keepdim=True)
+        larger = own if of_block else torch.maximum(maximum, own)
+        rescale = torch.exp(larger - maximum if inverse else maximum - larger)
+        weights = torch.exp(scores - larger)
+        shrunk = old_total * rescale if total and not of_block else old_total
+        shrunk_values = old_weighted * rescale if weighted and not of_block else old_weighted
+        new = shrunk_values + weights @ values
+        return new if values_only else (larger, shrunk + weights.sum(-1, keepdim=True), new)
 
-def never_set_back(flags, rank, pause):
-    flags[rank] = 1
-    while min(flags) < 1:
-        pause()
-
-
-def set_back(flags, rank, pause):
-    flags[rank] = 1
-    while min(flags) < 1:
-        pause()
-    flags[rank] = 0
-
-
-def equal(flags, rank, pause):
-    flags[rank] += 1
-    while any(flag != flags[rank] for flag in flags):
-        pause()
-
-
-def one_neighbour(flags, rank, pause):
-    flags[rank] += 1
-    while flags[(rank + 1) % len(flags)] < flags[rank]:
-        pause()
-
-
-def silent(flags, rank, pause):
-    while min(flags) < 1:
-        pause()
-
-
-def for_others(flags, rank, pause):
-    for other in range(len(flags)):
-        flags[other] += 1
-
-
-@pytest.mark.parametrize(
-    ("barrier", "words"),
-    [
-        (lambda flags, rank, pause: None, "left barrier 1 before rank 1 had come\nRaise flags[ran"),
-        (never_set_back, "left barrier 2 before rank 0 had come\nThe flags still have what"),
-        (set_back, "left barrier 2 before"),
-        (equal, "never leaves barrier 1; the flags are [1, 2]\nA fast rank may be in the next"),
-        (one_neighbour, "on 3 ranks: rank 0 left barrier"),
-        (silent, "never leaves barrier 1; the flags are [0, 0]\nNo rank has changed its flag"),
-        (for_others, "rank 0 wrote the flag of rank 1"),
-    ],
-)
-def test_a_barrier_that_is(barrier, words):
-    text = error_text(kit.check.exercise_18_1, barrier)
-    assert text.startswith("exercise 18.1, barrier(flags, rank, pause) on ")
-    assert words in text
-
-
-def test_a_barrier_that_never_pauses_is_stopped(monkeypatch):
-    def busy(flags, rank, pause):
-        flags[rank] += 1
-        while min(flags) < flags[rank]:
-            pass
-
-    monkeypatch.setattr(grader, "TIMEOUT", 3.0)
-    text = error_text(kit.check.exercise_18_1, busy)
-    assert "it did not finish in time" in text
-    assert "Call pause() each time that you have looked in vain" in text
-
-
-def test_a_barrier_is_right(capsys):
-    kit.check.exercise_18_1(counted)
-    assert capsys.readouterr().out == (
-        "Exercise 18.1: right on 1, 2, 3, 4 and 5 ranks, three times in a row.\n"
-    )
-
-
-def of_two(
-    before=True,
-    after=True,
-    read=lambda slots, rank: slots[1 - rank],
-    change=lambda tensor, other: tensor.add_(other),
-):
-    """Return an answer to 18.2; each argument can make it wrong in one way."""
-
-    def all_reduce_of_two(tensor, slots, rank, barrier):
-        slots[rank].copy_(tensor)
-        if before:
-            barrier()
-        change(tensor, read(slots, rank))
-        if after:
-            barrier()
-
-    return all_reduce_of_two
-
-
-def in_the_slot(tensor, slots, rank, barrier):
-    slots[rank].copy_(tensor)
-    barrier()
-    slots[0].add_(slots[1])  # both ranks do
-    barrier()
-    tensor.copy_(slots[0])
-    barrier()
-
-
-def only_rank_0_waits(tensor, slots, rank, barrier):
-    of_two(before=rank == 0)(tensor, slots, rank, barrier)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (of_two(before=False), "A rank has read a slot before it was written"),
-        (
-            of_two(after=False),
-            "before the other had read this one: wait at a barrier after reading",
-        ),
-        (of_two(before=False, after=False), "A rank has read a slot before it was written"),
-        (of_two(read=lambda slots, rank: slots[rank]), "twice a rank's own tensor"),
-        (of_two(change=torch.Tensor.copy_), "That is the tensor of the other rank."),
-        (of_two(change=torch.add), "Every rank still holds what it started with."),
-        (in_the_slot, "Leave the slots as they are"),
-        (only_rank_0_waits, "All ranks must call barrier() equally often"),
-        (of_two(read=lambda slots, rank: slots[2]), "slots[r] is the slot of rank r"),
-    ],
-)
-def test_a_sum_of_two_that_is(answer, words):
-    text = error_text(kit.check.exercise_18_2, answer)
-    assert text.startswith("exercise 18.2, all_reduce(tensor, slots, rank, barrier) on 2 ranks: ")
-    assert words in text
-
-
-def test_a_sum_of_two_is_right(capsys):
-    kit.check.exercise_18_2(of_two())
-    assert capsys.readouterr().out.startswith("Exercise 18.2: right on 2 ranks, whichever is fas")
-
-
-def floor(tensor, n):
-    return [tensor[r * (len(tensor) // n) : (r + 1) * (len(tensor) // n)] for r in range(n)]
-
-
-def ceiling(tensor, n):
-    chunks = tensor.chunk(n)
-    return [*chunks, *[tensor[:0]] * (n - len(chunks))]
-
-
-def scattered(
-    before=True,
-    after=True,
-    cut=torch.Tensor.tensor_split,
-    choose=lambda rank, n: rank,
-    add=lambda chunks: torch.stack(list(chunks)).sum(0),
-):
-    """Return an answer to 18.3; each argument can make it wrong in one way."""
-
-    def reduce_scatter(tensor, slots, rank, barrier):
-        slots[rank].copy_(tensor)
-        if before:
-            barrier()
-        n = len(slots)
-        total = add([cut(slot, n)[choose(rank, n)] for slot in slots])
-        if after:
-            barrier()
-        return total
-
-    return reduce_scatter
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (scattered(before=False), "A rank has read a slot before it was written"),
-        (scattered(after=False), "before the other had read this one"),
-        (scattered(cut=floor), "The numbers that are left over belong to a chunk"),
-        (scattered(cut=ceiling), "torch.chunk makes all chunks but the last equally long"),
-        (scattered(choose=lambda rank, n: n - 1 - rank), "That is the chunk of another rank"),
-        (scattered(cut=lambda slot, n: [slot] * n), "That is the whole sum."),
-        (scattered(add=lambda chunks: chunks[0].clone()), "That is the chunk of one rank."),
-        (scattered(add=lambda chunks: None), "Return this rank's chunk of the sum, a tensor."),
-    ],
-)
-def test_a_chunk_that_is(answer, words):
-    text = error_text(kit.check.exercise_18_3, answer)
-    assert text.startswith("exercise 18.3, reduce_scatter(tensor, slots, rank, barrier) on ")
-    assert words in text
-
-
-def test_a_chunk_is_right(capsys):
-    kit.check.exercise_18_3(scattered())
-    assert capsys.readouterr().out.startswith("Exercise 18.3: right on 1, 2, 3, 4 and 5 ranks")
-
-
-def backend(size=lambda tensor: ROOM // tensor.itemsize, last=None, divide=False, work=True):
-    """Return an answer to 18.4; each argument can make it wrong in one way."""
-
-    class Backend(SegmentGroup):
-        def allreduce(self, tensors, opts=None):
-            for tensor in tensors:
-                for piece in tensor.detach().view(-1).split(size(tensor))[:last]:
-                    all_reduce(self.segment, piece)
-                if divide:
-                    tensor.div_(self.size())
-            return Finished(tensors) if work else None
-
-    return Backend
+    return add_block
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"size": len}, "Cut each tensor into pieces"),
-        ({"size": lambda tensor: ROOM}, "counts numbers, of tensor.itemsize bytes"),
-        ({"last": 1}, "Only the beginning is summed."),
-        ({"divide": True}, "That is the mean. PyTorch asks for the sum"),
-        ({"work": False}, "return Finished(tensors)"),
-        ({"last": 0}, "Every rank still holds what it started with."),
+        ({"total": False}, "multiply the old sum of the weights, total, by exp(maximum - larger)"),
+        ({"weighted": False}, "multiply the old weighted sum of the values by exp(maximum"),
+        ({"total": False, "weighted": False}, "multiply both old sums by exp(maximum - larger)."),
+        ({"inverse": True}, "The factor of the old sums is upside down"),
+        ({"of_block": True}, "relative to the maximum of the last block, not of all so far."),
+        ({"values_only": True}, "Return three tensors: larger; the old total times"),
     ],
 )
-def test_a_backend_that_is(wrong, words):
-    text = error_text(kit.check.exercise_18_4, backend(**wrong))
-    assert text.startswith("exercise 18.4, Backend(store, rank, size, timeout) on 2 ranks: ")
+def test_a_softmax_that_is(wrong, words):
+    text = error_text(kit.check.exercise_18_1, softmax(**wrong))
+    assert text.startswith("exercise 18.1, ")
     assert words in text
 
 
-def test_a_backend_is_right(capsys):
-    kit.check.exercise_18_4(backend())
-    assert capsys.readouterr().out == (
-        "Exercise 18.4: right on 1, 2, 3, 4 and 5 ranks, and DDP trains on it.\n"
+def test_a_softmax_is_right(capsys):
+    kit.check.exercise_18_1(softmax())
+    assert (
+        capsys.readouterr().out == "Exercise 18.1: right with one block of keys and with three.\n"
     )
+
+
+def mask(owner=lambda rank, step, n: (rank - step) % n, compare=torch.le, change=lambda m: m):
+    """Return an answer to 18.2; each argument can make it wrong in one way."""
+
+    def block_mask(rank, step, n, chunk):
+        queries = rank * chunk + torch.arange(chunk)
+        keys = owner(rank, step, n) * chunk + torch.arange(chunk)
+        return change(compare(keys, queries[:, None]))
+
+    return block_mask
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"owner": lambda rank, step, n: (rank + step) % n}, "on 3 ranks: wrong"),
+        ({"owner": lambda rank, step, n: (rank + step) % n}, "the block of rank - s, not rank + s"),
+        ({"owner": lambda rank, step, n: rank - step}, "Ranks count modulo n: to the left of rank"),
+        ({"owner": lambda rank, step, n: rank}, "That is the mask of the own chunk."),
+        ({"change": lambda m: m.T}, "Rows are queries, and columns are keys"),
+        ({"compare": torch.lt}, "A query sees the key at its own position, too."),
+        ({"compare": torch.gt}, "True is where the query sees the key, not where it is masked."),
+        ({"change": lambda m: m.float()}, "Find the owner of the keys first."),
+    ],
+)
+def test_a_mask_that_is(wrong, words):
+    text = error_text(kit.check.exercise_18_2, mask(**wrong))
+    assert text.startswith("exercise 18.2, block_mask(rank, step, n, chunk) on ")
+    assert words in text
+
+
+def test_a_mask_is_right(capsys):
+    kit.check.exercise_18_2(mask())
+    assert capsys.readouterr().out.startswith("Exercise 18.2: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def home(steps=lambda n: n, block=lambda rank, step: rank - step, last=False, exchange=True):
+    """Return an answer to 18.3; each argument can make it wrong in one way."""
+
+    def bring_home(parts):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        total = parts[rank]
+        for step in range(1, steps(n) + 1):
+            arriving = torch.empty_like(total)
+            if exchange:
+                wait_for(start_exchange(total, arriving))
+            elif n > 1:
+                dist.recv(arriving, (rank - 1) % n)
+                dist.send(total, (rank + 1) % n)
+            total = arriving + parts[block(rank, step) % n] if step < n or last else arriving
+        return total
+
+    return bring_home
+
+
+def summed_up(parts):
+    total = torch.stack(parts)
+    dist.all_reduce(total)
+    return total[dist.get_rank()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (home(steps=lambda n: 0), "That is the rank's own part."),
+        (home(steps=lambda n: n - 1), "the gradient of the right neighbour's block: one more step"),
+        (home(last=True), "The rank's own part is in the sum twice"),
+        (home(block=lambda rank, step: rank + step), "rank - s, not rank + s"),
+        (home(block=lambda rank, step: rank), "Add the part of the block whose sum has just"),
+        (home(exchange=False), "it deadlocks"),
+        (home(exchange=False), "starts to send to the right and to receive from the left"),
+        (summed_up, "all_reduce was called"),
+        (lambda parts: sum(parts), "Begin with the part of the own block."),
+    ],
+)
+def test_gradients_that_are(answer, words):
+    text = error_text(kit.check.exercise_18_3, answer)
+    assert text.startswith("exercise 18.3, bring_home(parts) on ")
+    assert words in text
+
+
+def test_gradients_are_home(capsys):
+    kit.check.exercise_18_3(home())
+    assert capsys.readouterr().out.startswith("Exercise 18.3: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def experts(counts=True, back=lambda going, coming: (coming, going), restore=torch.argsort):
+    """Return an answer to 18.4; each argument can make it wrong in one way."""
+
+    def through_experts(tokens, choice, expert):
+        order = choice.argsort(stable=True)
+        going = torch.bincount(choice, minlength=dist.get_world_size())
+        coming = torch.zeros_like(going)
+        if counts:
+            dist.all_to_all_single(coming, going)
+        else:
+            coming = going  # a rank takes for granted that as many come as go
+        going, coming = going.tolist(), coming.tolist()
+        arrived = exchange_rows(tokens[order], going, coming)
+        returned = exchange_rows(expert(arrived), *back(going, coming))
+        return returned[restore(order)]
+
+    return through_experts
+
+
+def untouched(order):
+    return torch.arange(len(order))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (experts(restore=untouched), "in the order in which the tokens were sent."),
+        (experts(restore=lambda order: order), "back[order] sorts once more."),
+        (experts(back=lambda going, coming: (going, coming)), "both lists change places."),
+        (experts(counts=False), "exchange the counts first."),
+        (lambda tokens, choice, expert: expert(tokens), "Sort the tokens by their expert"),
+    ],
+)
+def test_tokens_that_are(answer, words):
+    text = error_text(kit.check.exercise_18_4, answer)
+    assert text.startswith("exercise 18.4, through_experts(tokens, choice, expert) on ")
+    assert words in text
+
+
+def test_tokens_are_right(capsys):
+    kit.check.exercise_18_4(experts())
+    assert capsys.readouterr().out.startswith("Exercise 18.4: right on 1, 2, 3, 4 and 5 ranks")

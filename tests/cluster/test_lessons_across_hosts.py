@@ -13,7 +13,7 @@ import ddp_kit as kit
 
 EVERY_LESSON = str(Path(__file__).with_name("every_lesson.py"))
 # What the agents do differently matters only for lessons that look at it, and for any other one.
-STATIC = ("environment", "init_methods", "beyond_one_machine", "ring_allreduce")
+STATIC = ("your_machine", "init_methods", "torchrun", "ring_allreduce")
 
 
 @pytest.mark.usefixtures("forked_torchrun")

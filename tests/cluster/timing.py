@@ -1,6 +1,6 @@
 """Times on a shaped link: `torchrun timing.py FILE ROUNDS BYTES...` writes them to FILE as JSON.
 
-"rings": what lesson 04 measures, by contestant; "messages": what lesson 09 measures of a message
+"rings": what lesson 04 measures, by contestant; "messages": what lesson 10 measures of a message
 between ranks 0 and 1. Both are pairs of bytes and seconds.
 """
 

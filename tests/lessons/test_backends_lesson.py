@@ -325,7 +325,7 @@ def test_one_size_is_measured_after_the_other():
 
 
 def test_the_script_prints_other_lines_than_one_for_each_size_and_the_fit(tmp_path):
-    path = tmp_path / "09_backends.py"
+    path = tmp_path / "10_backends.py"
     path.write_text(text_of(path.name))
     command = [sys.executable, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)

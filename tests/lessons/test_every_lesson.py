@@ -23,12 +23,11 @@ PROOFS = {
     "collectives": "collectives: {}, 12 collectives and the barrier are right\n",
     "partitioned_sgd": "partitioned_sgd: {}, replicas bit-equal, gradients equal one process\n",
     "ring_allreduce": "ring_allreduce: {}, 3 rings agree with dist.all_reduce\n",
-    "environment": "environment: {}, each knows its rank, synchronize returns as it should\n",
+    "your_machine": "your_machine: {}, each knows its rank, synchronize returns as it should\n",
     "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
     "ddp": "ddp: {}, equal start, mean gradients; no_sync and sampler as by hand\n",
     "backends": "backends: {}, 18 operations right on 5 dtypes\n",
-    "beyond_one_machine": "beyond_one_machine: {}, each knows its place, "
-    "resumed training bit-equal\n",
+    "torchrun": "torchrun: {}, each knows its place, resumed training bit-equal\n",
     "what_happens_at_1024": (
         "what_happens_at_1024: {}, 5 all_reduces and DDP send what the model says\n"
     ),

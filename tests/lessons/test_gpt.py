@@ -1,4 +1,4 @@
-"""The GPT of lessons 13 to 17, and the text that it learns."""
+"""The GPT of lessons 15 to 18 and 20, and the text that it learns."""
 
 from __future__ import annotations
 

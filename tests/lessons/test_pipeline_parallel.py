@@ -118,7 +118,7 @@ def test_each_rank_does_what_its_schedule_says(runs):
     assert stages == [{0, 7}, {1, 6}, {2, 5}, {3, 4}]
 
 
-def test_the_order_that_exercise_15_4_wants_is_pytorchs(runs):
+def test_the_order_that_exercise_17_4_wants_is_pytorchs(runs):
     wanted = [interleaved_order(rank, 4, 2, 8) for rank in range(4)]
     steps = steps_of(runs["ScheduleInterleaved1F1B"])
     assert [" ".join(f"{s}{kind}{i}" for kind, i, s in rank) for rank in steps] == wanted

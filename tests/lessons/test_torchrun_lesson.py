@@ -1,4 +1,4 @@
-"""Lesson 10: its scripts, run as the lesson says; its functions; its table of options."""
+"""Lesson 11: its scripts, run as the lesson says; its functions; its table of options."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from scripts import NOTEBOOKS, code_of, notebook_of, written
 from torch.distributed.run import get_args_parser
 
 import ddp_kit as kit
-from ddp_kit.lessons import beyond_one_machine as beyond
-from ddp_kit.lessons.environment import side_by_side
+from ddp_kit.lessons import torchrun
 from ddp_kit.lessons.init_methods import free_ports
+from ddp_kit.lessons.your_machine import side_by_side
 
 SCRIPTS = NOTEBOOKS / "scripts"
 LIMIT = 240  # seconds for four ranks of train.py
@@ -31,7 +31,7 @@ HEADER = re.compile(r"^#SBATCH --([\w-]+)=(\S+)$", re.MULTILINE)
 
 
 def lesson() -> dict:
-    return notebook_of("10_torchrun.py")
+    return notebook_of("11_torchrun.py")
 
 
 def prose() -> str:
@@ -226,13 +226,13 @@ def test_an_option_has_another_default_than_the_table_says():
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_hosts_get_the_same_number_or_leave_one_out():
-    found = kit.run(beyond.rendezvous, free_ports(1)[0], world_size=3)
+    found = kit.run(torchrun.rendezvous, free_ports(1)[0], world_size=3)
     assert sorted(found) == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
 
 
 def test_a_file_that_never_comes_is_waited_for_forever(tmp_path):
     with pytest.raises(TimeoutError, match=r"there is no \.metadata after 0\.1 s"):
-        beyond.wait_for(tmp_path / ".metadata", 0.1)
+        torchrun.wait_for(tmp_path / ".metadata", 0.1)
 
 
 def test_a_rank_that_has_ended_is_killed(tmp_path):
@@ -240,7 +240,7 @@ def test_a_rank_that_has_ended_is_killed(tmp_path):
         (tmp_path / epoch).mkdir()
         (tmp_path / epoch / ".metadata").touch()
     with pytest.raises(RuntimeError, match="rank 1 ended before it could be killed"):
-        beyond.kill_rank(1, str(tmp_path), 2)
+        torchrun.kill_rank(1, str(tmp_path), 2)
 
 
 def test_the_wrong_process_is_killed(tmp_path):
@@ -257,7 +257,7 @@ def test_the_wrong_process_is_killed(tmp_path):
         for epoch in ("0001", "0002"):
             (tmp_path / epoch).mkdir()
             (tmp_path / epoch / ".metadata").touch()
-        beyond.kill_rank(1, str(tmp_path), 2)
+        torchrun.kill_rank(1, str(tmp_path), 2)
         wait_until(lambda: ranks[1].poll() is not None, 100, "rank 1 is killed")
         assert (ranks[0].poll(), ranks[1].poll()) == (None, -signal.SIGKILL)
     finally:

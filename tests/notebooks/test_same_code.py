@@ -29,21 +29,21 @@ LESSONS = {
     "02_collectives": "collectives",
     "03_partitioned_sgd": "partitioned_sgd",
     "04_ring_allreduce": "ring_allreduce",
-    "05_your_machine": "environment",
+    "05_your_machine": "your_machine",
     "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
     "08_ddp": "ddp",
-    "08_ddp_mistakes": "ddp",
-    "09_backends": "backends",
-    "10_torchrun": "beyond_one_machine",
-    "11_what_happens_at_1024": "what_happens_at_1024",
-    "12_device_mesh": "device_mesh",
-    "13_zero": "zero",
-    "14_tensor_parallel": "tensor_parallel",
-    "15_pipeline_parallel": "pipeline_parallel",
-    "16_context_parallel": "context_parallel",
-    "17_which_one_when": "which_one_when",
-    "18_your_own_backend": "your_own_backend",
+    "09_ddp_mistakes": "ddp",
+    "10_backends": "backends",
+    "11_torchrun": "torchrun",
+    "12_what_happens_at_1024": "what_happens_at_1024",
+    "14_device_mesh": "device_mesh",
+    "15_zero": "zero",
+    "16_tensor_parallel": "tensor_parallel",
+    "17_pipeline_parallel": "pipeline_parallel",
+    "18_context_parallel": "context_parallel",
+    "20_which_one_when": "which_one_when",
+    "21_your_own_backend": "your_own_backend",
 }
 PARTS = {  # private modules from which a lesson's module imports
     "init_methods": ["_recording_store"],
@@ -89,49 +89,49 @@ REQUIRED: dict[str, set[str]] = {
         *("BucketedDistributedDataParallel", "backwards", "step_seconds", "carry_slowly"),
         *("accumulate", "deal", "deal_by_hand"),
     },
-    "08_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
-    "09_backends": {
+    "09_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
+    "10_backends": {
         *("accepts", "true_until", "measure", "fit_by_hand", "direct_and_wrapped"),
         *("lopsided_sum", "both_send_first"),
     },
-    "10_torchrun": {"my_place", "rendezvous", "kill_rank"},
-    "11_what_happens_at_1024": {"tree", "swap_halves", "two_level"},
-    "12_device_mesh": {
+    "11_torchrun": {"my_place", "rendezvous", "kill_rank"},
+    "12_what_happens_at_1024": {"tree", "swap_halves", "two_level"},
+    "14_device_mesh": {
         *("numbered", "lengths", "pieces", "pad", "own_part", "replicate_to_shard", "change"),
         *("shard_to_replicate", "partial_to_replicate", "partial_to_shard", "shard_to_shard"),
         *("by_hand", "by_dtensor", "bytes_sent", "mesh_groups", "on_mesh", "product"),
         *("counted", "forward", "mlp", "in_one_process"),
     },
-    "13_zero": {
+    "15_zero": {
         *("Block", "Owners", "settings", "Partition", "ShardedStep", "fill_up", "own_rows", "cut"),
         *("ShardedGradient", "ReplicatedParameter", "ShardedGradients", "FreedParameter"),
         *("ShardedParameter", "ShardedModule", "UnshardedOnDemand", "Prefetching"),
         *("FullySharded", "take_steps", "start_zero_redundancy"),
         *("start_fully_shard", "train_and_save", "load_and_train"),
     },
-    "14_tensor_parallel": {
+    "16_tensor_parallel": {
         *("CopyToRegion", "ReduceFromRegion", "ColumnParallelLinear", "RowParallelLinear"),
         *("GatherFromSequence", "ReduceScatterToSequence", "VocabularyParallelEmbedding"),
         *("vocabulary_parallel_loss", "add_up_gradients", "own_part", "cut_block", "cut_gpt"),
         *("block_plan", "gpt_plan", "parallelize", "ForgottenCopy"),
     },
-    "15_pipeline_parallel": {
+    "17_pipeline_parallel": {
         *("GPTStage", "cut", "Neighbours", "StageByHand", "Pipeline", "mean_loss", "order"),
         *("cell", "bubble", "ForwardByHand", "RecordedStage"),
     },
-    "16_context_parallel": {
+    "18_context_parallel": {
         *("OnlineSoftmax", "scores", "attend_in_blocks", "cut", "in_order", "zig_zag", "places"),
         *("start_exchange", "travel", "needed", "attend_forward", "BlockGradients"),
         *("attend_backward", "RingAttention", "ring_attention", "exchange_rows", "AllToAll"),
         *("to_heads", "to_sequence", "ulysses", "attention", "spread", "loss_of_part", "train"),
         *("route", "counts_of", "Experts"),
     },
-    "17_which_one_when": {
+    "20_which_one_when": {
         *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
         *("memory_by_hand", "layer_by_hand", "dp_by_hand", "step_by_hand", "plans_by_hand"),
         *("stage_by_hand", "tflops"),
     },
-    "18_your_own_backend": {
+    "21_your_own_backend": {
         *("through_a_socket", "create", "address", "attach", "see_each_other", "Flags", "Segment"),
         *("spin", "give_way", "nap", "give_way_then_nap", "all_reduce_of_two", "all_reduce"),
         *("Finished", "pieces", "BareGroup", "CollectiveGroup", "SegmentGroup", "mailbox", "send"),
