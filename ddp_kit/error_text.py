@@ -305,8 +305,10 @@ def format_death(
         cause = "native code crashed; the last lines that it printed may say why"
     elif name in ("SIGALRM", "SIGVTALRM", "SIGPROF"):
         cause = "the worker has set a timer, and no handler for its signal"
+    elif name == "SIGXCPU":
+        cause = "it has used up its limit of CPU time"
     elif name:
-        cause = "it was stopped from outside"
+        cause = "this signal was sent to it, by the worker or from outside"
     elif exitcode is None:
         how = "its exit code was lost"
         cause = "unknown, because other code in this process collects exit codes"
@@ -331,7 +333,10 @@ def format_unawaited(waits: Iterable[Wait]) -> list[str]:
 
 def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
     """Return lines for what ranks have found during a run; equal notes are merged."""
-    rows = ((Wait(rank, None, line), "", f"found that {said}") for rank, said, line in notes)
+    rows = (
+        (Wait(rank, None, line), "", f"found that {said}")
+        for rank, said, line in dict.fromkeys(notes)  # one line may make several such models
+    )
     return _NoticeFormatter().merge(rows)
 
 

@@ -1183,11 +1183,26 @@ def reduces_all(rank, world_size):
     step(layers)
 
 
+def freezes_a_layer(rank, world_size):
+    model = DistributedDataParallel(two_layers())
+    model.module[0].requires_grad_(False)
+    step(model)
+
+
+def averages_by_hand(rank, world_size):
+    layers = two_layers()
+    model = DistributedDataParallel(layers)
+    step(model.module)
+    for parameter in layers.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+
+
 AROUND = (
     "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
     "and use backward(), not torch.autograd.grad"
 )
-LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
+LATE = "replace, freeze or unfreeze layers before DistributedDataParallel wraps the model"
 
 
 @pytest.mark.parametrize(
@@ -1196,6 +1211,7 @@ LATE = "replace or unfreeze layers before DistributedDataParallel wraps the mode
         (uses_autograd_grad, 4, AROUND),
         (unfreezes_a_layer, 2, LATE),
         (replaces_a_layer, None, LATE),
+        (freezes_a_layer, 2, LATE),
         (drops_the_wrapper, 4, AROUND),
         (calls_the_inner_model, 4, AROUND),
     ],
@@ -1209,6 +1225,7 @@ def test_a_note_says_how_many_parameters_of_a_model_were_never_reduced(worker, m
         assert "DistributedDataParallel(" in line
 
 
-def test_a_model_whose_parameters_were_all_reduced_has_no_note(capsys):
-    kit.run(reduces_all, world_size=2)
+@pytest.mark.parametrize("worker", [reduces_all, averages_by_hand])
+def test_a_model_whose_parameters_were_all_reduced_has_no_note(worker, capsys):
+    kit.run(worker, world_size=2)
     assert not capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_a_failure_outside_the_learners_code_shows_no_line():
     [
         (-9, "ended by SIGKILL. Likely cause: it was killed from outside"),
         (-11, "ended by SIGSEGV. Likely cause: native code crashed"),
-        (-15, "ended by SIGTERM. Likely cause: it was stopped from outside"),
+        (-15, "ended by SIGTERM. Likely cause: this signal was sent to it, by the worker or"),
         (-14, "ended by SIGALRM. Likely cause: the worker has set a timer"),
         (3, "exited with code 3. Likely cause: the worker called os._exit"),
     ],

@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import random
@@ -382,7 +383,10 @@ def test_what_cannot_be_found_is_not_said_to_be_made_inside_the_worker():
 
 @pytest.mark.parametrize(
     "module",
-    [torch.backends.cudnn, torch.ops, torch.ops.aten, torch.ops.aten.add.Tensor, torch.classes],
+    [
+        *(torch.backends.cudnn, torch.ops, torch.ops.aten, torch.ops.aten.add.Tensor),
+        *(torch.classes, torch.nn.attention.SDPBackend),
+    ],
 )
 @pytest.mark.usefixtures("forked_ranks")
 def test_what_can_be_imported_is_sent_by_name(module):
@@ -391,6 +395,19 @@ def test_what_can_be_imported_is_sent_by_name(module):
         return str(module)
 
     assert list(kit.run(worker, world_size=1)) == [str(module)]
+
+
+def test_the_notebooks_standard_output_is_that_of_the_rank(monkeypatch, pool):
+    class OutStream(io.StringIO):  # as ipykernel's, which has a key inside
+        def __reduce_ex__(self, protocol):
+            raise TypeError("cannot pickle '_hashlib.HMAC' object")
+
+    monkeypatch.setattr(sys, "stdout", out := OutStream())
+
+    def worker(rank, world_size, file=out):
+        print("hello", file=file)
+
+    assert set(pool.run(worker).output) == {"hello\n"}
 
 
 def test_a_worker_is_sent_while_another_thread_imports(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import faulthandler
 import gc
 import logging
 import os
@@ -442,9 +443,11 @@ SETTINGS = [
     ("set a handler for a signal", lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
     ("left a timer running", lambda: signal.alarm(3)),
     ("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})),
-    ("changed a limit of its process", lambda: os.umask(0)),
+    ("changed the umask", lambda: os.umask(0)),
     ("changed a limit of its process", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
     ("set a trace function", lambda: sys.setprofile(lambda *_: None)),
+    ("changed the switch interval", lambda: sys.setswitchinterval(0.1)),
+    ("enabled faulthandler", lambda: faulthandler.enable()),
     ("changed the start method", lambda: mp.set_start_method("spawn", force=True)),
     ("left a hook on all modules", lambda: hooks.register_module_forward_hook(lambda *_: None)),
     ("changed torch's any_autocast_enabled", lambda: torch.autocast("cpu").__enter__()),
@@ -516,3 +519,12 @@ def test_a_rank_that_cannot_be_restored_stays(capsys):
     assert "restarting rank 1: what an earlier run has changed" in capsys.readouterr().out
     after = list(kit.run(pid, world_size=2))
     assert (after[0], after[1] == before[1]) == (before[0], False)
+
+
+def test_a_timer_of_faulthandler_does_not_end_the_next_run():
+    def worker(rank, world_size):
+        faulthandler.dump_traceback_later(1, exit=True)
+
+    with kit.WorkerPool(1) as pool:
+        pool.run(worker)
+        pool.run(lambda rank, world_size: time.sleep(1.5))

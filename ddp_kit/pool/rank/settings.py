@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import decimal
+import faulthandler
 import gc
 import locale
 import logging
@@ -121,10 +122,14 @@ _HOOKS = [
 
 
 def _limits() -> list[object]:
-    os.umask(mask := os.umask(0o77))  # the only way to ask
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     limits = map(resource.getrlimit, _LIMITS)
-    return [mask, cores, os.getpriority(os.PRIO_PROCESS, 0), *limits]
+    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *limits]
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0o77))  # the only way to ask
+    return mask
 
 
 _LIMITS = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
@@ -136,7 +141,10 @@ _FACTS: dict[str, Callable[[], object]] = {
     "left a timer running": lambda: [signal.getitimer(number)[0] > 0 for number in range(3)],
     "blocked a signal": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
     "changed a limit of its process": _limits,
-    "set a trace function": lambda: (sys.gettrace(), sys.getprofile(), sys.getswitchinterval()),
+    "changed the umask": _umask,
+    "enabled faulthandler": faulthandler.is_enabled,
+    "set a trace function": lambda: (sys.gettrace(), sys.getprofile()),
+    "changed the switch interval": sys.getswitchinterval,
     "changed the garbage collector": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
     "changed the start method": lambda: (
         multiprocessing.get_start_method(allow_none=True)
@@ -209,6 +217,7 @@ class Settings:
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)  # tells the compiler, too
         torch.set_default_device(None)
+        faulthandler.cancel_dump_traceback_later()  # nobody can ask whether there is one
         before, now = self._facts, [ask() for ask in _FACTS.values()]
         if now != before and not is_cell:
             for at, what in enumerate(_FACTS):

@@ -168,6 +168,9 @@ class _Pickler(cloudpickle.Pickler):
             return _storage, (buffer,)
         if isinstance(obj, torch.TypedStorage) and not obj.is_sparse:
             return torch_internals.typed_storage, (torch_internals.untyped_storage(obj), obj.dtype)
+        for name in ("stdout", "stderr"):
+            if obj is getattr(sys, name):
+                return getattr, (sys, name)
         if isinstance(obj, io.IOBase) and not _can_travel(obj):
             raise TypeError("cannot pickle an open file")  # cloudpickle would copy its content
         if isinstance(obj, Connection):  # pickle would copy the number of its descriptor
@@ -239,8 +242,16 @@ def _import_name(obj: Any) -> str | None:
     """Return the name by which a rank can import an object; None if it is no kind of module."""
     if name := torch_internals.operator_name(obj):
         return name
+    if isinstance(obj, type) and obj.__module__ != "__main__":  # pickle takes its __qualname__
+        module = sys.modules.get(obj.__module__)
+        return f"{module.__name__}:{obj.__name__}" if _has(module, obj) else None
     name = _unusual_modules(len(sys.modules)).get(id(obj))
     return name if name and sys.modules.get(name) is obj else None
+
+
+def _has(module: types.ModuleType | None, obj: type) -> bool:
+    renamed = obj.__name__ != obj.__qualname__ and "." not in obj.__qualname__
+    return renamed and getattr(module, obj.__name__, None) is obj
 
 
 @functools.lru_cache(maxsize=1)

@@ -30,10 +30,11 @@ class _Wrapped:
 
     def __init__(self, model: DistributedDataParallel, parameters: list[torch.Tensor]) -> None:
         self.line, self._ddp = own_line(sys._getframe(2)), weakref.ref(model)
-        self.is_reduced = False
+        self.is_reduced = self._is_frozen = False
         self._given = set(map(id, parameters))  # to the reducer, which keeps them alive
         self._ignored = set(model.parameters_to_ignore)
-        self._trained: dict[str, bool] = {}  # by their names: whether the reducer has them
+        # By their names: how many numbers each has, and whether the reducer has it.
+        self._trained: dict[str, tuple[int, bool]] = {}
 
     def note(self, now: Recorder, model: torch.nn.Module, has_gradient: Callable) -> None:
         """Note which parameters have gradients after a backward pass."""
@@ -42,19 +43,27 @@ class _Wrapped:
             return  # no_sync: perhaps the learner reduces them
         for name, parameter in model.named_parameters():
             new = name not in self._trained and name not in self._ignored
+            given = id(parameter) in self._given
+            self._is_frozen |= given and not parameter.requires_grad
             if new and parameter.requires_grad and has_gradient(parameter):
-                self._trained[name] = id(parameter) in self._given
+                self._trained[name] = parameter.numel(), given
                 now.at_end.add(self.tell)
 
-    def tell(self) -> tuple[str, Line | None]:
-        """Return a sentence on the parameters that were never reduced, "" if there are none."""
-        left = sum(not (self.is_reduced and given) for given in self._trained.values())
+    def tell(self, summed: int) -> tuple[str, Line | None]:
+        """Return a sentence on the parameters that DDP never reduced, "" if there are none.
+
+        summed: how many numbers the worker has summed in one call: perhaps it was a gradient.
+        """
+        sizes = [n for n, given in self._trained.values() if not (self.is_reduced and given)]
+        if not sizes or summed >= max(sizes):
+            return "", self.line
+        left = len(sizes)
         what = f"{left} parameter{'s' * (left > 1)} of this model {'were' if left > 1 else 'was'}"
-        hint = _AROUND if all(self._trained.values()) else _LATE
-        return f"{what} never reduced: {hint}" if left else "", self.line
+        late = self._is_frozen or not all(given for _, given in self._trained.values())
+        return f"{what} never reduced: {_LATE if late else _AROUND}", self.line
 
 
-_LATE = "replace or unfreeze layers before DistributedDataParallel wraps the model"
+_LATE = "replace, freeze or unfreeze layers before DistributedDataParallel wraps the model"
 _AROUND = (
     "keep what DistributedDataParallel returns, call it, let the loss depend on all parameters, "
     "and use backward(), not torch.autograd.grad"

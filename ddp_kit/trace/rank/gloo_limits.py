@@ -66,8 +66,8 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
         if not _is_dense(tensor):
             sizes = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
             raise ValueError(
-                f"gloo ignores strides, and this tensor of {sizes} has gaps in memory: "
-                "pass its .contiguous(), and copy the result back"
+                f"gloo ignores strides, and this tensor of {sizes} has gaps in memory or overlaps "
+                "itself: pass its .contiguous(), and copy the result back"
             )
     orders = list(dict.fromkeys(map(_order, tensors)))
     if len(orders) > 1:

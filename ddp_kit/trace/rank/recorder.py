@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
@@ -81,7 +82,8 @@ class Recorder:
         # Of a thread: the line that has started it, or its task.
         self.lines: dict[threading.Thread, Line | None] = {}
         # What there is to say after the run, each a sentence and a line of the learner's.
-        self.at_end: set[Callable[[], tuple[str, Line | None]]] = set()
+        self.at_end: set[Callable[[int], tuple[str, Line | None]]] = set()
+        self.summed = 0  # the most numbers that the worker itself has summed in one call
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
@@ -101,7 +103,7 @@ class Recorder:
         """Leave the board to the next run, although a thread of this one may still wait."""
         with self._lock:
             if self._board is not None:
-                for text, line in [tell() for tell in self.at_end]:
+                for text, line in [tell(self.summed) for tell in self.at_end]:
                     if text:
                         self.table.note(self.run, text, line)
                 self._board.end(monotonic_ns())
@@ -134,6 +136,8 @@ class Recorder:
         process that the rank has forked.
         """
         start = monotonic_ns()
+        if call.reduce_op and not self.prefix:
+            self.summed = max(self.summed, *(math.prod(shape) for shape, _ in call.inputs))
         if threading.get_ident() in self._hidden:
             return None
         if os.getpid() != self._process and not isinstance(group, tuple):
