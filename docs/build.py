@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "ddp_kit" / "course"))  # the kit itself is not installed here
+
+from cells import folded, solved, tags  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
@@ -102,12 +106,19 @@ def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
 
 
 def page(path: Path, parts: list[str]) -> dict[str, Any]:
-    """Return a notebook as the site shows it: with its minutes and a link to its file."""
+    """Return a notebook as the site shows it: answers folded, with its minutes and its file."""
     notebook = json.loads(path.read_text("utf-8"))
+    left_out = "exercise" if path.parent.name == "solutions" else "solution"
+    notebook["cells"] = [cell for cell in notebook["cells"] if left_out not in tags(cell)]
     for cell in notebook["cells"]:
+        cell["source"] = solved("".join(cell["source"]))
         if cell["cell_type"] == "markdown":
-            cell["source"] = relinked("".join(cell["source"]), path, path, parts)
-        elif "outputs" in cell:  # a live view leaves a display without data
+            if "answer" in tags(cell):
+                cell["source"] = folded(cell["source"], "What the run shows")
+            cell["source"] = relinked(cell["source"], path, path, parts)
+        elif "answer" in tags(cell):
+            cell["metadata"]["tags"] = ["hide-output"]
+        if "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
     heading, _, rest = notebook["cells"][0]["source"].partition("\n")
     notebook["cells"][0]["source"] = (
@@ -117,6 +128,8 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
     )
     notebook["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
     if path.parent.name == "solutions":
+        text = notebook["cells"][0]["source"]
+        notebook["cells"][0]["source"] = text.replace("# Exercises:", "# Solutions:", 1)
         notebook["metadata"]["nosearch"] = True
     return notebook
 
@@ -134,8 +147,8 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
         cells = json.loads(path.read_text("utf-8"))["cells"]
         heading = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ").replace("`", "")
         name = path.relative_to(folder).with_suffix("").as_posix()
-        kind, colon, topic = heading.partition(": ")  # "Exercises: rings"
-        if colon and kind == path.parent.name.capitalize():
+        if path.parent.name in PARTS:
+            topic = heading.removeprefix("Exercises: ")
             heading = topic[0].upper() + topic[1:]
         found[name] = f"{path.stem[:2]} {heading}"
     return found

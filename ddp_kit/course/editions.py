@@ -120,6 +120,7 @@ def solutions(notebook: NotebookNode) -> str:
     cells = [nbformat.from_dict({**c}) for c in notebook.cells if "exercise" not in tags(c)]
     for cell in cells:
         cell.source = solved(cell.source)
+    cells[0].source = cells[0].source.replace("# Exercises:", "# Solutions:", 1)
     return text_of(notebook, cells)
 
 

@@ -1,4 +1,4 @@
-"""What is made from the solved notebooks: modules, scripts, exercises, and the learner's edition."""
+"""What is made from the solved notebooks: modules, scripts, exercises, a learner's copy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_committed_editions_are_those_of_the_notebooks():
 def test_each_module_belongs_to_a_notebook():
     made = {path for path in editions.committed() if path.parent.name == "lessons"}
     folder = next(iter(made)).parent
-    assert {path for path in folder.glob("[!_]*.py")} == made
+    assert set(folder.glob("[!_]*.py")) == made
     lessons = {path.stem[3:] for path in notebooks.folder().glob("[0-9]*.ipynb")}
     assert {path.stem for path in made} == lessons
 
@@ -81,7 +81,8 @@ def test_the_learners_edition_has_no_outputs_and_no_answers_in_sight(tmp_path):
     made = nbformat.reads(editions.lesson(editions.read(path)), 4)
     assert [cell.outputs for cell in made.cells if cell.cell_type == "code"] == [[], [], []]
     assert made.cells[3].source == (
-        "<details><summary>What the run shows</summary>\n\nTwelve.\n\n</details>\n\n## Next\n\nMore."
+        "<details><summary>What the run shows</summary>\n\nTwelve.\n\n</details>\n\n"
+        "## Next\n\nMore."
     )
     assert [cell.metadata for cell in made.cells] == [{}] * 4 + [{"tags": ["raises-exception"]}]
     assert editions.read(path).cells[2].outputs, "the notebook itself is as it was"
