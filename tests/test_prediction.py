@@ -133,29 +133,6 @@ def test_a_key_that_is_a_function_shows_an_address(said):
 
 
 @pytest.mark.parametrize(
-    ("nearly", "shown"), [("x", "'x'"), ({5: 3}, "{5: 3}"), ([24], "[24]"), (5, "5")]
-)
-def test_remarks_that_are_none_are_not_explained(nearly, shown):
-    with pytest.raises(kit.CompareError, match="nearly must map wrong predictions") as caught:
-        kit.predict(7, 12, nearly)
-    assert str(caught.value).endswith(f", got {shown}")
-
-
-@pytest.mark.parametrize("guess", [24, 24.0, torch.tensor(24)])
-def test_a_likely_mistake_is_not_recognized(said, guess):
-    remark = {13: "no", 24: "that counts each message twice"}
-    lines = "You predicted 24; it is 12.\nThat counts each message twice.\n"
-    assert said(guess, 12, remark) == lines
-    assert said(12, 12, remark) == "Right: 12.\n"
-
-
-def test_a_likely_mistake_may_be_a_list_or_of_another_type(said):
-    before = said([1, 0], [0, 1], {(1, 0): "That is before."})
-    assert before == "You predicted [1, 0]; it is [0, 1].\nThat is before.\n"
-    assert said("all", 4, {"all": "how many are that?"}).endswith("\nHow many are that?\n")
-
-
-@pytest.mark.parametrize(
     ("guess", "actual", "remark"),
     [
         (11, 12, "You are off by one."),

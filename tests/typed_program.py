@@ -27,7 +27,7 @@ def run_it() -> list[float]:
     elsewhere: kit.Result = kit.torchrun(worker, nproc_per_node=2)
     found: kit.Comparison = kit.compare(result, elsewhere, rtol=1e-6)
     found.check()
-    kit.predict([0.0, 2.0], list(result), {(0.0, 1.0): "that is one rank"})
+    kit.predict([0.0, 2.0], list(result))
     kit.predict(..., len(result.trace.messages()))
     kit.doctor()
     used: int = kit.status().memory

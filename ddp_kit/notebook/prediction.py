@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
-from ddp_kit.errors import CompareError
-
 LONGEST = 60  # characters of a value that are printed
 LARGEST = 1e300  # a float may overflow beyond it
 TINY = 1e-12  # what is closer to zero equals it: a sum of floats is seldom exactly zero
@@ -23,39 +21,29 @@ CLOSE = 0.1  # of the answer: a number as close as this is reported as close
 FACTORS = (2, 3, 4, 8, 10, 100, 1000, 1024)
 
 
-def predict(guess: object, actual: object, nearly: Mapping[Any, str] | None = None) -> None:
+def predict(guess: object, actual: object) -> None:
     """Print whether a prediction was right; if it was not, print what was nearly right about it.
 
     guess: the prediction; `...` is none, which the printed text says.
     actual: the answer: a number, a bool, a string, a list, a tuple, a set, a dict, or a tensor,
         which counts as the number or the nested list that it holds.
-    nearly: remarks on wrong predictions that are likely, by prediction; a tuple stands for a list.
 
     Numbers are equal up to rounding to six digits, and zero equals what is within 1e-12 of it.
     Strings are compared without regard to case and to spaces around them. A guess of another type
-    than the answer is reported, not raised. Raises CompareError if `nearly` is no such mapping.
+    than the answer is reported, not raised.
 
-        kit.predict(my_guess, 12, {24: "that counts each message twice"})
+        kit.predict(my_guess, 12)
     """
-    remarks = {} if nearly is None else nearly
-    if not isinstance(remarks, Mapping) or not all(isinstance(r, str) for r in remarks.values()):
-        raise CompareError(
-            "nearly must map wrong predictions to remarks, such as {24: 'that counts each twice'}, "
-            f"got {_text(nearly)}"
-        )
-    print("\n".join(_lines(_plain(guess), _plain(actual), remarks)))
+    print("\n".join(_lines(_plain(guess), _plain(actual))))
 
 
-def _lines(guess: Any, actual: Any, nearly: Mapping[Any, str]) -> list[str]:
+def _lines(guess: Any, actual: Any) -> list[str]:
     if _is_no_prediction(guess):
         return [f"The answer is {_text(actual)}. You made no prediction."]
     if _equal(guess, actual):
         return [f"Right: {_text(actual)}."]
     said, is_ = _texts(guess, actual)
     lines = [f"You predicted {said}; it is {is_}."]
-    for value, remark in nearly.items():
-        if _equal(guess, _plain(value)):
-            return [*lines, _sentence(remark)]
     if _kind(guess) != _kind(actual):
         return [*lines, f"The answer is {_kind(actual)}, not {_kind(guess)}."]
     if remark := _remark(guess, actual):
@@ -173,11 +161,6 @@ def _inner_text(value: Any, exact: bool = False) -> str:
     if isinstance(value, Set):
         return f"{{{', '.join(sorted(each(value)))}}}" if value else "set()"
     return _kind(value)  # its repr may hold an address
-
-
-def _sentence(remark: str) -> str:
-    text = remark[:1].upper() + remark[1:]
-    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _remark(guess: Any, actual: Any) -> str:
