@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from regenerate import FOLDER
-from test_audit import display, lesson, numbered, text
+from test_audit import display, lesson, numbered, tags, text
 
 LESSONS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
 PREDICTIONS = range(2, 6)
@@ -31,21 +31,25 @@ def shown(cell: dict) -> str:
 
 
 def predictions_are_open(notebook: dict) -> Iterator[str]:
-    """Refuse a guess that is not asked for before it is judged, or that is stored in its place."""
-    asked: set[str] = set()
-    for number, cell in numbered(notebook, "code"):
+    """Refuse a guess that the code cell before does not ask for, or that is stored in its place."""
+    asked: dict[str, int] = {}  # in which code cell
+    for count, (number, cell) in enumerate(numbered(notebook, "code")):
         judged = 0
         for node in tree(cell).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.value) == "...":
-                asked |= {ast.unparse(target) for target in node.targets}
+                asked |= {ast.unparse(target): count for target in node.targets}
             for call in ast.walk(node):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "kit.predict":
                     judged += 1
                     guess = ast.unparse(call.args[0])
                     if guess not in asked:
                         yield f"cell {number} judges {guess}, and nothing before has {guess} = ..."
+                    elif asked[guess] < count - 1:
+                        yield f"cell {number} judges {guess}; the next code cell should"
         if shown(cell).count(NONE_MADE) < judged:
             yield f"cell {number} is stored with a prediction"
+        if judged and "answer" not in tags(cell):
+            yield f"cell {number} judges a prediction and is not tagged answer"
 
 
 def numbers_not_verdicts(notebook: dict) -> Iterator[str]:
@@ -109,7 +113,7 @@ def broken(notebook: dict) -> list[str]:
 def predicting(asks: str, judges: str, printed: str = f"The answer is 1. {NONE_MADE}\n") -> dict:
     notebook = lesson()
     notebook["cells"][1]["source"] = asks
-    notebook["cells"][3]["source"] = judges
+    notebook["cells"][3] |= {"source": judges, "metadata": {"tags": ["answer"]}}
     notebook["cells"][3]["outputs"][0]["text"] = [printed]
     return notebook
 
@@ -148,6 +152,15 @@ def test_a_sound_lesson_breaks_no_rule():
 )
 def test_a_prediction_that_is_not_the_readers_is_found(asks, judges, printed):
     assert broken(predicting(asks, judges, printed)) == ["predictions_are_open"]
+
+
+def test_a_prediction_that_is_judged_late_or_in_sight_is_found():
+    late = predicting("mine = ...", "print(1)")
+    late["cells"][5] |= predicting("", "kit.predict(mine, 1)")["cells"][3]
+    assert broken(late) == ["predictions_are_open"]
+    untagged = predicting("mine = ...", "kit.predict(mine, 1)")
+    untagged["cells"][3]["metadata"] = {}
+    assert broken(untagged) == ["predictions_are_open"]
 
 
 @pytest.mark.parametrize("verdict", ["True", "False\n"])
