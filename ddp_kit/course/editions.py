@@ -3,7 +3,7 @@
 `python -m ddp_kit.course.editions`, which is `make editions`, writes those that are committed: the
 lessons' modules, the scripts, and the exercises. The tags of cells say what goes where:
 
-    module       its functions, classes and CONSTANTS go into the lesson's module
+    module       its functions, classes, CONSTANTS and `try: from ... import` go into the module
     answer       shows the answer to a prediction: it is folded until the learner has guessed
     exercise     is in the exercises only
     solution     is in the solutions only
@@ -152,15 +152,15 @@ def module(path: Path, notebook: NotebookNode, hand: str) -> str:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 if not ast.unparse(node).startswith(f"from ddp_kit.lessons import {name}"):
                     imports.append(ast.unparse(node))
-            elif is_part:
-                for defined in _public(ast.Module([node], [])):
+            elif is_part and (names := list(_public(ast.Module([node], [])))):
+                for defined in names:
                     if defined in found:
                         raise CourseError(
                             f"{path}: cell {number} defines {defined} for the module, as "
                             f"{found[defined]} does already"
                         )
                     found[defined] = f"cell {number}"
-                    code.append(_without_prefixes(_with_comment(node, lines), own))
+                code.append(_without_prefixes(_with_comment(node, lines), own))
     title = notebook.cells[0].source.splitlines()[0].removeprefix("# ").replace('"', "'")
     shared = [f"from ddp_kit.lessons._{name} import {', '.join(taken)}"] if taken else []
     start = ['if __name__ == "__main__":\n    run_as_script(main)'] if "main" in found else []
@@ -188,6 +188,9 @@ def _public(tree: ast.Module) -> Iterator[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             named = [target.id for target in targets if isinstance(target, ast.Name)]
             names = [name for name in named if name.isupper()]
+        elif isinstance(node, ast.Try):  # of imports, which have other names in other versions
+            imports = [one for one in node.body if isinstance(one, ast.ImportFrom)]
+            names = [alias.asname or alias.name for one in imports for alias in one.names]
         else:
             names = []
         yield from (name for name in names if not name.startswith("_"))

@@ -131,6 +131,15 @@ def test_a_module_has_what_tagged_cells_define(tmp_path):
     )
 
 
+def test_a_module_has_the_imports_that_a_tagged_cell_tries(tmp_path):
+    tried = (
+        "try:\n    from math import a, b\nexcept ImportError:  # older\n    from cmath import a, b"
+    )
+    text = made(tmp_path, "", code(f"{tried}\nA = B = a + b", "module"), code(tried))
+    assert text.endswith(f"\n\n{tried}\n\n\nA = B = a + b\n")
+    assert text.count("try:") == 1
+
+
 def test_a_module_with_a_main_runs_it(tmp_path):
     text = made(tmp_path, "def main(argv=None): pass", code("def go(): pass", "module"))
     assert text.endswith('\n\nif __name__ == "__main__":\n    run_as_script(main)\n')

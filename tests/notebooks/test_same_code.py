@@ -26,7 +26,6 @@ from test_audit import lesson, numbered
 
 LESSONS = {
     "01_point_to_point": "point_to_point",
-    "02_collectives": "collectives",
     "03_partitioned_sgd": "partitioned_sgd",
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "your_machine",
@@ -61,11 +60,6 @@ REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
         *("blocking", "immediate", "exchange", "read_too_early", "written_too_early"),
         *("from_anyone", "last_two", "token"),
-    },
-    "02_collectives": {
-        *("own_tensor", "broadcast", "scatter", "gather", "reduce", "all_reduce", "try_op"),
-        *("all_gather", "all_gather_one_tensor", "reduce_scatter", "reduce_scatter_one_tensor"),
-        *("all_to_all", "all_to_all_one_tensor", "barrier", "all_reduce_in_a_group"),
     },
     "03_partitioned_sgd": {
         *("Partition", "DataPartitioner", "Net", "partition_dataset", "average_gradients"),
