@@ -1,100 +1,45 @@
-"""Your own backend: a process group in Python, over memory that all ranks of a host share.
-
-    sockets            a message through the loopback beside a copy in memory
-    flags              a barrier in which each rank writes its own flag
-    all_reduce         of two ranks; of any number, where each rank sums one chunk
-    SegmentGroup       a `ProcessGroup` for `register_backend`, over which DDP trains
-
-It is compared with the backend of the ranks: sums, bytes, and a network that is trained.
-Source: PyTorch's tutorial "Customize Process Group Backends Using Cpp Extensions",
-https://docs.pytorch.org/tutorials/intermediate/process_group_cpp_extension_tutorial.html.
-"""
-
-from __future__ import annotations
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. ebf7932046ba
+"""Your own backend: the ranks of a host share memory."""
 
 import copy
+import mmap
 import os
-import socket
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import Any
+from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit import compare
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
+from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._digits import first_digits, flat
-from ddp_kit.lessons._segment_group import (  # noqa: F401 - the notebook uses them
-    BareGroup,
-    CollectiveGroup,
-    Finished,
+from ddp_kit.lessons._your_own_backend import (
     Receive,
-    SegmentGroup,
-    pieces,
-    tell_by_store,
-    without_store,
-)
-from ddp_kit.lessons._shared_segment import (  # noqa: F401
-    LIMIT,
-    LINE,
-    ROOM,
-    Flags,
-    Segment,
-    address,
     all_gather,
-    all_reduce,
-    all_reduce_bytes,
-    all_reduce_of_two,
-    attach,
     broadcast,
-    create,
-    get,
-    give_way,
-    give_way_then_nap,
-    mailbox,
-    nap,
-    put,
-    recv,
-    send,
-    slots_for,
-    spin,
-    tell_all,
+    connect,
+    join_anywhere,
+    main,
+    one_step,
+    receive_all,
+    slowest,
+    tell_by_store,
     this_host,
+    timed,
+    try_group,
+    without_store,
 )
 from ddp_kit.lessons.partitioned_sgd import SEED, Net
 
-BATCH = 128  # digits for all ranks together
-SIZES = (4, 4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
-COUNTS = (1, 7, 1000, ROOM // 8 + 3)  # elements; the last is more than a slot of float64 holds
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16)
-Seconds = dict[str, list[float]]
 
-
-def join(creator: Callable[..., dist.ProcessGroup] = SegmentGroup) -> dist.ProcessGroup:
-    """Register a process group as the backend "segment", and return a group of all ranks."""
-    dist.Backend.register_backend("segment", creator, devices=["cpu"])
-    return dist.new_group(backend="segment", timeout=timedelta(seconds=60))
-
-
-def join_anywhere() -> dist.ProcessGroup:
-    """Do the same under any launcher: ranks of mpiexec have no store in common."""
-    return join(without_store if "mpi" in dist.get_backend() else SegmentGroup)
-
-
-def through_a_socket(rank: int, world_size: int, nbytes: int, rounds: int = 20) -> Seconds:
-    """Time a message of rank 0 to rank 1 through the loopback, and a copy of it in memory.
-
-    Returns the seconds of each round on rank 0: "socket" until rank 1 has answered, and "copy".
-    """
+def through_a_socket(rank, world_size, nbytes, rounds=20):
     message, arrived = torch.ones(nbytes, dtype=torch.uint8), bytearray(nbytes)
-    seconds: Seconds = {"socket": [], "copy": []}
+    seconds = {"socket": [], "copy": []}
     with closing(connect(rank)) as line:
         for _ in range(rounds):
             start = time.perf_counter()
@@ -108,33 +53,39 @@ def through_a_socket(rank: int, world_size: int, nbytes: int, rounds: int = 20) 
             message.clone()
             seconds["socket"].append(middle - start)
             seconds["copy"].append(time.perf_counter() - middle)
-    return seconds
+    return {name: 1e3 * median(each) for name, each in seconds.items()}
 
 
-def connect(rank: int) -> socket.socket:
-    """Return a TCP connection of two ranks over the loopback."""
-    if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(LIMIT)
-            tell_all(str(server.getsockname()[1]))
-            line, _ = server.accept()
-    else:
-        line = socket.create_connection(("127.0.0.1", int(tell_all(None))), timeout=LIMIT)
-    line.settimeout(LIMIT)
-    return line
+def create(nbytes):
+    if not hasattr(os, "memfd_create"):
+        raise RuntimeError("this lesson needs Linux, for os.memfd_create; on Windows, use WSL")
+    descriptor = os.memfd_create("segment")
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
 
 
-def receive_all(line: socket.socket, room: memoryview) -> int:
-    """Fill the room with what arrives; return how many calls it took."""
-    calls = 0
-    while room:
-        room = room[line.recv_into(room) :]
-        calls += 1
-    return calls
+def address(descriptor):
+    return f"{this_host()} /proc/{os.getpid()}/fd/{descriptor}"
 
 
-def see_each_other(rank: int, world_size: int) -> list[int]:
-    """Write this rank's number into memory that all share; return what is there."""
+def attach(where):
+    host, path = where.split(" ")
+    if host != this_host():
+        raise RuntimeError("shared memory needs all ranks on one host; rank 0 is on another one")
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            return mmap.mmap(file.fileno(), 0)  # 0: all of it
+    except OSError as error:
+        raise RuntimeError(f"cannot open the memory of rank 0: {error.strerror}") from None
+
+
+def tell_all(where):
+    told = [where]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def see_each_other(rank, world_size):
     own = create(4096) if rank == 0 else None
     memory = attach(tell_all(address(own) if rank == 0 else None))
     numbers = torch.frombuffer(memory, dtype=torch.int64)
@@ -145,10 +96,82 @@ def see_each_other(rank: int, world_size: int) -> list[int]:
     return numbers[: world_size + 1].tolist()
 
 
-def barrier_seconds(
-    rank: int, world_size: int, pause: Callable[[int], None], rounds: int = 5
-) -> list[float]:
-    """Return how long a barrier takes on this rank, in each round the mean of four."""
+LIMIT = 60.0  # seconds to wait for another rank
+
+
+ROOM = 4 * 2**20  # bytes of what a rank shares at once
+
+
+def spin(looks):
+    pass
+
+
+def give_way(looks):
+    os.sched_yield()
+
+
+def nap(looks):
+    time.sleep(50e-6)
+
+
+def give_way_then_nap(looks):
+    if looks < 100:
+        os.sched_yield()
+    else:
+        time.sleep(50e-6)
+
+
+LINE = 64  # bytes of a cache line
+
+
+class Flags:
+    def __init__(self, memory, count, limit=LIMIT, pause=give_way_then_nap):
+        self.numbers = memoryview(memory)[: count * LINE].cast("q")  # of 8 bytes each
+        self.limit, self.pause = limit, pause
+
+    def __getitem__(self, line):
+        return self.numbers[line * LINE // 8]
+
+    def __setitem__(self, line, number):
+        self.numbers[line * LINE // 8] = number
+
+    def wait(self, lines, number, what):
+        looks, end = 0, time.monotonic() + self.limit
+        while missing := [line for line in lines if self[line] < number]:
+            looks += 1
+            self.pause(looks)
+            if time.monotonic() > end:
+                raise RuntimeError(f"waited {self.limit:g} s for {what} {missing}")
+
+
+class Segment:
+    def __init__(self, rank, size, tell=tell_all, **waiting):
+        self.rank, self.size, self.turn = rank, size, 0
+        self.written = self.read = 0
+        lines = size + 2 * size**2  # barrier, and two for each mailbox
+        start = -(-lines * LINE // 4096) * 4096
+        own = create(start + (size + size**2) * ROOM) if rank == 0 else None
+        memory = attach(tell(address(own) if rank == 0 else None))
+        self.flags = Flags(memory, lines, **waiting)
+        whole = torch.frombuffer(memory, dtype=torch.uint8, offset=start).view(-1, ROOM)
+        self.slots, self.mail = whole[:size], whole[size:].view(size, size, ROOM)
+        self.barrier()
+        if own is not None:
+            os.close(own)  # all have mapped the memory
+
+    def barrier(self):
+        self.turn += 1
+        self.flags[self.rank] = self.turn
+        self.flags.wait(range(self.size), self.turn, "ranks")
+
+
+def miss_a_barrier(rank, world_size, limit=1.0):
+    segment = Segment(rank, world_size, limit=limit)
+    if rank != world_size - 1:
+        segment.barrier()
+
+
+def barrier_seconds(rank, world_size, pause, rounds=5):
     segment, seconds = Segment(rank, world_size, pause=pause), []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -158,53 +181,164 @@ def barrier_seconds(
     return seconds
 
 
-def miss_a_barrier(rank: int, world_size: int, limit: float = 1.0) -> None:
-    """Have all ranks but the last one wait at a barrier, until the limit."""
-    segment = Segment(rank, world_size, limit=limit)
-    if rank != world_size - 1:
-        segment.barrier()
+def put(segment, place, tensor):
+    place.copy_(tensor)
+    segment.written += tensor.nbytes
 
 
-def numbers(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return small whole numbers, different on each rank, whose sums are exact in any dtype."""
+def get(segment, place):
+    segment.read += place.nbytes
+    return place
+
+
+def slots_for(segment, piece):
+    return [slot.view(piece.dtype)[: len(piece)] for slot in segment.slots]
+
+
+def all_reduce_of_two(segment, piece):
+    slots = slots_for(segment, piece)
+    put(segment, slots[segment.rank], piece)
+    segment.barrier()  # both have written
+    piece += get(segment, slots[1 - segment.rank])
+    segment.barrier()
+
+
+def numbers(rank, count, dtype=torch.float32):
     return ((torch.arange(count) + 3 * rank) % 7).to(dtype)
 
 
-def reduce_in(
-    rank: int, world_size: int, algorithm: Callable[[Segment, torch.Tensor], None], count: int
-) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Return this rank's result of an all_reduce, and the bytes that it wrote and read."""
+def reduce_in(rank, world_size, algorithm, count):
     segment, tensor = Segment(rank, world_size), numbers(rank, count)
     algorithm(segment, tensor)
     return tensor, (segment.written, segment.read)
 
 
-def try_group(rank: int, world_size: int) -> list[str]:
-    """Compare the collectives of the new backend with those of the ranks' own; return faults."""
-    group, wrong = join_anywhere(), []
-    for count in COUNTS:
-        for dtype in DTYPES:
-            mine, theirs = (numbers(rank, count, dtype) for _ in range(2))
-            dist.all_reduce(mine, group=group)
-            dist.all_reduce(theirs)
-            wrong += [f"all_reduce {count} {dtype}"] * (not torch.equal(mine, theirs))
-            root = world_size - 1
-            dist.broadcast(mine := numbers(rank, count, dtype), root, group=group)
-            wrong += [f"broadcast {count}"] * (not torch.equal(mine, numbers(root, count, dtype)))
-            lists = [torch.empty(count, dtype=dtype) for _ in range(world_size)]
-            dist.all_gather(lists, numbers(rank, count, dtype), group=group)
-            expected = [numbers(each, count, dtype) for each in range(world_size)]
-            wrong += [f"all_gather {count}"] * (not all(map(torch.equal, lists, expected)))
-    dist.barrier(group=group)
-    mine = numbers(rank, 1000)
-    ring(mine, group)
-    wrong += ["ring"] * (not torch.equal(mine, sum(numbers(r, 1000) for r in range(world_size))))
-    dist.destroy_process_group(group)
-    return wrong
+def all_reduce(segment, piece):
+    me, ranks = segment.rank, range(segment.size)
+    chunks = piece.tensor_split(segment.size)
+    shared = [slot.tensor_split(segment.size) for slot in slots_for(segment, piece)]
+    others = [rank for rank in ranks if rank != me]
+    for owner in others:
+        put(segment, shared[me][owner], chunks[owner])
+    segment.barrier()
+    for rank in others:
+        chunks[me].add_(get(segment, shared[rank][me]))
+    put(segment, shared[me][me], chunks[me])
+    segment.barrier()
+    for owner in others:
+        chunks[owner].copy_(get(segment, shared[owner][owner]))
+    segment.barrier()
 
 
-def ring(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum a flat tensor with the chunked ring of lesson 04, in a group."""
+class Finished(dist.Work):
+    def __init__(self, tensors):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(list(tensors))
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return True
+
+    def get_future(self):
+        return self.future
+
+
+def pieces(*tensors):
+    for tensor in tensors:
+        yield from tensor.detach().view(-1).split(ROOM // tensor.itemsize)
+
+
+class BareGroup(dist.ProcessGroup):
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.name, tell = "", partial(tell_by_store, store)
+        self.segment = Segment(rank, size, tell, limit=timeout.total_seconds())
+
+    def getBackendName(self):
+        return "segment"
+
+    def setGroupName(self, name):
+        self.name = name
+
+    def getGroupName(self):
+        return self.name
+
+    def shutdown(self):
+        del self.segment
+
+
+class CollectiveGroup(BareGroup):
+    def allreduce(self, tensors, opts=None):
+        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
+            raise ValueError(f"this backend can only sum, got {opts.reduceOp}")
+        for piece in pieces(*tensors):
+            all_reduce(self.segment, piece)
+        return Finished(tensors)
+
+    def broadcast(self, tensors, opts):
+        for piece in pieces(*tensors):
+            broadcast(self.segment, piece, opts.rootRank)
+        return Finished(tensors)
+
+    def allgather(self, outputs, inputs, opts=None):
+        for gathered, tensor in zip(outputs, inputs, strict=True):
+            for *parts, piece in zip(*map(pieces, gathered), pieces(tensor), strict=True):
+                all_gather(self.segment, parts, piece)
+        return Finished([tensor for gathered in outputs for tensor in gathered])
+
+
+def mailbox(segment, src, dst, piece):
+    line = segment.size + 2 * (src * segment.size + dst)
+    if piece.nbytes > ROOM:
+        raise ValueError(f"a message has at most {ROOM:,} bytes here, got {piece.nbytes:,}")
+    return segment.mail[src, dst].view(piece.dtype)[: len(piece)], line, line + 1
+
+
+def send(segment, piece, dst):
+    box, sent, taken = mailbox(segment, segment.rank, dst, piece)
+    flags = segment.flags
+    flags.wait([taken], flags[sent], f"rank {dst}, which has not taken a message: flag")
+    put(segment, box, piece)
+    flags[sent] += 1
+
+
+def recv(segment, piece, src):
+    box, sent, taken = mailbox(segment, src, segment.rank, piece)
+    flags = segment.flags
+    flags.wait([sent], flags[taken] + 1, f"rank {src}, which has not sent a message: flag")
+    piece.copy_(get(segment, box))
+    flags[taken] += 1
+
+
+class SegmentGroup(CollectiveGroup):
+    def send(self, tensors, dst, tag=0):
+        send(self.segment, tensors[0].detach().view(-1), dst)
+        return Finished(tensors)
+
+    def recv(self, tensors, src, tag=0):
+        return Receive(partial(recv, self.segment, tensors[0].detach().view(-1), src))
+
+    def barrier(self, opts=None):
+        self.segment.barrier()
+        return Finished([])
+
+
+def join(creator=SegmentGroup):
+    dist.Backend.register_backend("segment", creator, devices=["cpu"])
+    return dist.new_group(backend="segment", timeout=timedelta(seconds=60))
+
+
+def first_sum(rank, world_size):
+    group = join()
+    tensor = torch.full((3,), 10.0**rank)
+    dist.all_reduce(tensor, group=group)
+    return dist.get_backend(group), tensor, group.segment.turn
+
+
+def ring(tensor, group=None):
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(n)
     arriving = torch.empty_like(chunks[0])
@@ -218,14 +352,17 @@ def ring(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
             coming += into
 
 
-def train(
-    rank: int, world_size: int, own: bool = True, steps: int = 30, join: Callable = join
-) -> dict[str, Any]:
-    """Train the network of lesson 03 with DDP on 1,280 digits, ten batches, in turn.
+def ring_on_both(rank, world_size):
+    groups, tensors = (None, join()), [numbers(rank, 1001), numbers(rank, 1001)]
+    for group, tensor in zip(groups, tensors, strict=True):
+        ring(tensor, group)
+    return torch.equal(*tensors)
 
-    own: over the new backend, else over that of the ranks. Returns "losses" of this rank, and
-    "parameters" (all of them, one flat tensor).
-    """
+
+BATCH = 128  # digits for all ranks together
+
+
+def train(rank, world_size, own=True, steps=30, join=join):
     torch.manual_seed(SEED)
     group = join() if own else None
     model = DistributedDataParallel(Net().eval(), process_group=group)  # without dropout
@@ -243,24 +380,12 @@ def train(
     return {"losses": losses, "parameters": flat(model.parameters())}
 
 
-def timed(call: Callable[..., Any], *args: Any) -> float:
-    """Return the seconds that a call takes after a barrier."""
-    dist.barrier()
-    start = time.perf_counter()
-    call(*args)
-    return time.perf_counter() - start
+SIZES = (4, 4_000, 40_000, 400_000, 4_000_000, 40_000_000)  # bytes
 
 
-def measure(
-    rank: int, world_size: int, sizes: Sequence[int] = SIZES, rounds: int = 5
-) -> dict[str, dict[int, list[float]]]:
-    """Time all_reduce and the ring over gloo and over the new backend, in turn.
-
-    Returns this rank's seconds by name, bytes and round. The first round is left out. The ring is
-    timed from 400 B to what a mailbox holds.
-    """
+def measure(rank, world_size, sizes=SIZES, rounds=5):
     group, seconds = join(), {}
-    calls: dict[str, Callable] = {
+    calls = {
         "gloo": dist.all_reduce,
         "segment": lambda tensor: dist.all_reduce(tensor, group=group),
         "ring on gloo": ring,
@@ -277,22 +402,7 @@ def measure(
     return seconds
 
 
-def slowest(result: Sequence[dict[str, dict[int, list[float]]]]) -> dict[str, list]:
-    """Return for each name pairs of bytes and the seconds of each round of the slowest rank."""
-    return {
-        name: [
-            (nbytes, list(map(max, zip(*(rank[name][nbytes] for rank in result), strict=True))))
-            for nbytes in points
-        ]
-        for name, points in result[0].items()
-    }
-
-
-def step_seconds(rank: int, world_size: int, width: int = 0, rounds: int = 10) -> Seconds:
-    """Time steps of DDP over gloo and over the new backend, in turn.
-
-    width: of four linear layers; 0: the network of lesson 03. Returns this rank's seconds.
-    """
+def step_seconds(rank, world_size, width=0, rounds=10):
     group, seconds = join(), {}
     layers = [torch.nn.Linear(width, width) for _ in range(4)] if width else [Net().eval()]
     x = torch.randn(32, width) if width else torch.randn(32, 1, 28, 28)
@@ -300,42 +410,10 @@ def step_seconds(rank: int, world_size: int, width: int = 0, rounds: int = 10) -
     for name, used in (("gloo", None), ("segment", group)) * 2:
         replica = DistributedDataParallel(copy.deepcopy(model), process_group=used)
         step = partial(one_step, replica, x)
-        samples = [timed(step) for _ in range(2 + rounds)][2:]  # DDP orders its buckets first
-        seconds.setdefault(name, []).extend(samples)
+        samples = [timed(step) for _ in range(2 + rounds)]
+        seconds.setdefault(name, []).extend(samples[2:])  # DDP orders its buckets first
     dist.destroy_process_group(group)
     return seconds
-
-
-def one_step(model: torch.nn.Module, x: torch.Tensor) -> None:
-    """Compute gradients, which DDP averages."""
-    model(x).square().mean().backward()
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Compare sums, bytes and a training with the ranks' own backend, and print one line."""
-    options = lesson_parser("your_own_backend", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n, count = ranks.world_size, 1000
-        whole = sum(numbers(rank, count) for rank in range(n))
-        algorithms = [all_reduce, all_reduce_of_two] if n == 2 else [all_reduce]
-        for algorithm in algorithms:
-            sums = [tensor for tensor, _ in ranks(reduce_in, algorithm, count)]
-            prove(f"{algorithm.__name__} is exact", all(torch.equal(each, whole) for each in sums))
-        moved = list(zip(*(moved for _, moved in ranks(reduce_in, all_reduce, count)), strict=True))
-        expected = all_reduce_bytes(n, 4 * count)
-        means = [sum(each) / n for each in moved]
-        prove(f"a rank writes and reads {expected} bytes on average", compare(means, expected))
-        wrong = [fault for faults in ranks(try_group) for fault in faults]
-        prove(f"the collectives are right, but not {wrong}", not wrong)
-        ours, theirs = (list(ranks(train, own, 5, join_anywhere)) for own in (True, False))
-        prove("DDP trains as over the other backend", compare(ours, theirs))
-        if n <= 2:  # a sum of two is the same in either order
-            same = all(
-                torch.equal(a["parameters"], b["parameters"])
-                for a, b in zip(ours, theirs, strict=True)
-            )
-            prove("the parameters are bit-equal", same)
-        ranks.say(f"your_own_backend: {ranks}, sums are exact and DDP trains as over gloo")
 
 
 if __name__ == "__main__":

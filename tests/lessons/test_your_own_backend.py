@@ -33,7 +33,6 @@ def test_sums_are_exact_and_bytes_are_worked_out_by_hand(world_size):
     n, nbytes = world_size, 48  # of 12 numbers, which all world sizes divide
     moved = [(nbytes, 2 * (n - 1) * nbytes // n)] * n
     assert [each[-1][1] for each in found] == moved
-    assert yob.all_reduce_bytes(n, nbytes) == moved[0]
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -52,7 +51,7 @@ def test_no_slot_is_written_while_a_slow_rank_reads_it():
                 segment.flags.wait([1], segment.turn + 1, "ranks")
             return place
 
-        with mock.patch("ddp_kit.lessons._shared_segment.get", slowly):
+        with mock.patch.object(yob, "get", slowly):
             for tensor in tensors:  # other lengths have other chunks
                 yob.all_reduce(segment, tensor)
         return [tensor.unique().tolist() for tensor in tensors]
@@ -190,7 +189,8 @@ def test_times_have_all_names_sizes_and_rounds():
     for _, barriers, steps, through in result:
         assert [len(seconds) for seconds in barriers] == [2] * 4
         assert {name: len(seconds) for name, seconds in steps.items()} == {"gloo": 2, "segment": 2}
-        assert {name: len(seconds) for name, seconds in through.items()} == {"socket": 2, "copy": 2}
+        assert list(through) == ["socket", "copy"]
+        assert min(through.values()) > 0
 
 
 def test_ranks_see_what_another_has_written():

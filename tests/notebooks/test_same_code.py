@@ -42,7 +42,6 @@ LESSONS = {
     "17_pipeline_parallel": "pipeline_parallel",
     "18_context_parallel": "context_parallel",
     "20_which_one_when": "which_one_when",
-    "21_your_own_backend": "your_own_backend",
 }
 PARTS = {  # private modules from which a lesson's module imports
     "init_methods": ["_recording_store"],
@@ -54,7 +53,6 @@ PARTS = {  # private modules from which a lesson's module imports
     "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
     "context_parallel": ["_ring_attention", "_all_to_all", "_experts"],
     "which_one_when": ["_two_dimensions", "_planned_by_hand", "_published"],
-    "your_own_backend": ["_shared_segment", "_segment_group"],
 }
 REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
@@ -124,12 +122,6 @@ REQUIRED: dict[str, set[str]] = {
         *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
         *("memory_by_hand", "layer_by_hand", "dp_by_hand", "step_by_hand", "plans_by_hand"),
         *("stage_by_hand", "tflops"),
-    },
-    "21_your_own_backend": {
-        *("through_a_socket", "create", "address", "attach", "see_each_other", "Flags", "Segment"),
-        *("spin", "give_way", "nap", "give_way_then_nap", "all_reduce_of_two", "all_reduce"),
-        *("Finished", "pieces", "BareGroup", "CollectiveGroup", "SegmentGroup", "mailbox", "send"),
-        *("recv", "join", "ring", "train", "measure", "step_seconds"),
     },
 }
 MODULES = FOLDER.parent / "ddp_kit" / "lessons"

@@ -1,0 +1,173 @@
+"""What a backend in shared memory needs besides what the lesson shows, and its proof."""
+
+from __future__ import annotations
+
+import socket
+import time
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from ddp_kit import compare, model
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+
+
+def connect(rank):
+    """Return a TCP connection of two ranks over the loopback."""
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(lesson.LIMIT)
+            lesson.tell_all(server.getsockname()[1])
+            line, _ = server.accept()
+    else:
+        line = socket.create_connection(("127.0.0.1", lesson.tell_all(None)))
+    line.settimeout(lesson.LIMIT)
+    return line
+
+
+def receive_all(line, room):
+    """Fill the room, a memoryview, with what arrives."""
+    while room:
+        room = room[line.recv_into(room) :]
+
+
+def this_host() -> str:
+    """Return an id of this host, which it has until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def tell_by_store(store, where):
+    """Return on every rank the address that rank 0 passes, through the store of a group."""
+    if where is not None:
+        store.set("segment", where)
+    return store.get("segment").decode()
+
+
+def without_store(store, rank, size, timeout):
+    """Return a group whose ranks have no store in common, as under mpiexec."""
+    told = [None]
+    by_broadcast = SimpleNamespace(
+        set=lambda key, where: told.append(where),
+        get=lambda key: lesson.tell_all(told[-1]).encode(),
+    )
+    return lesson.SegmentGroup(by_broadcast, rank, size, timeout)
+
+
+class Receive(dist.Work):
+    """The `Work` of a receive, which takes its message when somebody waits for it."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.take = take
+
+    def wait(self, timeout=None):
+        take, self.take = self.take, None
+        if take is not None:
+            take()
+        return True
+
+    def is_completed(self):
+        return self.take is None
+
+
+def broadcast(segment, piece, root):
+    """Copy a piece of the root to all ranks."""
+    slot = lesson.slots_for(segment, piece)[root]
+    if segment.rank == root:
+        lesson.put(segment, slot, piece)
+    segment.barrier()
+    piece.copy_(lesson.get(segment, slot))
+    segment.barrier()
+
+
+def all_gather(segment, gathered, piece):
+    """Copy a piece of every rank into the tensors `gathered`, on all ranks."""
+    slots = lesson.slots_for(segment, piece)
+    lesson.put(segment, slots[segment.rank], piece)
+    segment.barrier()
+    for output, slot in zip(gathered, slots, strict=True):
+        output.copy_(lesson.get(segment, slot))
+    segment.barrier()
+
+
+def timed(call, *args):
+    """Return the seconds that a call takes after a barrier."""
+    dist.barrier()
+    start = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - start
+
+
+def slowest(result):
+    """Return for each name pairs of bytes and the seconds of each round of the slowest rank."""
+    return {
+        name: [
+            (nbytes, list(map(max, zip(*(rank[name][nbytes] for rank in result), strict=True))))
+            for nbytes in points
+        ]
+        for name, points in result[0].items()
+    }
+
+
+def one_step(network, x):
+    """Compute gradients, which DDP averages."""
+    network(x).square().mean().backward()
+
+
+def join_anywhere():
+    """Return the lesson's group under any launcher."""
+    return lesson.join(without_store if "mpi" in dist.get_backend() else lesson.SegmentGroup)
+
+
+def try_group(rank, world_size):
+    """Call the collectives of the new backend, and the ring; return which of them are wrong."""
+    group, root, wrong = join_anywhere(), world_size - 1, []
+    larger = lesson.ROOM // 8 + 3  # elements: more than a slot of float64 holds
+    dtypes = torch.float32, torch.float64, torch.int64, torch.float16
+    for count, dtype in product((1, 7, 1000, larger), dtypes):
+        held = [lesson.numbers(each, count, dtype) for each in range(world_size)]
+        summed, copied, by_ring = (held[rank].clone() for _ in range(3))
+        gathered = [torch.empty_like(each) for each in held]
+        dist.all_reduce(summed, group=group)
+        dist.broadcast(copied, root, group=group)
+        dist.all_gather(gathered, held[rank], group=group)
+        lesson.ring(by_ring, group)
+        right = {
+            "all_reduce": torch.equal(summed, sum(held)),
+            "broadcast": torch.equal(copied, held[root]),
+            "all_gather": all(map(torch.equal, gathered, held)),
+            "ring": torch.equal(by_ring, sum(held)),
+        }
+        wrong += [f"{name} of {count} {dtype}" for name, is_right in right.items() if not is_right]
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return wrong
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare sums, bytes and a training with the ranks' own backend, and print one line."""
+    options = lesson_parser("your_own_backend", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n, count = ranks.world_size, 1000
+        whole = sum(lesson.numbers(rank, count) for rank in range(n))
+        algorithms = [lesson.all_reduce_of_two] * (n == 2) + [lesson.all_reduce]
+        for algorithm in algorithms:
+            sums, moved = zip(*ranks(lesson.reduce_in, algorithm, count), strict=True)
+            prove(f"{algorithm.__name__} is exact", all(torch.equal(each, whole) for each in sums))
+        means = [sum(each) / n for each in zip(*moved, strict=True)]
+        expected = [4 * count, model.chunked_ring(n, 4 * count, 0, 1)]
+        prove(f"a rank writes and reads {expected} bytes on average", compare(means, expected))
+        wrong = [fault for faults in ranks(try_group) for fault in faults]
+        prove(f"the collectives are right, but not {wrong}", not wrong)
+        ours, theirs = (list(ranks(lesson.train, own, 5, join_anywhere)) for own in (True, False))
+        prove("DDP trains as over the other backend", compare(ours, theirs))
+        if n <= 2:  # a sum of two is the same in either order
+            pairs = [(a["parameters"], b["parameters"]) for a, b in zip(ours, theirs, strict=True)]
+            prove("the parameters are bit-equal", all(torch.equal(a, b) for a, b in pairs))
+        ranks.say(f"your_own_backend: {ranks}, sums are exact and DDP trains as over gloo")
+
+
+from ddp_kit.lessons import your_own_backend as lesson
