@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from ddp_kit import device
 from ddp_kit.lessons._gpt import GPT, Attention
-from ddp_kit.lessons._placements import (
+from ddp_kit.lessons.device_mesh import (
     partial_to_shard,
     pieces,
     replicate_to_shard,

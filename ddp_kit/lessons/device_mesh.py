@@ -1,106 +1,185 @@
-"""Device meshes: one tensor that is split, replicated or partial over ranks.
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. efc49b201c51
+"""Device meshes: one tensor on many ranks."""
 
-The collective that turns each placement into another one, by hand, beside PyTorch's DTensor, which
-chooses it; meshes of two dimensions, and a product of sharded matrices. Sources: PyTorch's tutorial
-"Getting Started with DeviceMesh" and its documentation of DTensor; Xu et al., "GSPMD: General and
-Scalable Parallelization for ML Computation Graphs" (2021), arXiv 2105.04663.
-"""
-
-from __future__ import annotations
-
-import itertools
 import math
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ddp_kit import compare, device
-from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._explore_placements import explore  # noqa: F401
-from ddp_kit.lessons._placements import (  # noqa: F401 - the notebook uses them
+import ddp_kit as kit
+from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._device_mesh import (
+    CHANGES,
     PLACEMENTS,
-    by_dtensor,
-    bytes_sent,
-    change,
     collectives,
-    counted,
-    groups_by_hand,
-    lengths,
-    mesh_groups,
-    numbered,
-    own_part,
-    pad,
-    partial_to_replicate,
-    partial_to_shard,
-    pieces,
+    explore,
+    main,
+    part_on_mesh,
     redistribute_on_mesh,
-    reference,
-    replicate_to_shard,
     sent_by_tcp,
-    shard_to_replicate,
-    shard_to_shard,
-    stands_for,
+    sum_of_parts,
 )
 
-# Every change that `redistribute` makes: nothing becomes partial.
-CHANGES = [
-    (before, after)
-    for before, after in itertools.product(PLACEMENTS.values(), repeat=2)
-    if before != after and after != Partial()
-]
+
+def numbered(rows, columns):
+    count = torch.arange(1.0, rows * columns + 1, device=kit.device())
+    return count.view(rows, columns)
 
 
-def by_hand(
-    rank: int,
-    world_size: int,
-    before: Placement,
-    after: Placement,
-    rows: int = 4,
-    columns: int = 4,
-) -> dict[str, torch.Tensor]:
-    """Change the placement of a matrix with `change`; return this rank's part before and after."""
+def lengths(length, n):
+    most = -(-length // n)  # rounded up
+    return [max(0, min(most, length - most * rank)) for rank in range(n)]
+
+
+def pieces(tensor, dim, n):
+    return tensor.split(lengths(tensor.shape[dim], n), dim)
+
+
+def own_part(rank, n, placement, rows, columns):
+    whole = numbered(rows, columns)
+    if isinstance(placement, Partial):
+        return 10.0**rank * whole
+    if isinstance(placement, Shard):
+        return pieces(whole, placement.dim, n)[rank].clone()
+    return whole
+
+
+def pad(piece, dim, length):
+    shape = list(piece.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat([piece, piece.new_zeros(shape)], dim)
+
+
+def replicate_to_shard(whole, dim, group=None):
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    return pieces(whole, dim, n)[rank].clone()
+
+
+def shard_to_replicate(piece, dim, length, group=None):
+    n = dist.get_world_size(group)
+    padded = pad(piece, dim, -(-length // n))  # all_gather needs equal shapes
+    parts = [torch.empty_like(padded) for _ in range(n)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts, dim).narrow(dim, 0, length)
+
+
+def partial_to_replicate(summand, group=None):
+    total = summand.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def partial_to_shard(summand, dim, group=None):
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = pieces(summand, dim, n)
+    padded = [pad(part, dim, parts[0].shape[dim]) for part in parts]
+    mine = torch.empty_like(padded[rank])
+    dist.reduce_scatter(mine, padded, group=group)
+    return mine.narrow(dim, 0, parts[rank].shape[dim])
+
+
+def add_up(rank, world_size):
+    local = own_part(rank, world_size, Partial(), 4, 2)
+    return {"Partial()": local, "Shard(0)": partial_to_shard(local, 0)}
+
+
+def shard_to_shard(piece, old, new, length, group=None):
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    given = pieces(piece, new, n)
+    shapes = [list(given[rank].shape) for _ in range(n)]
+    for shape, rows in zip(shapes, lengths(length, n), strict=True):
+        shape[old] = rows
+    sizes = [math.prod(shape) for shape in shapes]
+    received = piece.new_empty(sum(sizes))
+    flat = torch.cat([part.reshape(-1) for part in given])
+    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in given], group=group)
+    parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    return torch.cat(parts, old)
+
+
+def change(local, before, after, shape, group=None):
+    if before == after:
+        return local
+    if isinstance(before, Replicate):
+        return replicate_to_shard(local, after.dim, group)
+    if isinstance(before, Partial) and isinstance(after, Shard):
+        return partial_to_shard(local, after.dim, group)
+    if isinstance(before, Partial):
+        return partial_to_replicate(local, group)
+    if isinstance(after, Shard):
+        return shard_to_shard(local, before.dim, after.dim, shape[before.dim], group)
+    return shard_to_replicate(local, before.dim, shape[before.dim], group)
+
+
+def by_hand(rank, world_size, before, after, rows=4, columns=4):
     local = own_part(rank, world_size, before, rows, columns)
     return {"before": local, "after": change(local, before, after, (rows, columns))}
 
 
-def collective(before: Placement, after: Placement) -> str:
-    """Return the name in a trace of what `redistribute` calls on the CPU; "" for nothing."""
+def bytes_sent(before, after, shape, n, all_to_all=False, itemsize=4):
     if before == after or isinstance(before, Replicate):
-        return ""
-    if isinstance(before, Shard):
-        return "all_gather_into_tensor"
-    return "reduce_scatter_tensor" if isinstance(after, Shard) else "all_reduce"
+        return 0
+    cut = {placement.dim for placement in (before, after) if isinstance(placement, Shard)}
+    padded = [n * -(-size // n) if dim in cut else size for dim, size in enumerate(shape)]
+    once = (n - 1) / n * itemsize * math.prod(padded)
+    if not cut:
+        return 2 * once  # an all_reduce: a reduce_scatter and an all_gather
+    return once / n if all_to_all and len(cut) == 2 else once
 
 
-def groups_of_mesh(rank: int, world_size: int, rows: int) -> dict[str, list[int]]:
-    """Return what `groups_by_hand` does, of a mesh that PyTorch has made."""
+def counted(rank, world_size, worker, before, after, size=1024):
+    dist.barrier()
+    start = sent_by_tcp()
+    worker(rank, world_size, before, after, size, size)
+    dist.barrier()
+    return (sent_by_tcp() - start).total()
+
+
+def count(worker, before, after, all_to_all):
+    result = kit.run(counted, worker, before, after, backend="gloo")
+    called = ", ".join(collectives(result.trace)[1:-1])  # without the barriers
+    formula = bytes_sent(before, after, (1024, 1024), 4, all_to_all)
+    times = f"{max(result) / formula:8.1f}" if formula else ""
+    return f"{before!r:13} to {after!r:14}{called or 'nothing':36}{formula:9,.0f}{times}"
+
+
+def by_dtensor(rank, world_size, before, after, rows=4, columns=4):
+    mesh = init_device_mesh(kit.device().type, (world_size,))
+    local = own_part(rank, world_size, before, rows, columns)
+    whole = {"shape": torch.Size([rows, columns]), "stride": (columns, 1)}
+    tensor = DTensor.from_local(local, mesh, [before], **whole)
+    return {"before": local, "after": tensor.redistribute(placements=[after]).to_local()}
+
+
+def mesh_groups(rank, world_size, rows):
+    if world_size % rows:
+        raise ValueError(f"{world_size} ranks cannot fill a mesh of {rows} rows evenly")
+    ranks = torch.arange(world_size).view(rows, -1)
+    groups = {}
+    for name, lines in {"dp": ranks.T, "tp": ranks}.items():
+        for line in lines.tolist():
+            group = dist.new_group(line)  # all ranks call it, members or not
+            if rank in line:
+                groups[name] = group
+    return groups
+
+
+def who_am_i(rank, world_size, rows=2):
     shape = (rows, world_size // rows)
-    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("dp", "tp"))
-    names = ("dp", "tp")
-    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in names}
+    mesh = init_device_mesh(kit.device().type, shape, mesh_dim_names=("dp", "tp"))
+    by_hand = mesh_groups(rank, world_size, rows)
+    members = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in by_hand}
+    same = {name: dist.get_process_group_ranks(group) for name, group in by_hand.items()}
+    place = {name: mesh.get_local_rank(name) for name in by_hand}
+    numbers = torch.arange(2, device=kit.device())
+    held = distribute_tensor(numbers, mesh["dp"], [Shard(0)]).to_local().tolist()
+    return place, members, same, held
 
 
-def on_mesh(
-    rank: int,
-    world_size: int,
-    mesh_shape: tuple[int, int],
-    placements: list[Placement],
-    rows: int = 4,
-    columns: int = 4,
-) -> dict[str, torch.Tensor]:
-    """Distribute a matrix over a mesh of two dimensions, by hand and with `distribute_tensor`.
-
-    Returns what this rank holds: "by hand" and "DTensor".
-    """
-    mesh = init_device_mesh(device().type, mesh_shape, mesh_dim_names=("dp", "tp"))
+def on_mesh(rank, world_size, mesh_shape, placements, rows=4, columns=4):
+    mesh = init_device_mesh(kit.device().type, mesh_shape, mesh_dim_names=("dp", "tp"))
     local = numbered(rows, columns)
     for name, placement in zip(("dp", "tp"), placements, strict=True):
         if isinstance(placement, Shard):
@@ -109,36 +188,20 @@ def on_mesh(
     return {"by hand": local, "DTensor": tensor.to_local()}
 
 
-def product(
-    rank: int, world_size: int, left: Placement, right: Placement, size: int = 4
-) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Multiply two sharded matrices of `size` rows and columns, at least one for each rank.
-
-    DTensor gathers a factor that has fewer, and then the product is replicated.
-
-    Returns the placement of the product, this rank's part of it, and the whole.
-    """
-    mesh = init_device_mesh(device().type, (world_size,))
+def product(rank, world_size, left, right, size=4):
+    mesh = init_device_mesh(kit.device().type, (world_size,))
     x = distribute_tensor(numbered(size, size), mesh, [left])
     w = distribute_tensor(numbered(size, size), mesh, [right])
     y = x @ w
     return repr(y.placements[0]), y.to_local(), y.full_tensor()
 
 
-def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return what two layers make of x, without biases."""
+def forward(x, first, second):
     return torch.relu(x @ first) @ second
 
 
-def mlp(
-    rank: int, world_size: int, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-) -> tuple[list[tuple[int, ...]], list[torch.Tensor]]:
-    """Run two layers, their weights cut into columns and rows, forward and backward.
-
-    The loss is the sum of the squares of the output. Returns the shapes of this rank's pieces of
-    both weights, and the whole output and the whole gradients of the weights.
-    """
-    mesh = init_device_mesh(device().type, (world_size,))
+def mlp(rank, world_size, x, first, second):
+    mesh = init_device_mesh(kit.device().type, (world_size,))
     x = distribute_tensor(x, mesh, [Replicate()])
     first = distribute_tensor(first, mesh, [Shard(1)]).requires_grad_()
     second = distribute_tensor(second, mesh, [Shard(0)]).requires_grad_()
@@ -149,113 +212,11 @@ def mlp(
     return shapes, [y.to_local(), *gradients]
 
 
-def in_one_process(
-    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return the output and the gradients of both weights, as `mlp` does, without ranks."""
+def in_one_process(x, first, second):
     first, second = (weight.clone().requires_grad_() for weight in (first, second))
     y = forward(x, first, second)
     y.square().sum().backward()
     return [y.detach(), first.grad, second.grad]
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Compare both ways with each other and with one process, and print one line."""
-    options = lesson_parser("device_mesh", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        for shape in ((4, 4), (5, 3), (n, 2 * n)):
-            for before, after in CHANGES:
-                prove_change(ranks, before, after, shape)
-        prove_mesh(ranks)
-        prove_product(ranks)
-        prove_mlp(ranks)
-        ranks.say(
-            f"device_mesh: {ranks}, {len(CHANGES)} changes of placement by hand equal DTensor's, "
-            "and so do meshes"
-        )
-
-
-def prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, int]) -> None:
-    """Prove that both ways of a change hold the reference, and send what the formula says."""
-    n, on_gpu = ranks.world_size, False
-    expected = reference(stands_for(before, n, *shape), after, n)
-    for worker in (by_hand, by_dtensor):
-        claim = f"{before!r} to {after!r} {worker.__name__} of {shape}"
-        result = ranks(worker, before, after, *shape)
-        prove(claim, compare([held["after"] for held in result], expected))
-        on_gpu |= any(event.device != "cpu" for event in result.trace)
-        called = [f"redistribute {name}" for name in [collective(before, after)] if name]
-        if worker is by_dtensor:
-            if n == 1 or on_gpu:  # nothing to call, or other collectives
-                continue
-            prove(f"{claim} calls {called}", collectives(result.trace) == called)
-        elif any(length % n for length in shape):
-            continue  # by all_to_all, the ranks send more or less than each other
-        for rank in range(n):
-            nbytes = sum(row.sent for row in result.trace.summary(rank=rank).rows)
-            formula = round(bytes_sent(before, after, shape, n, all_to_all=worker is by_hand))
-            prove(f"{claim} sends {formula} bytes", nbytes == formula)
-
-
-def prove_mesh(ranks) -> None:
-    """Prove that meshes have the groups made by hand, and that tensors are cut along both."""
-    n = ranks.world_size
-    whole = numbered(5, 6)
-    kinds = [Shard(0), Shard(1), Replicate()]
-    for rows in {1, math.gcd(n, 2)}:
-        groups = list(ranks(groups_by_hand, rows))
-        prove("a mesh has the groups made by hand", groups == list(ranks(groups_of_mesh, rows)))
-        for first, second in itertools.product(kinds, repeat=2):
-            columns = n // rows
-            expected = [
-                part
-                for line in reference(whole, first, rows)
-                for part in reference(line, second, columns)
-            ]
-            result = ranks(on_mesh, (rows, columns), [first, second], 5, 6)
-            for way in ("by hand", "DTensor"):
-                prove(
-                    f"{first!r} and {second!r} are cut {way} as in one process",
-                    compare([held[way] for held in result], expected),
-                )
-
-
-def prove_product(ranks) -> None:
-    """Prove that DTensor's products are those of one process, and what their placements are."""
-    n = ranks.world_size
-    size = 2 * n
-    expected = numbered(size, size) @ numbered(size, size)
-    cases = {
-        (Shard(1), Shard(0)): ("Partial(sum)", None),
-        (Shard(0), Replicate()): ("Shard(dim=0)", Shard(0)),
-        (Replicate(), Shard(1)): ("Shard(dim=1)", Shard(1)),
-    }
-    for (left, right), (name, placement) in cases.items():
-        result = ranks(product, left, right, size)
-        names, parts, wholes = zip(*result, strict=True)
-        prove(f"{left!r} times {right!r} is {name}", set(names) == {name} or n == 1)
-        prove("the product is right", compare(list(wholes), expected))
-        if placement is None:
-            prove("the parts add up to it", compare(sum(parts), expected))
-        else:
-            prove("the parts are its parts", compare(parts, reference(expected, placement, n)))
-
-
-def prove_mlp(ranks) -> None:
-    """Prove that two sharded layers have the output and gradients of one process."""
-    n = ranks.world_size
-    torch.manual_seed(0)
-    given = [torch.randn(shape) for shape in ((3, 4), (4, 2 * n), (2 * n, 3))]
-    expected = in_one_process(*given)
-    result = ranks(mlp, *given)
-    for name, whole, *parts in zip(
-        ("output", "first gradient", "second gradient"),
-        expected,
-        *(tensors for _, tensors in result),
-        strict=True,
-    ):
-        prove(f"the {name} of two layers is right", compare([p.cpu() for p in parts], whole))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from torch.distributed.tensor.parallel import (
 from ddp_kit import compare, device
 from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._gpt import GPT, Config, batches, loss_of, make_gpt
-from ddp_kit.lessons._placements import pieces
 from ddp_kit.lessons._tensor_parallel_layers import (  # noqa: F401 - the notebook uses them
     SEQUENCE,
     TENSOR,
@@ -59,6 +58,7 @@ from ddp_kit.lessons._tensor_parallel_layers import (  # noqa: F401 - the notebo
     vocabulary_parallel_loss,
 )
 from ddp_kit.lessons._zero_ways import copies
+from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.zero import ADAM, SGD, count_bytes, memory
 from ddp_kit.trace import Trace
 

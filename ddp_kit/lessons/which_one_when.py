@@ -15,7 +15,6 @@ import torch
 from ddp_kit import compare, model
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
 from ddp_kit.lessons._gpt import Config, make_gpt
-from ddp_kit.lessons._placements import pieces
 from ddp_kit.lessons._planned_by_hand import (  # noqa: F401 - the notebook uses them
     dp_by_hand,
     layer_by_hand,
@@ -44,6 +43,7 @@ from ddp_kit.lessons._two_dimensions import (  # noqa: F401
     train_2d,
     train_by_hand,
 )
+from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, train_alone
 from ddp_kit.model import Accelerator, Cluster, Link, Plan, Transformer
 from ddp_kit.notebook.controls import Explorer

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import ddp_kit as kit
-from ddp_kit.lessons import _placements
+from ddp_kit.lessons import _device_mesh
 from ddp_kit.lessons import device_mesh as mesh
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -25,11 +25,11 @@ def test_lengths_are_those_of_chunk(length):
         assert mesh.lengths(length, n) == (chunks + [0] * n)[:n]
 
 
-def test_the_reference_is_worked_out_by_hand():
+def test_parts_are_worked_out_by_hand():
     whole = mesh.numbered(2, 3)
     assert whole.tolist() == [[1, 2, 3], [4, 5, 6]]
     parts = {
-        name: [part.tolist() for part in mesh.reference(whole, placement, 2)]
+        name: [mesh.own_part(rank, 2, placement, 2, 3).tolist() for rank in range(2)]
         for name, placement in mesh.PLACEMENTS.items()
         if name != "Partial()"
     }
@@ -38,8 +38,9 @@ def test_the_reference_is_worked_out_by_hand():
         "Shard(1)": [[[1, 2], [4, 5]], [[3], [6]]],
         "Replicate()": [whole.tolist()] * 2,
     }
-    assert mesh.stands_for(Partial(), 3, 1, 2).tolist() == [[111, 222]]
     assert mesh.own_part(2, 3, Partial(), 1, 2).tolist() == [[100, 200]]
+    assert mesh.sum_of_parts((3,), [Partial()]) == 111
+    assert mesh.sum_of_parts((2, 3), [Partial(), Shard(0)]) == 11
 
 
 def test_bytes_are_worked_out_by_hand():
@@ -70,10 +71,11 @@ def test_bytes_are_worked_out_by_hand():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_change_is_equal_by_hand_and_by_dtensor(world_size):
     for (before, after), shape in itertools.product(mesh.CHANGES, [(3, 2), (1, 5), (4, 1)]):
-        expected = mesh.reference(mesh.stands_for(before, world_size, *shape), after, world_size)
+        total = sum(10**rank for rank in range(world_size)) if before == Partial() else 1
         for worker in (mesh.by_hand, mesh.by_dtensor):
             held = kit.run(worker, before, after, *shape, world_size=world_size)
-            for rank, want in enumerate(expected):
+            for rank in range(world_size):
+                want = total * mesh.own_part(rank, world_size, after, *shape)
                 assert torch.equal(held[rank]["after"], want), (before, after, shape, rank)
 
 
@@ -140,7 +142,7 @@ def test_two_sharded_layers_add_up_once_in_forward_and_train_like_one_process():
 
 def test_main_fails_where_two_layers_are_wrong(monkeypatch):
     monkeypatch.setattr(mesh, "in_one_process", lambda x, first, second: [x, first, second])
-    with pytest.raises(kit.ProofError, match="the output of two layers is right"):
+    with pytest.raises(kit.ProofError, match="two layers are as in one process"):
         mesh.main(["--world-size", "2"])
 
 
@@ -166,11 +168,13 @@ def test_the_warning_about_all_to_all_is_silent(capfd):
 
 def test_ranks_that_do_not_fill_a_mesh_are_refused():
     with pytest.raises(kit.RankError, match="ValueError: 3 ranks cannot fill a mesh of 2 rows"):
-        kit.run(mesh.groups_by_hand, 2, world_size=3)
+        kit.run(mesh.mesh_groups, 2, world_size=3)
 
 
 def test_a_mesh_of_six_has_rows_and_columns():
-    assert kit.run(mesh.groups_by_hand, 2, world_size=6)[4] == {"dp": [1, 4], "tp": [3, 4, 5]}
+    place, members, by_hand, _ = kit.run(mesh.who_am_i, 2, world_size=6)[4]
+    assert place == {"dp": 1, "tp": 1}
+    assert members == by_hand == {"dp": [1, 4], "tp": [3, 4, 5]}
 
 
 def test_pytorch_leaves_ranks_out_of_a_mesh_that_is_too_small_without_an_error():
@@ -278,13 +282,12 @@ def test_dtensor_redistributes_on_a_mesh_as_one_process_would():
     shape = (2, 2)
     for rank, found in enumerate(kit.run(worker, shape, world_size=4)):
         for (before, after), local in zip(cases, found, strict=True):
-            whole = _placements.whole_on_mesh(shape, before, 5, 3)[0, 0]  # the first number is 1
-            at = (rank // 2, rank % 2)
-            kit.compare(local, whole * _placements.own_part_on_mesh(at, shape, after, 5, 3)).check()
+            part = mesh.part_on_mesh((rank // 2, rank % 2), shape, after, 5, 3)
+            kit.compare(local, mesh.sum_of_parts(shape, before) * part).check()
 
 
 def test_main_fails_where_a_change_is_wrong(monkeypatch):
-    monkeypatch.setattr(mesh, "reference", lambda whole, placement, n: [whole] * n)
+    monkeypatch.setattr(_device_mesh, "sum_of_parts", lambda mesh, kinds: 2)
     with pytest.raises(kit.ProofError, match=r"Shard\(dim=0\) to Shard\(dim=1\) by_hand of"):
         mesh.main(["--world-size", "2"])
 

@@ -36,7 +36,6 @@ LESSONS = {
     "10_backends": "backends",
     "11_torchrun": "torchrun",
     "12_what_happens_at_1024": "what_happens_at_1024",
-    "14_device_mesh": "device_mesh",
     "15_zero": "zero",
     "16_tensor_parallel": "tensor_parallel",
     "17_pipeline_parallel": "pipeline_parallel",
@@ -47,7 +46,6 @@ PARTS = {  # private modules from which a lesson's module imports
     "init_methods": ["_recording_store"],
     "data_parallel": ["_data_parallel_steps"],
     "ddp": ["_ddp_by_hand", "_ddp_buckets"],
-    "device_mesh": ["_placements"],
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
     "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
@@ -88,12 +86,6 @@ REQUIRED: dict[str, set[str]] = {
     },
     "11_torchrun": {"my_place", "rendezvous", "kill_rank"},
     "12_what_happens_at_1024": {"tree", "swap_halves", "two_level"},
-    "14_device_mesh": {
-        *("numbered", "lengths", "pieces", "pad", "own_part", "replicate_to_shard", "change"),
-        *("shard_to_replicate", "partial_to_replicate", "partial_to_shard", "shard_to_shard"),
-        *("by_hand", "by_dtensor", "bytes_sent", "mesh_groups", "on_mesh", "product"),
-        *("counted", "forward", "mlp", "in_one_process"),
-    },
     "15_zero": {
         *("Block", "Owners", "settings", "Partition", "ShardedStep", "fill_up", "own_rows", "cut"),
         *("ShardedGradient", "ReplicatedParameter", "ShardedGradients", "FreedParameter"),

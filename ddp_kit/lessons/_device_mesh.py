@@ -1,0 +1,262 @@
+"""The proof of the lesson on device meshes, pictures of a redistribute, and bytes that TCP sent."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import socket
+import stat
+import struct
+import sys
+from collections import Counter
+from contextlib import suppress
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ddp_kit import compare, device
+from ddp_kit.errors import PoolError
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.notebook.controls import Explorer
+from ddp_kit.trace import Trace
+
+# Once in each process, PyTorch warns that it gathers on the CPU where it could call all_to_all, and
+# that it gathers along two dimensions of a mesh one after the other.
+for name in ("_collective_utils", "_redistribute"):
+    logging.getLogger(f"torch.distributed.tensor.{name}").setLevel(logging.ERROR)
+
+PLACEMENTS: dict[str, Placement] = {
+    "Shard(0)": Shard(0),
+    "Shard(1)": Shard(1),
+    "Replicate()": Replicate(),
+    "Partial()": Partial(),
+}
+# Every change that `redistribute` makes: nothing becomes partial.
+CHANGES = [
+    (before, after)
+    for before, after in itertools.product(PLACEMENTS.values(), repeat=2)
+    if before != after and after != Partial()
+]
+
+
+def collectives(trace: Trace) -> list[str]:
+    """Return what rank 0 called, in order, but not the new_group of a mesh."""
+    return [event.op for event in trace if event.rank == 0 and event.op != "new_group"]
+
+
+def sent_by_tcp() -> Counter[int]:
+    """Return how many bytes this process has sent so far, by connection.
+
+    A difference of two counts has what was sent in between, without connections that were closed
+    meanwhile, such as those of an earlier group. Only Linux counts; elsewhere the result is empty.
+    """
+    sent: Counter[int] = Counter()
+    for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with suppress(OSError):  # it was closed, or is no connection
+            status = os.stat(int(number))
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(number))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                if len(info) >= 216:  # a kernel before 4.19 says less
+                    # A busy machine sends some bytes again, which says nothing about the program.
+                    sent_in_all, sent_again = struct.unpack_from("QQ", info, 200)
+                    sent[status.st_ino] = sent_in_all - sent_again
+    return sent
+
+
+def part_on_mesh(at, mesh, kinds, rows, columns) -> torch.Tensor:
+    """Return what the rank at a place of a mesh holds of a matrix: `own_part` in each dimension.
+
+    If the matrix is partial, it is a power of ten times the rank's part of the numbered matrix.
+    """
+    part, summand = lesson.numbered(rows, columns), 0
+    for place, n, placement in zip(at, mesh, kinds, strict=True):
+        if isinstance(placement, Shard):
+            part = lesson.pieces(part, placement.dim, n)[place].clone()
+        elif isinstance(placement, Partial):
+            summand = summand * n + place
+    return 10.0**summand * part
+
+
+def sum_of_parts(mesh, kinds) -> float:
+    """Return how many times the numbered matrix the parts of `part_on_mesh` add up to."""
+    partial = [n for n, placement in zip(mesh, kinds, strict=True) if placement == Partial()]
+    return sum(10.0**summand for summand in range(math.prod(partial)))
+
+
+def redistribute_on_mesh(rank, world_size, mesh_shape, before, after, rows=4, columns=4):
+    """Change the placements of a matrix on a mesh; return this rank's part before and after."""
+    mesh = init_device_mesh(device().type, mesh_shape, mesh_dim_names=("dp", "tp"))
+    local = part_on_mesh(mesh.get_coordinate(), mesh_shape, before, rows, columns)
+    whole = {"shape": torch.Size([rows, columns]), "stride": (columns, 1)}
+    tensor = DTensor.from_local(local, mesh, before, **whole)
+    return {"before": local, "after": tensor.redistribute(placements=after).to_local()}
+
+
+def explore(
+    before: str = "Shard(0)",
+    after: str = "Replicate()",
+    world_size: int = 4,
+    rows: int = 4,
+    columns: int = 4,
+    dp: int = 1,
+    before_dp: str = "Replicate()",
+    after_dp: str = "Replicate()",
+) -> Explorer:
+    """Redistribute a matrix, and draw which rank holds which part of it, before and after.
+
+    before, after: placements, as in "Shard(0)". dp: 1, or 2 for a mesh of two dimensions, dp and
+    tp. Then `before` and `after` are along tp, `before_dp` and `after_dp` along dp. In JupyterLab,
+    controls follow. Raises PoolError for an invalid choice.
+    """
+    chosen = {"before": before, "after": after, "world_size": world_size}
+    chosen |= {"rows": rows, "columns": columns}
+    chosen |= {"dp": dp, "before_dp": before_dp, "after_dp": after_dp}
+    return Explorer(
+        "device_mesh",
+        chosen,
+        _choices,
+        ask=_ask,
+        draw=_draw,
+        idle=lambda settings: {"before_dp", "after_dp"} if settings["dp"] == 1 else set(),
+    )
+
+
+def _choices(settings: dict) -> dict:
+    names, several = tuple(PLACEMENTS), range(1, 9)
+    dps = range(1, 2 if settings["world_size"] % 2 else 3)
+    kinds = {"before": names, "after": names[:-1], "world_size": several}
+    kinds |= {"rows": several, "columns": several}
+    return kinds | {"dp": dps, "before_dp": names, "after_dp": names[:-1]}
+
+
+def _ask(settings: dict) -> tuple:
+    before, after = (_placed(settings, when) for when in ("before", "after"))
+    shape = settings["rows"], settings["columns"]
+    if settings["dp"] == 1:
+        return lesson.by_dtensor, *before, *after, *shape
+    if {type(placement) for placement in before} == {Partial, Shard}:
+        raise PoolError(
+            "before and before_dp must not be Partial() and Shard(), because a piece of a "
+            f"summand cannot be drawn, got {_text(before)}"
+        )
+    return redistribute_on_mesh, _mesh_of(settings), before, after, *shape
+
+
+def _draw(result, settings: dict):
+    from ddp_kit import plot  # ranks do not need it
+
+    mesh, start = _mesh_of(settings), _placed(settings, "before")
+    whole = sum_of_parts(mesh, start) * lesson.numbered(settings["rows"], settings["columns"])
+    nbytes = sum(row.sent for row in result.trace.summary(rank=0).rows)
+    times = Counter(collectives(result.trace))
+    calls = [name if many == 1 else f"{many} x {name}" for name, many in times.items()]
+    sent = f"{', '.join(calls) or 'nothing is sent'}, {nbytes:,} bytes sent by rank 0"
+    moments = {when: _text(_placed(settings, when)) for when in result[0]}
+    if len(mesh) == 1:
+        title = f"{moments['before']} to {moments['after']}: {sent}"
+        return plot.placements(result, whole, title=title)
+    held = [{f"{when}: {moments[when]}": rank[when] for when in moments} for rank in result]
+    title = f"{mesh[0]} x {mesh[1]} ranks: {sent.replace('redistribute ', '')}"
+    return plot.placements(held, whole, mesh, ("dp", "tp"), title)
+
+
+def _placed(settings: dict, when: str) -> list[Placement]:
+    used = [when] if settings["dp"] == 1 else [f"{when}_dp", when]
+    return [PLACEMENTS[settings[name]] for name in used]
+
+
+def _mesh_of(settings: dict) -> tuple[int, ...]:
+    n, dp = settings["world_size"], settings["dp"]
+    return (n,) if dp == 1 else (dp, n // dp)
+
+
+def _text(kinds: list[Placement]) -> str:
+    """Return placements as a learner writes them: "Shard(0)", or a list for several."""
+    names = {placement: name for name, placement in PLACEMENTS.items()}
+    text = ", ".join(names[placement] for placement in kinds)
+    return text if len(kinds) == 1 else f"[{text}]"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare both ways with each other and with one process, and print one line."""
+    options = lesson_parser("device_mesh", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        for shape in ((4, 4), (5, 3), (n, 2 * n)):
+            for before, after in CHANGES:
+                _prove_change(ranks, before, after, shape)
+        for rows in {1, math.gcd(n, 2)}:
+            _prove_mesh(ranks, rows)
+        _prove_product(ranks)
+        _prove_mlp(ranks)
+        ranks.say(
+            f"device_mesh: {ranks}, {len(CHANGES)} changes of placement by hand equal DTensor's, "
+            "and so do meshes"
+        )
+
+
+def _prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, int]) -> None:
+    """Prove that both ways of a change are right, and send what the formula says."""
+    n = ranks.world_size
+    total = sum_of_parts((n,), [before])
+    expected = [total * lesson.own_part(rank, n, after, *shape) for rank in range(n)]
+    for worker in (lesson.by_hand, lesson.by_dtensor):
+        by_hand = worker is lesson.by_hand
+        claim = f"{before!r} to {after!r} {worker.__name__} of {shape}"
+        result = ranks(worker, before, after, *shape)
+        prove(claim, compare([held["after"] for held in result], expected))
+        if by_hand and any(length % n for length in shape):
+            continue  # by all_to_all, the ranks send more or less than each other
+        if not by_hand and any(event.device != "cpu" for event in result.trace):
+            continue  # on GPUs, DTensor calls other collectives
+        for rank in range(n):
+            nbytes = sum(row.sent for row in result.trace.summary(rank=rank).rows)
+            formula = round(lesson.bytes_sent(before, after, shape, n, all_to_all=by_hand))
+            prove(f"{claim} sends {formula} bytes", nbytes == formula)
+
+
+def _prove_mesh(ranks, rows: int) -> None:
+    """Prove that a mesh has the groups made by hand, and that tensors are cut along both."""
+    mesh = (rows, ranks.world_size // rows)
+    for _, members, same, _ in ranks(lesson.who_am_i, rows):
+        prove("a mesh has the groups made by hand", members == same)
+    places = [divmod(rank, mesh[1]) for rank in range(ranks.world_size)]
+    for kinds in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
+        expected = [part_on_mesh(at, mesh, kinds, 5, 6) for at in places]
+        result = ranks(lesson.on_mesh, mesh, list(kinds), 5, 6)
+        for way in ("by hand", "DTensor"):
+            claim = f"{kinds} are cut {way} as in one process"
+            prove(claim, compare([held[way] for held in result], expected))
+
+
+def _prove_product(ranks) -> None:
+    """Prove that DTensor's products are those of one process, and what their placements are."""
+    size = 2 * ranks.world_size
+    expected = lesson.numbered(size, size).cpu() @ lesson.numbered(size, size).cpu()
+    cases = {
+        (Shard(1), Shard(0)): ("Partial(sum)", sum),
+        (Shard(0), Replicate()): ("Shard(dim=0)", torch.vstack),
+        (Replicate(), Shard(1)): ("Shard(dim=1)", torch.hstack),
+    }
+    for factors, (name, join) in cases.items():
+        names, parts, wholes = zip(*ranks(lesson.product, *factors, size), strict=True)
+        if ranks.world_size > 1:
+            prove(f"{factors} make {name}", set(names) == {name})
+        prove("the product is right", compare([whole.cpu() for whole in wholes], expected))
+        prove("its parts are right", compare(join([part.cpu() for part in parts]), expected))
+
+
+def _prove_mlp(ranks) -> None:
+    """Prove that two sharded layers have the output and gradients of one process."""
+    n = ranks.world_size
+    torch.manual_seed(0)
+    given = [torch.randn(shape) for shape in ((3, 4), (4, 2 * n), (2 * n, 3))]
+    found = [[tensor.cpu() for tensor in tensors] for _, tensors in ranks(lesson.mlp, *given)]
+    prove("two layers are as in one process", compare(found, lesson.in_one_process(*given)))
+
+
+from ddp_kit.lessons import device_mesh as lesson
