@@ -1,215 +1,291 @@
-"""Context parallelism: ranks share one sequence that is too long for each of them.
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. d5591a5348de
+"""Context parallelism, and experts."""
 
-    ring attention    queries stay, and keys and values travel round the ring
-    zig-zag           which tokens a rank holds, so that causal attention is the same work for all
-    Ulysses           all_to_all gives each rank some heads of the whole sequence
-    experts           all_to_all brings each token to the rank of its expert
-
-Each is built by hand and compared with one process: values, gradients, and a GPT that is trained.
-Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023),
-https://arxiv.org/abs/2310.01889; Jacobs et al., "DeepSpeed Ulysses" (2023),
-https://arxiv.org/abs/2309.14509.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
+import math
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
-from ddp_kit import compare, device
-from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._all_to_all import (  # noqa: F401 - the notebook uses them
-    AllToAll,
+import ddp_kit as kit
+from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._context_parallel import (
+    WIDTH,
+    all_scores,
+    attend_alone,
     check_tokens,
-    exchange_rows,
-    to_heads,
-    to_sequence,
-    ulysses,
-)
-from ddp_kit.lessons._experts import (  # noqa: F401
-    AllExperts,
-    Experts,
-    counts_of,
-    gradients,
+    example,
+    main,
     make_experts,
-    route,
-    some_tokens,
-    use_experts,
-    use_experts_alone,
-)
-from ddp_kit.lessons._gpt import GPT, Config, batches, make_gpt
-from ddp_kit.lessons._ring_attention import (  # noqa: F401
-    BlockGradients,
-    OnlineSoftmax,
-    RingAttention,
-    Shards,
-    attend_backward,
-    attend_forward,
-    attend_gathered,
-    cut,
-    in_order,
-    needed,
-    places,
-    ring_attention,
+    pairs_of,
+    put_together,
+    ring_bytes,
     room_for,
-    scores,
+    sent,
     slices,
     slow_exchange,
-    start_exchange,
-    travel,
+    some_tokens,
+    ulysses_bytes,
+    use_experts,
+    use_experts_alone,
     wait_for,
-    zig_zag,
+    watch_memory,
 )
-from ddp_kit.lessons.zero import ADAM, BATCH, SGD, copies, count_bytes, train_alone
-from ddp_kit.trace import Trace
-
-DEALS = {"ring": in_order, "zig-zag": zig_zag, "Ulysses": in_order}
-WAYS = tuple(DEALS)
-WIDTH = 8  # of a head
-Tensors = dict[str, torch.Tensor]
+from ddp_kit.lessons._gpt import Config, batches, make_gpt
+from ddp_kit.lessons.ring_allreduce import neighbours
+from ddp_kit.lessons.zero import BATCH, SGD, copies
 
 
-def attend_in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, size: int
-) -> torch.Tensor:
-    """Return the attention to all keys, of which only `size` are looked at at a time."""
+def brief(comparison):
+    small = comparison.equal and comparison.max_error < 1e-5
+    return "equal up to 1e-5" if small else str(comparison)
+
+
+class OnlineSoftmax:
+    def __init__(self, query):
+        self.maximum = query.new_full((*query.shape[:-1], 1), -math.inf)
+        self.total = torch.zeros_like(self.maximum)
+        self.weighted = torch.zeros_like(query)
+
+    def add(self, scores, value, rows=slice(None)):
+        kept = self.maximum, self.total, self.weighted
+        maximum, total, weighted = (each[..., rows, :] for each in kept)
+        larger = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        rescale, weights = torch.exp(maximum - larger), torch.exp(scores - larger)
+        total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
+        weighted.mul_(rescale).add_(weights @ value)
+        maximum.copy_(larger)
+
+    def output(self):
+        return self.weighted / self.total
+
+    def logsumexp(self):
+        return self.maximum + self.total.log()
+
+
+def scores(query, key, masked):
+    products = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if masked:
+        later = torch.ones_like(products, dtype=torch.bool).triu(1)
+        products = products.masked_fill(later, -math.inf)
+    return products
+
+
+def attend_in_blocks(query, key, value, size):
     softmax = OnlineSoftmax(query)
     for keys, values in zip(key.split(size, 2), value.split(size, 2), strict=True):
         softmax.add(scores(query, keys, masked=False), values)
     return softmax.output()
 
 
-def example(length: int, heads: int) -> list[torch.Tensor]:
-    """Return a query, key, value, and a gradient of the output, the same in every process.
-
-    Each has shape (2, heads, length, WIDTH).
-    """
-    generator = torch.Generator().manual_seed(0)
-    return list(torch.randn(4, 2, heads, length, WIDTH, generator=generator).to(device()))
+def cut(length, parts):
+    if not 1 <= parts <= length:
+        raise ValueError(f"a sequence of {length} tokens cannot be cut into {parts} chunks")
+    ends = [length * part // parts for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
-def attention(way: str, shards: Shards) -> Callable[..., torch.Tensor]:
-    """Return the attention of one of the `WAYS`: it takes a query, a key and a value."""
+def in_order(length, n):
+    return [[chunk] for chunk in cut(length, n)]
+
+
+def places(shard):
+    return torch.tensor([place for chunk in shard for place in chunk])
+
+
+def start_exchange(going, coming):
+    if dist.get_world_size() == 1:
+        coming.copy_(going)
+        return []
+    left, right = neighbours()
+    return [dist.isend(going, right), dist.irecv(coming, left)]
+
+
+def travel(block, shards, start=start_exchange):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for step in range(n):
+        works, coming = [], block
+        if step < n - 1:
+            coming = room_for(block, shards[(rank - step - 1) % n])
+            works = start(block, coming)
+        yield (rank - step) % n, block
+        wait_for(works)
+        block = coming
+
+
+def needed(queries, keys, causal):
+    for rows, mine in slices(queries):
+        for columns, theirs in slices(keys):
+            if not causal or theirs.start <= mine.start:
+                yield rows, columns, causal and theirs == mine
+
+
+def attend_forward(query, key, value, shards, causal, note=lambda *_: None):
+    mine, softmax = shards[dist.get_rank()], OnlineSoftmax(query)
+    for owner, (keys, values) in travel(torch.stack([key, value]), shards):
+        for rows, columns, masked in needed(mine, shards[owner], causal):
+            block = scores(query[..., rows, :], keys[..., columns, :], masked)
+            softmax.add(block, values[..., columns, :], rows)
+            note(owner, rows, columns, block.shape[-2] * block.shape[-1])
+    return softmax.output(), softmax.logsumexp()
+
+
+class BlockGradients:
+    def __init__(self, query, output, logsumexp, gradient):
+        self.query, self.logsumexp, self.gradient = query, logsumexp, gradient
+        self.dot = (gradient * output).sum(-1, keepdim=True)
+        self.d_query = torch.zeros_like(query)
+
+    def add(self, block, d_block, rows, columns, masked):
+        kept = self.query, self.logsumexp, self.gradient, self.dot, self.d_query
+        query, logsumexp, gradient, dot, d_query = (each[..., rows, :] for each in kept)
+        (key, value), (d_key, d_value) = (block[..., columns, :], d_block[..., columns, :])
+        weights = torch.exp(scores(query, key, masked) - logsumexp)
+        d_value += weights.transpose(-2, -1) @ gradient
+        d_scores = weights * (gradient @ value.transpose(-2, -1) - dot)
+        d_scores /= math.sqrt(query.shape[-1])
+        d_query += d_scores @ key
+        d_key += d_scores.transpose(-2, -1) @ query
+
+
+def attend_backward(block, gradients, shards, causal):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    works, arriving = [], None
+    for owner, visitor in travel(block, shards):
+        d_visitor = torch.zeros_like(visitor)
+        for rows, columns, masked in needed(shards[rank], shards[owner], causal):
+            gradients.add(visitor, d_visitor, rows, columns, masked)
+        wait_for(works)
+        if arriving is not None:
+            d_visitor += arriving
+        arriving = room_for(block, shards[(owner - 1) % n])
+        d_sent = d_visitor  # must live until it has arrived
+        works = start_exchange(d_sent, arriving)
+    wait_for(works)
+    return arriving
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, shards, causal):
+        output, logsumexp = attend_forward(query, key, value, shards, causal)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.shards, ctx.causal = shards, causal
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        gradients = BlockGradients(query, output, logsumexp, gradient)
+        block = torch.stack([key, value])
+        d_key, d_value = attend_backward(block, gradients, ctx.shards, ctx.causal)
+        return gradients.d_query, d_key, d_value, None, None
+
+
+def ring_attention(query, key, value, shards, causal=True):
+    return RingAttention.apply(query, key, value, shards, causal)
+
+
+def rows_of(rank, world_size, deal, attend, causal, length, backward=True):
+    shards = deal(length, world_size)
+    own = places(shards[rank]).to(kit.device())
+    *inputs, gradient = (x[:, :, own] for x in example(length, 2 * world_size))
+    output = attend(*(x.requires_grad_() for x in inputs), shards, causal)
+    if backward:
+        output.backward(gradient)
+    return [output.detach(), *(x.grad for x in inputs)]
+
+
+def check(deal, attend, length=19):
+    def both(rank, world_size):
+        return [rows_of(rank, world_size, deal, attend, causal, length) for causal in (True, False)]
+
+    for n in (3, 4):
+        for causal, parts in zip((True, False), zip(*kit.run(both, world_size=n))):
+            whole = [put_together(rows, deal(length, n)) for rows in zip(*parts)]
+            expected = [x.cpu() for x in attend_alone(n, causal, length)]
+            print(f"{n} ranks, causal {causal!s:5}:", brief(kit.compare(whole, expected)))
+
+
+def zig_zag(length, n):
+    chunks = cut(length, 2 * n)
+    return [[chunks[rank], chunks[2 * n - 1 - rank]] for rank in range(n)]
+
+
+def attend_gathered(query, key, value, shards, causal):
+    block = torch.stack([key, value])
+    blocks = [room_for(block, shard) for shard in shards]
+    dist.all_gather(blocks, block)
+    keys, values = torch.cat(blocks, -2)
+    positions = [places(shard).to(query.device) for shard in shards]
+    seen = torch.cat(positions) <= positions[dist.get_rank()][:, None] if causal else None
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+
+
+def exchange_rows(rows, going, coming):
+    arrived = rows.new_empty(sum(coming), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), coming, going)
+    return arrived
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, going, coming):
+        ctx.going, ctx.coming = going, coming
+        return exchange_rows(rows, going, coming)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return exchange_rows(gradient, ctx.coming, ctx.going), None, None
+
+
+def to_heads(x, lengths):
+    n, own = dist.get_world_size(), x.shape[2]
+    rows = x.unflatten(1, (n, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    return AllToAll.apply(rows, [own] * n, lengths).permute(1, 2, 0, 3)
+
+
+def to_sequence(x, lengths):
+    n, own = dist.get_world_size(), lengths[dist.get_rank()]
+    rows = AllToAll.apply(x.permute(2, 0, 1, 3), lengths, [own] * n)
+    return rows.unflatten(0, (n, own)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+def ulysses(query, key, value, shards, causal=True):
+    heads, n = query.shape[1], dist.get_world_size()
+    lengths = [len(places(shard)) for shard in shards]
+    check_tokens(shards, causal)
+    if heads % n:
+        raise ValueError(f"{n} ranks cannot share {heads} heads evenly")
+    whole = [to_heads(x, lengths) for x in (query, key, value)]
+    return to_sequence(F.scaled_dot_product_attention(*whole, is_causal=causal), lengths)
+
+
+DEALS = {"ring": in_order, "zig-zag": zig_zag, "Ulysses": in_order}
+
+
+def attention(way, shards):
     return partial(ulysses if way == "Ulysses" else ring_attention, shards=shards)
 
 
-def attend(
-    rank: int, world_size: int, way: str, causal: bool, length: int, backward: bool = True
-) -> list[torch.Tensor]:
-    """Return this rank's rows of the attention, and of the gradients of query, key and value."""
-    shards = choose("way", way, DEALS)(length, world_size)
-    own = places(shards[rank]).to(device())
-    query, key, value, gradient = (x[:, :, own] for x in example(length, 2 * world_size))
-    inputs = [x.requires_grad_() for x in (query, key, value)]
-    output = attention(way, shards)(*inputs, causal=causal)
-    if not backward:
-        return [output.detach()]
-    output.backward(gradient)
-    return [output.detach(), *(x.grad for x in inputs)]
-
-
-def attend_alone(world_size: int, causal: bool, length: int) -> list[torch.Tensor]:
-    """Return what all ranks' rows make up, from PyTorch's own attention in this one process."""
-    *inputs, gradient = example(length, 2 * world_size)
-    output = F.scaled_dot_product_attention(*(x.requires_grad_() for x in inputs), is_causal=causal)
-    output.backward(gradient)
-    return [output.detach(), *(x.grad for x in inputs)]
-
-
-def put_together(parts: Iterable[torch.Tensor], shards: Shards) -> torch.Tensor:
-    """Return the whole of which each rank has the rows of its shard."""
-    joined = torch.cat([part.cpu() for part in parts], 2)
-    return joined[:, :, torch.cat([places(shard) for shard in shards]).argsort()]
-
-
-def pairs_of(
-    rank: int,
-    world_size: int,
-    deal: Callable[[int, int], Shards],
-    attend_forward: Callable[..., Any],
-    length: int,
-    causal: bool = True,
-) -> list[tuple[int, range, range, int]]:
-    """Return what this rank computes in a ring, in order.
-
-    deal, attend_forward: `in_order` or `zig_zag`, and the forward of the ring, or others like them.
-    Each entry has a step, the positions of the queries and the keys, and how many pairs of them
-    have a score.
-    """
-    shards, done = deal(length, world_size), []
-    shard = [list(slices(each)) for each in shards]
-
-    def note(owner: int, rows: slice, columns: slice, pairs: int) -> None:
-        (queries,) = (chunk for where, chunk in shard[rank] if where == rows)
-        (keys,) = (chunk for where, chunk in shard[owner] if where == columns)
-        done.append(((rank - owner) % world_size, queries, keys, pairs))
-
-    own = places(shards[rank]).to(device())
-    query, key, value = (x[:, :, own] for x in example(length, 1)[:3])
-    attend_forward(query, key, value, shards, causal, note)
-    return done
-
-
-def pairs_by_step(done: Sequence[tuple[int, range, range, int]], n: int) -> list[int]:
-    """Return how many pairs a rank computes in each of n steps."""
-    return [sum(pairs for step, *_, pairs in done if step == each) for each in range(n)]
-
-
-def ring_bytes(n: int, batch: int, length: int, width: int) -> tuple[float, float]:
-    """Return the bytes of float32 that a rank sends in a forward and a backward, on average.
-
-    width: of all heads. Forward: n-1 of n blocks of keys and values. Backward: the same, and n
-    blocks of gradients.
-    """
-    whole = 2 * batch * length * width * 4
-    forward = (n - 1) / n * whole
-    return forward, forward + (whole if n > 1 else 0)
-
-
-def ulysses_bytes(n: int, batch: int, length: int, width: int) -> tuple[float, float]:
-    """Return what `ring_bytes` does for Ulysses: four all_to_alls, there and back."""
-    forward = 4 * (n - 1) / n**2 * batch * length * width * 4
-    return forward, forward
-
-
-def sent(trace: Trace) -> float:
-    """Return the bytes that a rank sent, on average."""
-    n = trace.world_size
-    return sum(sum(count_bytes(trace, rank).values()) for rank in range(n)) / n
-
-
-def spread(model: GPT, attend: Callable[..., torch.Tensor]) -> None:
-    """Let all blocks of a model attend in another way."""
+def spread(model, attend):
     for block in model.blocks:
         block.attention.attend = attend
 
 
-def loss_of_part(model: GPT, batch: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """Return what a rank's positions add to the mean loss of a batch."""
+def loss_of_part(model, batch, own):
     inputs, targets = (both[:, own] for both in batch)
     logits = model(inputs, own).flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum") / batch[0].numel()
 
 
-def train(
-    rank: int,
-    world_size: int,
-    way: str = "zig-zag",
-    optimizer_cls: Callable = SGD,
-    steps: int = 3,
-) -> dict[str, Any]:
-    """Train a GPT on this rank's tokens of each sequence, in one of the `WAYS`.
-
-    Returns "losses", of whole batches, and "parameters", as `zero.train_alone` does.
-    """
+def train(rank, world_size, way="zig-zag", optimizer_cls=SGD, steps=3):
     model = make_gpt()
-    shards = choose("way", way, DEALS)(Config().context, world_size)
-    own = places(shards[rank]).to(device())
+    shards = DEALS[way](Config().context, world_size)
+    own = places(shards[rank]).to(kit.device())
     spread(model, attention(way, shards))
     optimizer, losses = optimizer_cls(model.parameters()), []
     for batch in batches(BATCH, steps):
@@ -223,89 +299,30 @@ def train(
     return {"losses": losses, "parameters": copies(model)}
 
 
-def watch_memory(
-    rank: int,
-    world_size: int,
-    deal: Callable[[int, int], Shards],
-    attend: Callable[..., torch.Tensor],
-    length: int,
-) -> dict[str, int]:
-    """Return the bytes that this rank keeps for the backward of one sequence, by kind.
-
-    deal: `in_order` or `zig_zag`. attend: `ring_attention`, `ulysses` or `all_scores`.
-    """
-    config = Config(context=length)
-    model, kinds, seen = make_gpt(config), {"attention": 0, "other layers": 0}, set()
-    seen |= {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(kind: str) -> torch.autograd.graph.saved_tensors_hooks:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            memory = tensor.untyped_storage()
-            kinds[kind] += memory.nbytes() * (memory.data_ptr() not in seen)
-            seen.add(memory.data_ptr())
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-
-    def watched(*heads: torch.Tensor) -> torch.Tensor:
-        with keep("attention"):
-            return attend(*heads, shards)
-
-    shards = deal(length, world_size)
-    own = places(shards[rank]).to(device())
-    spread(model, watched)
-    with keep("other layers"):
-        loss = loss_of_part(model, next(batches(1, 1, length)), own)
-    loss.backward()  # until here, it has kept all of them
-    return kinds
+def route(router, tokens):
+    weight, choice = torch.softmax(router(tokens), -1).max(-1)
+    return weight, choice
 
 
-def all_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shards: Shards
-) -> torch.Tensor:
-    """Return the causal attention by the formula, with all scores at once, on one rank."""
-    return torch.softmax(scores(query, key, masked=True), -1) @ value
+def counts_of(choice):
+    going = torch.bincount(choice, minlength=dist.get_world_size())
+    coming = torch.empty_like(going)
+    dist.all_to_all_single(coming, going)
+    return going.tolist(), coming.tolist()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Compare everything with one process, count pairs and bytes, and print one line."""
-    options = lesson_parser("context_parallel", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        prove_attention(ranks)
-        for skew in (0.0, 100.0):
-            found = list(ranks(use_experts, 16 * n + 1, skew))
-            for each in found:
-                each.pop("received")
-            alone = use_experts_alone(n, 16 * n + 1, skew)
-            prove(f"experts equal one process, skew {skew}", compare(found, alone))
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(optimizer_cls)
-            for way in WAYS:
-                if way != "Ulysses" or Config().heads % n == 0:
-                    found = list(ranks(train, way, optimizer_cls))
-                    prove(f"{way} trains as one process does", compare(found, alone))
-        ranks.say(f"context_parallel: {ranks}, ring, Ulysses and experts equal one process")
+class Experts(nn.Module):
+    def __init__(self, router, expert):
+        super().__init__()
+        self.router, self.expert = router, expert
 
-
-def prove_attention(ranks) -> None:
-    """Check that all ways have the values, gradients, bytes and pairs that they should."""
-    n = ranks.world_size
-    length = 6 * n + 1  # uneven
-    formula = {"ring": ring_bytes, "zig-zag": ring_bytes, "Ulysses": ulysses_bytes}
-    for way in WAYS:
-        shards = DEALS[way](length, n)
-        for causal in (True, False):
-            result = ranks(attend, way, causal, length)
-            whole = [put_together(parts, shards) for parts in zip(*result, strict=True)]
-            expected = [x.cpu() for x in attend_alone(n, causal, length)]
-            prove(f"{way} attends as one process does", compare(whole, expected))
-            counted = sum(formula[way](n, 2, length, 2 * n * WIDTH))
-            prove(f"{way} sends {counted:,.0f} bytes", compare(sent(result.trace), counted))
-    for way, expected in ("ring", list(range(4, 4 * n + 1, 4))), ("zig-zag", [2 * n + 1] * n):
-        done = ranks(pairs_of, DEALS[way], attend_forward, 2 * n)
-        found = [sum(pairs_by_step(each, n)) for each in done]
-        prove(f"the ranks compute {expected} pairs", found == expected)
+    def forward(self, tokens):
+        weight, choice = route(self.router, tokens)
+        order = choice.argsort(stable=True)
+        going, coming = counts_of(choice)
+        arrived = AllToAll.apply(tokens[order], going, coming)
+        back = AllToAll.apply(self.expert(arrived), coming, going)
+        return weight[:, None] * back[order.argsort()]
 
 
 if __name__ == "__main__":

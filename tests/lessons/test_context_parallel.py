@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ddp_kit as kit
+from ddp_kit.lessons import _context_parallel as by_hand
 from ddp_kit.lessons import context_parallel as cp
+from ddp_kit.lessons.zero import SGD
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -62,19 +64,20 @@ def test_a_pair_of_chunks_is_whole_masked_or_left_out():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_values_and_gradients_are_those_of_one_process(world_size):
+    ring, ulysses = cp.ring_attention, cp.ulysses
     cases = [
-        (way, causal, length)
-        for way in cp.WAYS
+        (deal, attend, causal, length)
+        for deal, attend in ((cp.in_order, ring), (cp.zig_zag, ring), (cp.in_order, ulysses))
         for causal in (True, False)
         for length in (2 * world_size, 4 * world_size + 3)
     ]
 
     def worker(rank, world_size):
-        return [cp.attend(rank, world_size, *case) for case in cases]
+        return [cp.rows_of(rank, world_size, *case) for case in cases]
 
     parts = list(kit.run(worker, world_size=world_size))
-    for number, (way, causal, length) in enumerate(cases):
-        shards = cp.DEALS[way](length, world_size)
+    for number, (deal, _, causal, length) in enumerate(cases):
+        shards = deal(length, world_size)
         found = [
             cp.put_together(rows, shards)
             for rows in zip(*(each[number] for each in parts), strict=True)
@@ -114,7 +117,6 @@ def test_pairs_are_worked_out_by_hand_and_drawn():
         [(0, a, a, 4), (0, d, a, 4), (0, d, d, 4), (1, d, b, 4), (1, d, c, 4)],
         [(0, b, b, 4), (0, c, b, 4), (0, c, c, 4), (1, b, a, 4), (1, c, a, 4)],
     ]
-    assert [cp.pairs_by_step(done, 2) for done in zigzag] == [[12, 8], [12, 8]]
     assert repr(kit.plot.attention(in_order)).splitlines()[1:] == [
         "        step 0  step 1  in all",
         "rank 0      16       0      16",
@@ -159,7 +161,7 @@ def test_blocks_that_travel_slowly_are_those_that_travel_fast():
 def test_ulysses_needs_heads_for_all_ranks():
     message = "ValueError: 3 ranks cannot share 4 heads evenly"
     with pytest.raises(kit.RankError, match=message):
-        kit.run(cp.train, "Ulysses", cp.SGD, 1, world_size=3)
+        kit.run(cp.train, "Ulysses", SGD, 1, world_size=3)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -234,15 +236,15 @@ def test_pytorchs_context_parallel_refuses_the_cpu():
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "claim"),
+    ("module", "name", "wrong", "claim"),
     [
-        ("ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
-        ("attend_alone", lambda n, causal, length: cp.example(length, 2 * n), "ring attends as"),
-        ("pairs_by_step", lambda done, n: [1], r"the ranks compute \[4, 8\] pairs"),
+        (by_hand, "ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
+        (by_hand, "attend_alone", lambda n, causal, length: [], "ring attends as"),
+        (cp, "attend_forward", lambda *_: None, r"the ranks compute \[4, 8\] pairs"),
     ],
 )
-def test_main_fails_where_the_lesson_is_wrong(monkeypatch, name, wrong, claim):
-    monkeypatch.setattr(cp, name, wrong)
+def test_main_fails_where_the_lesson_is_wrong(monkeypatch, module, name, wrong, claim):
+    monkeypatch.setattr(module, name, wrong)
     with pytest.raises(kit.ProofError, match=claim):
         cp.main(["--world-size", "2"])
 
@@ -252,9 +254,9 @@ def test_main_fails_where_the_lesson_is_wrong(monkeypatch, name, wrong, claim):
     [("use_experts_alone", "experts equal one process"), ("train_alone", "ring trains as one")],
 )
 def test_main_fails_where_one_process_does_something_else(monkeypatch, name, claim):
-    right = getattr(cp, name)
-    monkeypatch.setattr(cp, "prove_attention", lambda ranks: None)
-    monkeypatch.setattr(cp, name, lambda *args: _doubled(right(*args)))
+    right = getattr(by_hand, name)
+    monkeypatch.setattr(by_hand, "_prove_attention", lambda ranks: None)
+    monkeypatch.setattr(by_hand, name, lambda *args: _doubled(right(*args)))
     with pytest.raises(kit.ProofError, match=claim):
         cp.main(["--world-size", "2"])
 
@@ -278,8 +280,6 @@ def test_ulysses_refuses_a_causal_mask_over_tokens_that_are_not_in_order():
     kit.compare(found, F.scaled_dot_product_attention(query, key, value)).check()
 
 
-def test_an_unknown_way_and_no_chunks_are_refused_in_one_sentence():
-    with pytest.raises(kit.PoolError, match="way must be one of 'ring', 'zig-zag', 'Ulysses'; got"):
-        cp.train(0, 1, "zigzag")
+def test_no_chunks_are_refused_in_one_sentence():
     with pytest.raises(ValueError, match="a sequence of 3 tokens cannot be cut into 0 chunks"):
         cp.cut(3, 0)

@@ -39,7 +39,6 @@ LESSONS = {
     "15_zero": "zero",
     "16_tensor_parallel": "tensor_parallel",
     "17_pipeline_parallel": "pipeline_parallel",
-    "18_context_parallel": "context_parallel",
     "20_which_one_when": "which_one_when",
 }
 PARTS = {  # private modules from which a lesson's module imports
@@ -49,7 +48,6 @@ PARTS = {  # private modules from which a lesson's module imports
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
     "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
-    "context_parallel": ["_ring_attention", "_all_to_all", "_experts"],
     "which_one_when": ["_two_dimensions", "_planned_by_hand", "_published"],
 }
 REQUIRED: dict[str, set[str]] = {
@@ -102,13 +100,6 @@ REQUIRED: dict[str, set[str]] = {
     "17_pipeline_parallel": {
         *("GPTStage", "cut", "Neighbours", "StageByHand", "Pipeline", "mean_loss", "order"),
         *("cell", "bubble", "ForwardByHand", "RecordedStage"),
-    },
-    "18_context_parallel": {
-        *("OnlineSoftmax", "scores", "attend_in_blocks", "cut", "in_order", "zig_zag", "places"),
-        *("start_exchange", "travel", "needed", "attend_forward", "BlockGradients"),
-        *("attend_backward", "RingAttention", "ring_attention", "exchange_rows", "AllToAll"),
-        *("to_heads", "to_sequence", "ulysses", "attention", "spread", "loss_of_part", "train"),
-        *("route", "counts_of", "Experts"),
     },
     "20_which_one_when": {
         *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
