@@ -134,45 +134,58 @@ def scripts(notebook: NotebookNode) -> dict[str, str]:
 def module(path: Path, notebook: NotebookNode, hand: str) -> str:
     """Return the module of a lesson. hand: the code of `_name.py`, whose public names it shares."""
     name = path.stem[3:]
-    imports, found = [], dict.fromkeys(_public(ast.parse(hand)), f"_{name}.py")
-    taken, own = list(found), _names_of_module(notebook, name)
-    code: list[str] = []
-    for number, cell in enumerate(notebook.cells, 1):
-        is_part = "module" in tags(cell)
-        try:
-            tree = ast.parse(cell.source) if cell.cell_type == "code" else ast.Module([], [])
-        except SyntaxError:
-            tree = ast.Module([], [])
-            if is_part:
-                raise CourseError(
-                    f"{path}: cell {number}, which is tagged module, must be Python alone"
-                ) from None
-        lines = cell.source.splitlines()
-        for node in tree.body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                if not ast.unparse(node).startswith(f"from ddp_kit.lessons import {name}"):
-                    imports.append(ast.unparse(node))
-            elif is_part and (names := list(_public(ast.Module([node], [])))):
-                for defined in names:
-                    if defined in found:
-                        raise CourseError(
-                            f"{path}: cell {number} defines {defined} for the module, as "
-                            f"{found[defined]} does already"
-                        )
-                    found[defined] = f"cell {number}"
-                code.append(_without_prefixes(_with_comment(node, lines), own))
-    title = notebook.cells[0].source.splitlines()[0].removeprefix("# ").replace('"', "'")
-    shared = [f"from ddp_kit.lessons._{name} import {', '.join(taken)}"] if taken else []
-    start = ['if __name__ == "__main__":\n    run_as_script(main)'] if "main" in found else []
-    if start:
+    shared = list(_public(ast.parse(hand)))
+    imports, code = _collected(path, notebook, dict.fromkeys(shared, f"_{name}.py"))
+    if "main" in shared:
         imports.append("from ddp_kit.launch import run_as_script")
-    body = "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n\n\n".join([*code, *start]) + "\n"
+        code.append('if __name__ == "__main__":\n    run_as_script(main)')
+    body = "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n\n\n".join(code) + "\n"
     used_imports = "--config", "lint.per-file-ignores = {}", "--select", "F401,I"
     body = _ruff(name, body, "check", *used_imports, "--fix", "--quiet")
-    body = "\n".join([f'"""{title}."""\n', *shared, body])
+    if shared:
+        body = f"from ddp_kit.lessons._{name} import {', '.join(shared)}\n{body}"
+    title = notebook.cells[0].source.splitlines()[0].removeprefix("# ").replace('"', "'")
+    body = f'"""{title}."""\n\n{body}'
     body = _ruff(name, body, "check", "--select", "I", "--fix", "--quiet")
     body = _ruff(name, body, "format", "--quiet")
     return f"# Made from notebooks/{path.name} by {_about(body)}\n{body}"
+
+
+def _collected(
+    path: Path, notebook: NotebookNode, found: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the imports of all cells, and what the tagged ones define.
+
+    found: where names are defined already; it gets those of the cells.
+    """
+    name, imports, code = path.stem[3:], [], []
+    own = _names_of_module(notebook, name)
+    for number, cell in enumerate(notebook.cells, 1):
+        is_part = "module" in tags(cell)
+        for node in _statements(cell, f"{path}: cell {number}", is_part):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                if not ast.unparse(node).startswith(f"from ddp_kit.lessons import {name}"):
+                    imports.append(ast.unparse(node))
+                continue
+            names = list(_public(ast.Module([node], []))) if is_part else []
+            if twice := [one for one in names if one in found]:
+                raise CourseError(
+                    f"{path}: cell {number} defines {twice[0]} for the module, as "
+                    f"{found[twice[0]]} does already"
+                )
+            if names:
+                found |= dict.fromkeys(names, f"cell {number}")
+                code.append(_without_prefixes(_with_comment(node, cell.source.splitlines()), own))
+    return imports, code
+
+
+def _statements(cell: NotebookNode, place: str, is_part: bool) -> list[ast.stmt]:
+    try:
+        return ast.parse(cell.source).body if cell.cell_type == "code" else []
+    except SyntaxError:  # a magic
+        if is_part:
+            raise CourseError(f"{place}, which is tagged module, must be Python alone") from None
+        return []
 
 
 def _about(body: str) -> str:
