@@ -7,14 +7,19 @@ between ranks 0 and 1. Both are pairs of bytes and seconds.
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 from ddp_kit.launch import open_ranks
 from ddp_kit.lessons.backends import series
-from ddp_kit.lessons.ring_allreduce import bandwidth
+from ddp_kit.lessons.ring_allreduce import samples
 
 file, rounds, *sizes = sys.argv[1:]
 sizes = tuple(map(int, sizes))
 with open_ranks() as ranks:
     messages = series(ranks, "send and back", sizes)
-    rings = bandwidth(ranks, sizes, int(rounds))
+    measured = samples(ranks, sizes, int(rounds))
+    rings = {
+        name: [(nbytes, median(seconds)) for nbytes, seconds in points]
+        for name, points in measured.items()
+    }
     Path(file).write_text(json.dumps({"rings": rings, "messages": messages}))

@@ -27,7 +27,6 @@ from test_audit import lesson, numbered
 LESSONS = {
     "01_point_to_point": "point_to_point",
     "03_partitioned_sgd": "partitioned_sgd",
-    "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "your_machine",
     "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
@@ -59,7 +58,6 @@ REQUIRED: dict[str, set[str]] = {
         *("Partition", "DataPartitioner", "Net", "partition_dataset", "average_gradients"),
         *("average_gradients_flat", "train", "train_ddp", "mean_gradient", "first_steps"),
     },
-    "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
     "05_your_machine": {
         *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
     },
@@ -208,20 +206,6 @@ def test_the_cells_have_the_code_of_the_module(name):
     module = LESSONS[name]
     found = [*same_code_as_the_module(read(name), module, code(module))]
     assert not found, "\n\n".join(found)
-
-
-def test_the_solution_of_the_chunked_ring_has_the_code_of_the_module():
-    module = code("ring_allreduce")
-    for only_to_watch in (
-        "after_step: Callable[[], None] = lambda: None",
-        "        after_step()\n",
-    ):
-        assert module.count(only_to_watch) == 1
-        module = module.replace(only_to_watch, "")
-    notebook = read("solutions/04_ring_allreduce")
-    found = [*same_code_as_the_module(notebook, "ring_allreduce", module)]
-    assert not found, "\n\n".join(found)
-    assert list(required_names(notebook, {"chunked_ring"})) == []
 
 
 @pytest.mark.parametrize("name", REQUIRED)
