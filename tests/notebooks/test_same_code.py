@@ -32,8 +32,6 @@ LESSONS = {
     "05_your_machine": "your_machine",
     "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
-    "08_ddp": "ddp",
-    "09_ddp_mistakes": "ddp",
     "10_backends": "backends",
     "11_torchrun": "torchrun",
     "12_what_happens_at_1024": "what_happens_at_1024",
@@ -48,7 +46,6 @@ LESSONS = {
 PARTS = {  # private modules from which a lesson's module imports
     "init_methods": ["_recording_store"],
     "data_parallel": ["_data_parallel_steps"],
-    "ddp": ["_ddp_by_hand", "_ddp_buckets"],
     "device_mesh": ["_placements"],
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
@@ -83,13 +80,6 @@ REQUIRED: dict[str, set[str]] = {
         *("scatter", "replicate", "parallel_apply", "gather", "ByHand"),
         *("seconds_a_step", "ddp_seconds"),
     },
-    "08_ddp": {
-        *("Replicated", "DistributedDataParallel", "tied_and_frozen", "train_tied"),
-        *("one_backward", "Stack", "watch", "buckets_by_hand", "Bucket"),
-        *("BucketedDistributedDataParallel", "backwards", "step_seconds", "carry_slowly"),
-        *("accumulate", "deal", "deal_by_hand"),
-    },
-    "09_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
     "10_backends": {
         *("accepts", "true_until", "measure", "fit_by_hand", "direct_and_wrapped"),
         *("lopsided_sum", "both_send_first"),
