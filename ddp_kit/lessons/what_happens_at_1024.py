@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device, model
 from ddp_kit.launch import lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._ddp_buckets import Stack
+from ddp_kit.lessons.ddp import Stack
 from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange, whole_ring
 from ddp_kit.model import Link
 from ddp_kit.trace import Trace

@@ -8,6 +8,7 @@ from torch import nn
 
 import ddp_kit as kit
 from ddp_kit.lessons import ddp, partitioned_sgd
+from ddp_kit.lessons.ddp_mistakes import Heads
 
 
 def test_the_first_backward_has_one_bucket_and_later_ones_send_while_they_compute():
@@ -28,24 +29,6 @@ def test_buckets_follow_the_registration_forever_where_unused_parameters_are_loo
     assert second.index("-> bucket 0: layer1.bias") > second.index("layer2.weight")
 
 
-def test_a_sum_is_a_mean_with_a_learning_rate_as_many_times_as_large():
-    mean, summed = (
-        kit.run(ddp.pull, lr, hook)[2] for lr, hook in ((0.4, None), (0.1, ddp.sum_gradients))
-    )
-    assert mean == pytest.approx(summed)
-    assert mean[-1] == pytest.approx(15)
-    assert abs(kit.run(ddp.pull, 0.4, ddp.sum_gradients)[0][-1]) > 100_000
-
-
-def test_replicas_drift_once_ddp_is_taken_off():
-    result = kit.run(ddp.pull, 0.4, None, True, world_size=3)
-    assert [held[-1] for held in result] == pytest.approx([0, 10, 20])
-    assert ddp.count_calls(result.trace) == {
-        "DistributedDataParallel": 1,
-        "DDP broadcast(src=0)": 1,
-    }
-
-
 def test_the_typical_backward_is_not_the_first():
     result = kit.run(ddp.backwards, 1, 3, world_size=2)
     step = ddp.typical(result.trace)
@@ -64,15 +47,6 @@ def test_pictures_of_backwards_share_an_axis_that_begins_with_backward():
         starts = sorted(e.start for e in run.trace if (e.rank, e.op) == (0, "DDP all_reduce"))
         first, second, third = run[0]  # the first backward has one bucket
         assert first < starts[0] < second < starts[1] < third < starts[-1]
-
-
-@pytest.mark.parametrize("wrap", [ddp.ByHand, nn.parallel.DistributedDataParallel])
-def test_a_wrapper_starts_as_rank_0_and_leaves_the_mean(wrap):
-    whole = ddp.shard_gradient(0, 1, lambda model: model, 24)
-    result = kit.run(ddp.shard_gradient, wrap, 8, world_size=3)
-    kit.compare(result, whole).check()
-    own = kit.run(ddp.shard_gradient, lambda model: model, 8, world_size=3)
-    assert not kit.compare(own, whole)
 
 
 class SharedAndFrozen(nn.Module):
@@ -152,7 +126,7 @@ def test_by_hand_a_second_backward_changes_gradients_that_travel(wrap):
 @pytest.mark.parametrize("wrap", BY_HAND)
 def test_by_hand_an_unused_or_frozen_parameter_gets_a_gradient_or_spoils_the_others(wrap):
     def gradients(rank, world_size):
-        model = ddp.Heads()
+        model = Heads()
         model.heads.append(nn.Linear(1, 1, bias=False).requires_grad_(False))
         wrapper, found = wrap(model), []
         for _ in range(2):
@@ -206,53 +180,10 @@ def test_buckets_by_hand_are_those_of_ddp(cap):
     assert ddp.buckets_by_hand(sizes, (cap or 25) * 2**20, (cap or 1) * 2**20) == counts
 
 
-def test_a_wrapper_that_nobody_keeps_is_gone_before_backward():
-    def gradient(rank, world_size, keep):
-        model = nn.Linear(1, 1, bias=False)
-        wrapper = nn.parallel.DistributedDataParallel(model)
-        loss = wrapper(torch.full((1, 1), 2.0 * rank)).sum()
-        if not keep:
-            del wrapper
-        loss.backward()
-        return model.weight.grad.item()
-
-    assert list(kit.run(gradient, True, world_size=2)) == [1, 1]
-    assert list(kit.run(gradient, False, world_size=2)) == [0, 2]
-
-
-def test_a_parameter_without_gradient_leaves_all_of_the_first_step_unreduced():
-    result = kit.run(ddp.use_heads, False, [0, 0], world_size=2)
-    assert list(result) == [
-        {"trunk": 1.0, "head 0": 1.0, "head 1": None},
-        {"trunk": 10.0, "head 0": 10.0, "head 1": None},
-    ]
-    with pytest.raises(kit.RankError, match="did not receive grad for this rank: 2") as caught:
-        kit.run(ddp.use_heads, False, [0, 0], 2, world_size=2)
-    text = str(caught.value)
-    assert text.startswith("ranks 0 and 1 raised RuntimeError: Expected to have finished")
-    assert "did not receive grad for this rank: heads.1.weight\n" in text
-    assert text.endswith("or pass find_unused_parameters=True to DDP.")
-
-
-def test_unused_parameters_count_as_zero_in_the_mean():
-    result = kit.run(ddp.use_heads, True, [0, 1], 2, world_size=2)
-    assert list(result) == [{"trunk": 5.5, "head 0": 0.5, "head 1": 5.0}] * 2
-
-
-@pytest.mark.parametrize(
-    ("sync", "start", "after"), [(True, [4, 4, 4], [6, 10, 14]), (False, [4, 8, 12], [6, 12, 18])]
-)
-def test_buffers_come_from_rank_0_before_each_forward(sync, start, after):
-    result = kit.run(ddp.running_means, sync, world_size=3)
-    stages = [[int(seen[stage]) for seen in result] for stage in result[0]]
-    assert stages == [[4, 8, 12], start, after]
-
-
 def test_positions_are_dealt_as_worked_out_by_hand():
     assert ddp.deal_by_hand(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
     assert ddp.deal_by_hand(10, 4, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert ddp.deal_by_hand(2, 4) == [[0], [1], [0], [1]]
-    assert ddp.how_often(ddp.deal_by_hand(10, 4)) == [8, 2]
 
 
 @pytest.mark.parametrize("length", range(1, 10))
@@ -268,17 +199,10 @@ def test_without_set_epoch_the_same_order_is_dealt_again():
     assert all(first == second for first, second in forgotten)
 
 
-def test_main_fails_where_ddp_averages_nothing(monkeypatch):
-    monkeypatch.setattr(ddp, "one_step", unaveraged)
-    with pytest.raises(
-        kit.ProofError, match=r"(?s)DDP leaves the mean.*\nThe mean of .* never reduced"
-    ):
+def test_main_fails_where_replicas_are_not_averaged(monkeypatch):
+    monkeypatch.setattr(ddp, "DistributedDataParallel", ddp.Replicated)
+    with pytest.raises(kit.ProofError, match=r"Replicated trains as one process does"):
         ddp.main(["--world-size", "2"])
-
-
-def unaveraged(rank, world_size):
-    own = torch.tensor([float(rank)])
-    return {"own": own, "average_gradients": own, "DDP": own}
 
 
 def test_each_variant_is_timed_as_often_as_asked():

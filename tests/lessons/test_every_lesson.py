@@ -26,6 +26,7 @@ PROOFS = {
     "your_machine": "your_machine: {}, each knows its rank, synchronize returns as it should\n",
     "init_methods": "init_methods: {}, met in 4 ways, one address from each in the store\n",
     "ddp": "ddp: {}, equal start, mean gradients; no_sync and sampler as by hand\n",
+    "ddp_mistakes": "ddp_mistakes: {}, 8 mistakes do what the lesson says\n",
     "backends": "backends: {}, 18 operations right on 5 dtypes\n",
     "torchrun": "torchrun: {}, each knows its place, resumed training bit-equal\n",
     "what_happens_at_1024": (
