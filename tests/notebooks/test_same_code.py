@@ -34,9 +34,7 @@ LESSONS = {
     "07_data_parallel": "data_parallel",
     "08_ddp": "ddp",
     "09_ddp_mistakes": "ddp",
-    "10_backends": "backends",
     "11_torchrun": "torchrun",
-    "12_what_happens_at_1024": "what_happens_at_1024",
     "14_device_mesh": "device_mesh",
     "15_zero": "zero",
     "16_tensor_parallel": "tensor_parallel",
@@ -88,12 +86,7 @@ REQUIRED: dict[str, set[str]] = {
         *("accumulate", "deal", "deal_by_hand"),
     },
     "09_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
-    "10_backends": {
-        *("accepts", "true_until", "measure", "fit_by_hand", "direct_and_wrapped"),
-        *("lopsided_sum", "both_send_first"),
-    },
     "11_torchrun": {"my_place", "rendezvous", "kill_rank"},
-    "12_what_happens_at_1024": {"tree", "swap_halves", "two_level"},
     "14_device_mesh": {
         *("numbered", "lengths", "pieces", "pad", "own_part", "replicate_to_shard", "change"),
         *("shard_to_replicate", "partial_to_replicate", "partial_to_shard", "shard_to_shard"),
