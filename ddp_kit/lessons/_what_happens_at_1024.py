@@ -1,0 +1,200 @@
+"""What the counts of messages need besides what the lesson shows, and their proof."""
+
+from __future__ import annotations
+
+import time
+from functools import cache, partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_kit import device, model
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons.ddp import Stack
+from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange
+
+
+def halving_doubling(tensor):
+    """Sum a contiguous tensor in place.
+
+    Ranks above the largest power of two first send their tensor to a partner, and receive the
+    sum from it at the end.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    core = 2 ** (n.bit_length() - 1)  # the largest power of two that is not above n
+    if rank >= core:
+        dist.send(tensor, rank - core)
+        dist.recv(tensor, rank - core)
+        return
+    if rank + core < n:
+        arriving = torch.empty_like(tensor)
+        dist.recv(arriving, rank + core)
+        tensor += arriving
+    lesson.swap_halves(tensor.view(-1), rank, core)
+    if rank + core < n:
+        dist.send(tensor, rank + core)
+
+
+def reduce_scatter(chunks, ring):
+    """Sum n chunks over the n ranks of a ring, in n-1 steps; return the one complete here."""
+    me, n = ring.index(dist.get_rank()), len(ring)
+    arriving = torch.empty_like(chunks[0])  # the first chunk is never smaller than another
+    for step in range(n - 1):
+        going, coming = chunks[(me - step) % n], chunks[(me - step - 1) % n]
+        exchange(going, ring[(me + 1) % n], arriving[: len(coming)], ring[(me - 1) % n])
+        coming += arriving[: len(coming)]
+    return chunks[(me + 1) % n]
+
+
+def all_gather(chunks, ring):
+    """Pass the complete chunks round the ring, in n-1 steps."""
+    me, n = ring.index(dist.get_rank()), len(ring)
+    for step in range(n - 1):
+        going, coming = chunks[(me - step + 1) % n], chunks[(me - step) % n]
+        exchange(going, ring[(me + 1) % n], coming, ring[(me - 1) % n])
+
+
+def replay(trace, alpha: float, beta: float) -> float:
+    """Return the seconds that the messages of a run would take on links of alpha and beta.
+
+    A message starts when its sender and its receiver have finished all that they waited for
+    before they posted it.
+    """
+    messages = trace.messages()
+    ends = [(e, i) for i, m in enumerate(messages) for e in (m.send, m.recv)]
+
+    @cache
+    def finish(number: int) -> float:
+        posted = {e.rank: e.start for e in (messages[number].send, messages[number].recv)}
+        before = {i for e, i in ends if e.rank in posted and e.end <= posted[e.rank]}
+        return max(map(finish, before), default=0.0) + alpha + beta * messages[number].nbytes
+
+    return max(map(finish, range(len(messages))), default=0.0)
+
+
+def backwards_by_ring(rank, world_size):
+    """Run two backwards of DDP that reduces buckets by the chunked ring; return their bytes.
+
+    The first has one bucket, because DDP does not know yet in which order gradients are ready.
+    """
+    sizes = []
+
+    def reduce_by_ring(_, bucket):
+        gradients = bucket.buffer().div_(world_size)
+        sizes.append(gradients.nbytes)
+        chunked_ring(gradients)
+        done = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4))).to(device())
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(None, reduce_by_ring)
+    for _ in range(2):
+        ddp(torch.ones(1, 48, device=device())).sum().backward()
+    return sizes
+
+
+def time_all_reduces(rank, world_size, sizes):
+    """Time each of ALL_REDUCES, by name and bytes: the seconds of each round, after a warm-up.
+
+    All are timed in each round, so that a busy moment does not affect only one of them.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4, device=device())
+        for turn in range(1 + (15 if nbytes < 1_000_000 else 5)):
+            for name, (all_reduce, _) in lesson.ALL_REDUCES.items():
+                dist.barrier()
+                start = time.perf_counter()
+                all_reduce(tensor)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                if turn:
+                    seconds.setdefault((name, nbytes), []).append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(run, world_sizes, sizes):
+    """Return ranks, bytes and seconds of each all_reduce: the slowest rank's, of each round.
+
+    run: calls a worker on all ranks of a `world_size=`, such as `kit.run`.
+    """
+    found: dict[str, list] = {name: [] for name in lesson.ALL_REDUCES}
+    for n in world_sizes:
+        of_ranks = list(run(time_all_reduces, sizes, world_size=n))
+        for name, nbytes in of_ranks[0]:
+            each_round = zip(*(seconds[name, nbytes] for seconds in of_ranks), strict=True)
+            found[name].append((n, nbytes, [max(seconds) for seconds in each_round]))
+    return found
+
+
+def compute_seconds(rank, world_size):
+    """Return the median seconds of forward and backward of a Stack, without communication."""
+    stack, x = Stack().to(device()), torch.ones(128, 512, device=device())
+    seconds = []
+    for _ in range(23):
+        dist.barrier()
+        start = time.perf_counter()
+        loss = stack(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        seconds.append((middle - start, time.perf_counter() - middle))
+    forward, backward = zip(*seconds[3:], strict=True)  # the first ones warm up
+    return median(forward), median(backward)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compare the traces of real ranks with the model, and print one line."""
+    options = lesson_parser("what_happens_at_1024", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        for name, (all_reduce, cost) in lesson.SENT.items():
+            prove_counts(ranks, name, all_reduce, cost)
+        prove_two_levels(ranks, 2 if n % 2 == 0 else n)
+        result = ranks(backwards_by_ring)
+        for rank, buckets in enumerate(result):
+            sent = [message.nbytes for message in result.trace.messages(src=rank)]
+            for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
+                ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
+                predicted = model.ddp_step(n, buckets, 0, 0, ring)
+                prove("DDP sends what the model says", counted == round(predicted))
+        ranks.say(f"what_happens_at_1024: {ranks}, 5 all_reduces and DDP send what the model says")
+
+
+def prove_counts(ranks, name: str, all_reduce, cost):
+    """Prove that an all_reduce is exact and sends the model's messages, in a row and in all."""
+    n, nbytes = ranks.world_size, 480 * ranks.world_size
+    prove(f"{name} is exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
+    trace = ranks(count, all_reduce, nbytes // 4).trace
+    for alpha, beta in ((1, 0), (0, 1)):
+        predicted = round(cost(n, nbytes, alpha, beta))
+        prove(f"{name} takes as long as predicted", round(replay(trace, alpha, beta)) == predicted)
+    rounds = model.rounds(cost, n, nbytes)
+    messages = trace.messages()
+    prove(f"{name} sends as many messages", len(messages) == sum(many for many, _ in rounds))
+    nbytes = round(sum(many * size for many, size in rounds))
+    prove(f"{name} sends as many bytes", sum(message.nbytes for message in messages) == nbytes)
+
+
+def prove_two_levels(ranks, per_host):
+    """Prove the same for two levels, on imaginary hosts."""
+    n, nbytes = ranks.world_size, 480 * ranks.world_size
+    free, message, byte = model.Link(0, 0), model.Link(1, 0), model.Link(0, 1)
+    all_reduce = partial(lesson.two_level, per_host=per_host)
+    prove("two levels are exact", all(ranks(compare, all_reduce, (1001,), torch.float32)))
+    trace = ranks(count, all_reduce, nbytes // 4).trace
+    predicted = model.two_level(n, nbytes, per_host, message, message)
+    prove("two levels take as long as predicted", replay(trace, 1, 0) == predicted)
+    leaving = [m.nbytes for m in trace.messages() if m.src < per_host <= m.dst]
+    predicted = model.two_level(n, nbytes, per_host, free, byte)
+    prove("a host's link carries as many bytes", sum(leaving) == round(predicted))
+    staying = [m.nbytes for m in trace.messages(src=0) if m.dst < per_host]
+    predicted = model.two_level(n, nbytes, per_host, byte, free)
+    prove("a link inside a host carries as many bytes", sum(staying) == round(predicted))
+
+
+from ddp_kit.lessons import what_happens_at_1024 as lesson
