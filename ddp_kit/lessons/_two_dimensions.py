@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_kit import device
 from ddp_kit.lessons._gpt import GPT, batches, loss_of, make_gpt, part_of
-from ddp_kit.lessons._tensor_parallel_layers import cut_block, gather_parameters
+from ddp_kit.lessons.tensor_parallel import cut_block, gather_parameters
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, memory
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent

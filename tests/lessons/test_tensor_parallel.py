@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +16,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import ddp_kit as kit
+from ddp_kit.lessons import _tensor_parallel
 from ddp_kit.lessons import tensor_parallel as tp
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons.zero import ADAM, SGD, count_bytes
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
+
+in_sequence = partial(tp.cut_gpt, regions=tp.SEQUENCE)
+places = partial(tp.own_places, 64)
 
 
 def test_each_function_is_the_transpose_of_its_conjugate():
@@ -117,25 +123,26 @@ def test_the_embedding_and_the_loss_equal_those_of_a_whole_vocabulary():
 
 
 def test_an_untied_gpt_trains_as_in_one_process_up_to_the_rounding_of_float64():
-    settings = tp.ADAM, 2, torch.float64, Config(layers=1, tied=False)
-    alone = tp.train(0, 1, "one process", *settings)
-    for way in tp.WAYS:
-        found = list(kit.run(tp.train, way, *settings, world_size=2))
-        kit.compare(found, alone).check()
+    settings = ADAM, 2, torch.float64, Config(layers=1, tied=False)
+    alone = tp.train_alone(*settings)
+    for worker in tp.ways(*settings).values():
+        kit.compare(list(kit.run(*worker, world_size=2)), alone).check()
 
 
 def test_float64_tells_a_mistake_from_rounding():
-    def differences(way, dtype):
-        losses = kit.run(tp.train, way, tp.ADAM, 2, dtype, world_size=2)[0]["losses"]
-        return [abs(a - b) for a, b in zip(losses, alone[dtype], strict=True)]
+    def differences(cut, dtype, *more):
+        result = kit.run(tp.learn, cut, ADAM, 2, dtype, tp.CONFIG, *more, world_size=2)
+        return [abs(a - b) for a, b in zip(result[0]["losses"], alone[dtype], strict=True)]
 
     kinds = torch.float32, torch.float64
-    alone = {kind: tp.train(0, 1, "one process", tp.ADAM, 2, kind)["losses"] for kind in kinds}
-    for way in ("by hand", "by hand, sequence", *tp.WRONG):
-        single, double = (differences(way, kind) for kind in kinds)
+    alone = {kind: tp.train_alone(ADAM, 2, kind)["losses"] for kind in kinds}
+    right = [(tp.cut_gpt,), (in_sequence, places, tp.finish)]
+    wrong = [(tp.forget,), (in_sequence, places)]
+    for cut, *more in right + wrong:
+        single, double = (differences(cut, kind, *more) for kind in kinds)
         assert single[0] < 2e-6  # the first forward is right, even where a backward is not
         assert double[0] < 1e-13
-        if way in tp.WRONG:
+        if (cut, *more) in wrong:
             assert double[1] > 1e-5
             assert single[1] == pytest.approx(double[1], rel=0.1)
         else:
@@ -151,46 +158,55 @@ def test_what_the_ranks_cannot_share_evenly_is_refused_in_one_sentence():
         tp.VocabularyParallelEmbedding(nn.Embedding(128, 4))
 
     heads = "3 ranks cannot share 4 attention heads evenly: use a number of ranks that divides 4"
-    for given in (worker, tp.cut_block), (tp.one_block, "parallelize_module"):
+    for given in (worker, tp.cut_block), (tp.run_with_plan,):
         with pytest.raises(kit.RankError, match=f"ranks 0, 1 and 2 raised ValueError: {heads}"):
             kit.run(*given, world_size=3)
     with pytest.raises(kit.RankError, match="3 ranks cannot share a vocabulary of 128 tokens even"):
         kit.run(look_up, world_size=3)
 
 
-def test_an_unknown_way_is_refused_in_one_sentence():
-    for call in (tp.train, tp.one_block, tp.held):
-        with pytest.raises(
-            kit.PoolError, match=r"^way must be one of 'one process', .* got 'hand'"
-        ):
-            call(0, 1, "hand")
+def collectives(trace):
+    """Return what rank 0 called, in order, but not the distribution of parameters."""
+    setup = ("new_group", "distribute_tensor scatter", "distribute_tensor broadcast")
+    return [event.op for event in trace if event.rank == 0 and event.op not in setup]
 
 
 def sent(trace, rank=0):
     """Return the bytes that a rank sent, but not those that distribute parameters."""
-    counted = tp.count_bytes(trace, rank)
+    counted = count_bytes(trace, rank)
     return sum(nbytes for call, nbytes in counted.items() if "distribute_tensor" not in call)
+
+
+def block_with_a_plan_for_sequences(rank, world_size):
+    def cut(block):
+        mesh = init_device_mesh("cpu", (world_size,))
+        parallelize_module(block, mesh, tp.block_plan(sequence=True))
+
+    return tp.run_block(rank, world_size, cut, sequence=True)
 
 
 def test_a_block_calls_two_collectives_per_direction_and_sends_what_the_formula_says():
     pair = ["all_gather", "reduce_scatter"] * 2
     theirs = [f"{name}_tensor" for name in ("all_gather_into", "reduce_scatter")] * 2
-    called = {
-        "by hand": ["all_reduce"] * 4,
-        "by hand, sequence": pair * 2,
-        "parallelize_module": ["redistribute all_reduce"] * 2 + ["all_reduce"] * 2,
-        "parallelize_module, sequence": [f"redistribute {name}" for name in theirs] + theirs,
-    }
-    expected = tp.one_block(0, 1, "one process")
-    for way in tp.WAYS:
-        result = kit.run(tp.one_block, way, world_size=4)
-        assert tp.collectives(result.trace) == called[way]
-        assert sent(result.trace) == tp.block_bytes(4, tp.BATCH) == 393_216
+    cases = [
+        ((tp.run_block, tp.cut_block), ["all_reduce"] * 4),
+        ((tp.run_block, partial(tp.cut_block, regions=tp.SEQUENCE), True), pair * 2),
+        ((tp.run_with_plan,), ["redistribute all_reduce"] * 2 + ["all_reduce"] * 2),
+        (
+            (block_with_a_plan_for_sequences,),
+            [f"redistribute {name}" for name in theirs] + theirs,
+        ),
+    ]
+    expected = tp.run_block(0, 1, lambda block: None)
+    for worker, called in cases:
+        result = kit.run(*worker, world_size=4)
+        assert collectives(result.trace) == called
+        assert sent(result.trace) == 4 * 2 * 3 / 4 * 4 * 4 * 64 * 64
         wholes = list(result)
-        if way.endswith("sequence"):
+        if "all_reduce" not in called[0]:
             wholes = [{k: torch.cat([part[k] for part in result], 1) for k in expected}]
         kit.compare(wholes, expected if len(wholes) > 1 else [expected]).check()
-        if way == "parallelize_module":
+        if called[0] == "redistribute all_reduce":
             lines = [str(e.where) for e in result.trace if e.rank == 0 and "all_reduce" in e.op]
             assert "self.out(" in lines[0]
             assert "self.down(" in lines[1]
@@ -198,39 +214,32 @@ def test_a_block_calls_two_collectives_per_direction_and_sends_what_the_formula_
 
 
 def test_query_key_and_value_reduce_three_gradients_unless_they_share_their_input():
-    def worker(rank, world_size):
-        block = make_gpt().blocks[0]
-        plan = tp.block_plan()
-        del plan["attention"]
-        parallelize_module(block, init_device_mesh("cpu", (world_size,)), plan)
-        block(torch.ones(1, 2, 64, requires_grad=True)).sum().backward()
-
-    called = tp.collectives(kit.run(worker, world_size=2).trace)
+    called = collectives(kit.run(tp.run_with_plan, ("attention",), world_size=2).trace)
     assert called == ["redistribute all_reduce"] * 2 + ["all_reduce"] * 4
 
 
 def test_weights_are_divided_by_the_ranks_and_activations_by_less():
-    alone = tp.held(0, 1, "one process")
+    alone = tp.held(0, 1, tp.nothing, F.cross_entropy)
     assert alone["parameters"] == 4 * 111_232
     counts = {kind: [] for kind in alone}
-    for way in tp.WAYS:
-        ranks = list(kit.run(tp.held, way, world_size=4))
+    for way in (tp.cut_gpt,), (in_sequence, places):
+        cut, *more = way
+        ranks = list(kit.run(tp.held, cut, tp.vocabulary_parallel_loss, *more, world_size=4))
         assert all(rank == ranks[0] for rank in ranks)
         for kind in alone:
             counts[kind].append(ranks[0][kind] / alone[kind])
     for kind in ("parameters", "gradients", "optimizer states"):
         # LayerNorms and positions are whole on every rank.
-        assert counts[kind] == pytest.approx([0.28] * 4, abs=0.005), kind
-    by_hand, in_sequence, theirs, theirs_in_sequence = counts["activations"]
-    assert 0.3 < in_sequence < by_hand - 0.08
-    assert 0.3 < theirs_in_sequence < theirs - 0.08
+        assert counts[kind] == pytest.approx([0.28] * 2, abs=0.005), kind
+    by_hand, with_sequences = counts["activations"]
+    assert 0.3 < with_sequences < by_hand - 0.08
     assert by_hand < 0.55
 
 
-@pytest.mark.parametrize("way", ["by hand", "parallelize_module"])
-def test_heads_that_do_not_divide_are_refused_in_one_sentence(way):
+@pytest.mark.parametrize("worker", [(tp.learn, tp.cut_gpt), (tp.learn_with_plan,)])
+def test_heads_that_do_not_divide_are_refused_in_one_sentence(worker):
     with pytest.raises(kit.RankError) as caught:
-        kit.run(tp.train, way, world_size=3)
+        kit.run(*worker, world_size=3)
     assert (
         "ValueError: 3 ranks cannot share 4 attention heads evenly: "
         "use a number of ranks that divides 4: 1, 2, 4" in str(caught.value)
@@ -248,7 +257,7 @@ def test_parallelize_keeps_the_tie_and_fits_beside_fully_shard():
         assert (up.placements, down.placements) == ((Shard(0),), (Shard(1),))
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh["dp"])
-        optimizer = tp.SGD(model.parameters())
+        optimizer = SGD(model.parameters())
         for batch in batches(tp.BATCH, 2):
             optimizer.zero_grad()
             with loss_parallel():
@@ -256,7 +265,7 @@ def test_parallelize_keeps_the_tie_and_fits_beside_fully_shard():
             optimizer.step()
         return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
-    alone = tp.train(0, 1, "one process", tp.SGD, 2)["parameters"]
+    alone = tp.train_alone(SGD, 2)["parameters"]
     kit.compare(list(kit.run(worker, world_size=4)), alone).check()
 
 
@@ -271,19 +280,15 @@ def test_the_plan_needs_inputs_that_divide_only_with_sequence_parallelism():
 
 
 def test_main_fails_where_a_way_is_wrong(monkeypatch):
-    wrong = {"by hand": tp.WRONG["no all_reduce in f"]}
-    monkeypatch.setattr(tp, "WAYS", wrong)
+    def ways(*settings):
+        return {"by hand": (tp.learn, tp.forget, *settings)}
 
-    def train(rank, world_size, way, *settings):
-        return right(rank, world_size, "no all_reduce in f" if world_size > 1 else way, *settings)
-
-    right = tp.train
-    monkeypatch.setattr(tp, "train", train)
+    monkeypatch.setattr(_tensor_parallel, "ways", ways)
     with pytest.raises(kit.ProofError, match="by hand trains as one process does"):
         tp.main(["--world-size", "2"])
 
 
 def test_main_fails_where_the_formula_is_wrong(monkeypatch):
-    monkeypatch.setattr(tp, "step_bytes", lambda *sizes: 1)
+    monkeypatch.setattr(_tensor_parallel, "step_bytes", lambda *sizes: 1)
     with pytest.raises(kit.ProofError, match="by hand sends what the formula says"):
         tp.main(["--world-size", "2"])

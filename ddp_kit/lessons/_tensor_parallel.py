@@ -1,0 +1,182 @@
+"""The proof of the lesson on tensor parallelism, what ranks can share, and what a rank holds.
+
+In all functions, `group` is a process group, by default that of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ddp_kit import compare, device
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._gpt import Attention, Config, batches, loss_of, make_gpt
+from ddp_kit.lessons.device_mesh import pieces, shard_to_replicate
+from ddp_kit.lessons.zero import ADAM, SGD, copies, count_bytes, memory
+
+CONFIG = Config()
+BATCH = 4  # sequences; every rank has all of them
+
+
+def check_vocabulary(tokens: int, n: int) -> None:
+    """Raise ValueError unless n ranks can share a vocabulary evenly."""
+    if tokens % n:
+        raise ValueError(
+            f"{n} ranks cannot share a vocabulary of {tokens:,} tokens evenly: "
+            f"pad it to {-(-tokens // n) * n:,}"
+        )
+
+
+def check_shares(model: nn.Module, n: int) -> None:
+    """Raise ValueError unless n ranks can share the heads of a GPT, or of a block, evenly."""
+    attention = next(module for module in model.modules() if isinstance(module, Attention))
+    heads = attention.query.out_features // attention.head_width
+    if heads % n:
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ValueError(
+            f"{n} ranks cannot share {heads} attention heads evenly: "
+            f"use a number of ranks that divides {heads}: {fitting}"
+        )
+
+
+def own_places(length: int, group: Any = None) -> torch.Tensor:
+    """Return this rank's part of the positions, with sequence parallelism."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    return pieces(torch.arange(length, device=device()), 0, n)[rank]
+
+
+def uncut(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that every rank holds whole."""
+    return [p for name, p in model.named_parameters() if _cut_along(model, name) is None]
+
+
+def gather_parameters(model: nn.Module, group: Any = None) -> dict[str, torch.Tensor]:
+    """Return the whole parameters by name, on every rank."""
+    n, found = dist.get_world_size(group), {}
+    for name, parameter in model.named_parameters():
+        value, dim = parameter.detach().clone(), _cut_along(model, name)
+        if dim is not None:
+            value = shard_to_replicate(value, dim, value.shape[dim] * n, group)
+        found[name] = value
+    return found
+
+
+def _cut_along(model: nn.Module, name: str) -> int | None:
+    """Return the dimension along which a parameter is cut; None if every rank has it whole."""
+    module, _, own_name = name.rpartition(".")
+    return getattr(model.get_submodule(module), "cut", {}).get(own_name)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, also if it is a DTensor; then all ranks must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_alone(
+    optimizer_cls: Callable = SGD,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    config: Config = CONFIG,
+) -> dict[str, Any]:
+    """Train the whole GPT in this one process; return as `learn` does."""
+    model = make_gpt(config).to(dtype)
+    optimizer, losses = optimizer_cls(model.parameters()), []
+    for batch in batches(BATCH, steps, config.context):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "parameters": copies(model)}
+
+
+def held(rank, world_size, cut: Callable, loss_function: Callable, places=lambda: None):
+    """Return the bytes that a rank holds for a training step with Adam, by kind.
+
+    cut, places: as for `learn`. Activations are what the forward keeps for the backward; the other
+    kinds are counted after the step.
+    """
+    model = make_gpt()
+    cut(model)
+    optimizer, kept, seen = ADAM(model.parameters()), [], set()
+    parameters = sum(memory(parameter, seen) for parameter in model.parameters())
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            kept.append(memory(tensor, seen))
+        return tensor
+
+    ((inputs, targets),) = batches(BATCH, 1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_function(model(inputs, places()).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": parameters,
+        "gradients": sum(memory(p.grad, set()) for p in model.parameters()),
+        "optimizer states": sum(memory(s, set()) for s in states if s.ndim),  # no step counts
+        "activations": sum(kept),
+    }
+
+
+def step_bytes(n: int, config: Config = CONFIG, itemsize: int = 4) -> float:
+    """Return the bytes that a rank sends in a training step by hand, without sequence parallelism.
+
+    That is, for each block four all_reduces of its activations; one for the output of the
+    embedding, one for the gradient of the head's input; and three numbers per position for the
+    loss.
+    """
+    positions = BATCH * config.context * itemsize
+    return 2 * (n - 1) / n * positions * ((4 * config.layers + 2) * config.width + 3)
+
+
+def config_for(n: int) -> Config:
+    """Return the lesson's sizes if n ranks can share them, or else the next ones that they can."""
+    if CONFIG.heads % n == 0:
+        return CONFIG
+    context, vocabulary = (-(-size // n) * n for size in (CONFIG.context, CONFIG.vocabulary))
+    return Config(heads=n, width=16 * n, context=context, vocabulary=vocabulary)
+
+
+def ways(optimizer_cls=ADAM, steps=3, dtype=torch.float32, config=CONFIG) -> dict[str, tuple]:
+    """Return the worker that trains in each way, and its arguments."""
+    settings = optimizer_cls, steps, dtype, config
+    in_sequence = partial(lesson.cut_gpt, regions=lesson.SEQUENCE)
+    places = partial(own_places, config.context)
+    return {
+        "by hand": (lesson.learn, lesson.cut_gpt, *settings),
+        "by hand, sequence": (lesson.learn, in_sequence, *settings, places, lesson.finish),
+        "parallelize_module": (lesson.learn_with_plan, False, *settings),
+        "parallelize_module, sequence": (lesson.learn_with_plan, True, *settings),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train in each way, compare with one process, count bytes, and print one line."""
+    options = lesson_parser("tensor_parallel", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n, steps, config = ranks.world_size, 3, config_for(ranks.world_size)
+        for optimizer_cls in (SGD, ADAM):
+            settings = optimizer_cls, steps, torch.float32, config
+            alone = train_alone(*settings)
+            for way, worker in ways(*settings).items():
+                result = ranks(*worker)
+                prove(f"{way} trains as one process does", compare(result, alone))
+                if way == "by hand":
+                    sent = count_bytes(result.trace, 0)["all_reduce"]
+                    expected = round(steps * step_bytes(n, config))
+                    prove(f"{way} sends what the formula says", compare(sent, expected))
+        block = ranks(lesson.run_block, lesson.cut_block, False, config)
+        called = [event.op for event in block.trace if event.rank == 0]
+        prove("a block has two all_reduces per direction", called == ["all_reduce"] * 4)
+        ranks.say(f"tensor_parallel: {ranks}, by hand and PyTorch's own train as one process does")
+
+
+from ddp_kit.lessons import tensor_parallel as lesson
