@@ -40,8 +40,6 @@ LESSONS = {
     "14_device_mesh": "device_mesh",
     "15_zero": "zero",
     "16_tensor_parallel": "tensor_parallel",
-    "17_pipeline_parallel": "pipeline_parallel",
-    "20_which_one_when": "which_one_when",
     "21_your_own_backend": "your_own_backend",
 }
 PARTS = {  # private modules from which a lesson's module imports
@@ -51,8 +49,6 @@ PARTS = {  # private modules from which a lesson's module imports
     "device_mesh": ["_placements"],
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
-    "pipeline_parallel": ["_pipeline_orders", "_pipeline_stages"],
-    "which_one_when": ["_two_dimensions", "_planned_by_hand", "_published"],
     "your_own_backend": ["_shared_segment", "_segment_group"],
 }
 REQUIRED: dict[str, set[str]] = {
@@ -112,15 +108,6 @@ REQUIRED: dict[str, set[str]] = {
         *("GatherFromSequence", "ReduceScatterToSequence", "VocabularyParallelEmbedding"),
         *("vocabulary_parallel_loss", "add_up_gradients", "own_part", "cut_block", "cut_gpt"),
         *("block_plan", "gpt_plan", "parallelize", "ForgottenCopy"),
-    },
-    "17_pipeline_parallel": {
-        *("GPTStage", "cut", "Neighbours", "StageByHand", "Pipeline", "mean_loss", "order"),
-        *("cell", "bubble", "ForwardByHand", "RecordedStage"),
-    },
-    "20_which_one_when": {
-        *("train_by_hand", "parallelize_2d", "train_2d", "states_by_hand", "layer_keeps"),
-        *("memory_by_hand", "layer_by_hand", "dp_by_hand", "step_by_hand", "plans_by_hand"),
-        *("stage_by_hand", "tflops"),
     },
     "21_your_own_backend": {
         *("through_a_socket", "create", "address", "attach", "see_each_other", "Flags", "Segment"),
