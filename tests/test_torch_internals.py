@@ -95,8 +95,8 @@ OF_PYTHON = {  # documented by Python
 ELSEWHERE = {  # other undocumented names
     ("notebook/magics.py", "_filename_map"),
     # Lesson 17 shows PyTorch's simulator of schedules, and says that it is private.
-    ("lessons/_pipeline_orders.py", "_schedule_visualizer"),
-    ("lessons/_pipeline_orders.py", "torch.distributed.pipelining._schedule_visualizer"),
+    ("lessons/_pipeline_parallel.py", "_schedule_visualizer"),
+    ("lessons/_pipeline_parallel.py", "torch.distributed.pipelining._schedule_visualizer"),
     ("pool/ipython.py", "_ipython_cache"),
     ("pool/wire/log_settings.py", "_cache"),
     ("pool/wire/messages.py", "_data"),
