@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pool, Queue
 from multiprocessing.pool import ThreadPool
@@ -946,6 +947,21 @@ def test_a_line_names_the_thread_that_keeps_ranks_from_a_verdict(
     where, _, first = thread.partition(", line 4 of ")
     assert line.startswith(f"no verdict while this thread may still act: {where}, line ")
     assert first in line
+
+
+def handles_every_signal(rank, world_size):
+    for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        with suppress(OSError):
+            signal.signal(number, lambda *_: None)
+    mutual_recv(rank, world_size)
+
+
+def test_a_line_says_that_a_rank_does_not_answer(monkeypatch, capsys):
+    monkeypatch.setattr(deadlock_watch, "HELD", 1)
+    with pytest.raises(kit.RunTimeoutError):
+        kit.run(handles_every_signal, world_size=2, timeout=5)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no verdict while rank 0 does not say what it does: ")
 
 
 def test_a_line_says_that_a_rank_has_more_calls_open_than_are_kept(monkeypatch):

@@ -202,7 +202,10 @@ class DeadlockWatch:
         for number, stacks in zip(numbers, answers, strict=True):
             snapshot = snapshots[number]
             known = len(snapshot.thread_waits) if number in waits else 0
-            if not stacks or (snapshot.polls and not _polls(stacks[0])):
+            if not stacks:
+                self._note_held(now, max(self._since[each] for each in waits), _silent(number))
+                return None
+            if snapshot.polls and not _polls(stacks[0]):
                 return None
             for stack in _may_act(stacks, known, snapshot.joins, snapshot.has_tasks):
                 acting.setdefault(number, stack)
@@ -231,6 +234,13 @@ class DeadlockWatch:
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(PATIENCE)
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
+
+
+def _silent(rank: int) -> str:
+    return (
+        f"no verdict while rank {rank} does not say what it does: native code may hold Python's "
+        "lock, or the worker handles all signals, also the real-time signal that the kit uses"
+    )
 
 
 def _may_act(
