@@ -26,7 +26,6 @@ from test_audit import lesson, numbered
 
 LESSONS = {
     "01_point_to_point": "point_to_point",
-    "03_partitioned_sgd": "partitioned_sgd",
     "05_your_machine": "your_machine",
     "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
@@ -59,10 +58,6 @@ REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
         *("blocking", "immediate", "exchange", "read_too_early", "written_too_early"),
         *("from_anyone", "last_two", "token"),
-    },
-    "03_partitioned_sgd": {
-        *("Partition", "DataPartitioner", "Net", "partition_dataset", "average_gradients"),
-        *("average_gradients_flat", "train", "train_ddp", "mean_gradient", "first_steps"),
     },
     "05_your_machine": {
         *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
