@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Subset
 
 import ddp_kit as kit
-from ddp_kit.lessons import partitioned_sgd
+from ddp_kit.lessons import _partitioned_sgd, partitioned_sgd
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -93,7 +93,7 @@ def test_an_epoch_of_all_digits_has_the_tutorials_batches(monkeypatch):
         asked.append(full)
         return [(torch.zeros(1, 28, 28), 0)] * 640
 
-    monkeypatch.setattr(partitioned_sgd, "mnist", mnist)
+    monkeypatch.setattr(kit, "mnist", mnist)
     batches = partitioned_sgd.partition_dataset(3, 4, full=True)
     assert asked == [True]
     assert (len(batches), batches.batch_size) == (5, 32)
@@ -121,8 +121,8 @@ class FakeRanks:
 
 def test_the_tutorial_is_repeated_with_its_settings(monkeypatch):
     ranks = FakeRanks()
-    monkeypatch.setattr(partitioned_sgd, "mnist", lambda full: None)
-    partitioned_sgd.repeat_tutorial(ranks)
+    monkeypatch.setattr(_partitioned_sgd, "mnist", lambda full: None)
+    partitioned_sgd.repeat_tutorial(ranks, 10)
     average = partitioned_sgd.average_gradients
     assert ranks.asked == [(partitioned_sgd.train, 10, average, 0.01, 0.5, True)]
     assert ranks.lines[:2] == ["epoch  1  loss 2.5000", "epoch  2  loss 2.0000"]
@@ -135,15 +135,15 @@ def test_the_tutorial_without_its_digits_starts_no_rank(monkeypatch):
         raise kit.DataError("there are no digits")
 
     ranks = FakeRanks()
-    monkeypatch.setattr(partitioned_sgd, "mnist", mnist)
+    monkeypatch.setattr(_partitioned_sgd, "mnist", mnist)
     with pytest.raises(kit.DataError):
-        partitioned_sgd.repeat_tutorial(ranks)
+        partitioned_sgd.repeat_tutorial(ranks, 10)
     assert ranks.asked == []
 
 
 def test_the_option_for_the_tutorial_proves_nothing_else(monkeypatch, capsys):
     monkeypatch.setattr(
-        partitioned_sgd, "repeat_tutorial", lambda ranks, epochs: ranks.say(f"{ranks}, {epochs}")
+        _partitioned_sgd, "repeat_tutorial", lambda ranks, epochs: ranks.say(f"{ranks}, {epochs}")
     )
     partitioned_sgd.main(["--tutorial", "--world-size", "1"])
     partitioned_sgd.main(["--tutorial", "--world-size", "1", "--epochs", "2"])
@@ -153,7 +153,7 @@ def test_the_option_for_the_tutorial_proves_nothing_else(monkeypatch, capsys):
 def test_main_says_which_mistake_it_is_where_gradients_are_summed(monkeypatch):
     monkeypatch.setattr(partitioned_sgd, "mean_gradient", summed_gradient)
     whole = partitioned_sgd.flat([torch.arange(9.0)])
-    monkeypatch.setattr(partitioned_sgd, "whole_batch_gradient", lambda count: whole)
+    monkeypatch.setattr(_partitioned_sgd, "whole_batch_gradient", lambda count: whole)
     with pytest.raises(kit.ProofError, match="It is 2 times the reference: it was summed"):
         partitioned_sgd.main(["--world-size", "2"])
 

@@ -1,0 +1,106 @@
+"""The proofs of the lesson on partitioned SGD, its controls, and the tutorial's experiment."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+from ddp_kit import compare, device, mnist
+from ddp_kit.error_text import count
+from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.notebook.controls import Explorer, positive
+
+USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+
+
+def explore(world_size: int = 4, lr: float = 0.03) -> Explorer:
+    """Train for 24 steps and draw the loss of the whole batch.
+
+    In JupyterLab, controls follow. Raises PoolError for an invalid choice.
+    """
+    from ddp_kit import plot  # ranks do not need it
+
+    def draw(result, settings):
+        ranks = count(settings["world_size"], "rank")
+        title = f"The first steps of {ranks} with learning rate {settings['lr']:g}"
+        return plot.losses({"whole batch": result[0]}, title, "step", "loss")
+
+    rates = positive("lr", lr, USUAL_RATES)
+    return Explorer(
+        "partitioned_sgd",
+        {"world_size": world_size, "lr": lr},
+        choices=lambda settings: {"world_size": range(1, max(8, world_size) + 1), "lr": rates},
+        ask=lambda settings: (lesson.first_steps, settings["lr"]),
+        draw=draw,
+    )
+
+
+def whole_batch_gradient(count: int) -> torch.Tensor:
+    """Return the gradient of one batch of `count` digits, in this one process."""
+    return lesson.mean_gradient(0, 1, per_rank=count, average=lesson.keep_gradients)
+
+
+def train_beside_ddp(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Train one replica by `average_gradients` and one by DDP; return both, each flat."""
+    images, labels = (part[rank::world_size] for part in first_digits(32 * world_size))
+    replicas = []
+    for name in ("one all_reduce per parameter", "DistributedDataParallel"):
+        wrap, average = lesson.VARIANTS[name]
+        torch.manual_seed(lesson.SEED)
+        model = wrap(lesson.Net().to(device()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.nll_loss(model(images), labels).backward()
+            average(model)
+            optimizer.step()
+        replicas.append(flat(model.parameters()))
+    return replicas
+
+
+def repeat_tutorial(ranks: Ranks, epochs: int) -> None:
+    """Train on all 60,000 digits; print the mean loss of each epoch, and the test accuracy.
+
+    Raises DataError as `kit.mnist` does.
+    """
+    mnist(full=True)  # an error comes before any rank starts
+    start = time.perf_counter()
+    replicas = ranks(lesson.train, epochs, lesson.average_gradients, 0.01, 0.5, True)
+    seconds = time.perf_counter() - start
+    by_epoch = zip(*(replica["losses"] for replica in replicas), strict=True)
+    for epoch, losses in enumerate(by_epoch, 1):
+        ranks.say(f"epoch {epoch:2}  loss {sum(losses) / len(losses):.4f}")
+    right = replicas[0]["accuracy"]
+    ranks.say(f"{ranks}: {right:.2%} of the test digits are right, in {seconds:.0f} s")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, compare with one process and with DDP, and print one line."""
+    parser = lesson_parser("partitioned_sgd", lesson.__doc__)
+    parser.add_argument("--epochs", type=int, help="passes over the digits (default 1)")
+    parser.add_argument(
+        "--tutorial",
+        action="store_true",
+        help="train as the tutorial does: 10 epochs on all 60,000 digits of MNIST; takes minutes",
+    )
+    options = parser.parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        if options.tutorial:
+            repeat_tutorial(ranks, 10 if options.epochs is None else options.epochs)
+            return
+        whole = whole_batch_gradient(32 * ranks.world_size)
+        mean = compare(ranks(lesson.mean_gradient), whole)
+        prove("the mean of the shards' gradients is the batch's gradient", mean)
+        both = ranks(train_beside_ddp)
+        prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
+        epochs = 1 if options.epochs is None else options.epochs
+        replicas = [replica["parameters"] for replica in ranks(lesson.train, epochs)]
+        same = compare(replicas, replicas[0], rtol=0, atol=0)
+        prove("all replicas are equal to the last bit", same)
+        ranks.say(f"partitioned_sgd: {ranks}, replicas bit-equal, gradients equal one process")
+
+
+from ddp_kit.lessons import partitioned_sgd as lesson
