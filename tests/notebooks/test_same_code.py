@@ -30,7 +30,6 @@ LESSONS = {
     "03_partitioned_sgd": "partitioned_sgd",
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "your_machine",
-    "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
     "10_backends": "backends",
     "11_torchrun": "torchrun",
@@ -44,7 +43,6 @@ LESSONS = {
     "21_your_own_backend": "your_own_backend",
 }
 PARTS = {  # private modules from which a lesson's module imports
-    "init_methods": ["_recording_store"],
     "data_parallel": ["_data_parallel_steps"],
     "device_mesh": ["_placements"],
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
@@ -71,10 +69,6 @@ REQUIRED: dict[str, set[str]] = {
     "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
     "05_your_machine": {
         *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
-    },
-    "06_init_methods": {
-        *("sum_of_ranks", "by_environment", "by_file", "by_tcp", "by_store"),
-        *("RecordingStore", "noted", "attempt"),
     },
     "07_data_parallel": {
         *("scatter", "replicate", "parallel_apply", "gather", "ByHand"),
