@@ -1,0 +1,231 @@
+"""Of the lesson on init methods: sockets, the meaning of PyTorch's messages, and the proof."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from unittest.mock import patch
+
+import psutil
+import torch.distributed as dist
+
+from ddp_kit.error_text import name_ranks
+from ddp_kit.errors import RankError
+from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.renamed import renamed
+
+
+class ForwardingStore(dist.Store):
+    """A store that passes all calls on to another one."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, keys, *timeout):
+        self.store.wait(keys, *timeout)
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def add(self, key, amount):
+        return self.store.add(key, amount)
+
+    def check(self, keys):
+        return self.store.check(keys)
+
+    def compare_set(self, key, expected, desired):
+        return self.store.compare_set(key, expected, desired)
+
+    def multi_get(self, keys):
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys, values):
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self):
+        return self.store.has_extended_api()
+
+    def set_timeout(self, timeout):
+        self.store.set_timeout(timeout)
+
+
+def ranks_in(keys: Sequence[str]) -> list[int]:
+    """Return the ranks at the end of keys such as "0//cpu//0/1"."""
+    return [int(key.rsplit("/", 1)[1]) for key in keys]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now; they stay so until somebody listens on them.
+
+    They are below 30000, because outgoing connections get larger ones by themselves. SystemRandom
+    leaves the seed of the learner's random numbers alone.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20000, 30000), k=10000):
+        if len(found) == count:
+            break
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
+
+
+def own_address(values: Mapping[str, bytes]) -> str | None:
+    """Return the address in a store's values on which this process listens, as "127.0.0.1:PORT".
+
+    Returns "nothing" if they contain no such address, and None if the system reports no listener
+    of this process. The port differs from run to run, and so it is not shown.
+    """
+    own = [(ip, port) for ip, port, pid in listeners() if pid == os.getpid()]
+    written = b"".join(values.values())
+    for ip, port in own:
+        packed = socket.inet_pton(socket.AF_INET6 if ":" in ip else socket.AF_INET, ip)
+        if packed in written and port.to_bytes(2, "big") in written:
+            return f"{ip}:PORT"
+    return "nothing" if own else None
+
+
+def listeners() -> list[tuple[str, int, int | None]]:
+    """Return all listeners of this machine: address, port, and process id where it is known.
+
+    Where only an administrator may ask for all of them, return those of this process.
+    """
+    try:
+        found = [(c, c.pid) for c in psutil.net_connections("tcp")]
+    except psutil.AccessDenied:
+        found = [(c, os.getpid()) for c in psutil.Process().net_connections("tcp")]
+    return [(c.laddr.ip, c.laddr.port, pid) for c, pid in found if c.status == psutil.CONN_LISTEN]
+
+
+def owner(port: int) -> str:
+    """Return the names of the processes that listen on a port, as far as the system shows them."""
+    pids = {pid for _, other, pid in listeners() if other == port} - {None}
+    names = set()
+    with suppress(psutil.Error):  # it has ended meanwhile, or belongs to another user
+        names = {"this process" if p == os.getpid() else psutil.Process(p).name() for p in pids}
+    return " and ".join(sorted(names)) or "no process, or one that the system does not show"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Discard what PyTorch's C++ code writes to stderr, beside the error that it raises."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+_START_ALL = "Start every rank, each with its own rank number and all with the same world size."
+
+# What PyTorch's message contains, what it means, and what to do.
+MEANINGS = {
+    "expected, but not set": (
+        "env:// needs an environment variable that is not set.",
+        "Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every rank.",
+    ),
+    "clients joined": ("it hosts the store, and not all ranks connected in time.", _START_ALL),
+    "Wait timeout": ("it waited for another rank, which wrote nothing to the file.", _START_ALL),
+    "wait timeout": ("it waited for another rank, which wrote nothing to the store.", _START_ALL),
+    "EADDRINUSE": (
+        "it must listen on a port that another process is using.",
+        "Choose a free port. Only one rank may be rank 0.",
+    ),
+    "to connect to": (
+        "nothing listens at the address it was given.",
+        "Start rank 0. MASTER_ADDR and MASTER_PORT, or the URL, must name its machine and port.",
+    ),
+    "onnect": (  # "Connection refused" or "Connect timeout": it depends on which rank connects
+        "it found another rank's address, but could not connect to it.",
+        "The address may be from an earlier run: remove the file, or use a new name each time.",
+    ),
+    "operation to complete": (
+        "it joined a group, but another rank did not take part in time.",
+        _START_ALL,
+    ),
+}
+_CONSEQUENCES = ("Connection reset", "Connection closed", "Broken pipe")  # of another's failure
+
+
+def own_words(message: str) -> str:
+    """Return PyTorch's message without ports and places in C++, which differ from run to run."""
+    without_places = re.sub(r"\[/[^]]*\] |useIpv6: \w+, ", "", message)
+    return re.sub(r"\b\d{5}(\$\d+)?(?!\d)", "PORT", without_places)
+
+
+def explain(error: RankError) -> str:
+    """Return what PyTorch meant, in wording that is the same on every run.
+
+    Ranks that failed only because another one had left are left out.
+    """
+    followed = {
+        rank
+        for rank, failure in error.failures.items()
+        if any(fragment in failure.message for fragment in _CONSEQUENCES)
+    }
+    ranks_by_meaning: dict[str, list[int]] = {}
+    for rank in sorted(error.failures.keys() - followed or followed):
+        ranks_by_meaning.setdefault(_meaning(error.failures[rank]), []).append(rank)
+    return "\n".join(f"{name_ranks(r)}: {meaning}" for meaning, r in ranks_by_meaning.items())
+
+
+def _meaning(failure) -> str:
+    for fragment, (meaning, hint) in MEANINGS.items():
+        if fragment in failure.message:
+            return f"{meaning}\n    {hint}"
+    return f"{failure.type}, which this lesson does not explain; read its message."
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Form groups in four ways, look into the store, and print one line."""
+    options = lesson_parser("init_methods", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace, init=False) as ranks:
+        proposed = list(ranks(_propose))
+        try:
+            _prove_rendezvous(ranks, *proposed[0])  # rank 0 decides
+        finally:
+            for folder, _ in proposed:
+                shutil.rmtree(folder, ignore_errors=True)
+        ranks.say(f"init_methods: {ranks}, met in 4 ways, one address from each in the store")
+
+
+def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:
+    return tempfile.mkdtemp(), free_ports(3)
+
+
+def _prove_rendezvous(ranks: Ranks, folder: str, ports: list[int]) -> None:
+    n = ranks.world_size
+    for rank, seen in enumerate(ranks(lesson.noted, f"{folder}/noted")):
+        _prove_all_gather(seen, rank, n)
+    workers = lesson.by_environment, lesson.by_tcp, lesson.by_store, lesson.by_file
+    for worker, point in zip(workers, [*ports, f"{folder}/met"], strict=True):
+        with patch.dict(os.environ):  # under torchrun a worker changes this process's own
+            sums = list(ranks(worker, point))
+        prove(f"all ranks met {worker.__name__}", sums == [n * (n - 1) // 2] * n)
+
+
+def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
+    wrote = [key for call, key, _ in seen["notes"] if call == "set"]
+    read = [key for call, key, _ in seen["notes"] if call == "get"]
+    prove("a rank writes one key, which ends in its number", ranks_in(wrote) == [rank])
+    prove("a rank reads the key of every rank", sorted(ranks_in(read)) == list(range(world_size)))
+    prove("a rank wrote an address at which it listens", seen["listens"] != "nothing")
+    prove("messages do not go through the store", seen["later"] == 0)
+
+
+from ddp_kit.lessons import init_methods as lesson
+
+lesson.__getattr__ = renamed(lesson.__name__, NotedStore="RecordingStore")
