@@ -7,14 +7,16 @@ between ranks 0 and 1. Both are pairs of bytes and seconds.
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 from ddp_kit.launch import open_ranks
-from ddp_kit.lessons.backends import series
+from ddp_kit.lessons.backends import samples, there_and_back
 from ddp_kit.lessons.ring_allreduce import bandwidth
 
 file, rounds, *sizes = sys.argv[1:]
 sizes = tuple(map(int, sizes))
 with open_ranks() as ranks:
-    messages = series(ranks, "send and back", sizes)
+    trips = samples(ranks, there_and_back, sizes)
+    messages = [(nbytes, median(seconds) / 2) for nbytes, seconds in trips]
     rings = bandwidth(ranks, sizes, int(rounds))
     Path(file).write_text(json.dumps({"rings": rings, "messages": messages}))
