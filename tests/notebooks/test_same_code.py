@@ -34,7 +34,6 @@ LESSONS = {
     "07_data_parallel": "data_parallel",
     "08_ddp": "ddp",
     "09_ddp_mistakes": "ddp",
-    "11_torchrun": "torchrun",
     "14_device_mesh": "device_mesh",
     "15_zero": "zero",
     "16_tensor_parallel": "tensor_parallel",
@@ -86,7 +85,6 @@ REQUIRED: dict[str, set[str]] = {
         *("accumulate", "deal", "deal_by_hand"),
     },
     "09_ddp_mistakes": {"pull", "sum_gradients", "Heads", "use_heads", "running_means"},
-    "11_torchrun": {"my_place", "rendezvous", "kill_rank"},
     "14_device_mesh": {
         *("numbered", "lengths", "pieces", "pad", "own_part", "replicate_to_shard", "change"),
         *("shard_to_replicate", "partial_to_replicate", "partial_to_shard", "shard_to_shard"),
