@@ -31,6 +31,7 @@ import ddp_kit as kit
 from ddp_kit.doctor import checks
 from ddp_kit.pool import arguments, memory, pool
 from ddp_kit.pool.result import beside_rank
+from ddp_kit.pool.wire import payload
 
 
 def total(rank, world_size, scale=1):
@@ -395,6 +396,15 @@ def test_what_can_be_imported_is_sent_by_name(module):
         return str(module)
 
     assert list(kit.run(worker, world_size=1)) == [str(module)]
+
+
+def test_a_rank_that_reads_its_arguments_leaves_the_file_as_it_is_for_the_others():
+    packed = payload.pack([torch.arange(50_000)])
+    os.lseek(packed.file.fileno(), 100, os.SEEK_SET)
+    other = os.dup(packed.file.fileno())  # as each rank gets one
+    assert torch.equal(packed.load()[0], torch.arange(50_000))
+    assert os.lseek(other, 0, os.SEEK_CUR) == 100
+    os.close(other)
 
 
 def test_the_notebooks_standard_output_is_that_of_the_rank(monkeypatch, pool):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from processes import BOUND
 
 import ddp_kit as kit
+from ddp_kit.launch import attempt
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import rank_processes, view
@@ -203,12 +204,18 @@ def test_a_rank_that_is_killed_is_reported_with_its_signal():
 
 
 def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, capsys):
+    def die_after_three_steps(rank, world_size, folder):
+        if attempt() == 0:
+            lesson.train_tiny(rank, world_size, folder, 3)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return lesson.train_tiny(rank, world_size, folder, 6)
+
     (tmp_path / "killed").mkdir()
-    train, killed = lesson.train, str(tmp_path / "killed")
-    resumed = torchrun(train, killed, 6, (1, 3), max_restarts=1)
+    resumed = torchrun(die_after_three_steps, str(tmp_path / "killed"), max_restarts=1)
     assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
     with kit.WorkerPool(2) as pool:
-        whole = pool.run(train, str(tmp_path), 6)
+        whole = pool.run(lesson.train_tiny, str(tmp_path), 6)
     assert [begun for begun, _ in resumed] == [3, 3]
     assert [weights for _, weights in resumed] == [weights for _, weights in whole]
 

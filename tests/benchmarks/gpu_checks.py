@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_kit as kit
 from ddp_kit.launch import prove
 from ddp_kit.lessons import data_parallel
-from ddp_kit.lessons._backend_probes import DTYPES, LIMIT
-from ddp_kit.lessons._backend_probes import probe as try_all
 from ddp_kit.lessons._digits import flat
+from ddp_kit.lessons.backends import DTYPES, LIMIT
+from ddp_kit.lessons.backends import probe as try_all
 
 SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "scripts" / "03_partitioned_sgd.py"
 DEVICE = 'torch.device("cuda", rank % torch.cuda.device_count())'

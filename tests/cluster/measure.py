@@ -16,7 +16,6 @@ from pathlib import Path
 from hosts import Host, missing, two_hosts
 from torchrun import Torchrun
 
-from ddp_kit.lessons.backends import format_fit
 from ddp_kit.model import chunked_ring, fit, naive_ring
 
 TIMING = str(Path(__file__).with_name("timing.py"))
@@ -52,7 +51,8 @@ def main(rate: str = "100mbit") -> None:
         found = {n: times(hosts, Path(folder, str(n)), n // 2, 5, SIZES) for n in (2, 4)}
     messages = found[2]["messages"]
     alpha, beta = fit(messages)
-    print(f"A message across the link, {rate} each way: {format_fit(messages)}\n")
+    prices = f"alpha = {1e6 * alpha:,.0f} µs, beta = {1e9 * beta:.3f} ns a byte"
+    print(f"A message across the link, {rate} each way: {prices}\n")
     for nbytes, seconds in messages:
         off = 100 * (seconds / (alpha + nbytes * beta) - 1)
         print(f"    {nbytes:>9,} bytes {1000 * seconds:8.2f} ms, {off:+.1f} % off the line")

@@ -10,16 +10,15 @@ from pathlib import Path
 from statistics import median
 
 from ddp_kit.launch import open_ranks
-from ddp_kit.lessons.backends import series
-from ddp_kit.lessons.ring_allreduce import samples
+from ddp_kit.lessons import backends, ring_allreduce
 
 file, rounds, *sizes = sys.argv[1:]
 sizes = tuple(map(int, sizes))
 with open_ranks() as ranks:
-    messages = series(ranks, "send and back", sizes)
-    measured = samples(ranks, sizes, int(rounds))
+    trips = backends.samples(ranks, backends.there_and_back, sizes)
+    messages = [(nbytes, median(seconds) / 2) for nbytes, seconds in trips]
     rings = {
         name: [(nbytes, median(seconds)) for nbytes, seconds in points]
-        for name, points in measured.items()
+        for name, points in ring_allreduce.samples(ranks, sizes, int(rounds)).items()
     }
     Path(file).write_text(json.dumps({"rings": rings, "messages": messages}))

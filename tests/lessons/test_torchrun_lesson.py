@@ -225,17 +225,17 @@ def test_an_option_has_another_default_than_the_table_says():
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_hosts_get_the_same_number_or_leave_one_out():
+def test_each_host_gets_a_number_of_its_own_and_none_is_left_out():
     found = kit.run(torchrun.rendezvous, free_ports(1)[0], world_size=3)
     assert sorted(found) == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
 
 
-def test_a_file_that_never_comes_is_waited_for_forever(tmp_path):
+def test_a_file_that_never_comes_is_not_waited_for_forever(tmp_path):
     with pytest.raises(TimeoutError, match=r"there is no \.metadata after 0\.1 s"):
         torchrun.wait_for(tmp_path / ".metadata", 0.1)
 
 
-def test_a_rank_that_has_ended_is_killed(tmp_path):
+def test_a_rank_that_has_ended_is_not_killed(tmp_path):
     for epoch in ("0001", "0002"):
         (tmp_path / epoch).mkdir()
         (tmp_path / epoch / ".metadata").touch()

@@ -88,10 +88,8 @@ def _map_or_read(file: BinaryIO) -> Any:
     size = os.fstat(file.fileno()).st_size
     if size >= MAPPED:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    content = bytearray(size)
-    file.seek(0)
-    file.readinto(content)  # type: ignore[attr-defined]
-    return content
+    # All ranks have the same open file, and so one position in it: whoever reads must not move it.
+    return bytearray(os.pread(file.fileno(), size, 0))
 
 
 def pack(value: Any, for_ranks: bool = False) -> Payload:

@@ -1,0 +1,65 @@
+"""A wait for a checkpoint, and the proof of the lesson on torchrun."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+
+
+def wait_for(file: Path, seconds: float = 120) -> None:
+    """Wait until a file exists. Raise TimeoutError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"there is no {file.name} after {seconds:g} s")
+        time.sleep(0.02)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check each rank's numbers, compare interrupted with uninterrupted training, print one line.
+
+    With --checkpoint it trains in that folder instead, resuming at each start until all is done.
+    """
+    parser = lesson_parser("torchrun", lesson.__doc__)
+    parser.add_argument("--checkpoint", metavar="DIR", help="train, and save in this folder")
+    parser.add_argument("--steps", type=int, default=100, help="of that training (default 100)")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds that a lone rank waits after each step"
+    )
+    options = parser.parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        if options.checkpoint is None:
+            _prove_places(ranks)
+            _prove_resuming(ranks)
+            ranks.say(f"torchrun: {ranks}, each knows its place, resumed training bit-equal")
+        else:
+            folder, steps = options.checkpoint, options.steps
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            begun, weights = ranks(lesson.train_tiny, folder, steps, options.pause)[0]
+            ranks.say(f"torchrun: {ranks}, steps {begun} to {steps}: {weights}")
+
+
+def _prove_places(ranks):
+    for rank, place in enumerate(ranks(lesson.my_place)):
+        prove("each rank finds its number", place["RANK"] == rank)
+        prove("each rank finds the world size", place["WORLD_SIZE"] == ranks.world_size)
+        if place["GROUP_RANK"] is not None:  # torchrun has started it
+            first = place["GROUP_RANK"] * place["LOCAL_WORLD_SIZE"]
+            prove("each host has consecutive ranks", rank == first + place["LOCAL_RANK"])
+
+
+def _prove_resuming(ranks):
+    with TemporaryDirectory() as whole, TemporaryDirectory() as halves:
+        at_once = list(ranks(lesson.train_tiny, whole, 6))
+        first_half = list(ranks(lesson.train_tiny, halves, 3))
+        second_half = list(ranks(lesson.train_tiny, halves, 6))
+    prove("training resumes where it stopped", {begun for begun, _ in second_half} == {3})
+    prove("half of the training is not all of it", first_half[0] != at_once[0])
+    weights = [weights for _, weights in [*at_once, *second_half]]
+    prove("nothing is lost: all weights are bit-equal", all(w == weights[0] for w in weights))
+
+
+from ddp_kit.lessons import torchrun as lesson
