@@ -402,7 +402,7 @@ def test_a_rank_that_reads_its_arguments_leaves_the_file_as_it_is_for_the_others
     packed = payload.pack([torch.arange(50_000)])
     os.lseek(packed.file.fileno(), 100, os.SEEK_SET)
     other = os.dup(packed.file.fileno())  # as each rank gets one
-    assert torch.equal(packed.load()[0], torch.arange(50_000))
+    assert torch.equal(packed.unpack()[0], torch.arange(50_000))
     assert os.lseek(other, 0, os.SEEK_CUR) == 100
     os.close(other)
 
