@@ -1,133 +1,367 @@
-"""ZeRO: data parallelism in which no rank keeps what another one has already.
+# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. 1ae5229df4ec
+"""ZeRO: no rank keeps what another has."""
 
-    stage 1   the optimizer's states are sharded    ShardedOptimizer
-    stage 2   the gradients, too                    ShardedGradients
-    stage 3   the parameters, too                   FullyShardedDataParallel
-
-Each is built by hand and compared with one process, and so are PyTorch's ZeroRedundancyOptimizer
-and fully_shard. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models" (2020), https://arxiv.org/abs/1910.02054.
-"""
-
-from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import deque
+from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from ddp_kit import compare
-from ddp_kit.launch import choose, lesson_parser, open_ranks, prove, run_as_script
-from ddp_kit.lessons._fully_sharded import (  # noqa: F401 - the notebook uses them
-    FreedParameter,
-    FullySharded,
-    FullyShardedDataParallel,
-    Prefetching,
-    ShardedGradient,
-    ShardedModule,
-    ShardedParameter,
-    UnshardedOnDemand,
-    WholeParameter,
-    cut,
-    fill_up,
-    own_rows,
-    with_gradients,
-)
-from ddp_kit.lessons._gpt import GPT, batches, check_parts, loss_of, make_gpt, part_of
-from ddp_kit.lessons._sharded_optimizer import (  # noqa: F401
-    Owners,
-    Partition,
-    ReplicatedParameter,
-    ShardedGradients,
-    ShardedOptimizer,
-    ShardedStep,
-    settings,
-)
-from ddp_kit.lessons._zero_memory import (  # noqa: F401
-    expected_memory,
-    explore,
-    held,
-    hold,
-    memory,
-    watch_layers,
-    watch_memory,
-)
-from ddp_kit.lessons._zero_ways import (  # noqa: F401
+import ddp_kit as kit
+from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons._zero import (
     ADAM,
     BATCH,
     OPTIMIZERS,
     SGD,
     WAYS,
     Training,
+    bytes_per_step,
     copies,
-    start_fully_shard,
-    start_zero_redundancy,
-    take_steps,
+    count_bytes,
+    expected_bytes,
+    expected_memory,
+    explore,
+    filled_bytes,
+    held,
+    hold,
+    main,
+    memory,
+    on_gloo,
+    starter,
+    train_alone,
+    watch_layers,
+    watch_memory,
+    with_gradients,
 )
-from ddp_kit.trace import Trace
-from ddp_kit.trace.bytes_sent import bytes_sent
-
-State = dict[str, Any]
+from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single
 
 
-def train(
-    rank: int,
-    world_size: int,
-    way: str = "DDP",
-    optimizer_cls: Callable = SGD,
-    steps: int = 3,
-    **options: Any,
-) -> State:
-    """Train a GPT on this rank's part of each batch, in one of the `WAYS`.
-
-    options: of the way; stage 3 has compute_dtype. Returns "losses" (of this rank's part, in each
-    step), "parameters" (whole, by name), "held" (bytes, see `held`). Raises PoolError for
-    another way.
-    """
-    training = choose("way", way, WAYS)(make_gpt(), optimizer_cls, **options)
-    losses = take_steps(training, batches(BATCH, steps), rank, world_size)
-    return {"losses": losses, "parameters": training.full(), "held": held(training)}
+def take_steps(training, data, rank, world_size):
+    losses = []
+    for batch in data:
+        training.optimizer.zero_grad()
+        loss = loss_of(training.model, *part_of(batch, rank, world_size))
+        loss.backward()
+        training.finish()
+        training.optimizer.step()
+        training.after()
+        losses.append(loss.item())
+    return losses
 
 
-def train_alone(optimizer_cls: Callable = SGD, steps: int = 3, parts: int = 1) -> State:
-    """Train the same GPT in this one process; returns "losses" and "parameters" as `train` does.
-
-    parts: equal parts of a batch whose gradients are computed one after the other and added, as
-    if each were on a rank of its own.
-    """
-    model = make_gpt()
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(BATCH, steps):
-        optimizer.zero_grad()
-        shares = [loss_of(model, *part_of(batch, i, parts)) / parts for i in range(parts)]
-        for share in shares:
-            share.backward()
-        optimizer.step()
-        losses.append(sum(share.item() for share in shares))
-    return {"losses": losses, "parameters": copies(model)}
+def learn(rank, world_size, stage, steps=3):
+    training = stage(make_gpt())
+    take_steps(training, batches(12, steps), rank, world_size)
+    return {"parameters": training.full(), "held": held(training)}
 
 
-def train_and_save(rank: int, world_size: int, folder: str) -> None:
-    """Train two steps with fully_shard and Adam, and write a checkpoint."""
-    training = start_fully_shard(make_gpt(), ADAM)
+class Owners:
+    def __init__(self):
+        self.of = {}
+        self.load = [0] * dist.get_world_size()
+
+    def assign(self, parameters):
+        for parameter in sorted(parameters, key=torch.numel, reverse=True):
+            owner = self.load.index(min(self.load))
+            self.of[parameter] = owner
+            self.load[owner] += parameter.numel()
+        return [parameter for parameter in parameters if self.of[parameter] == dist.get_rank()]
+
+
+def settings(group):
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class Partition(Optimizer):
+    def __init__(self, params, optimizer_cls, **kwargs):
+        self.make = partial(optimizer_cls, **kwargs)
+        self.inner = None
+        self.owners = Owners()
+        super().__init__(params, kwargs)
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        mine = self.owners.assign(group["params"])
+        if self.inner is None:
+            self.inner = self.make([settings(group) | {"params": mine}])
+            self.state = self.inner.state
+        else:
+            self.inner.add_param_group(settings(group) | {"params": mine})
+        group.update(settings(self.inner.param_groups[-1]))
+
+
+class ShardedStep(Partition):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, mine in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update(settings(group))
+        self.inner.step()
+        sent = [dist.broadcast(p.data, src, async_op=True) for p, src in self.owners.of.items()]
+        for work in sent:
+            work.wait()
+        return loss
+
+
+def stage_0(model, optimizer_cls=ADAM):
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Training(wrapped, optimizer_cls(model.parameters()), partial(copies, model))
+
+
+def stage_1(model, optimizer_cls=ADAM):
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ShardedStep(model.parameters(), optimizer_cls)
+    return Training(wrapped, optimizer, partial(copies, model))
+
+
+def fill_up(tensor):
+    tensor = torch.atleast_1d(tensor)
+    missing = -len(tensor) % dist.get_world_size()
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def own_rows(filled):
+    return filled.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def cut(filled, like):
+    return filled.view(-1)[: like.numel()].view_as(like)
+
+
+class ShardedGradient:
+    def __init__(self, full, rows, under_way):
+        self.full, self.rows, self.under_way = (full, rows, under_way)
+        self.reducing = None
+        if full.requires_grad:
+            full.register_post_accumulate_grad_hook(self.start_reduce)
+
+    def start_reduce(self, full):
+        self.finish_reduce()  # of an earlier backward
+        if len(self.under_way) == 2:
+            self.under_way.popleft().finish_reduce()
+        gradient = fill_up(full.grad.to(self.rows.dtype) / dist.get_world_size())
+        full.grad, arriving = (None, torch.empty_like(self.rows))
+        work = reduce_scatter_single(arriving, gradient, async_op=True)
+        self.reducing = (gradient, arriving, work)
+        self.under_way.append(self)
+
+    def finish_reduce(self):
+        if self.reducing is not None:
+            (_, arriving, work), self.reducing = (self.reducing, None)
+            work.wait()
+            self.rows.grad = arriving if self.rows.grad is None else self.rows.grad + arriving
+
+
+class ReplicatedParameter(ShardedGradient):
+    def __init__(self, parameter, under_way):
+        self.filled = fill_up(parameter.detach())
+        parameter.data = cut(self.filled, parameter)
+        super().__init__(parameter, nn.Parameter(own_rows(self.filled)), under_way)
+
+    def gather(self):
+        all_gather_single(self.filled, self.rows.detach())
+
+
+class ShardedGradients:
+    def __init__(self, parameters):
+        self.under_way, kept = (deque(), [p for p in parameters if p.requires_grad])
+        self.sharded = [ReplicatedParameter(parameter, self.under_way) for parameter in kept]
+        self.rows = [parameter.rows for parameter in self.sharded]
+
+    def finish_gradient_synchronization(self):
+        while self.under_way:
+            self.under_way.popleft().finish_reduce()
+
+    def gather(self):
+        for parameter in self.sharded:
+            parameter.gather()
+
+
+def stage_2(model, optimizer_cls=ADAM):
+    sharded = ShardedGradients(model.parameters())
+    full, optimizer = partial(copies, model), optimizer_cls(sharded.rows)
+    finish = sharded.finish_gradient_synchronization
+    return Training(model, optimizer, full, finish, sharded.gather, sharded.sharded)
+
+
+class FreedParameter(ShardedGradient):
+    def __init__(self, parameter, under_way):
+        self.filled = fill_up(parameter.detach())
+        self.memory, self.gathering = (self.filled.untyped_storage(), None)
+        self.nbytes = self.memory.nbytes()
+        # Autograd counts what is written into a tensor, but not what is written through .data.
+        full = nn.Parameter(cut(self.filled.data, parameter), parameter.requires_grad)
+        rows = nn.Parameter(own_rows(self.filled).clone(), parameter.requires_grad)
+        super().__init__(full, rows, under_way)
+        self.free()
+
+    def free(self):
+        self.finish_gather()
+        self.memory.resize_(0)
+
+    def finish_gather(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def start_reduce(self, full):
+        super().start_reduce(full)
+        self.free()
+
+
+class ShardedParameter(FreedParameter):
+    def start_gather(self):
+        if self.memory.nbytes() == 0:
+            self.memory.resize_(self.nbytes)
+            mine = self.rows.detach().to(self.filled.dtype)
+            self.gathering = all_gather_single(self.filled, mine, async_op=True)
+
+    def gather(self):
+        self.start_gather()
+        self.finish_gather()
+
+    def gather_copy(self):
+        filled = self.rows.new_empty(self.filled.shape)
+        all_gather_single(filled, self.rows.detach())
+        return cut(filled, self.full)
+
+
+class ShardedModule(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.under_way = (module, deque())
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        shards = {parameter: self.shard(parameter) for parameter in module.parameters()}
+        self.sharded, self.own = ([*shards.values()], {})  # nothing keeps the whole parameters
+        for each in module.modules():
+            named = [*each.named_parameters(recurse=False, remove_duplicate=False)]
+            if named:
+                self.own[each] = {name: shards[parameter] for name, parameter in named}
+                self.show(each, "rows")
+
+    def shard(self, parameter):
+        return ShardedParameter(parameter, self.under_way)
+
+    def show(self, module, which):
+        for name, parameter in self.own[module].items():
+            setattr(module, name, getattr(parameter, which))
+
+
+class UnshardedOnDemand(ShardedModule):
+    def __init__(self, module):
+        super().__init__(module)
+        for each in self.own:
+            each.register_forward_pre_hook(self.before_forward)
+            each.register_forward_hook(self.after_forward)
+
+    def before_forward(self, module, _):
+        self.gather(module)
+        self.show(module, "full")
+
+    def after_forward(self, module, _, output):
+        self.show(module, "rows")
+        for parameter in self.own[module].values():
+            parameter.free()
+        for tensor in with_gradients(output):
+            tensor.register_hook(partial(self.before_backward, module))
+
+    def before_backward(self, module, _):
+        self.gather(module)
+
+    def gather(self, module):
+        for parameter in self.own[module].values():
+            parameter.gather()
+
+
+class Prefetching(UnshardedOnDemand):
+    def __init__(self, module):
+        super().__init__(module)
+        self.ran, self.next, self.previous = ([], {}, {})
+
+    def before_forward(self, module, _):
+        super().before_forward(module, _)
+        if self.ran:
+            self.next[self.ran[-1]], self.previous[module] = (module, self.ran[-1])
+        self.ran.append(module)
+        self.prefetch(self.next.get(module))
+
+    def before_backward(self, module, _):
+        super().before_backward(module, _)
+        self.prefetch(self.previous.get(module))
+
+    def prefetch(self, module):
+        for parameter in self.own.get(module, {}).values():
+            parameter.start_gather()
+
+
+class FullySharded(Prefetching):
+    def forward(self, *inputs, **named):
+        self.ran.clear()
+        return self.module(*inputs, **named)
+
+    def finish_gradient_synchronization(self):
+        while self.under_way:
+            self.under_way.popleft().finish_reduce()
+        for parameter in self.sharded:
+            parameter.free()
+
+    def gather_full_params(self):
+        whole = {parameter.rows: parameter for parameter in self.sharded}
+        return {name: whole[rows].gather_copy() for name, rows in self.module.named_parameters()}
+
+
+def stage_3(model, optimizer_cls=ADAM):
+    sharded = FullySharded(model)
+    full, optimizer = sharded.gather_full_params, optimizer_cls(sharded.parameters())
+    finish = sharded.finish_gradient_synchronization
+    return Training(sharded, optimizer, full, finish, sharded=sharded.sharded)
+
+
+def start_zero_redundancy(model, optimizer_cls=ADAM):
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer_cls)
+    return Training(wrapped, optimizer, partial(copies, model))
+
+
+def start_fully_shard(model, optimizer_cls=ADAM):
+    mesh = init_device_mesh(kit.device().type, (dist.get_world_size(),))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+
+    def full():
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    return Training(model, optimizer_cls(model.parameters()), full)
+
+
+def train_and_save(rank, world_size, folder):
+    training = start_fully_shard(make_gpt())
     take_steps(training, batches(BATCH, 2), rank, world_size)
     parameters, states = get_state_dict(training.model, training.optimizer)
     dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=folder)
 
 
-def load_and_train(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
-    """Load a checkpoint of `train_and_save`, from any number of ranks, and train a third step.
-
-    Returns the whole parameters by name.
-    """
-    training = start_fully_shard(make_gpt(), ADAM)
+def load_and_train(rank, world_size, folder):
+    training = start_fully_shard(make_gpt())
     parameters, states = get_state_dict(training.model, training.optimizer)
     loaded = {"model": parameters, "optimizer": states}
-    dcp.load(loaded, checkpoint_id=folder)  # into these tensors
+    dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(
         training.model,
         training.optimizer,
@@ -136,78 +370,6 @@ def load_and_train(rank: int, world_size: int, folder: str) -> dict[str, torch.T
     )
     take_steps(training, islice(batches(BATCH, 3), 2, None), rank, world_size)
     return training.full()
-
-
-def bytes_per_step(run: Callable, worker: Callable, *args: Any) -> list[Counter[str]]:
-    """Return the bytes that each rank sends in a training step, by call, as the trace counts them.
-
-    run: calls a worker on all ranks, such as `kit.run`. worker: takes args and a number of steps.
-    A step is what three send minus what two send.
-    """
-    fewer, more = (run(worker, *args, steps) for steps in (2, 3))
-    return [
-        count_bytes(more.trace, rank) - count_bytes(fewer.trace, rank) for rank in range(len(more))
-    ]
-
-
-def count_bytes(trace: Trace, rank: int) -> Counter[str]:
-    """Return the bytes that a rank sent, by call."""
-    sent: Counter[str] = Counter()
-    for event in trace:
-        if event.rank == rank:
-            sent[event.op] += round(bytes_sent(event))
-    return sent
-
-
-def on_gloo(sent: Counter[str]) -> int:
-    """Return how many bytes gloo sends in these calls: its reduce_scatter is an all_reduce."""
-    return sum(count * (2 if "reduce_scatter" in call else 1) for call, count in sent.items())
-
-
-def filled_bytes(tensors: Iterable[torch.Tensor], world_size: int) -> int:
-    """Return the bytes of tensors with the rows that fill them up."""
-    return sum(-(-len(t) // world_size) * world_size * (t.nbytes // len(t)) for t in tensors)
-
-
-def expected_bytes(way: str, world_size: int, model: GPT, gloo: bool = False) -> float:
-    """Return the bytes that a rank sends in a step, by the formula: the mean of all ranks.
-
-    way: "DDP" or a stage. A reduce_scatter or an all_gather sends (n-1)/n of its tensors, an
-    all_reduce twice that. gloo: count a reduce_scatter twice, because gloo calls all_reduce for it.
-    """
-    twice = [model.tokens.weight] if model.head.weight is model.tokens.weight else []
-    exact = sum(parameter.nbytes for parameter in model.parameters())
-    filled = filled_bytes(model.parameters(), world_size)
-    sent = {
-        "DDP": 2 * exact,  # all_reduce
-        "stage 1": 2 * exact + exact,  # all_reduce; a broadcast of each parameter from its owner
-        "stage 2": filled + filled,  # reduce_scatter, all_gather
-        # reduce_scatter; all_gather before forward and backward, once more for a weight that two
-        # modules use
-        "stage 3": filled + 2 * filled + filled_bytes(twice, world_size),
-    }
-    reduced = filled if way in ("stage 2", "stage 3") else 0
-    return (world_size - 1) / world_size * (sent[way] + reduced * gloo)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Train in each way, compare with one process, count bytes, and print one line.
-
-    Raises PoolError for a world size that does not divide the batch.
-    """
-    options = lesson_parser("zero", __doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        check_parts(BATCH, ranks.world_size)
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(optimizer_cls)["parameters"]
-            for way in WAYS:
-                mine = [each["parameters"] for each in ranks(train, way, optimizer_cls)]
-                prove(f"{way} trains as one process does", compare(mine, alone))
-        for way in ("DDP", "stage 1", "stage 2", "stage 3"):
-            sent = [sum(each.values()) for each in bytes_per_step(ranks, train, way, SGD)]
-            expected = expected_bytes(way, ranks.world_size, make_gpt())
-            prove(f"{way} sends what the formula says", compare(sum(sent) / len(sent), expected))
-        ranks.say(f"zero: {ranks}, 3 stages and PyTorch's own train as one process does")
 
 
 if __name__ == "__main__":
