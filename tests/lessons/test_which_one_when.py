@@ -7,15 +7,15 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit import model
+from ddp_kit.lessons import _which_one_when as by_hand
 from ddp_kit.lessons import which_one_when as lesson
-from ddp_kit.lessons._gpt import Config
 from ddp_kit.lessons.zero import SGD, train_alone
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 BFLOAT16 = torch.bfloat16
 
 
-def test_a_mesh_of_one_row_or_one_column_trains_otherwise_than_one_process():
+def test_a_mesh_of_one_row_or_one_column_trains_as_one_process_does():
     def both(rank, world_size):
         ways = lesson.train_by_hand, lesson.train_2d
         return [way(rank, world_size, SGD, tp, 2) for way in ways for tp in (1, 4)]
@@ -26,8 +26,7 @@ def test_a_mesh_of_one_row_or_one_column_trains_otherwise_than_one_process():
             kit.compare(parameters, alone).check()
 
 
-def test_gradients_are_also_averaged_along_tp(monkeypatch):
-    """What the exercise warns of: the proof must notice it."""
+def test_gradients_that_are_added_up_along_tp_are_noticed():
 
     def wrong(rank, world_size):
         real = torch.distributed.all_reduce
@@ -50,14 +49,13 @@ def variants():
     return [(recompute, dtype) for dtype in (None, BFLOAT16) for recompute in (False, True)]
 
 
-def test_ranks_hold_something_else_than_the_formula_says(variants):
-    """All bytes are accounted for, in float32; see the comments."""
+def test_ranks_hold_what_the_formula_says_and_a_rest_that_is_known_in_float32(variants):
 
     def all_variants(rank, world_size):
         return [lesson.hold(rank, world_size, 2, *variant) for variant in variants]
 
     result = kit.run(all_variants, world_size=4)
-    gpt = lesson.as_transformer(Config())
+    gpt = lesson.SMALL
     plan = {"dp": 2, "zero": 3, "tp": 2, "micro_batch": 6, "sequence_parallel": False}
     tokens, half_of_logits = 6 * 64, 6 * 64 * 128 * 4 // 2  # our vocabulary is not cut
     indices = 8 * (12 * 65 + tokens + 64) + 4  # tokens, targets, places; one number
@@ -85,14 +83,12 @@ def test_ranks_hold_something_else_than_the_formula_says(variants):
     assert not kit.compare(result[0][2][1], result[0][0][1])  # bfloat16 is another training
 
 
-def test_recomputation_repeats_other_all_reduces_than_one_a_block():
-    def both(recompute):
-        sent = lesson.bytes_per_step(kit.run, 2, recompute)
-        return {name: sum(calls.values()) for name, calls in sent.items()}
-
-    once, again = both(False), both(True)
-    assert once == {name: round(nbytes) for name, nbytes in lesson.bytes_along(2, 2).items()}
-    assert again["tp"] == once["tp"] * 5 // 4
+def test_recomputation_repeats_one_all_reduce_of_each_block_and_sends_no_more_along_dp():
+    (once, calls), (again, more) = lesson.step_of(), lesson.step_of(recompute=True)
+    expected = {name: round(nbytes) for name, nbytes in lesson.bytes_along(2, 2).items()}
+    assert {name: sum(sent.values()) for name, sent in once.items()} == expected
+    assert (calls, more) == (8, 10)
+    assert sum(again["tp"].values()) == expected["tp"] * 5 // 4
     assert again["dp"] == once["dp"]
 
 
@@ -105,7 +101,7 @@ def test_explore_draws_what_ranks_hold():
 
 
 def test_main_fails_where_the_formula_is_wrong(monkeypatch):
-    monkeypatch.setattr(lesson, "bytes_along", lambda dp, tp: {"dp": 1.0, "tp": 1.0})
+    monkeypatch.setattr(by_hand, "bytes_along", lambda dp, tp: {"dp": 1.0, "tp": 1.0})
     with pytest.raises(kit.ProofError, match="a rank sends what the model says"):
         lesson.main(["--world-size", "2"])
 
@@ -125,7 +121,7 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("transformer", [LLAMA, lesson.megatron(lesson.MEGATRON[9])[0]])
-def test_the_cells_have_other_formulas_than_the_model(transformer, plan):
+def test_the_cells_have_the_formulas_of_the_model(transformer, plan):
     precision = lesson.FLOAT32_GRADIENTS
     held = lesson.memory_by_hand(transformer, plan, precision)
     assert held == pytest.approx(model.memory(transformer, plan, precision))
@@ -135,7 +131,7 @@ def test_the_cells_have_other_formulas_than_the_model(transformer, plan):
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(4, 16), (8, 128), (64, 128)])
-def test_the_planner_of_the_cells_finds_other_plans(gpus, batch):
+def test_the_planner_of_the_cells_finds_the_plans_of_the_model(gpus, batch):
     gpt = model.Transformer(36, 4096, 32, 51200, 2048)
     found = lesson.plans_by_hand(gpt, model.DGX_H100, gpus, batch)
     reference = model.plans(gpt, model.DGX_H100, gpus, batch).fitting
@@ -152,21 +148,21 @@ def test_the_planner_of_the_cells_finds_other_plans(gpus, batch):
 
 
 @pytest.mark.parametrize("row", lesson.MEGATRON, ids=lambda row: str(row.billions))
-def test_a_row_of_megatron_has_other_sizes(row):
+def test_a_row_of_megatron_has_the_published_sizes(row):
     transformer, plan = lesson.megatron(row)
     assert round(transformer.parameters / 1e9, 1) == row.billions
     assert (plan.ranks, plan.batch) == (row.gpus, row.batch)
 
 
 @pytest.mark.parametrize("row", lesson.LLAMA_3)
-def test_a_row_of_llama_3_has_other_sizes(row):
+def test_a_row_of_llama_3_has_the_published_sizes(row):
     transformer, plan = lesson.llama(row)
     assert round(transformer.parameters / 1e9) == 406
     assert plan.ranks == row.gpus
     assert plan.batch * row.context == 2**24  # "16M" tokens
 
 
-def test_errors_are_larger_than_the_notebook_says():
+def test_errors_are_as_small_as_the_notebook_says():
     def predict(row, cluster):
         return lesson.tflops(*lesson.megatron(row), cluster)
 
@@ -182,7 +178,7 @@ def test_errors_are_larger_than_the_notebook_says():
     assert max(errors) < 0.005
 
 
-def test_one_chunk_explains_16384_accelerators_as_well_as_eight():
+def test_eight_chunks_explain_16384_accelerators_and_one_does_not():
     def predictions(chunks):
         def predict(row, cluster):
             return lesson.tflops(*lesson.llama(row, chunks), cluster, lesson.FLOAT32_GRADIENTS)

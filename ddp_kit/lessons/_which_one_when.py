@@ -1,0 +1,222 @@
+"""The proof of the lesson on which one when, what its cells need besides, and published trainings.
+
+    MEGATRON   Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+               Using Megatron-LM" (2021), https://arxiv.org/abs/2104.04473, table 1
+    LLAMA_3    Grattafiori et al., "The Llama 3 Herd of Models" (2024),
+               https://arxiv.org/abs/2407.21783, table 4; sizes from table 3
+
+What the papers do not say is assumed: in Megatron's, that a micro-batch is one sequence, that
+gradients have 2 bytes, and how many chunks a stage has; in Llama's, how many chunks, and that
+gradients are reduced once in a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, namedtuple
+from dataclasses import replace
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_kit import compare, device, model
+from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons.device_mesh import pieces
+from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
+from ddp_kit.model import Accelerator, Cluster, Link, Plan, Transformer
+from ddp_kit.notebook.controls import Explorer
+from ddp_kit.trace.bytes_sent import bytes_sent
+
+# It warns in each process, with the time, that a parameter cut twice is gathered in two steps.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+# Billions of parameters, sizes, and TFLOP/s of each A100.
+_Megatron = namedtuple("_Megatron", "billions heads width layers tp pp gpus batch tflops")
+MEGATRON = [
+    _Megatron(1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    _Megatron(3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    _Megatron(7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    _Megatron(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    _Megatron(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    _Megatron(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    _Megatron(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    _Megatron(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    _Megatron(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    _Megatron(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+]
+# How 405 billion parameters were trained, sequences of each dp rank, and TFLOP/s of each H100.
+_Llama = namedtuple("_Llama", "gpus tp cp pp dp context batch tflops")
+LLAMA_3 = [
+    _Llama(8192, 8, 1, 16, 64, 8192, 32, 430),
+    _Llama(16384, 8, 1, 16, 128, 8192, 16, 400),
+    _Llama(16384, 8, 16, 16, 8, 131072, 16, 380),
+]
+FLOAT32_GRADIENTS = model.Precision(2, 4, 12, 2)  # as in Llama 3
+
+SMALL = Transformer(2, 64, 4, 128, 64, linear_bias=False)  # the GPT of the lessons
+# Of a block: dimension 0 of a Linear's weight is its output, so 0 means column parallel.
+CUT = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
+# With it, the seconds of `model.step` are bytes: nothing else takes time.
+BYTES = Cluster(Accelerator(1, 1e30, 1e30), 1, Link(0, 1), Link(0, 1))
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+def megatron(row, chunks=1):
+    """Return the model and the plan of a row. Every layer is recomputed, as in the paper."""
+    transformer = Transformer(row.layers, row.width, row.heads, 51_200, 2_048, dropout=True)
+    dp = row.gpus // row.tp // row.pp
+    options = {"flash": False, "sequence_parallel": False, "overlap": False}
+    plan = Plan(dp, 0, row.tp, row.pp, 1, row.batch // dp, 1, chunks, "full", **options)
+    return transformer, plan
+
+
+def llama(row, chunks=1):
+    """Return the model and the plan of a row. Nothing is recomputed, as in the paper."""
+    sizes = {"kv_heads": 8, "inner": 53_248, "gated": True, "tied": False, "positions": False}
+    bare = {"linear_bias": False, "norm_bias": False}
+    transformer = Transformer(126, 16_384, 128, 128_256, row.context, **sizes, **bare)
+    # The paper shards gradients, too, which is stage 2; stage 1 reduces them once in a step.
+    return transformer, Plan(row.dp, 1, row.tp, row.pp, row.cp, row.batch, 1, chunks)
+
+
+def with_efficiency(cluster, efficiency):
+    """Return a cluster whose matrix products reach another share of the peak."""
+    return replace(cluster, accelerator=replace(cluster.accelerator, efficiency=efficiency))
+
+
+def fit_efficiency(cluster, predict, measured):
+    """Return the efficiency with which `predict(cluster)` is what was measured.
+
+    predict: more efficiency never makes it smaller. The answer is between 0.01 and 1.
+    """
+    low, high = 0.01, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if predict(with_efficiency(cluster, middle)) < measured:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def hold(rank, world_size, tp=2, recompute=False, dtype=None):
+    """Return the bytes that this rank holds in its second step with Adam, and its parameters.
+
+    The bytes are by moment and kind. recompute, dtype: as in `parallelize_2d`. The parameters are
+    whole.
+    """
+    mesh = init_device_mesh(device().type, (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+    gpt = lesson.parallelize_2d(make_gpt(), mesh, recompute, dtype)
+    optimizer, moments, kept = ADAM(gpt.parameters()), {}, []
+    sharded = [parameter.to_local() for parameter in gpt.parameters()]
+
+    def keep(tensor):
+        kept.append(tensor.detach())
+        return tensor
+
+    def note(moment):
+        seen = set()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        kinds = {
+            "parameters": sharded,
+            "gathered parameters": gpt.parameters(),
+            "gradients": [p.grad for p in gpt.parameters() if p.grad is not None],
+            "optimizer": [state for state in states if state.ndim],  # step counts are tiny
+            "activations": kept,
+        }
+        moments[moment] = {kind: sum(memory(t, seen) for t in kinds[kind]) for kind in kinds}
+
+    for batch in batches(BATCH, 2):
+        optimizer.zero_grad()
+        note("before")
+        mine = part_of(batch, mesh.get_local_rank("dp"), mesh["dp"].size())
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(gpt, *mine)
+        # FSDP has freed the whole parameters of the blocks, which autograd kept, too: they count 0.
+        note("after forward")
+        kept.clear()
+        loss.backward()
+        note("after backward")
+        optimizer.step()
+    return moments, {name: p.full_tensor().detach() for name, p in gpt.named_parameters()}
+
+
+def calls_along(trace, tp):
+    """Return the bytes that rank 0 sent along "dp" and "tp", by call; new_group does not count."""
+    found = {"dp": Counter(), "tp": Counter()}
+    for event in trace:
+        if event.rank == 0 and event.op != "new_group":
+            ranks = event.group.ranks
+            along = "tp" if len(ranks) == tp and ranks[-1] - ranks[0] == tp - 1 else "dp"
+            found[along][event.op] += round(bytes_sent(event))
+    return found
+
+
+def bytes_along(dp, tp):
+    """Return the bytes that a rank sends in a step of `train_2d`, by formula, along dp and tp.
+
+    Along tp: four all_reduces for each block. Along dp: blocks are gathered before forward and
+    before backward, all else is gathered once, and the gradients of both are reduced once.
+    """
+    blocks, rest = [], []
+    for name, parameter in make_gpt().named_parameters():
+        dim = CUT.get(name.split(".")[-2])
+        part = parameter if dim is None else pieces(parameter, dim, tp)[0]
+        (blocks if name.startswith("blocks") else rest).append(part)
+    sharded = 3 * filled_bytes(blocks, dp) + 2 * filled_bytes(rest, dp)
+    plan = Plan(dp=dp, tp=tp, micro_batch=BATCH // dp, sequence_parallel=False)
+    return {"dp": (dp - 1) / dp * sharded, "tp": model.step(SMALL, plan, BYTES, model.FP32)["tp"]}
+
+
+def explore(tp=2, recompute="none", dtype="float32", world_size=4):
+    """Train a GPT on a mesh of world_size / tp times tp ranks, and draw what each rank holds.
+
+    recompute: "none" or "full". dtype: of forward and backward, "float32" or "bfloat16". In
+    JupyterLab, controls follow. Raises PoolError for an invalid choice.
+    """
+    from ddp_kit import plot  # ranks do not need it
+
+    def choices(settings):
+        several = [str(each) for each in (1, 2, 4) if settings["world_size"] % each == 0]
+        kinds = {"tp": several, "recompute": ("none", "full"), "dtype": tuple(DTYPES)}
+        return kinds | {"world_size": range(1, 5)}
+
+    def ask(settings):
+        again = settings["recompute"] == "full"
+        return hold, int(settings["tp"]), again, DTYPES[settings["dtype"]]
+
+    def draw(result, settings):
+        moments = [moments for moments, _ in result]
+        held = {moment: [each[moment] for each in moments] for moment in moments[0]}
+        data = settings["world_size"] // int(settings["tp"])
+        title = f"dp {data}, tp {settings['tp']}, recompute {settings['recompute']}"
+        return plot.memory(held, title=f"{title}, {settings['dtype']}", name="rank")
+
+    chosen = {"tp": str(tp), "recompute": recompute, "dtype": dtype, "world_size": world_size}
+    return Explorer("which_one_when", chosen, choices, ask, draw)
+
+
+def main(argv=None):
+    """Train on a mesh, compare with one process and with the formulas, and print one line."""
+    options = lesson_parser("which_one_when", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        tp = 2 if n % 2 == 0 else 1
+        for optimizer_cls in (SGD, ADAM):
+            alone = train_alone(optimizer_cls)["parameters"]
+            for worker in (lesson.train_by_hand, lesson.train_2d):
+                found = list(ranks(worker, optimizer_cls, tp))
+                prove(f"{worker.__name__} trains as one process does", compare(found, alone))
+        traces = [ranks(lesson.train_2d, SGD, tp, steps).trace for steps in (1, 2)]
+        one, two = (calls_along(trace, tp) for trace in traces)
+        sent = {name: sum((two[name] - one[name]).values()) for name in two}
+        prove("a rank sends what the model says", compare(sent, bytes_along(n // tp, tp)))
+        kept, again = (list(ranks(hold, tp, recompute)) for recompute in (False, True))
+        same = compare([p for _, p in again], [p for _, p in kept], rtol=0, atol=0)
+        prove("recomputation changes no bit", same)
+        ranks.say(f"which_one_when: {ranks}, FSDP x TP trains as one process and sends as planned")
+
+
+from ddp_kit.lessons import which_one_when as lesson
