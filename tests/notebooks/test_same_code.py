@@ -30,7 +30,6 @@ LESSONS = {
     "03_partitioned_sgd": "partitioned_sgd",
     "04_ring_allreduce": "ring_allreduce",
     "05_your_machine": "your_machine",
-    "07_data_parallel": "data_parallel",
     "10_backends": "backends",
     "11_torchrun": "torchrun",
     "12_what_happens_at_1024": "what_happens_at_1024",
@@ -43,7 +42,6 @@ LESSONS = {
     "21_your_own_backend": "your_own_backend",
 }
 PARTS = {  # private modules from which a lesson's module imports
-    "data_parallel": ["_data_parallel_steps"],
     "device_mesh": ["_placements"],
     "zero": ["_gpt", "_sharded_optimizer", "_fully_sharded", "_zero_ways"],
     "tensor_parallel": ["_tensor_parallel_layers"],
@@ -69,10 +67,6 @@ REQUIRED: dict[str, set[str]] = {
     "04_ring_allreduce": {"neighbours", "whole_ring", "exchange", "count"},
     "05_your_machine": {
         *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
-    },
-    "07_data_parallel": {
-        *("scatter", "replicate", "parallel_apply", "gather", "ByHand"),
-        *("seconds_a_step", "ddp_seconds"),
     },
     "10_backends": {
         *("accepts", "true_until", "measure", "fit_by_hand", "direct_and_wrapped"),
