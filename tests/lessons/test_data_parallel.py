@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ddp_kit as kit
-from ddp_kit.lessons import _data_parallel_steps, data_parallel, partitioned_sgd
+from ddp_kit.lessons import data_parallel
+from ddp_kit.lessons._digits import first_digits, flat
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -16,7 +18,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 @pytest.mark.parametrize("count", [30, 5, 6])
 @pytest.mark.parametrize("devices", WORLD_SIZES)
 def test_virtual_devices_train_as_one_process_does(devices, count):
-    plain = data_parallel.train_plainly(count=count)
+    plain = data_parallel.train(count=count)
     parallel = data_parallel.train(data_parallel.virtual(devices), count=count)
     torch.testing.assert_close(parallel, plain, atol=1e-6, rtol=0)
     assert plain["gradient"].abs().max() > 1e-3
@@ -35,7 +37,7 @@ def test_scatter_cuts_chunks_and_may_leave_a_device_without(count, sizes):
 
 
 def test_reduce_is_what_loss_backward_does_to_the_replicas():
-    images, labels = data_parallel.first_digits(30)
+    images, labels = first_digits(30)
     places = data_parallel.virtual(3)
     model, optimizer = data_parallel.start()
     steps = {
@@ -46,7 +48,7 @@ def test_reduce_is_what_loss_backward_does_to_the_replicas():
     shards = data_parallel.scatter(images, places)
     replicas = data_parallel.replicate(again, places)
     outputs = data_parallel.parallel_apply(again, replicas, shards)
-    data_parallel.LOSS(data_parallel.gather(outputs, places[0]), labels).backward()
+    F.nll_loss(data_parallel.gather(outputs, places[0]), labels).backward()
     for index, parameter in enumerate(again.parameters()):
         assert torch.equal(steps["reduce"][0][index], parameter.grad)
         each = [gradients[index] for gradients in steps["backward"]]
@@ -134,7 +136,7 @@ STEPS = (
 
 @pytest.mark.parametrize(("world_size", "count"), [(3, 30), (4, 30), (4, 5)])
 def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_size, count):
-    whole = data_parallel.train_plainly(1, count)["gradient"]
+    whole = data_parallel.train(steps=1, count=count)["gradient"]
     mean = kit.run(data_parallel.rank_gradient, False, count, world_size=world_size)
     weighted = kit.run(data_parallel.rank_gradient, True, count, world_size=world_size)
     equal = count % world_size == 0
@@ -146,27 +148,17 @@ def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_si
 
 def test_main_fails_when_outputs_are_gathered_in_another_order(monkeypatch):
     gather = data_parallel.gather
-    monkeypatch.setattr(
-        _data_parallel_steps, "gather", lambda outputs, at: gather(outputs[::-1], at)
-    )
+    monkeypatch.setattr(data_parallel, "gather", lambda outputs, at: gather(outputs[::-1], at))
     with pytest.raises(kit.ProofError, match="the gradient of 2 devices and of one are the same"):
         data_parallel.main(["--world-size", "2"])
 
 
-def test_every_step_is_timed_as_often_as_asked():
-    one, two = data_parallel.step_seconds([data_parallel.virtual(n) for n in (1, 2)], rounds=2)
-    assert tuple(one) == tuple(two) == STEPS
-    for times in (*one.values(), *two.values()):
-        assert len(times) == 2
-        assert min(times) > 0
-
-
 def test_the_wrapper_and_the_eight_steps_leave_the_same_gradient():
-    images, labels = data_parallel.first_digits(30)
+    images, labels = first_digits(30)
     places = data_parallel.virtual(4)
     (wrapped, _), (stepped, optimizer) = data_parallel.start(), data_parallel.start()
     output = data_parallel.ByHand(wrapped, places)(images)
-    data_parallel.LOSS(output, labels).backward()
+    F.nll_loss(output, labels).backward()
     for _ in data_parallel.eight_steps(stepped, optimizer, images, labels, places):
         pass
     for one, other in zip(wrapped.parameters(), stepped.parameters(), strict=True):
@@ -179,19 +171,19 @@ def test_only_zero_grad_after_backward_and_old_images_keep_a_network_from_learni
     assert right == data_parallel.last_loss(zero="after the loss") < 1
     guessing = pytest.approx(math.log(10), abs=0.1)
     assert data_parallel.last_loss(zero="after backward") == guessing
-    old, _ = data_parallel.first_digits(30)
+    old, _ = first_digits(30)
     assert data_parallel.last_loss(use=lambda data: old) > 2
 
 
-def test_a_place_of_zero_grad_that_does_not_exist_trains():
+def test_a_place_of_zero_grad_that_does_not_exist_is_refused():
     with pytest.raises(
-        ValueError, match=r"^zero must be one of 'before forward', .*; got 'never'$"
+        kit.PoolError, match=r"^zero must be one of 'before forward', .*; got 'never'$"
     ):
         data_parallel.last_loss(zero="never")
 
 
 def test_steps_are_timed_and_the_first_ones_left_out():
-    images, labels = data_parallel.first_digits(8)
+    images, labels = first_digits(8)
     model, _ = data_parallel.start()
     steps = []
     model.register_forward_hook(lambda *_: steps.append(1))
@@ -204,7 +196,7 @@ def test_threads_come_back_after_an_interrupt():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    images, labels = data_parallel.first_digits(8)
+    images, labels = first_digits(8)
     model, _ = data_parallel.start()
     model.register_forward_hook(interrupt)
     threads = torch.get_num_threads()
@@ -253,10 +245,11 @@ def test_gpus_train_by_hand_as_virtual_devices_and_dataparallel_do():
             )
             model, optimizer = data_parallel.start(places[0])
             whole = torch.nn.DataParallel(model, device_ids=places)
-            for images, labels in data_parallel.batches(3):
+            batches = zip(*(part.split(30) for part in first_digits(90)), strict=True)
+            for images, labels in batches:
                 optimizer.zero_grad()
                 output = whole(images.to(places[0]))
-                data_parallel.LOSS(output, labels.to(places[0])).backward()
+                F.nll_loss(output, labels.to(places[0])).backward()
                 optimizer.step()
-            trained = partitioned_sgd.flat(model.parameters())
+            trained = flat(model.parameters())
             torch.testing.assert_close(real["parameters"], trained, atol=1e-5, rtol=0)

@@ -1,0 +1,200 @@
+"""Of the lesson on DataParallel: virtual devices, the bytes that each holds, and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_kit import compare, device
+from ddp_kit.launch import choose, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons.partitioned_sgd import average_gradients
+
+_BATCH = 30
+
+
+def devices(count: int) -> list[torch.device]:
+    """Return `count` GPUs if this machine has that many, else `count` virtual devices."""
+    if 1 < count <= torch.cuda.device_count():
+        return [torch.device("cuda", index) for index in range(count)]
+    return virtual(count)
+
+
+def virtual(count: int) -> list[torch.device]:
+    """Return this process's own device `count` times; each time counts as a virtual device."""
+    return [device()] * count
+
+
+def are_real(places: Sequence[torch.device]) -> bool:
+    """Return whether the devices differ, so that they are GPUs and not virtual devices."""
+    return len(set(places)) > 1
+
+
+# What a device may hold. Each line: the whole of something, then a part or copy of it.
+_KINDS = (
+    *("parameters", "replica"),
+    *("batch", "shard"),
+    *("gathered, loss", "outputs"),
+    *("gradients", "optimizer state"),
+    "kept for backward",
+)
+
+
+class _MemoryTracker:
+    """Tracks the memory of every device: each storage once, for as long as it lives."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # A storage is one object for as long as anything holds its memory, even autograd alone.
+        self._known: WeakKeyDictionary = WeakKeyDictionary()
+
+    def add(self, place: int, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Add the memory of these tensors; a storage that is known already keeps its first kind."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known.setdefault(storage, (place, kind, storage.nbytes()))
+
+    def bytes(self) -> list[dict[str, int]]:
+        """Return the bytes alive now, by kind, for each device."""
+        held = [dict.fromkeys(_KINDS, 0) for _ in range(self.count)]
+        for place, kind, nbytes in self._known.values():
+            held[place][kind] += nbytes
+        return held
+
+
+def _kept_for_backward(output: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that autograd saved, in every node on the way back from `output`."""
+    found, seen, waiting = [], set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found += [value for value in saved if isinstance(value, torch.Tensor)]
+        waiting += [earlier for earlier, _ in node.next_functions]
+    return found
+
+
+def held_after_each_step(
+    places: Sequence[torch.device],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> dict[str, list[dict[str, int]]]:
+    """Train one step; return the bytes alive after each of the eight, by device and kind."""
+    memory = _MemoryTracker(len(places))
+    memory.add(0, "parameters", [*model.parameters(), *model.buffers()])
+    for state in optimizer.state.values():
+        values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        memory.add(0, "optimizer state", values)
+    memory.add(0, "batch", [images, labels])
+    after = {}
+    for step, kind, new in lesson.eight_steps(model, optimizer, images, labels, places):
+        for place, tensors in enumerate(new):
+            memory.add(place, kind, tensors)
+            if step == "parallel apply":
+                memory.add(place, "kept for backward", _kept_for_backward(tensors[0]))
+        del new, tensors  # these names would keep the memory alive
+        after[step] = memory.bytes()
+    return after
+
+
+def held_by_net(
+    places: Sequence[torch.device], count: int = _BATCH
+) -> dict[str, list[dict[str, int]]]:
+    """Count the bytes in the second training step of lesson 03's network, on `count` digits.
+
+    The second step, because momentum has no memory before the first update.
+    """
+    model, optimizer = lesson.start(places[0])
+    images, labels = (tensor.to(places[0], copy=True) for tensor in first_digits(count))
+    for _ in lesson.eight_steps(model, optimizer, images, labels, places):
+        pass
+    return held_after_each_step(places, model, optimizer, images, labels)
+
+
+def count_up(rank: int = 0, world_size: int = 1, limit: int = 300_000) -> int:
+    """Count in plain Python, one by one: work that holds the interpreter lock (GIL)."""
+    number = 0
+    while number < limit:
+        number += 1
+    return number
+
+
+def count_up_in_threads(count: int) -> None:
+    """Run `count_up` in `count` threads of this process at once."""
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(count_up, range(count)))
+
+
+def last_loss(
+    zero: str = "before forward", use: Callable[[torch.Tensor], torch.Tensor] = lambda data: data
+) -> float:
+    """Train three epochs of 600 digits, perhaps with a slip; return the mean loss of the last.
+
+    zero: where `zero_grad` is called, "before forward", "after the loss" or "after backward".
+    use: returns the images to train on, given those that belong to the labels.
+    """
+    choose("zero", zero, dict.fromkeys(("before forward", "after the loss", "after backward")))
+    model, _ = lesson.start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    images, labels = (part.split(_BATCH) for part in first_digits(20 * _BATCH))
+    losses = []
+    for data, target in 3 * list(zip(images, labels, strict=True)):
+        if zero == "before forward":
+            optimizer.zero_grad()
+        loss = F.nll_loss(model(use(data)), target)
+        if zero == "after the loss":
+            optimizer.zero_grad()
+        loss.backward()
+        if zero == "after backward":
+            optimizer.zero_grad()
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20
+
+
+def rank_gradient(
+    rank: int, world_size: int, weighted: bool = False, count: int = _BATCH
+) -> torch.Tensor:
+    """Average the gradients of the shards that scatter would make; return the mean, flat.
+
+    weighted: multiply each loss by the size of its shard relative to an equal share.
+    """
+    model, _ = lesson.start()
+    images, labels = first_digits(count)
+    shards = torch.arange(count).chunk(world_size)
+    mine = shards[rank] if rank < len(shards) else shards[0][:0]  # fewer chunks than ranks
+    loss = F.nll_loss(model(images[mine]), labels[mine], reduction="sum") / max(1, len(mine))
+    if weighted:
+        loss = loss * len(mine) * world_size / count
+    loss.backward()
+    average_gradients(model)
+    return flat(parameter.grad for parameter in model.parameters())
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train on virtual devices, on ranks and on one device; compare, and print one line."""
+    options = lesson_parser("data_parallel", lesson.__doc__).parse_args(argv or [])
+    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
+        n = ranks.world_size
+        plain, parallel = lesson.train(), lesson.train(virtual(n))
+        for what in plain:
+            claim = f"the {what} of {n} devices and of one are the same"
+            prove(claim, compare(parallel[what], plain[what]))
+        found = compare(ranks(rank_gradient, True), parallel["gradient"])
+        prove("the weighted mean over ranks is DataParallel's sum", found)
+        found = compare(ranks(rank_gradient), parallel["gradient"])
+        claim = "so is the plain mean, but only for equal shards"
+        prove(claim, found.equal == (_BATCH % n == 0))
+        ranks.say(f"data_parallel: {ranks}, eight steps and a weighted mean equal one process")
+
+
+from ddp_kit.lessons import data_parallel as lesson
