@@ -41,7 +41,9 @@ def minutes() -> dict[str, dict[str, int]]:
         for cell, stub in stubs.items():
             gap = r'^ *raise NotImplementedError\("Exercise (\d+\.\d+)'
             if stated := re.search(gap, stub, re.MULTILINE):
-                missing = len(solved[cell].splitlines()) - len(stub.splitlines()) + 1
+                missing = (
+                    len(solved[cell].splitlines()) - len(stub.splitlines()) - 2
+                )  # and a comment
                 found.setdefault(path.name, {})[stated[1]] = ESTIMATE[missing]
     return found
 

@@ -164,8 +164,7 @@ def _collected(
         is_part = "module" in tags(cell)
         for node in _statements(cell, f"{path}: cell {number}", is_part):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                if not ast.unparse(node).startswith(f"from ddp_kit.lessons import {name}"):
-                    imports.append(ast.unparse(node))
+                imports += [] if _is_own(node, name) else [ast.unparse(node)]
                 continue
             names = list(_public(ast.Module([node], []))) if is_part else []
             if twice := [one for one in names if one in found]:
@@ -177,6 +176,12 @@ def _collected(
                 found |= dict.fromkeys(names, f"cell {number}")
                 code.append(_without_prefixes(_with_comment(node, cell.source.splitlines()), own))
     return imports, code
+
+
+def _is_own(node: ast.stmt, name: str) -> bool:
+    """Return whether a statement imports the lesson's module, and nothing else."""
+    from_lessons = isinstance(node, ast.ImportFrom) and node.module == "ddp_kit.lessons"
+    return from_lessons and [alias.name for alias in node.names] == [name]
 
 
 def _statements(cell: NotebookNode, place: str, is_part: bool) -> list[ast.stmt]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import RankError
 from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
-from ddp_kit.renamed import renamed
 
 
 class ForwardingStore(dist.Store):
@@ -227,5 +226,3 @@ def _prove_all_gather(seen: dict, rank: int, world_size: int) -> None:
 
 
 from ddp_kit.lessons import init_methods as lesson
-
-lesson.__getattr__ = renamed(lesson.__name__, NotedStore="RecordingStore")

@@ -171,7 +171,7 @@ GAP = "    # Exercise 2.1: "
         ('"nbformat": 4', '"nbformat": 3', " is not a notebook of Jupyter's format 4"),
         ("{", "", " is not a notebook of Jupyter's format 4"),
         ("dist.send(tensor, dst)", "...\\nx = 1", None),
-        ("### END SOLUTION", "", ": cell 5 must have, each in a line of its own"),
+        ("### END SOLUTION", "", ": cell 4 must have, each in a line of its own"),
         ("kit.check.exercise_2_1(", "print(", ": no check follows Exercise 2.1"),
         ("check.exercise_2_1(", "check.exercise_2_2(", ": a check must be one line"),
         (GAP, "    # ", ": a check must be one line"),

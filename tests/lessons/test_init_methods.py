@@ -121,10 +121,3 @@ def test_a_rendezvous_that_failed_does_not_count_in_the_next_run(tmp_path):
     with kit.WorkerPool(2, init=False) as pool:
         assert list(pool.run(fail, tmp_path / "one")) == [1, 0]
         assert list(pool.run(fail, tmp_path / "two")) == [1, 0]
-
-
-def test_an_old_name_warns_and_still_works():
-    with pytest.warns(DeprecationWarning, match="NotedStore is now RecordingStore"):
-        assert init_methods.NotedStore is init_methods.RecordingStore
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = init_methods.nothing
