@@ -26,7 +26,6 @@ from test_audit import lesson, numbered
 
 LESSONS = {
     "01_point_to_point": "point_to_point",
-    "05_your_machine": "your_machine",
     "06_init_methods": "init_methods",
     "07_data_parallel": "data_parallel",
     "08_ddp": "ddp",
@@ -58,9 +57,6 @@ REQUIRED: dict[str, set[str]] = {
     "01_point_to_point": {
         *("blocking", "immediate", "exchange", "read_too_early", "written_too_early"),
         *("from_anyone", "last_two", "token"),
-    },
-    "05_your_machine": {
-        *("synchronize", "without_a_package", "everywhere", "who_am_i", "introduce"),
     },
     "06_init_methods": {
         *("sum_of_ranks", "by_environment", "by_file", "by_tcp", "by_store"),
