@@ -19,6 +19,7 @@ from ddp_kit.launch.rank import environment
 from ddp_kit.lessons import ring_allreduce
 
 PROOFS = {
+    "start_here": "start_here: {}, each one a process, and all hold the same sum\n",
     "point_to_point": "point_to_point: {}, every tensor arrived as it was sent\n",
     "collectives": "collectives: {}, 12 collectives and the barrier are right\n",
     "partitioned_sgd": "partitioned_sgd: {}, replicas bit-equal, gradients equal one process\n",

@@ -34,7 +34,7 @@ def test_main_fails_when_a_rank_does_not_wait(monkeypatch):
         now = time.monotonic()
         return {"came": now + (rank == late), "left": now}
 
-    monkeypatch.setattr(your_machine, "come_and_leave", leaves_at_once)
+    monkeypatch.setattr("ddp_kit.lessons._your_machine.come_and_leave", leaves_at_once)
     with pytest.raises(kit.ProofError, match="nobody leaves before the last has come"):
         your_machine.main(["--world-size", "2"])
 

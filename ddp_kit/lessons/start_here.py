@@ -1,0 +1,34 @@
+# Made from notebooks/00_start_here.ipynb by `make editions`: edit that, not this. f4aeffc11fa1
+"""Start here: your first four ranks."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import ddp_kit as kit
+from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._start_here import main
+
+
+def hello(rank, world_size):
+    print(f"I am rank {rank} of {world_size}")
+
+
+def process_id(rank, world_size):
+    return os.getpid()
+
+
+def square(rank, world_size):
+    return rank**2
+
+
+def total(rank, world_size):
+    tensor = torch.tensor([rank], device=kit.device())
+    before = tensor.clone()
+    dist.all_reduce(tensor)
+    return {"before": before, "after": tensor}
+
+
+if __name__ == "__main__":
+    run_as_script(main)
