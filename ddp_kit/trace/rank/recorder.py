@@ -137,7 +137,7 @@ class Recorder:
         """
         start = monotonic_ns()
         if call.reduce_op and not self.prefix:
-            self.summed = max(self.summed, *(math.prod(shape) for shape, _ in call.inputs))
+            self.summed = max([self.summed, *(math.prod(shape) for shape, _ in call.inputs)])
         if threading.get_ident() in self._hidden:
             return None
         if os.getpid() != self._process and not isinstance(group, tuple):
