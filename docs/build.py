@@ -8,6 +8,7 @@ that they hold. Building it needs the packages in requirements.txt; laying it ou
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import posixpath
 import re
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "ddp_kit" / "course"))  # the kit itself is not installed here
-
-from cells import folded, solved, tags  # noqa: E402
+# The kit itself is not installed where the site is built.
+_CELLS = importlib.util.spec_from_file_location("cells", ROOT / "ddp_kit/course/cells.py")
+cells = importlib.util.module_from_spec(_CELLS)
+_CELLS.loader.exec_module(cells)
 
 NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
@@ -109,14 +111,14 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
     """Return a notebook as the site shows it: answers folded, with its minutes and its file."""
     notebook = json.loads(path.read_text("utf-8"))
     left_out = "exercise" if path.parent.name == "solutions" else "solution"
-    notebook["cells"] = [cell for cell in notebook["cells"] if left_out not in tags(cell)]
+    notebook["cells"] = [cell for cell in notebook["cells"] if left_out not in cells.tags(cell)]
     for cell in notebook["cells"]:
-        cell["source"] = solved("".join(cell["source"]))
+        cell["source"] = cells.solved("".join(cell["source"]))
         if cell["cell_type"] == "markdown":
-            if "answer" in tags(cell):
-                cell["source"] = folded(cell["source"], "What the run shows")
+            if "answer" in cells.tags(cell):
+                cell["source"] = cells.folded(cell["source"], "What the run shows")
             cell["source"] = relinked(cell["source"], path, path, parts)
-        elif "answer" in tags(cell):
+        elif "answer" in cells.tags(cell):
             cell["metadata"]["tags"] = ["hide-output"]
         if "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]

@@ -24,8 +24,9 @@ RULER = re.compile(r"^\|[\s:|-]+\|$", re.MULTILINE)  # the line below the header
 
 
 def as_parameters(short: Callable[[str], bool]) -> list:
-    """Return all notebooks; CI takes the short ones. short: called with each name."""
-    names = {path: str(path.relative_to(FOLDER).with_suffix("")) for path in all_notebooks()}
+    """Return all executed notebooks; CI takes the short ones. short: called with each name."""
+    executed = [path for path in all_notebooks() if path.parent.name != "exercises"]
+    names = {path: str(path.relative_to(FOLDER).with_suffix("")) for path in executed}
     marks = {True: [], False: pytest.mark.long}
     return [pytest.param(p, id=name, marks=marks[short(name)]) for p, name in names.items()]
 

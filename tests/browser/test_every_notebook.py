@@ -11,7 +11,9 @@ import nbformat
 import pytest
 from regenerate import FOLDER, all_notebooks
 
-RUN = ("02_collectives", "exercises/04_ring_allreduce")
+from ddp_kit.course import editions
+
+RUN = ("02_collectives", "solutions/04_ring_allreduce")
 SHOWN = ("00_start_here", "04_ring_allreduce", "08_ddp")
 
 
@@ -26,6 +28,25 @@ def test_a_saved_notebook_shows_all_without_running(open_notebook, path):
 @pytest.mark.parametrize("path", lesson.as_parameters(short=RUN.__contains__))
 def test_a_notebook_runs_from_top_to_bottom(open_notebook, path):
     lesson.check_run(open_notebook, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("00_start_here", "Each rank appended to a copy of its own"),
+        ("01_point_to_point", "Rank 1's own number is gone"),
+    ],
+)
+def test_a_learner_sees_no_answer_before_the_guess(open_notebook, name, answer):
+    text = editions.lesson(editions.read(FOLDER / f"{name}.ipynb"))
+    notebook = nbformat.reads(text, as_version=4)
+    document = open_notebook(notebook, name)
+    document.wait_until_it_shows(0, 0, lesson.shows(notebook)[2])
+    folded = document.page.get_by_text(answer).first
+    folded.wait_for(state="attached")
+    assert not folded.is_visible()
+    document.page.locator("details", has=folded).locator("summary").click()
+    folded.wait_for(state="visible")
 
 
 def test_the_few_exist():
