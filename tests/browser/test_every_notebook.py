@@ -42,11 +42,10 @@ def test_a_learner_sees_no_answer_before_the_guess(open_notebook, name, answer):
     notebook = nbformat.reads(text, as_version=4)
     document = open_notebook(notebook, name)
     document.wait_until_it_shows(0, 0, lesson.shows(notebook)[2])
-    folded = document.page.get_by_text(answer).first
-    folded.wait_for(state="attached")
-    assert not folded.is_visible()
-    document.page.locator("details", has=folded).locator("summary").click()
-    folded.wait_for(state="visible")
+    details = document.page.locator("details", has_text=answer)
+    assert not details.get_by_text(answer).is_visible()
+    details.locator("summary").click()
+    details.get_by_text(answer).wait_for(state="visible")
 
 
 def test_the_few_exist():
