@@ -145,7 +145,7 @@ def module(path: Path, notebook: NotebookNode, hand: str) -> str:
     if shared:
         body = f"from ddp_kit.lessons._{name} import {', '.join(shared)}\n{body}"
     title = notebook.cells[0].source.splitlines()[0].removeprefix("# ").replace('"', "'")
-    body = f'"""{title}."""\n\n{body}'
+    body = f'"""{title}{"" if title.endswith("?") else "."}"""\n\n{body}'
     body = _ruff(name, body, "check", "--select", "I", "--fix", "--quiet")
     body = _ruff(name, body, "format", "--quiet")
     return f"# Made from notebooks/{path.name} by {_about(body)}\n{body}"

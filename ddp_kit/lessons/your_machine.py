@@ -1,5 +1,5 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 4061ffd15b04
-"""Your machine: what is here, and which rank am I?."""
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 7494c206c387
+"""Your machine: what is here, and which rank am I?"""
 
 import os
 from unittest.mock import patch
