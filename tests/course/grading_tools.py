@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_kit.course.__main__ import main
+from ddp_kit.course.cells import solved
 
 TOOLS = Path(os.environ.get("DDP_KIT_GRADERS", f"{sys.prefix}-graders"))
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -57,7 +58,7 @@ def submit(release: Path, to: Path, answers: Answer, course: Path = NOTEBOOKS) -
     for cell in notebook["cells"]:
         if "NotImplementedError(" in "".join(cell["source"]) and cell["cell_type"] == "code":
             stub = "".join(cell["source"])
-            cell["source"] = answers(exercises[cell["id"]], solutions[cell["id"]]) or stub
+            cell["source"] = answers(exercises[cell["id"]], solved(solutions[cell["id"]])) or stub
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(json.dumps(notebook), "utf-8")
 
