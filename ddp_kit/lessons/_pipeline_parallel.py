@@ -23,10 +23,13 @@ from torch.distributed import pipelining
 from ddp_kit import compare, device
 from ddp_kit.error_text import count
 from ddp_kit.launch import choose, lesson_parser, open_ranks, prove
+from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons.zero import ADAM, SGD, copies
+from ddp_kit.lessons.zero import copies
 from ddp_kit.notebook.controls import Explorer
 
+SGD = zero.SGD  # a name of this lesson, too: the call below a picture has it
+ADAM = zero.ADAM
 WAIT = 0.04  # seconds added to a forward, where a picture shall show bubbles, not shared cores
 SIZE = 32  # the width of the GPT, and how many tokens it reads
 BY_HAND = {  # how many of m micro-batches a rank may hold

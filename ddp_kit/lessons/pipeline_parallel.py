@@ -1,4 +1,4 @@
-# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. a4635edb7224
+# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. 42d68e1ca521
 """Pipeline parallelism: each rank has some of the layers."""
 
 import time
@@ -13,8 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 import ddp_kit as kit
 from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._pipeline_parallel import (
+    ADAM,
     BY_HAND,
     PYTORCH,
+    SGD,
     SIZE,
     WAIT,
     Cell,
