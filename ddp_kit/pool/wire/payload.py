@@ -240,16 +240,21 @@ def _import_name(obj: Any) -> str | None:
     """Return the name by which a rank can import an object; None if it is no kind of module."""
     if name := torch_internals.operator_name(obj):
         return name
-    if isinstance(obj, type) and obj.__module__ != "__main__":  # pickle takes its __qualname__
-        module = sys.modules.get(obj.__module__)
-        return f"{module.__name__}:{obj.__name__}" if _has(module, obj) else None
+    if isinstance(obj, type) and _is_renamed(obj):
+        return f"{obj.__module__}:{obj.__name__}"
     name = _unusual_modules(len(sys.modules)).get(id(obj))
     return name if name and sys.modules.get(name) is obj else None
 
 
-def _has(module: types.ModuleType | None, obj: type) -> bool:
-    renamed = obj.__name__ != obj.__qualname__ and "." not in obj.__qualname__
-    return renamed and getattr(module, obj.__name__, None) is obj
+def _is_renamed(kind: type) -> bool:
+    """Return whether a module has a class under its name, which is not its `__qualname__`.
+
+    PyTorch renames some of its native classes so, and pickle looks for the `__qualname__`.
+    """
+    module = sys.modules.get(kind.__module__)
+    return kind.__name__ not in kind.__qualname__.split(".") and (
+        getattr(module, kind.__name__, None) is kind
+    )
 
 
 @functools.lru_cache(maxsize=1)
