@@ -156,6 +156,7 @@ def checks(
         found.append(_program("probe", *options, title="probe of cuda:gloo", alone=False))
     if nccl and gpus:
         found.append(_program("nccl_on_a_shared_gpu", alone=False, limit=90))
+        found.append(_program("flight_recorder", alone=False, limit=90))
     if gpus:
         found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import pickle
 import re
 import statistics
 import subprocess
@@ -151,6 +152,61 @@ def nccl_on_a_shared_gpu() -> None:
     """Print what nccl says when two ranks have one GPU."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(shared_gpu, (str(Path(folder, "store")),), nprocs=2)
+
+
+# A collective of one rank waits for its stream, so a long kernel before it is a stuck job.
+STUCK = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+options = {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=5)}
+dist.init_process_group("nccl", store=dist.HashStore(), **options)
+
+def train():
+    gradients = torch.zeros(1000, device="cuda")
+    dist.all_reduce(gradients)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(40_000_000_000)  # about 25 s
+    dist.all_reduce(gradients)
+    torch.cuda.synchronize()
+
+train()
+"""
+
+
+def flight_recorder() -> None:
+    """Print what nccl's watchdog and PyTorch's Flight Recorder leave of a job that is stuck."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, dump = Path(folder, "stuck.py"), Path(folder, "trace_")
+        program.write_text(STUCK, "utf-8")
+        names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]  # from PyTorch 2.9, before
+        options = dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        names = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+        options |= dict.fromkeys(names, str(dump))
+        begin = time.monotonic()
+        command = [sys.executable, str(program)]
+        ended = subprocess.run(
+            command, env=os.environ | options, capture_output=True, text=True, timeout=80
+        )
+        seconds = time.monotonic() - begin
+        files = sorted(Path(folder).glob("trace_*"))
+        if not files:
+            raise SystemExit(f"status {ended.returncode}, no dump: {ended.stderr[-500:]}")
+        print(
+            f"flight_recorder: after {seconds:.0f} s of a limit of 5, the process ended with "
+            f"status {ended.returncode} and left {len(files)} dumps"
+        )
+        for line in ended.stderr.splitlines():
+            if re.search("timeout|timed out|flight|dump", line, re.IGNORECASE):
+                print("  " + re.sub(r"/\S*/", "", line)[:300])
+        for file in files:
+            found = pickle.loads(file.read_bytes())
+            print(f"  {file.name}: {', '.join(found)}")
+            for entry in found["entries"]:
+                frames = [f"{frame['name']}:{frame['line']}" for frame in entry["frames"]]
+                kept = {key: value for key, value in entry.items() if key != "frames"}
+                print(f"  {kept} at {' < '.join(frames[:4])}")
 
 
 def all_reduce_times(rank: int, world_size: int, sizes: Sequence[int]) -> list[float]:
@@ -382,6 +438,8 @@ def main(name: str, *arguments: str) -> None:
         all_reduce(places(arguments), SIZES if torch.cuda.is_available() else SIZES[:4])
     elif name == "nccl_on_a_shared_gpu":
         nccl_on_a_shared_gpu()
+    elif name == "flight_recorder":
+        flight_recorder()
     elif name == "probe":
         probe(*arguments)
     elif name == "cuda_port":
