@@ -144,6 +144,11 @@ FUNCTIONAL = tuple(
         ("all_to_all_single",),
     )
 )
+# What DTensor calls on a GPU to shard by another dimension. It waits for its own collective.
+SHARD_DIM_ALLTOALL = Feature(
+    "DTensor's change of the dimension that is sharded is not traced on GPUs",
+    "torch:ops._dtensor.shard_dim_alltoall",
+)
 MONITORED_BARRIER = _methods("monitored_barrier is not traced", "monitored_barrier")
 BATCHES = _methods(
     "operations that nccl starts as one batch are reported as never waited for",
@@ -191,9 +196,9 @@ def method_of(function: str) -> str:
     return [function, *COLLECTIVES[function].found][-1]
 
 
-def kernel_of(operator: str) -> Callable:
+def kernel_of(operator: str, namespace: str = FUNCTIONAL_NAMESPACE) -> Callable:
     """Return PyTorch's own kernel of a functional collective, which lets other threads run."""
-    overload = getattr(getattr(torch.ops, FUNCTIONAL_NAMESPACE), operator).default
+    overload = getattr(getattr(torch.ops, namespace), operator).default
     return functools.partial(overload._op_dk, torch.DispatchKey.CompositeExplicitAutograd)
 
 

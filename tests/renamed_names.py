@@ -65,8 +65,8 @@ def rename(path: str) -> None:
         delattr(owner, name)
     if isinstance(owner, type) and hasattr(owner, name):  # a class in C has it, too
         setattr(owner, name, Missing())
-    if owner is torch.ops._c10d_functional:  # which would look an operator up again
-        find, lost = torch._ops._get_packet, f"_c10d_functional::{name}"
+    if isinstance(owner, torch._ops._OpNamespace):  # which would look an operator up again
+        find, lost = torch._ops._get_packet, f"{owner.name}::{name}"
         torch._ops._get_packet = lambda path, at: (None, []) if path == lost else find(path, at)
         return
     for caller in CALLERS:  # a function of the same name, such as dist.broadcast, keeps its own
@@ -180,6 +180,7 @@ def functional(rank: int) -> list:
         call("reduce_scatter_tensor_out", two, "sum", 2, out=torch.zeros(1)),
         call("reduce_scatter_tensor_coalesced", [two, two], "sum", 2),
         call("all_to_all_single", two, [1, 1], [1, 1]),
+        method(torch.ops._dtensor, "shard_dim_alltoall")(two.view(1, 2), 0, 1, name).tolist(),
     ]
 
 

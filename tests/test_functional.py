@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
+from ddp_kit import torch_internals
 from ddp_kit.trace import Board, InternTable, Snapshot, recording
 
 
@@ -117,6 +118,25 @@ def test_the_bytes_of_a_redistribute_are_those_of_its_collective(before, after, 
     assert {line(event) for event in events} <= {
         "tensor.redistribute(mesh, [after]).to_local().sum()"
     }
+
+
+def test_the_collective_of_dtensor_that_changes_the_sharded_dimension_on_a_gpu_is_recorded():
+    """Its operator works on the CPU, too, where DTensor gathers instead."""
+
+    def worker(rank, world_size):
+        rows = torch.arange(4.0).view(1, 4) + 10 * rank
+        columns = torch.ops._dtensor.shard_dim_alltoall(rows, 0, 1, dist.group.WORLD.group_name)
+        return columns.flatten().tolist()
+
+    result = kit.run(worker, world_size=2)
+    assert list(result) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+    (event,) = of_rank(result.trace)
+    assert (event.op, event.method) == (
+        "shard_dim_alltoall",
+        torch_internals.method_of("all_to_all_single"),
+    )
+    assert (event.inputs, event.outputs) == (((4,),), ((4,),))
+    assert [row.sent for row in result.trace.summary(rank=0).rows] == [8]
 
 
 def test_what_dtensor_calls_is_named_after_what_the_learner_has_called():

@@ -32,7 +32,8 @@ OPERATORS = [  # the last name of each feature of functional collectives, and wh
     ("reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
     ("all_to_all_single", "all_to_all_single"),
 ]
-FUNCTIONAL = {f"functional {name}" for _, name in OPERATORS}
+SHARD_DIM = {"functional shard_dim_alltoall"}
+FUNCTIONAL = {f"functional {name}" for _, name in OPERATORS} | SHARD_DIM
 LOST = {  # operations that are not in the trace, by the last of the names that are missing
     **dict.fromkeys(("send", "recv", "recv_anysource"), MESSAGES),
     **{name: {name} for name in ("broadcast", "reduce", "gather", "scatter", "barrier")},
@@ -59,6 +60,7 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
     "_broadcast_coalesced": {"DDP broadcast"},
     "_execution_engine": {"DDP find_unused_parameters"},
     **{f"ops._c10d_functional.{operator}": {f"functional {name}"} for operator, name in OPERATORS},
+    "ops._dtensor.shard_dim_alltoall": SHARD_DIM,
     "_op_dk": FUNCTIONAL,
     "_resolve_process_group": FUNCTIONAL,
 }

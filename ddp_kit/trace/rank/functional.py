@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,15 +30,22 @@ _OPERATORS = sys.modules[type(torch.ops).__module__].__file__
 
 
 @functools.cache
-def replace_kernels() -> torch.library.Library | None:
-    """Replace the kernels in this process, until the library that is returned is deleted."""
+def replace_kernels() -> list[torch.library.Library]:
+    """Replace the kernels in this process, until the libraries that are returned are deleted."""
     if not torch_internals.FUNCTIONAL_WAITS.is_on:
-        return None
+        return []
     names = [name for feature in torch_internals.FUNCTIONAL for name in feature.found]
     recorded = {name: functools.partial(_start, name) for name in names} | {"wait_tensor": _wait}
-    library = torch.library.Library(torch_internals.FUNCTIONAL_NAMESPACE, "IMPL")
+    libraries = [_library(torch_internals.FUNCTIONAL_NAMESPACE, recorded)]
+    if torch_internals.SHARD_DIM_ALLTOALL.is_on:
+        libraries.append(_library("_dtensor", {"shard_dim_alltoall": _start_and_wait}))
+    return libraries
+
+
+def _library(namespace: str, recorded: Mapping[str, Callable]) -> torch.library.Library:
+    library = torch.library.Library(namespace, "IMPL")
     for name, record in recorded.items():
-        kernel = _either(torch_internals.kernel_of(name), record)
+        kernel = _either(torch_internals.kernel_of(name, namespace), record)
         for device in _DEVICES:
             library.impl(name, kernel, device)
     return library
@@ -89,6 +96,21 @@ def _start(
             else:
                 now.expect_no_wait(posted)
     return results
+
+
+def _start_and_wait(
+    now: Recorder, original: Callable, tensor: torch.Tensor, *dims_and_group: Any
+) -> torch.Tensor:
+    group = torch_internals.resolve_group(dims_and_group[-1])
+    call = describe("allreduce", (tensor.reshape(-1),))  # it sends equal parts to all ranks
+    method = torch_internals.method_of("all_to_all_single")
+    call = call._replace(method=method, outputs=call.inputs)
+    posted = now.post(group, call, op=now.prefix + "shard_dim_alltoall")
+    try:
+        return now.block_as_one(posted, original, tensor, *dims_and_group)
+    except BaseException:
+        now.take_back(posted)
+        raise
 
 
 def _wait(now: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tensor:
