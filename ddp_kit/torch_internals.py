@@ -149,6 +149,13 @@ SHARD_DIM_ALLTOALL = Feature(
     "DTensor's change of the dimension that is sharded is not traced on GPUs",
     "torch:ops._dtensor.shard_dim_alltoall",
 )
+FRAMES = Feature(
+    "torch.compile compiles the recorder with a function that sends, and may fail",
+    *(
+        f"torch._C._dynamo.eval_frame:{name}"
+        for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    ),
+)
 MONITORED_BARRIER = _methods("monitored_barrier is not traced", "monitored_barrier")
 BATCHES = _methods(
     "operations that nccl starts as one batch are reported as never waited for",
@@ -200,6 +207,15 @@ def kernel_of(operator: str, namespace: str = FUNCTIONAL_NAMESPACE) -> Callable:
     """Return PyTorch's own kernel of a functional collective, which lets other threads run."""
     overload = getattr(getattr(torch.ops, namespace), operator).default
     return functools.partial(overload._op_dk, torch.DispatchKey.CompositeExplicitAutograd)
+
+
+def never_compile(function: types.FunctionType) -> None:
+    """Let torch.compile leave a function, and what it calls, as they are."""
+    if not FRAMES.is_on:
+        return
+    set_strategy, strategy, action = (value for _, value in FRAMES.found.values())
+    function._torchdynamo_disable = True  # where a function that calls it is compiled
+    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
 
 
 def resolve_group(group: Any) -> ProcessGroup:

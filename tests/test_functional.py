@@ -266,6 +266,24 @@ def test_a_compiled_function_is_recorded_when_it_runs():
     assert all(line(event).endswith("# here") for event in result.trace)
 
 
+def test_what_breaks_the_graph_of_a_compiled_function_is_recorded():
+    def worker(rank, world_size):
+        @torch.compile(backend="eager")
+        def swap(tensor):
+            if rank == 0:
+                dist.send(tensor, 1)
+            else:
+                dist.recv(tensor, 0)
+            dist.barrier()
+            return tensor * 2
+
+        return swap(torch.full((1,), rank + 1.0)).item()
+
+    result = kit.run(worker, world_size=2)
+    assert list(result) == [2.0, 2.0]
+    assert [event.op for event in of_rank(result.trace)] == ["send", "barrier"]
+
+
 def test_a_line_after_a_graph_break_is_that_of_the_function():
     def worker(rank, world_size):
         def total(tensor):

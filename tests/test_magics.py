@@ -263,12 +263,14 @@ WRONG = [
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
+    ("%ranks push kept unsendable", "PoolError", "unsendable['out'] cannot be sent"),
     ("%ranks pull x --only 9", "PoolError", "ranks below 4"),
     ("%ranks pull kept --only 0 1", "PoolError", "got '0 1'"),
 ]
 
 
 def test_an_impossible_cell_is_a_kit_error_and_nothing_is_lost(notebook):
+    notebook.run("import sys\nunsendable = {'out': open(sys.executable)}\nkept = 1")
     notebook.run("%%ranks\nkept = rank")
     for cell, kind, message in WRONG:
         wrong = notebook.raises(cell)

@@ -24,7 +24,8 @@ from ddp_kit.hints import hint_for
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
 from ddp_kit.notebook.rank.output import CellOutput, SealedValue
-from ddp_kit.pool import Result, launcher_of
+from ddp_kit.pool import Result, arguments, launcher_of
+from ddp_kit.pool.wire import payload
 from ddp_kit.progress_file import RANKS_CELL, recording
 
 _RANKS_CELL = re.compile(r"\s*(%%(?!ranks).*\n)*%%ranks\b")  # below %%time, or other cell magics
@@ -204,7 +205,13 @@ class RanksMagics(Magics):
             if value is self._pulled.get(name):
                 print(f"{name} is the list that %ranks pull has made: each rank gets all of it")
         push = session.Push(values, only, self._with_names(self._backend))
-        self._run(push, self._world_size, self._backend)
+        try:
+            self._run(push, self._world_size, self._backend)
+        except PoolError:
+            for name, value in values.items():
+                if found := payload.find_culprit(value, name):
+                    raise arguments.refusal(*found) from None
+            raise
         if only is None or 0 in only:
             self.known |= {name: [] for name in names}
 

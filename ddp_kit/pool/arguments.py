@@ -196,9 +196,12 @@ def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
         what = f"argument {path[1:].replace(']', '', 1)}"
     else:
         what, culprit, reason = _used_by(worker) or ("the worker", worker, reason)
-    raise PoolError(
-        f"{what} cannot be sent to the ranks: {_explain(what, culprit, reason)}"
-    ) from None
+    raise refusal(what, culprit, reason) from None
+
+
+def refusal(what: str, culprit: Any, reason: Exception) -> PoolError:
+    """Return the error that says why something cannot be sent to the ranks."""
+    return PoolError(f"{what} cannot be sent to the ranks: {_explain(what, culprit, reason)}")
 
 
 def _explain(what: str, culprit: Any, reason: Exception) -> str:

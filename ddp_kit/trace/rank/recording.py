@@ -117,7 +117,10 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
     """
     below = _subclasses(owner) if isinstance(owner, type) else set()
     for place in [owner, *(cls for cls in below if name in vars(cls))]:
-        setattr(place, name, _either(getattr(place, name), recorded))
+        either = _either(getattr(place, name), recorded)
+        if isinstance(owner, type):
+            torch_internals.never_compile(either)
+        setattr(place, name, either)
 
 
 def _subclasses(cls: type) -> set[type]:
