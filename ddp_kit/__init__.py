@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ddp_kit.backends import device
 from ddp_kit.comparison import Comparison, compare
 from ddp_kit.data import mnist
-from ddp_kit.doctor import doctor
 from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import (
     BackendError,
@@ -36,9 +35,10 @@ from ddp_kit.errors import (
     RunTimeoutError,
     TraceError,
 )
-from ddp_kit.launch.torchrun import torchrun
+from ddp_kit.machine_checks import doctor
 from ddp_kit.pool import Result, WorkerPool, run, shutdown, status
 from ddp_kit.pool.ipython import shell
+from ddp_kit.pool.torchrun import torchrun
 from ddp_kit.trace import load_trace, progress
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torchvision.datasets import MNIST
 
-DIGITS = Path(__file__).parent / "digits"
+DIGITS = Path(__file__).parent / "lessons" / "data" / "digits"
 PLACES = ("", "raw", "MNIST/raw")  # below a folder; torchvision uses the last
 MEAN, DEVIATION = 0.1307, 0.3081  # of the training images, scaled to 0 to 1 and rounded
 

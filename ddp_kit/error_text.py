@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ddp_kit.renamed import RenamedAttribute
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where an object is in the memory of its rank
 
 
@@ -69,8 +67,6 @@ class RankFailure:
     def handling(self) -> RankFailure | None:
         """Its context, unless only a library's code was handling that."""
         return self.context if self.context and self.context.where else None
-
-    story = RenamedAttribute("key")
 
     def __str__(self) -> str:
         return "\n".join([self._exception, *([f"    {self.where}"] if self.where else [])])

@@ -49,7 +49,6 @@ from ddp_kit.error_text import (
     signal_name,
 )
 from ddp_kit.hints import hint_for
-from ddp_kit.renamed import RenamedAttribute
 
 # `ddp_kit.notebook` replaces this with a function that shows a picture above the error.
 draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
@@ -300,7 +299,6 @@ class _HintedError(RunError):
     """An error that ends with a hint, which is settable."""
 
     hint: str
-    mend = RenamedAttribute("hint")
 
 
 class DeadlockError(_HintedError):

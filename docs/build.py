@@ -33,7 +33,7 @@ GUIDES = {  # and their titles in the contents
     "tests/benchmarks/README.md": "Benchmarks",
     "tests/wrong_programs/README.md": "Wrong programs",
     "tests/cluster/README.md": "Hosts in one machine",
-    "ddp_kit/digits/ORIGIN.md": "Where the digits are from",
+    "ddp_kit/lessons/data/digits/ORIGIN.md": "Where the digits are from",
 }
 PARTS = {  # folders of notebooks/, each with a page of its own
     "exercises": "Each exercise is a function with a gap of at most five lines. A check runs your "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from ddp_kit.mpi import buffers
+from ddp_kit.backends.mpi import buffers
 
 Group = dist.ProcessGroup
 COMPARED: dict[str, Callable] = {}

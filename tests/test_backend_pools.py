@@ -21,7 +21,7 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit import mpi, shm
+from ddp_kit.backends import mpi, shm
 from ddp_kit.pool import view
 from ddp_kit.pool.launchers import mpiexec
 

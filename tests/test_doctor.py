@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import data
-from ddp_kit.doctor import Finding, checks, findings, run_check
-from ddp_kit.doctor import __main__ as command
+from ddp_kit import machine_checks as checks
+from ddp_kit.machine_checks import Finding, findings, run_check
 from ddp_kit.pool import memory
 
 GIB = 2**30
@@ -418,8 +418,8 @@ def test_a_finding_is_left_out_or_lies_across_columns(capsys):
 )
 def test_the_summary_or_the_exit_code_miscounts(monkeypatch, capsys, found, summary):
     by_subject = {f"check {number}": finding for number, finding in enumerate(found)}
-    replace(monkeypatch, (command, "findings", by_subject))
-    assert command.main([]) == (POOR in found)
+    replace(monkeypatch, (checks, "findings", by_subject))
+    assert checks.main([]) == (POOR in found)
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == summary
     assert [line.startswith("ok") for line in out[:-2]] == [finding.ok for finding in found]
@@ -431,7 +431,7 @@ def test_the_command_warns_or_loads_what_it_should_not():
     times = [line for line in out.stderr.splitlines() if line.startswith("import time:")]
     loaded = {line.rsplit("|", 1)[1].strip() for line in times}
     assert out.stderr.splitlines() == times
-    assert "ddp_kit.doctor.checks" in loaded
+    assert "ddp_kit.machine_checks" in loaded
     assert not {"torchvision", "matplotlib", "IPython"} & loaded
     assert out.returncode == ("WARN" in out.stdout)
 
@@ -454,15 +454,8 @@ def test_the_command_fails_in_a_cell():
     assert "main thread" in out.stdout
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import ddp_kit.doctor, ddp_kit as kit",
-        "import ddp_kit as kit; import ddp_kit.doctor.checks",
-    ],
-)
-def test_another_import_breaks_the_doctor_or_torchvision(imports):
-    code = f"{imports}\nkit.doctor()\nimport torchvision\nprint(len(kit.mnist()))"
+def test_torchvision_works_after_the_doctor():
+    code = "import ddp_kit as kit\nkit.doctor()\nimport torchvision\nprint(len(kit.mnist()))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert out.stderr == ""
     assert out.stdout.endswith(("attention.\n10000\n", "found.\n10000\n"))

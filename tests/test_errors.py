@@ -10,7 +10,6 @@ import pytest
 
 import ddp_kit as kit
 from ddp_kit.error_text import Call, Frame, TextFormatter, Wait, name_ranks
-from ddp_kit.trace.events import Event, Group
 
 
 def failure(rank, message="boom", line=3, own=True):
@@ -261,28 +260,6 @@ def test_a_mismatch_is_a_fact_the_calls_what_came_of_them_and_a_hint():
         "  Cell In[7], line 5, in worker",
         "    dist.recv(t, src=1)",
     ]
-
-
-@pytest.mark.parametrize("error", [DEADLOCK, MISMATCH], ids=lambda error: type(error).__name__)
-def test_the_old_name_of_a_hint_gives_no_warning_or_another_text(error):
-    error = copy.copy(error)
-    with pytest.warns(DeprecationWarning, match=r"Error\.mend is now hint"):
-        assert error.mend == error.hint
-    with pytest.warns(DeprecationWarning, match=r"Error\.mend is now hint"):
-        error.mend = "Another hint."
-    assert str(error).endswith("\nAnother hint.")
-
-
-def test_the_old_name_of_a_match_key_gives_no_warning_or_another_value():
-    event = Event(0, 0, "recv", "recv", "recv", Group("0", (0, 1)), 3, peer=1, tag=7)
-    with pytest.warns(DeprecationWarning, match="Event.meeting is now match_key"):
-        assert event.meeting == event.match_key == ((1, 0, 7, event.group), 3)
-
-
-def test_the_old_name_of_a_failures_key_gives_no_warning_or_another_value():
-    first, other = failure(0), failure(1)
-    with pytest.warns(DeprecationWarning, match="RankFailure.story is now key"):
-        assert first.story == other.key == ("ValueError", "boom", ("cell-file", 3))
 
 
 def test_a_bug_of_the_kit_is_taken_for_one_of_the_learner():

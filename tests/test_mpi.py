@@ -15,9 +15,9 @@ import group_cases
 import psutil
 import pytest
 
-from ddp_kit import mpi
+from ddp_kit.backends import mpi
+from ddp_kit.backends.mpi import launcher
 from ddp_kit.errors import BackendError
-from ddp_kit.mpi import launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD_SIZES = (1, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4)))
@@ -111,7 +111,7 @@ def test_ranks_do_not_finish(scenario):
 @needs_mpi
 def test_an_import_loads_or_initialises_mpi():
     program = (
-        "import sys; from ddp_kit import mpi; mpi.register(); mpi.register(); "
+        "import sys; from ddp_kit.backends import mpi; mpi.register(); mpi.register(); "
         "assert 'mpi4py' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=600)
@@ -185,11 +185,6 @@ def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
     assert not mpi.started_by_mpiexec()
     with pytest.raises(BackendError, match="start the ranks with mpiexec"):
         mpi.rank_info()
-
-
-def test_the_old_name_of_rank_info_is_gone_or_silent(monkeypatch):
-    with pytest.warns(DeprecationWarning, match="place is now rank_info"):
-        assert mpi.place is mpi.rank_info
 
 
 def leave_mpiexec(monkeypatch) -> None:

@@ -252,7 +252,7 @@ def test_drawing_leaves_rcparams_alone():
 
 
 def test_plot_imports_no_pyplot_and_no_process():
-    below = ("verdict", "trace", "errors", "error_text", "renamed")
+    below = ("verdict", "trace", "errors", "error_text")
     in_a_notebook = "notebook.timeline"  # `interact` imports it
     allowed = tuple(f"ddp_kit.{name}" for name in ("plot", *below, in_a_notebook))
     for path in Path(plot.__file__).parent.glob("*.py"):
@@ -327,12 +327,6 @@ def test_input_of_the_wrong_type_is_a_plot_error(draw):
         draw(*given)
     for former in (ValueError, TypeError):  # what these functions raised before
         assert isinstance(caught.value, former)
-
-
-def test_former_name_of_the_text_table_warns():
-    picture = tensors([{"before": t(1)}])
-    with pytest.warns(DeprecationWarning, match="Picture.twin is now text_table"):
-        assert picture.twin == picture.text_table
 
 
 # ---- tensors

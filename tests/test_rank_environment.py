@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch.rank import environment
 from ddp_kit.lessons import point_to_point
 from ddp_kit.lessons.init_methods import free_ports
+from ddp_kit.pool.rank import environment
 
 VARIABLES = {
     "RANK": "1",

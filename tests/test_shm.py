@@ -26,9 +26,9 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit import shm
+from ddp_kit.backends import shm
+from ddp_kit.backends.shm import futex, joining
 from ddp_kit.errors import BackendError
-from ddp_kit.shm import futex, joining
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.verdict import graph
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from processes import BOUND
 
 import ddp_kit as kit
-from ddp_kit.launch import attempt
 from ddp_kit.lessons import torchrun as lesson
+from ddp_kit.lessons._launch import attempt
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import rank_processes, view
 

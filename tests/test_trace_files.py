@@ -15,9 +15,9 @@ import torch.distributed as dist
 import traces
 
 import ddp_kit as kit
-from ddp_kit.launch.lesson_ranks import Ranks
-from ddp_kit.launch.rank.clocks import clock_name, compare_clocks
 from ddp_kit.lessons import collectives, point_to_point
+from ddp_kit.lessons._launch import Ranks
+from ddp_kit.pool.rank.clocks import clock_name, compare_clocks
 from ddp_kit.trace import Clock, Trace, TraceFolder
 from ddp_kit.trace.events import Event, Group
 

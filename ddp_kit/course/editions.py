@@ -137,7 +137,7 @@ def module(path: Path, notebook: NotebookNode, hand: str) -> str:
     shared = list(_public(ast.parse(hand)))
     imports, code = _collected(path, notebook, dict.fromkeys(shared, f"_{name}.py"))
     if "main" in shared:
-        imports.append("from ddp_kit.launch import run_as_script")
+        imports.append("from ddp_kit.lessons._launch import run_as_script")
         code.append('if __name__ == "__main__":\n    run_as_script(main)')
     body = "\n".join(dict.fromkeys(imports)) + "\n\n" + "\n\n\n".join(code) + "\n"
     used_imports = "--config", "lint.per-file-ignores = {}", "--select", "F401,I"

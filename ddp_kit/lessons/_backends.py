@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError, DeadlockError, RankDiedError, RankError, RunTimeoutError
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single
 
 PLACES = {

@@ -10,7 +10,7 @@ import torch
 from ddp_kit import compare
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer
 
 LARGEST_WORLD = 19  # for all_reduce_in_a_group: an int64 does not hold 10**19

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_kit import compare, device
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
 from ddp_kit.lessons.zero import ADAM, SGD, train_alone
 from ddp_kit.trace.bytes_sent import bytes_sent

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_kit import compare, device
-from ddp_kit.launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.lessons.partitioned_sgd import average_gradients
 
 _BATCH = 30

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from ddp_kit import compare
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
 

@@ -11,7 +11,7 @@ from statistics import mean
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import compare
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.lessons.ddp import count_calls, deal_by_hand
 
 # This argument was called broadcast_buffers until PyTorch 2.13.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ddp_kit import compare, device
 from ddp_kit.errors import PoolError
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 

@@ -3,7 +3,8 @@
 Tokens are the bytes of the text, all below 128, so that nothing has to be learnt before training
 and a vocabulary of 128 divides among 2, 4 or 8 ranks. Source of the model: Radford et al.,
 "Language Models are Unsupervised Multitask Learners" (2019). Of the text: the first 12 chapters of
-Jane Austen's "Pride and Prejudice" (1813), in the public domain; see ddp_kit/text/ORIGIN.md.
+Jane Austen's "Pride and Prejudice" (1813), in the public domain; see
+data/text/ORIGIN.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from ddp_kit import device
 from ddp_kit.errors import PoolError
 
-TEXT = Path(__file__).parents[1] / "text" / "pride_and_prejudice.txt"
+TEXT = Path(__file__).parent / "data" / "text" / "pride_and_prejudice.txt"
 SEED = 1234
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
 

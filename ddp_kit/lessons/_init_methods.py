@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import RankError
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 
 
 class ForwardingStore(dist.Store):

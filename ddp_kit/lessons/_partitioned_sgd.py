@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from ddp_kit import compare, device, mnist
 from ddp_kit.error_text import count
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer, positive
 
 USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)

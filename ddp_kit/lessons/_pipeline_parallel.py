@@ -22,9 +22,9 @@ from torch.distributed import pipelining
 
 from ddp_kit import compare, device
 from ddp_kit.error_text import count
-from ddp_kit.launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
+from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.lessons.zero import copies
 from ddp_kit.notebook.controls import Explorer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_kit.launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
 
 
 def main(argv: list[str] | None = None) -> None:

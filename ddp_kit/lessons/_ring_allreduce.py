@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device, model
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 
 
 def main(argv: list[str] | None = None) -> None:

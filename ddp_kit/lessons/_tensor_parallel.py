@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_kit import compare, device
-from ddp_kit.launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons._gpt import Attention, Config, batches, loss_of, make_gpt
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons.device_mesh import pieces, shard_to_replicate
 from ddp_kit.lessons.zero import ADAM, SGD, copies, count_bytes, memory
 

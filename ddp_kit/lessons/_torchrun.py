@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 
 
 def wait_for(file: Path, seconds: float = 120) -> None:

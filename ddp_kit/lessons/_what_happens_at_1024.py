@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device, model
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons.ddp import Stack
 from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange
 

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit import compare, device, model
-from ddp_kit.launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
 from ddp_kit.model import Accelerator, Cluster, Link, Plan, Transformer

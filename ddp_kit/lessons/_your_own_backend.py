@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import compare, model
-from ddp_kit.launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 
 
 def connect(rank):

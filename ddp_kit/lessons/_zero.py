@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ddp_kit import compare
 from ddp_kit.error_text import count
-from ddp_kit.launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.lessons._gpt import GPT, Config, batches, check_parts, loss_of, make_gpt
+from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent

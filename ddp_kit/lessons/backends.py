@@ -1,4 +1,4 @@
-# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. a3b79569f93d
+# Made from notebooks/10_backends.ipynb by `make editions`: edit that, not this. 60dea4d624c3
 """Backends: what each can do, and what it costs."""
 
 import math
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._backends import (
     ANY,
     BITWISE,
@@ -32,6 +31,7 @@ from ddp_kit.lessons._backends import (
     refusals,
     started_by,
 )
+from ddp_kit.lessons._launch import run_as_script
 
 
 def accepts(rank, world_size, backend):

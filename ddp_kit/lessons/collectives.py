@@ -1,4 +1,4 @@
-# Made from notebooks/02_collectives.ipynb by `make editions`: edit that, not this. 56b627e55398
+# Made from notebooks/02_collectives.ipynb by `make editions`: edit that, not this. a546046753c7
 """Collectives: every rank takes part."""
 
 import time
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._collectives import (
     COLLECTIVES,
     LARGEST_WORLD,
@@ -18,6 +17,7 @@ from ddp_kit.lessons._collectives import (
     main,
     reference,
 )
+from ddp_kit.lessons._launch import run_as_script
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single

@@ -1,4 +1,4 @@
-# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. d5591a5348de
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. b6a89296b35e
 """Context parallelism, and experts."""
 
 import math
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._context_parallel import (
     WIDTH,
     all_scores,
@@ -35,6 +34,7 @@ from ddp_kit.lessons._context_parallel import (
     watch_memory,
 )
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons.ring_allreduce import neighbours
 from ddp_kit.lessons.zero import BATCH, SGD, copies
 

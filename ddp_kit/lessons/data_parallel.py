@@ -1,4 +1,4 @@
-# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. c5962b607016
+# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. 55c633ba6553
 """DataParallel: eight steps, all through device 0."""
 
 import time
@@ -10,7 +10,6 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._data_parallel import (
     are_real,
     count_up,
@@ -23,6 +22,7 @@ from ddp_kit.lessons._data_parallel import (
     rank_gradient,
     virtual,
 )
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons.partitioned_sgd import SEED, Net, first_digits, flat
 
 

@@ -1,4 +1,4 @@
-# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. aef617f1c8ac
+# Made from notebooks/09_ddp_mistakes.ipynb by `make editions`: edit that, not this. 92f4a2da657a
 """DDP: mistakes found in notes and in code."""
 
 import torch
@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._ddp_mistakes import SYNC_BUFFERS, main
+from ddp_kit.lessons._launch import run_as_script
 
 
 def pull(rank, world_size, lr=0.1, hook=None, unwrap=False, steps=12):

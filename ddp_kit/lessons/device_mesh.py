@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. efc49b201c51
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. e8d12889a3eb
 """Device meshes: one tensor on many ranks."""
 
 import math
@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._device_mesh import (
     CHANGES,
     PLACEMENTS,
@@ -21,6 +20,7 @@ from ddp_kit.lessons._device_mesh import (
     sent_by_tcp,
     sum_of_parts,
 )
+from ddp_kit.lessons._launch import run_as_script
 
 
 def numbered(rows, columns):

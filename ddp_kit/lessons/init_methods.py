@@ -1,4 +1,4 @@
-# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. 968a7f299a72
+# Made from notebooks/06_init_methods.ipynb by `make editions`: edit that, not this. 3fd7ef64eb57
 """Init methods: how ranks find each other."""
 
 import os
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._init_methods import (
     MEANINGS,
     ForwardingStore,
@@ -24,6 +23,7 @@ from ddp_kit.lessons._init_methods import (
     quiet,
     ranks_in,
 )
+from ddp_kit.lessons._launch import run_as_script
 
 HERE = os.environ.get("MASTER_ADDR", "127.0.0.1")  # torchrun sets it to rank 0's machine
 

@@ -1,4 +1,4 @@
-# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. 350bbdbd0f83
+# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. f7ec0481493a
 """Partitioned SGD: four replicas learn as one."""
 
 from random import Random
@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._digits import accuracy, first_digits, flat
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._partitioned_sgd import (
     USUAL_RATES,
     explore,

@@ -1,4 +1,4 @@
-# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. 42d68e1ca521
+# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. f32f34c04314
 """Pipeline parallelism: each rank has some of the layers."""
 
 import time
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._pipeline_parallel import (
     ADAM,
     BY_HAND,

@@ -1,11 +1,11 @@
-# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. fedd8909b7ad
+# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. 64ff30c9c6cd
 """Point-to-point: one rank sends, one receives."""
 
 import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._point_to_point import main
 
 

@@ -1,4 +1,4 @@
-# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. 5ee734d65944
+# Made from notebooks/04_ring_allreduce.ipynb by `make editions`: edit that, not this. 4c65717130b9
 """Ring all-reduce: build your own."""
 
 from itertools import product
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._ring_allreduce import arrivals, chunked_ring, compare, explore, main, watch
 
 

@@ -1,4 +1,4 @@
-# Made from notebooks/00_start_here.ipynb by `make editions`: edit that, not this. f4aeffc11fa1
+# Made from notebooks/00_start_here.ipynb by `make editions`: edit that, not this. a2531e06da6a
 """Start here: your first four ranks."""
 
 import os
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._start_here import main
 
 

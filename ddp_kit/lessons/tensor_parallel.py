@@ -1,4 +1,4 @@
-# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. 225ee455320e
+# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. e48c1b33b417
 """Tensor parallelism: every layer on all ranks."""
 
 import torch
@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._tensor_parallel import (
     BATCH,
     CONFIG,

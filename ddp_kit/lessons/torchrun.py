@@ -1,4 +1,4 @@
-# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. 95423dcc8cef
+# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. aa98ba42a319
 """torchrun: one program, one host or many."""
 
 import os
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._torchrun import main, wait_for
 
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

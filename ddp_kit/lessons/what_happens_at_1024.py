@@ -1,4 +1,4 @@
-# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 509e55963c04
+# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 05cdde6354c0
 """What happens at 1,024: plan past what you can run."""
 
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import model
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._what_happens_at_1024 import (
     all_gather,
     backwards_by_ring,

@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 205a98b451f5
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 07146d478665
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 from functools import partial
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp_kit as kit
 from ddp_kit import model as formulas
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._which_one_when import (
     BYTES,
     CUT,

@@ -1,4 +1,4 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 7494c206c387
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. c29b1a33bc1d
 """Your machine: what is here, and which rank am I?"""
 
 import os
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._your_machine import (
     EXITS,
     come_and_leave,

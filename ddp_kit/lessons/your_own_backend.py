@@ -1,4 +1,4 @@
-# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. ebf7932046ba
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. 598c0967e0b0
 """Your own backend: the ranks of a host share memory."""
 
 import copy
@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._digits import first_digits, flat
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._your_own_backend import (
     Receive,
     all_gather,

@@ -1,4 +1,4 @@
-# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. 1ae5229df4ec
+# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. e974bcba945c
 """ZeRO: no rank keeps what another has."""
 
 from collections import deque
@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ddp_kit as kit
-from ddp_kit.launch import run_as_script
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
+from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._zero import (
     ADAM,
     BATCH,

@@ -21,7 +21,6 @@ from PIL.PngImagePlugin import PngInfo
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, WIDTH, write
-from ddp_kit.renamed import RenamedAttribute
 from ddp_kit.trace import Trace
 
 DPI = 110
@@ -149,8 +148,6 @@ class Picture(Figure):
         _Canvas(self)
         self.set_layout_engine("none")
         self.text_table = text_table
-
-    twin = RenamedAttribute("text_table")
 
     def __repr__(self) -> str:
         return self.text_table

@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ddp_kit.backends.group import work as group_work
+from ddp_kit.backends.mpi import work
+from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.group import work as group_work
-from ddp_kit.mpi import work
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
-from ddp_kit.shm import engine
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board_copy import EVENTS, Head
 from ddp_kit.trace.polling import find_polling_loop

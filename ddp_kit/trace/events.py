@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ddp_kit.error_text import Frame, count
 from ddp_kit.errors import TraceError
-from ddp_kit.renamed import RenamedAttribute
 
 if TYPE_CHECKING:
     from ddp_kit.trace.summary import Summary
@@ -83,8 +82,6 @@ class Event:
     def match_key(self) -> tuple:
         """Equal for the two ends of one message, and for all ranks of one collective."""
         return self.channel or self.group, self.sequence
-
-    meeting = RenamedAttribute("match_key")
 
     @property
     def channel(self) -> tuple | None:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ddp_kit import mpi, shm
-from ddp_kit.shm.segment import SLOT, SLOTS
+from ddp_kit.backends import mpi, shm
+from ddp_kit.backends.shm.segment import SLOT, SLOTS
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event, Group
 
@@ -201,7 +201,7 @@ def _needed_on_gloo(event: Event, size: int, me: int, root: int) -> set[int]:
 
 
 def _needed_on_shm(event: Event, size: int, me: int, root: int) -> set[int]:
-    """Return the numbers of the ranks that this one, number `me`, needs with `ddp_kit.shm`."""
+    """Return the numbers of the ranks that this one, number `me`, needs with shm."""
     fits = event.method == "broadcast" and event.nbytes <= SLOTS * SLOT  # else it waits for readers
     if me != root and (fits or event.method in ("gather", "scatter")):
         return {root}

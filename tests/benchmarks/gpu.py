@@ -160,7 +160,7 @@ def checks(
     if gpus:
         found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")
-    options = ["--data", str(ROOT / "ddp_kit" / "digits"), "--epochs", "3"]
+    options = ["--data", str(ROOT / "ddp_kit" / "lessons" / "data" / "digits"), "--epochs", "3"]
     found.append(Check("train.py alone", (sys.executable, script, *options), "epoch 3: "))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus or 2)]
     title = f"train.py, torchrun on {_ranks(gpus or 2)}"

@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_kit as kit
-from ddp_kit.launch import prove
 from ddp_kit.lessons import data_parallel
 from ddp_kit.lessons._digits import flat
+from ddp_kit.lessons._launch import prove
 from ddp_kit.lessons.backends import DTYPES, LIMIT
 from ddp_kit.lessons.backends import probe as try_all
 

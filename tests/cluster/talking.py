@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_kit.launch import open_ranks
+from ddp_kit.lessons._launch import open_ranks
 
 PATIENCE = timedelta(seconds=10)  # a lesson's ranks wait five minutes for each other
 

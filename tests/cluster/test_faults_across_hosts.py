@@ -10,7 +10,7 @@ from torchrun import RENDEZVOUS, Torchrun
 
 SLOW = """
 import torch
-from ddp_kit.launch import open_ranks
+from ddp_kit.lessons._launch import open_ranks
 from ddp_kit.lessons.ring_allreduce import whole_ring
 
 def add_up(rank, world_size):

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from ddp_kit.launch import open_ranks
 from ddp_kit.lessons import backends, ring_allreduce
+from ddp_kit.lessons._launch import open_ranks
 
 file, rounds, *sizes = sys.argv[1:]
 sizes = tuple(map(int, sizes))

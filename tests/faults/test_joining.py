@@ -17,7 +17,7 @@ from processes import BOUND
 
 import ddp_kit as kit
 from ddp_kit import torch_internals
-from ddp_kit.launch.rank import environment, torchrun_worker
+from ddp_kit.pool.rank import environment, torchrun_worker
 
 N = 6
 TRIES = 100  # with one failure in fifty tries, all of them would pass in 13 % of the runs

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from scripts import text_of
 
 import ddp_kit as kit
-from ddp_kit import model, mpi
+from ddp_kit import model
+from ddp_kit.backends import mpi
 from ddp_kit.lessons import _backends, backends
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))

@@ -14,9 +14,9 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit import lessons
-from ddp_kit.launch import prove
-from ddp_kit.launch.rank import environment
 from ddp_kit.lessons import ring_allreduce
+from ddp_kit.lessons._launch import prove
+from ddp_kit.pool.rank import environment
 
 PROOFS = {
     "start_here": "start_here: {}, each one a process, and all hold the same sum\n",

@@ -10,7 +10,7 @@ import pytest
 from test_every_lesson import PROOFS, QUICKLY
 
 import ddp_kit as kit
-from ddp_kit import mpi
+from ddp_kit.backends import mpi
 from ddp_kit.lessons import point_to_point
 
 pytestmark = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))

@@ -9,9 +9,9 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit import model
-from ddp_kit.launch import open_ranks
 from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons import what_happens_at_1024 as lesson
+from ddp_kit.lessons._launch import open_ranks
 
 
 def test_an_all_reduce_is_wrong_where_sizes_do_not_divide():

@@ -143,7 +143,7 @@ def test_a_module_has_the_imports_that_a_tagged_cell_tries(tmp_path):
 def test_a_module_with_a_main_runs_it(tmp_path):
     text = made(tmp_path, "def main(argv=None): pass", code("def go(): pass", "module"))
     assert text.endswith('\n\nif __name__ == "__main__":\n    run_as_script(main)\n')
-    assert "from ddp_kit.launch import run_as_script\n" in text
+    assert "from ddp_kit.lessons._launch import run_as_script\n" in text
 
 
 def test_scripts_are_what_cells_write(tmp_path):

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 # What the agent imports for all its ranks, by a word in what they run.
 PRELOAD = {
-    "ddp_kit": "ddp_kit.launch.rank.torchrun_worker",
+    "ddp_kit": "ddp_kit.pool.rank.torchrun_worker",
     "DistributedDataParallel": "torch._dynamo",
     "distributed.checkpoint": "torch.distributed.checkpoint.state_dict",
 }

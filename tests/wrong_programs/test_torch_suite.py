@@ -10,7 +10,7 @@ import csv
 import pytest
 import torch_suite
 
-from ddp_kit import mpi, shm
+from ddp_kit.backends import mpi, shm
 
 
 @pytest.mark.parametrize("column", ["gloo", "shm", pytest.param("mpi", marks=pytest.mark.long)])

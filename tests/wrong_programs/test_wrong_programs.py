@@ -14,7 +14,7 @@ from report import Judgement, judge
 from suite import OTHERWISE_ON_SHM, PROGRAMS, tenth
 
 import ddp_kit as kit
-from ddp_kit import mpi, shm
+from ddp_kit.backends import mpi, shm
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import ddp_kit as kit
-from ddp_kit import mpi, shm
+from ddp_kit.backends import mpi, shm
 from ddp_kit.trace import recording
 
 HERE = Path(__file__).parent

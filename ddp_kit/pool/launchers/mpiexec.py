@@ -9,7 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from ddp_kit import mpi
+from ddp_kit.backends import mpi
 from ddp_kit.errors import BackendError
 from ddp_kit.pool.launchers.base import PATIENCE, Launcher, Program, Show
 from ddp_kit.pool.rank import mpiexec_main

@@ -26,7 +26,7 @@ def main() -> None:
     sys.path[:], sys.argv[:], call = json.loads(sys.argv[2])
     line.sendall(struct.pack(call, 0, int(rank), os.getpid()))
 
-    from ddp_kit import mpi
+    from ddp_kit.backends import mpi
     from ddp_kit.pool.rank.bootstrap import serve_connected
 
     mpi.register()

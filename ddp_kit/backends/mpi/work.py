@@ -1,0 +1,229 @@
+"""Operations under way: MPI's requests, and the thread that polls them.
+
+MPI makes progress only inside its own calls. Without the thread, a future would never complete
+and a large message would stall while the learner's code computes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ddp_kit.backends.group.work import Operation, call_back, timeout_error
+from ddp_kit.backends.mpi.launcher import load_mpi
+
+# Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
+lock = threading.Lock()
+
+_SPIN = 0.001  # seconds for which `wait` only yields the core
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
+_WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second if there is a future
+_IDLE_INTERVALS = 100  # after so many with no operation, the thread sleeps until there is one
+
+_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+_unfinished: dict[MPIOperation, None] = {}  # it keeps the tensors alive that MPI reads or writes
+# MPI may still write into the tensors of an operation that timed out: they are never freed. The
+# second of each pair is `finish`, which holds the memory that would have been copied.
+_timed_out: list[tuple[MPIOperation, Callable[[], None] | None]] = []
+
+
+def format_error(name: str, error: Exception) -> str:
+    """Return the message for an operation that failed in MPI, on one line."""
+    return f"{name} failed in MPI: {' '.join(str(error).split())}"
+
+
+class MPIOperation(Operation):
+    """Nonblocking MPI requests that together are one operation of PyTorch.
+
+    name: for errors. requests: as MPI returned them. timeout: seconds from now.
+    finish: called when all requests are complete. outputs: the result of the future.
+    memory: what else MPI uses, kept alive. expected: the number of bytes to receive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: Sequence[Any],
+        timeout: float,
+        finish: Callable[[], None] | None = None,
+        outputs: Sequence[torch.Tensor] = (),
+        memory: Any = None,
+        expected: int | None = None,
+    ) -> None:
+        super().__init__(name, outputs)
+        self._requests = list(requests)
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._finish = finish
+        self._memory = memory
+        self._expected = expected
+        self._status = None if expected is None else load_mpi().Status()
+        self._completer: int | None = None  # the thread that completes it now, or has completed it
+        self._awaited = False
+        _unfinished[self] = None
+        _wake_watcher()
+
+    def poll(self) -> bool:
+        """Return whether it is done; whoever first finds it complete does what is left to do."""
+        if self.done:
+            return True
+        with lock:
+            mine = self._completer == threading.get_ident()  # a signal handler interrupted it
+            if self._completer is not None and not mine:
+                return self.done
+            complete = mine or self._test()
+            if complete:
+                self._completer = threading.get_ident()
+        if complete:
+            self._complete()
+        return self.done
+
+    def watch(self) -> None:
+        """Poll it for the watcher, and fail it after its timeout."""
+        if not self._awaited and not self.poll() and time.monotonic() > self._deadline:
+            self._time_out()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
+
+        After `timeout` it goes on, and one may wait again; after the group's timeout it has
+        failed.
+        """
+        start = now = time.monotonic()
+        deadline = self._deadline if timeout is None else start + timeout
+        self._awaited = True
+        try:
+            while not self.poll():
+                now = time.monotonic()
+                if now > self._deadline:
+                    self._time_out()
+                elif now > deadline:
+                    raise timeout_error(self.name, timeout)
+                elif now - start < _SPIN:
+                    _yield()
+                else:
+                    time.sleep(min(_LONGEST_SLEEP, max(_SHORTEST_SLEEP, (now - start) / 50)))
+        finally:
+            self._awaited = False
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Cancel a receive; MPI can cancel nothing else. The caller holds the lock."""
+        if self._expected is not None:
+            for request in self._requests:
+                request.Cancel()
+
+    def _test(self) -> bool:
+        """Return whether all requests are complete, or one failed."""
+        MPI = load_mpi()
+        try:
+            while self._requests:
+                request = self._requests[-1]
+                if self._expected is None:
+                    if not request.Test():
+                        return False
+                # A request is false if it completed before, and a signal handler interrupted us.
+                elif request and not request.Test(self._status):
+                    return False
+                else:
+                    self._check_message(MPI)
+                self._requests.pop()
+        except MPI.Exception as error:
+            self.error = RuntimeError(format_error(self.name, error))
+        return True
+
+    def _check_message(self, MPI: ModuleType) -> None:
+        """Note where a message came from; fail if it does not fill the tensor."""
+        self.source = self._status.Get_source()
+        received = self._status.Get_count(MPI.BYTE)
+        if received != self._expected:
+            self.error = RuntimeError(
+                f"{self.name} got {received} bytes from rank {self.source}, "
+                f"but the tensor has {self._expected}"
+            )
+
+    def _time_out(self) -> None:
+        with lock:
+            if self._completer is not None:
+                return
+            self.error = timeout_error(self.name, self._timeout)
+            self._completer = threading.get_ident()
+            _timed_out.append((self, self._finish))
+            self.cancel()
+        self._complete()
+
+    def _complete(self) -> None:
+        """Run `finish` and mark it done. Only one thread gets here, without the lock."""
+        finish, self._finish = self._finish, None
+        try:
+            if finish is not None and self.error is None:
+                finish()
+        except RuntimeError as error:
+            self.error = error
+        except BaseException:  # raised by a signal handler
+            self.error = RuntimeError(f"{self.name} was interrupted while its result was copied")
+            raise
+        finally:
+            with lock:
+                self.done = True
+                if not self._requests:
+                    self._memory = None
+            _unfinished.pop(self, None)
+            if threading.current_thread() is _thread:
+                call_back([self])
+            else:
+                self.complete_future()
+
+
+# The watcher: one thread that polls operations which nobody waits for
+
+_awake = threading.Event()
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def unfinished() -> list[MPIOperation]:
+    """Return the operations that are not done."""
+    return list(_unfinished)
+
+
+def stop_watcher() -> None:
+    """Stop the thread, for good."""
+    _stop.set()
+    _awake.set()
+    if _thread is not None and _thread.is_alive():
+        _thread.join(timeout=5)
+
+
+def _wake_watcher() -> None:
+    global _thread
+    if not _awake.is_set():
+        _awake.set()
+    if _thread is None:
+        _thread = threading.Thread(target=_watch, name="ddp_kit.backends.mpi", daemon=True)
+        _thread.start()
+
+
+def _watch() -> None:
+    idle = 0
+    while not _stop.is_set():
+        operations = unfinished()
+        idle = 0 if operations else idle + 1
+        if idle > _IDLE_INTERVALS:
+            idle = 0
+            _awake.clear()
+            if not _unfinished:  # nothing was added since
+                _awake.wait()
+        hurry = False
+        for operation in operations:
+            operation.watch()
+            hurry = hurry or operation.has_future
+        time.sleep(_FUTURE_INTERVAL if hurry else _WATCH_INTERVAL)

@@ -1,0 +1,323 @@
+"""The collectives, as steps over slots and rings.
+
+What all ranks need goes through slots, in rounds: each rank writes a chunk into its slot, announces
+it, and reads the chunks of the others. What is for one rank alone goes through the ring to it. So a
+tensor of any size needs the same memory, and is written once.
+
+An `all_reduce` of more than a few pages takes two rounds for each chunk, as a reduce-scatter and an
+all-gather do: the rank that owns a part of the chunk reads that part of all slots, and writes the
+result into a slot of its own, from which the others read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_kit.backends.shm import futex
+from ddp_kit.backends.shm.operations import Steps
+from ddp_kit.backends.shm.reductions import Reduction
+from ddp_kit.backends.shm.rings import COLLECTIVES, Ring
+from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Segment
+
+_SMALL = 1 << 15  # bytes up to which every rank reduces everything itself, in one round
+_NAMES = ("barrier", "broadcast", "reduce", "allreduce", "allgather", "reduce_scatter")
+_NAMES_OF_RINGS = ("gather", "scatter", "alltoall")
+_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+
+
+class Collectives:
+    """The collectives of one rank in a group; each method returns the steps of one."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment, self._words, self._lines = segment, segment.words, segment.lines
+        self._rank, self._size = segment.rank, segment.size
+        self._others = tuple(rank for rank in range(segment.size) if rank != segment.rank)
+        self._round = 0  # since the group exists: the same number on all ranks
+
+    # Rounds
+
+    def _until(self, column: int, count: int, ranks: Sequence[int]) -> Steps:
+        """Wait until a counter of each of the ranks has reached a number."""
+        words, lines = self._words, self._lines
+        for i, rank in enumerate(ranks):
+            while words[lines[rank] + column] < count:
+                yield tuple(
+                    other for other in ranks[i:] if words[lines[other] + column] < count
+                ) or (rank,)
+        futex.fence()
+
+    def _until_free(self) -> Steps:
+        """Wait until everybody has read what was in this rank's next slot before."""
+        return self._until(READ, self._round - SLOTS + 1, self._others)
+
+    def _until_written(self, ranks: Sequence[int], call: tuple[int, int]) -> Steps:
+        """Wait until ranks have written in this round. Raise RuntimeError if theirs differs."""
+        yield from self._until(WRITTEN, self._round + 1, ranks)
+        for rank in ranks:
+            at = self._segment.header(rank, self._round % SLOTS)
+            theirs = self._words[at], self._words[at + 1]
+            if theirs != call:
+                raise RuntimeError(
+                    f"{_name(call)}: rank {self._rank} called {_describe(call)}, "
+                    f"but rank {rank} called {_describe(theirs)}"
+                )
+
+    def _until_read(self, ranks: Sequence[int]) -> Steps:
+        """Wait until ranks have read the last round: with gloo, too, who gives waits for who takes.
+
+        So a rank that leaves out a collective is noticed.
+        """
+        return self._until(READ, self._round, ranks)
+
+    def _slot(self, rank: int, dtype: torch.dtype) -> Tensor:
+        return self._segment.slot(rank, self._round % SLOTS, dtype)
+
+    def _publish(self, call: tuple[int, int]) -> None:
+        """Announce what this rank has written into its slot."""
+        at = self._segment.header(self._rank, self._round % SLOTS)
+        self._words[at], self._words[at + 1] = call
+        futex.fence()
+        self._words[self._lines[self._rank] + WRITTEN] = self._round + 1
+        self._segment.announce()
+
+    def _end_round(self) -> None:
+        """Announce that this rank has read all that it needs."""
+        self._round += 1
+        futex.fence()
+        self._words[self._lines[self._rank] + READ] = self._round
+        self._segment.announce()
+
+    # Collectives over slots
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks have called this."""
+        call = _encode("barrier")
+        yield from self._until_free()
+        self._publish(call)
+        yield from self._until_written(self._others, call)
+        self._end_round()
+
+    def broadcast(self, data: Tensor, root: int) -> Steps:
+        """Copy the root's flat tensor into those of the others."""
+        call = _encode("broadcast", data, root)
+        for start, end in _chunks(len(data), SLOT // data.itemsize):
+            part = data[start:end]
+            if root == self._rank:
+                yield from self._until_free()
+                self._slot(root, data.dtype)[: end - start].copy_(part)
+                self._publish(call)
+            else:
+                yield from self._until_written((root,), call)
+                part.copy_(self._slot(root, data.dtype)[: end - start])
+            self._end_round()
+        if root == self._rank:
+            yield from self._until_read(self._others)
+
+    def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
+        """Copy the flat tensor of rank i into output i. They may differ in size."""
+        calls = [_encode("allgather", output) for output in outputs]
+        calls[self._rank] = _encode("allgather", data)
+        longest = max(map(len, outputs))
+        if outputs[self._rank].data_ptr() != data.data_ptr():
+            outputs[self._rank].copy_(data)
+        for start, end in _chunks(longest, SLOT // data.itemsize):
+            yield from self._until_free()
+            part = data[start:end]
+            self._slot(self._rank, data.dtype)[: len(part)].copy_(part)
+            self._publish(calls[self._rank])
+            for rank in self._others:
+                yield from self._until_written((rank,), calls[rank])
+                part = outputs[rank][start:end]
+                part.copy_(self._slot(rank, data.dtype)[: len(part)])
+            self._end_round()
+
+    def reduce(self, data: Tensor, reduction: Reduction, root: int | None = None) -> Steps:
+        """Reduce the flat tensors of all ranks in place, on the root; None: on every rank."""
+        name = "allreduce" if root is None else "reduce"
+        call = _encode(name, data, root or 0, reduction.code)
+        wants = root in (None, self._rank)
+        if data.nbytes <= _SMALL:
+            yield from self._until_free()
+            number, dtype, count = self._round % SLOTS, data.dtype, data.numel()
+            slots = [self._segment.slot(r, number, dtype, count) for r in range(self._size)]
+            slots[self._rank].copy_(data)
+            self._publish(call)
+            if wants:
+                yield from self._until_written(self._others, call)
+                reduction(slots, data)
+            self._end_round()
+        else:
+            for start, end in _chunks(len(data), SLOT // data.itemsize):
+                yield from self._reduce_chunk(data[start:end], reduction, call, wants)
+        if not wants:
+            yield from self._until_read((root or 0,))
+
+    def _reduce_chunk(
+        self, data: Tensor, reduction: Reduction, call: tuple[int, int], wants: bool
+    ) -> Steps:
+        """Reduce a chunk, of which each rank owns a part."""
+        bounds = [len(data) * rank // self._size for rank in range(self._size + 1)]
+        low, high = bounds[self._rank], bounds[self._rank + 1]
+        yield from self._until_free()
+        slot = self._slot(self._rank, data.dtype)
+        slot[:low].copy_(data[:low])  # nobody reads the part that this rank owns
+        slot[high : len(data)].copy_(data[high:])
+        self._publish(call)
+        yield from self._until_written(self._others, call)
+        own = data[low:high]
+        parts = [
+            own if rank == self._rank else self._slot(rank, data.dtype)[low:high]
+            for rank in range(self._size)
+        ]
+        # The result goes into the slot of the next round. This one ends when it is computed: then
+        # a rank that does not wait for results may overwrite what was read.
+        yield from self._until(READ, self._round - SLOTS + 2, self._others)
+        following = self._segment.slot(self._rank, (self._round + 1) % SLOTS, data.dtype)
+        result = following[: high - low]
+        reduction(parts, result)
+        self._end_round()
+        self._publish(call)
+        if wants:
+            own.copy_(result)
+            for rank in (*self._others[self._rank :], *self._others[: self._rank]):
+                yield from self._until_written((rank,), call)
+                part = data[bounds[rank] : bounds[rank + 1]]
+                part.copy_(self._slot(rank, data.dtype)[: len(part)])
+        self._end_round()
+
+    def reduce_scatter(
+        self, inputs: Sequence[Tensor], output: Tensor, reduction: Reduction
+    ) -> Steps:
+        """Reduce the flat tensors that the ranks have for this one. Sizes may differ by rank."""
+        dtype = output.dtype
+        call = _encode("reduce_scatter", sum(each.nbytes for each in inputs), 0, reduction.code)
+        room = SLOT // dtype.itemsize // self._size
+        for start, end in _chunks(max(map(len, inputs)), room):
+            yield from self._until_free()
+            slot = self._slot(self._rank, dtype)
+            for rank in self._others:
+                part = inputs[rank][start:end]
+                slot[rank * room : rank * room + len(part)].copy_(part)
+            self._publish(call)
+            yield from self._until_written(self._others, call)
+            own = inputs[self._rank][start:end]
+            at = self._rank * room
+            parts = [
+                own if rank == self._rank else self._slot(rank, dtype)[at : at + len(own)]
+                for rank in range(self._size)
+            ]
+            if len(own):
+                reduction(parts, output[start:end])
+            self._end_round()
+
+    # Collectives over rings
+
+    def exchange(
+        self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Steps:
+        """Send bytes to ranks, and receive bytes from ranks. To itself a rank copies them."""
+        if self._rank in sends and self._rank in receives:
+            receives[self._rank].copy_(sends[self._rank])
+        writing = [
+            _Stream(name, self._segment, self._rank, rank, sends[rank])
+            for rank in self._others
+            if rank in sends
+        ]
+        reading = [
+            _Stream(name, self._segment, rank, self._rank, receives[rank])
+            for rank in self._others
+            if rank in receives
+        ]
+        while True:
+            blocked = {each.target for each in writing if not each.write()}
+            blocked |= {each.source for each in reading if not each.read()}
+            if not blocked:
+                return
+            yield frozenset(blocked)
+
+
+class _Stream:
+    """What one rank sends to another in one collective: its size, in 8 bytes, and the bytes."""
+
+    def __init__(self, name: str, segment: Segment, source: int, target: int, data: Tensor) -> None:
+        self.source, self.target = source, target
+        self._name, self._data = name, data
+        self._ring = Ring(segment, source, target, COLLECTIVES)
+        self._call = _encode(name, data)
+        self._header = torch.tensor(self._call).view(torch.uint8)
+        self._head = self._done = 0  # bytes of the header and of the data
+
+    def write(self) -> bool:
+        """Write what there is room for; return whether that was the end."""
+        while self._head < len(self._header):
+            count = self._ring.write(self._header, self._head)
+            self._head += count
+            if not count:
+                return False
+        while self._done < len(self._data):
+            count = self._ring.write(self._data, self._done)
+            self._done += count
+            if not count:
+                return False
+        return not self._ring.available  # who gives waits for who takes
+
+    def read(self) -> bool:
+        """Read what is there; return whether that was the end; RuntimeError: a mismatch."""
+        while self._head < len(self._header):
+            count = self._ring.read(self._header, self._head)
+            self._head += count
+            if not count:
+                return False
+            if self._head == len(self._header):
+                first, second = self._header.view(torch.int64).tolist()
+                if (first, second) != self._call:
+                    raise RuntimeError(
+                        f"{self._name}: rank {self.source} sent {_describe((first, second))} to "
+                        f"rank {self.target}, which expected {_describe(self._call)}"
+                    )
+        while self._done < len(self._data):
+            count = self._ring.read(self._data, self._done)
+            self._done += count
+            if not count:
+                return False
+        return True
+
+
+def _chunks(length: int, most: int) -> list[tuple[int, int]]:
+    """Return the start and end of equal chunks of at most so many elements; one if there are none.
+
+    All ranks must get the same number of chunks, so it depends on the length alone.
+    """
+    count = max(1, -(-length // most))
+    size = -(-length // count)
+    return [(i * size, min(length, (i + 1) * size)) for i in range(count)]
+
+
+def _encode(name: str, data: Tensor | int = 0, root: int = 0, op: int = 0) -> tuple[int, int]:
+    """Return two numbers for what all ranks must agree on, and the bytes."""
+    nbytes, dtype = (data, 0) if isinstance(data, int) else (data.nbytes, _DTYPE_CODES[data.dtype])
+    return (_NAME_CODES[name] | root << 8 | dtype << 24 | op << 40, nbytes)
+
+
+def _name(call: tuple[int, int]) -> str:
+    return (*_NAMES, *_NAMES_OF_RINGS)[call[0] & 0xFF]
+
+
+def _describe(call: tuple[int, int]) -> str:
+    """Return what a rank has called, for an error."""
+    code, nbytes = call
+    name = _name(call)
+    words = [name]
+    if name != "barrier":
+        dtype = _DTYPES[code >> 24 & 0xFFFF]
+        words.append(f"of {nbytes} bytes" + (f" of {dtype}" if name != "reduce_scatter" else ""))
+    if name in ("broadcast", "reduce"):
+        words.append(f"with root {code >> 8 & 0xFFFF}")
+    return " ".join(words)
+
+
+_NAME_CODES = {name: code for code, name in enumerate((*_NAMES, *_NAMES_OF_RINGS))}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}

@@ -1,1 +1,0 @@
-"""What runs in ranks that torchrun or mpiexec has started."""

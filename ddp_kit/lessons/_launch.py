@@ -1,0 +1,334 @@
+"""The ranks of a lesson, whatever has started them, and its command line.
+
+Spawned: the shared pool runs the worker on its processes, and this process, which is not a rank,
+gets the result. Under torchrun and mpiexec: every process is a rank and runs the worker itself;
+the results are gathered, so that each process has all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ddp_kit import backends, pool
+from ddp_kit.backends import mpi
+from ddp_kit.comparison import Comparison
+from ddp_kit.errors import BackendError, KitError, PoolError, ProofError
+from ddp_kit.pool.ipython import shell
+from ddp_kit.pool.rank import environment
+from ddp_kit.pool.rank.clocks import compare_clocks
+from ddp_kit.pool.result import Result
+from ddp_kit.pool.view import print_output
+from ddp_kit.trace import (
+    EMPTY,
+    BoardCopy,
+    Snapshot,
+    Trace,
+    TraceFolder,
+    join,
+    recording,
+    unrecorded,
+)
+
+
+class Ranks:
+    """The ranks of a lesson; call it with a worker to run that worker on all of them.
+
+    rank: of this process; None: the ranks are spawned, and this process is not one of them.
+    folder: where to write the trace of each run; None: nowhere.
+    bare: for workers that form their own group: the pool of the spawned ranks; or, if every
+        process is a rank, the function that forms a group to gather results in.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        backend: str,
+        rank: int | None = None,
+        folder: TraceFolder | None = None,
+        bare: pool.WorkerPool | Callable[[], None] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self._rank, self._folder, self._bare = rank, folder, bare
+
+    def __str__(self) -> str:
+        return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+
+    def __call__(self, worker: Callable[..., Any], *args: Any) -> Result:
+        """Run `worker(rank, world_size, *args)` on every rank; return the result."""
+        if self._rank is None:
+            return self._run_spawned(worker, *args)
+        printed = io.StringIO()
+        try:
+            with recording() as recorder, redirect_stdout(printed):
+                value = worker(self._rank, self.world_size, *args)
+        finally:
+            if self._folder is not None:
+                board = recorder.table.board
+                logs = [board.read() if r == self._rank else EMPTY for r in range(self.world_size)]
+                self._keep(worker, self._join(logs), [self._rank])
+        with unrecorded(), self._group():
+            parts: list[Any] = [None] * self.world_size
+            dist.all_gather_object(parts, (value, printed.getvalue(), recorder.table.board.read()))
+        values, output, logs = zip(*parts, strict=True)
+        if self._rank == 0:
+            print_output(output)
+        return Result(values, output, self._join(logs))
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Have a process group to gather results in; bare ranks have one only in this block."""
+        if self._bare is None or isinstance(self._bare, pool.WorkerPool):
+            yield
+            return
+        if dist.is_initialized():  # the worker has left it
+            dist.destroy_process_group()
+        self._bare()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def _run_spawned(self, worker: Callable[..., Any], *args: Any) -> Result:
+        everyone = range(self.world_size)
+        try:
+            if isinstance(self._bare, pool.WorkerPool):
+                result = self._bare.run(worker, *args)
+            else:
+                result = pool.run(worker, *args, world_size=self.world_size, backend=self.backend)
+        except KitError as error:
+            self._keep(worker, getattr(error, "trace", None), everyone)
+            raise
+        self._keep(worker, result.trace, everyone)
+        return result
+
+    def _join(self, logs: Iterable[BoardCopy]) -> Trace:
+        return join(list(map(Snapshot, range(self.world_size), logs)))
+
+    def _keep(self, worker: Callable[..., Any], trace: Trace | None, ranks: Iterable[int]) -> None:
+        """Write the traces of `ranks` into the folder of --trace, if there is one."""
+        if self._folder is None or trace is None:
+            return
+        with _explaining(self._folder.path):
+            self._folder.write(getattr(worker, "__name__", "worker"), trace, ranks)
+
+    def agree_on_folder(self) -> None:
+        """Make the traces of all processes fit together, once all have joined."""
+        if self._folder is not None:
+            with self._group():
+                launch = [self._folder.launch]
+                dist.broadcast_object_list(launch, src=0)
+                self._folder.launch, self._folder.clock = launch[0], compare_clocks()
+
+    def say(self, line: str) -> None:
+        """Print a line in one process only."""
+        if self._rank in (None, 0):
+            print(line)
+
+
+@contextmanager
+def open_ranks(
+    world_size: int | None = None,
+    backend: str = "auto",
+    trace: str | None = None,
+    init: bool = True,
+) -> Iterator[Ranks]:
+    """Yield the ranks that torchrun or mpiexec started, or ranks of the shared pool.
+
+    trace: the folder into which the trace of each run is written, for `kit.load_trace`.
+    init: False leaves `init_process_group` to the workers; spawned ranks then have a pool of
+        their own.
+
+    Raises PoolError for an impossible world size, if torchrun's environment is incomplete or
+    has another world size, and for a folder that cannot be written to; BackendError for a
+    backend that is unavailable.
+    """
+    if environment.started_by_torchrun():
+        join = _join_torchrun
+    elif mpi.started_by_mpiexec():
+        join = _join_mpiexec
+    elif environment.started_by_hand():
+        join = _join_torchrun
+    else:
+        size = 4 if world_size is None else world_size
+        size = pool.check_world_size(size)
+        backends.choose_backend(backend, size)
+        kept = _open_folder(trace)
+        if init:
+            yield Ranks(size, backend, folder=kept)
+        else:
+            with pool.WorkerPool(size, backend, init=False) as bare:
+                yield Ranks(size, backend, folder=kept, bare=bare)
+        return
+    ranks = join(world_size, backend, trace, init)
+    try:
+        ranks.agree_on_folder()
+        yield ranks
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open_folder(trace: str | None, clear: bool = True) -> TraceFolder | None:
+    """Create the folder of --trace, without the traces of an earlier start."""
+    if trace is None:
+        return None
+    with _explaining(trace):
+        folder = TraceFolder(trace)
+        if clear:
+            folder.clear()
+        return folder
+
+
+@contextmanager
+def _explaining(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise PoolError if the folder of --trace cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(
+            f"--trace cannot write to {os.fspath(path)!r}: {error.strerror or error}"
+        ) from error
+
+
+def _join_torchrun(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+    environment.end_with_agent()
+    rank, started, local_rank, local_size = environment.rank_info()
+    _check_started("torchrun", "--nproc-per-node", started, world_size)
+    chosen = backends.choose_backend(backend, local_size)
+    if chosen == "mpi":
+        raise BackendError('backend="mpi" needs ranks that mpiexec has started; use backend="gloo"')
+    folder = _settle(chosen, local_rank, local_size, trace)
+    if init:
+        environment.join_group(backends.for_group(chosen))
+        return Ranks(started, backend, rank, folder)
+    return Ranks(started, backend, rank, folder, bare=lambda: environment.join_group("gloo"))
+
+
+def _join_mpiexec(world_size: int | None, backend: str, trace: str | None, init: bool) -> Ranks:
+    rank, started, local_rank, local_size = info = mpi.rank_info()
+    _check_started("mpiexec", "-n", started, world_size)
+    chosen = "mpi" if backend == "auto" else backends.choose_backend(backend, local_size)
+    if chosen != "mpi":
+        raise BackendError(
+            f"mpiexec has started these ranks, and they cannot use {chosen!r}; "
+            "leave out --backend, or start them with torchrun"
+        )
+    # What torchrun would set.
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, info), strict=True))
+    folder = _settle(chosen, local_rank, local_size, trace)
+    if not dist.is_mpi_available():
+        mpi.load()
+
+    def join() -> None:
+        # Each rank has a store of its own, because MPI has connected them already.
+        member = {"rank": rank, "world_size": started, "timeout": environment.JOIN_TIMEOUT}
+        dist.init_process_group(backends.for_group(chosen), store=dist.HashStore(), **member)
+
+    if init:
+        join()
+    return Ranks(started, backend, rank, folder, bare=None if init else join)
+
+
+def _check_started(launcher: str, option: str, started: int, world_size: int | None) -> None:
+    if world_size not in (None, started):
+        raise PoolError(
+            f"{launcher} has started {started} ranks, but --world-size is {world_size}; "
+            f"leave out --world-size, or set {option} to it"
+        )
+
+
+def _settle(
+    backend: str, local_rank: int, local_size: int, trace: str | None
+) -> TraceFolder | None:
+    """Set this rank's threads and device, and open the folder of --trace."""
+    backends.share_cores(local_size)
+    backends.take_device(backend, local_rank)
+    return _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
+
+
+def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every lesson: --world-size, --backend, --trace."""
+    parser = _Parser(
+        prog=f"python -m ddp_kit.lessons.{name}",
+        description=description.split("\n\n")[0],
+        epilog=f"Also: torchrun --standalone --nproc-per-node 4 -m ddp_kit.lessons.{name}",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=None,
+        help="number of ranks to spawn (default 4; torchrun and mpiexec set their own)",
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help='"gloo", "nccl", "cuda:gloo" (gloo on shared GPUs), "mpi", "shm", or "auto": nccl if '
+        "every rank can have a GPU of its own, else gloo (default auto)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="write what the ranks communicate to this folder, for kit.load_trace; "
+        "this replaces the traces of an earlier start",
+    )
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises PoolError in a notebook, where an exit would fill a page."""
+
+    def error(self, message: str) -> NoReturn:
+        if shell() is not None:
+            raise PoolError(f"{message}; --help lists the options")
+        super().error(message)
+
+
+def run_as_script(main: Callable[[list[str]], None]) -> None:
+    """Call a lesson's main with the command line; print an error of the kit in one line.
+
+    Ctrl-C ends the lesson and its ranks with one line and exit status 130, as shells expect.
+    In a notebook, `%run -m` would then copy the names of the lesson over those that the learner's
+    cells define; it does not after a SystemExit, which it takes for success without a status.
+    """
+    shown_by_notebook = shell() is not None
+    if shown_by_notebook:  # %run -m adds that the failure is unknown
+        warnings.filterwarnings("ignore", "Unknown failure executing module")
+    try:
+        main(sys.argv[1:])
+    except KitError as error:
+        if shown_by_notebook:
+            raise  # %run shows it in one line already
+        sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt as interrupt:
+        if shown_by_notebook:
+            raise
+        lines = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])
+        print(*lines(), sep="\n", file=sys.stderr)
+        sys.exit(130)
+    if shown_by_notebook:
+        sys.exit()
+
+
+def choose(name: str, value: Any, options: Mapping[str, Any]) -> Any:
+    """Return what a choice stands for. Raises PoolError unless it is one of the options."""
+    if value not in list(options):
+        raise PoolError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
+    return options[value]
+
+
+def prove(claim: str, holds: bool | Comparison) -> None:
+    """Raise ProofError naming the claim, and what `kit.compare` found, unless it holds."""
+    if not holds:
+        found = f"\n{holds}" if isinstance(holds, Comparison) else ""
+        raise ProofError(f"this did not hold: {claim}{found}")
