@@ -27,9 +27,9 @@ from processes import BOUND
 
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
-from ddp_kit.lessons._launch import attempt
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import rank_processes, view
+from ddp_kit.pool.rank.environment import attempt
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
