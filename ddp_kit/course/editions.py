@@ -34,6 +34,7 @@ from ddp_kit.errors import CourseError
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
 SCRIPT = "%%writefile scripts/"
+LONGEST_LINE = 100  # as ruff is told
 
 
 def read(path: Path) -> NotebookNode:
@@ -51,23 +52,38 @@ def read(path: Path) -> NotebookNode:
         valid = False
     if not valid:
         raise CourseError(f"{path} is not a notebook of Jupyter's format 4")
-    ids = [cell.get("id") for cell in notebook.cells]
-    if None in ids or len(set(ids)) < len(ids):
-        raise CourseError(f"{path}: each cell must have an id of its own")
+    ids: set[str | None] = {None}
     for number, cell in enumerate(notebook.cells, 1):
         cell.source = "".join(cell.source)
+        if cell.get("id") in ids:
+            raise CourseError(f"{path}: cell {number} must have an id of its own")
+        ids.add(cell.id)
         if unknown := sorted(tags(cell) - TAGS):
             known = ", ".join(sorted(TAGS))
             raise CourseError(
                 f"{path}: cell {number} has the tag {unknown[0]!r}; known are {known}"
             )
-        rest = GAP.sub("", cell.source)
-        if cell.cell_type == "code" and (BEGIN in rest or END in rest):
-            raise CourseError(
-                f"{path}: cell {number} must have, each in a line of its own and indented alike, a "
-                f"comment that says what is missing, `{BEGIN}`, the solution, and `{END}`"
-            )
+        if cell.cell_type == "code" and (problem := _problem_of_gaps(cell.source)):
+            raise CourseError(f"{path}: cell {number} {problem}")
     return notebook
+
+
+def _problem_of_gaps(source: str) -> str:
+    """Return what is wrong with the gaps of a cell; "" if nothing is."""
+    rest = GAP.sub("", source)
+    for mark, other in ((BEGIN, END), (END, BEGIN)):
+        if source.count(mark) > source.count(other):
+            return f"has `{mark}` without `{other}`"
+    if BEGIN in rest:
+        return (
+            "must have, each in a line of its own and indented alike, a comment that says what is "
+            f"missing, `{BEGIN}`, the solution, and `{END}`"
+        )
+    for line in unsolved(source).splitlines() if rest != source else ():
+        if len(line) > LONGEST_LINE:
+            over = len(line) - LONGEST_LINE
+            return f"has a line that is {over} characters too long in the exercises: {line.strip()}"
+    return ""
 
 
 def text_of(notebook: NotebookNode, cells: Iterable[NotebookNode]) -> str:
@@ -187,9 +203,12 @@ def _is_own(node: ast.stmt, name: str) -> bool:
 def _statements(cell: NotebookNode, place: str, is_part: bool) -> list[ast.stmt]:
     try:
         return ast.parse(cell.source).body if cell.cell_type == "code" else []
-    except SyntaxError:  # a magic
+    except SyntaxError as error:  # or a magic
         if is_part:
-            raise CourseError(f"{place}, which is tagged module, must be Python alone") from None
+            raise CourseError(
+                f"{place}, which is tagged module, must be Python alone: {error.msg} in its line "
+                f"{error.lineno}"
+            ) from None
         return []
 
 

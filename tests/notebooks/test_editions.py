@@ -160,11 +160,18 @@ def test_scripts_are_what_cells_write(tmp_path):
         ),
         (
             [code(GAP.replace("    ### END SOLUTION\n", ""))],
-            "cell 2 must have, each in a line of its",
+            "cell 2 has `### BEGIN SOLUTION` without `### END SOLUTION`",
+        ),
+        (
+            [code(GAP.replace('4.1: add "both"', "4.1: " + 70 * "a"))],
+            "cell 2 has a line that is",
         ),
         ([code(GAP.replace('    # Exercise 4.1: add "both"\n', ""))], "cell 2 must have, each in"),
         ([code(GAP.replace("    ### END", "  ### END"))], "cell 2 must have, each in"),
-        ([code("!ls\ndef go(): pass", "module")], "cell 2, which is tagged module, must be Python"),
+        (
+            [code("!ls\ndef go(): pass", "module")],
+            "cell 2, which is tagged module, must be Python alone: invalid syntax in its line 1",
+        ),
         (
             [code("def go(): pass", "module"), code("def go(): pass", "module")],
             "cell 3 defines go for the module, as cell 2 does already",
