@@ -31,6 +31,7 @@ GUIDES = {  # and their titles in the contents
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
     "tests/benchmarks/README.md": "Benchmarks",
+    "tests/benchmarks/GPU.md": "The lessons on a GPU",
     "tests/wrong_programs/README.md": "Wrong programs",
     "tests/cluster/README.md": "Hosts in one machine",
     "ddp_kit/lessons/data/digits/ORIGIN.md": "Where the digits are from",

@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-GAP = re.compile(rf"^( *)# ([^\n]+)\n\1{BEGIN}\n(.+?)\n\1{END}$", re.MULTILINE | re.DOTALL)
+GAP = re.compile(
+    rf"^( *)# ([^\n]+)\n\1{BEGIN}\n((?:(?!{BEGIN}|{END}).)+)\n\1{END}$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def tags(cell: Mapping[str, Any]) -> set[str]:
@@ -41,6 +44,9 @@ def solved(source: str) -> str:
 
 def folded(text: str, summary: str) -> str:
     """Return markdown, of which what stands above the first heading is shown on demand."""
-    answer, heading, rest = re.fullmatch(r"(.*?)((?:^#+ |\Z))(.*)", text, re.S | re.M).groups()
+    # A comment in a block of code is no heading.
+    answer, heading, rest = re.fullmatch(
+        r"((?:^```.*?^```$|.)*?)((?:^#+ |\Z))(.*)", text, re.S | re.M
+    ).groups()
     details = f"<details><summary>{summary}</summary>\n\n{answer.strip()}\n\n</details>"
     return f"{details}\n\n{heading}{rest}".rstrip()

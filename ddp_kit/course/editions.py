@@ -74,7 +74,7 @@ def _problem_of_gaps(source: str) -> str:
     for mark, other in ((BEGIN, END), (END, BEGIN)):
         if source.count(mark) > source.count(other):
             return f"has `{mark}` without `{other}`"
-    if BEGIN in rest:
+    if BEGIN in rest or END in rest:
         return (
             "must have, each in a line of its own and indented alike, a comment that says what is "
             f"missing, `{BEGIN}`, the solution, and `{END}`"
@@ -114,7 +114,7 @@ def exercises(notebook: NotebookNode) -> str:
 def lesson(notebook: NotebookNode) -> str:
     """Return a lesson for the learner: gaps, no outputs, and answers folded."""
     cells: list[NotebookNode] = []
-    solution = ""  # of a gap that no code cell has followed yet
+    solution = ""  # of gaps that no other code cell has followed yet
     for cell in without(notebook, "solution"):
         answers = "answer" in tags(cell)
         cell.metadata = {"tags": ["raises-exception"]} if may_fail(cell) else {}
@@ -122,13 +122,19 @@ def lesson(notebook: NotebookNode) -> str:
         if cell.cell_type == "markdown":
             cell.source = folded(cell.source, "What the run shows") if answers else cell.source
         elif tasks(cell.source):
-            solution = f"```python\n{solved(cell.source)}\n```"
+            solution += f"\n\n```python\n{solved(cell.source)}\n```"
             cell.source = unsolved(cell.source)
         elif solution:
-            source = folded(solution, "Solution")
-            cells.append(nbformat.v4.new_markdown_cell(source, id=f"{cell.id}-solution"))
+            cells.append(_solution(cell, solution))
             solution = ""
+    if solution:
+        cells.append(_solution(cells[-1], solution))
     return text_of(notebook, cells)
+
+
+def _solution(check: NotebookNode, text: str) -> NotebookNode:
+    """Return the cell below a check that shows the solution on demand."""
+    return nbformat.v4.new_markdown_cell(folded(text, "Solution"), id=f"{check.id}-solution")
 
 
 def solutions(notebook: NotebookNode) -> str:
@@ -268,7 +274,7 @@ def _ruff(name: str, code: str, *command: str) -> str:
         [*ruff, str(path), "-"], input=code, capture_output=True, text=True, cwd=path.parent
     )
     if not ended.stdout and code:
-        raise CourseError(f"the module {name} is no Python: {ended.stderr.strip()}")
+        raise CourseError(f"ruff could not format the module {name}: {ended.stderr.strip()}")
     return ended.stdout
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_kit import compare, device
+from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Attention, Config, batches, loss_of, make_gpt
 from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
 from ddp_kit.lessons.device_mesh import pieces, shard_to_replicate
@@ -85,15 +86,7 @@ def train_alone(
     config: Config = CONFIG,
 ) -> dict[str, Any]:
     """Train the whole GPT in this one process; return as `learn` does."""
-    model = make_gpt(config).to(dtype)
-    optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(BATCH, steps, config.context):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "parameters": copies(model)}
+    return zero.train_alone(optimizer_cls, steps, BATCH, dtype, config)
 
 
 def held(rank, world_size, cut: Callable, loss_function: Callable, places=lambda: None):

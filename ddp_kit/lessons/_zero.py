@@ -88,11 +88,18 @@ def with_gradients(output: Any) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in with_gradients(part)]
 
 
-def train_alone(optimizer_cls: Callable = SGD, steps: int = 3) -> dict[str, Any]:
+def train_alone(
+    optimizer_cls: Callable = SGD,
+    steps: int = 3,
+    size: int = BATCH,
+    dtype: torch.dtype = torch.float32,
+    config: Config | None = None,
+) -> dict[str, Any]:
     """Train the GPT on whole batches in this one process; return "losses" and "parameters"."""
-    model = make_gpt()
+    config = config or Config()
+    model = make_gpt(config).to(dtype)
     optimizer, losses = optimizer_cls(model.parameters()), []
-    for batch in batches(BATCH, steps):
+    for batch in batches(size, steps, config.context):
         optimizer.zero_grad()
         loss = loss_of(model, *batch)
         loss.backward()

@@ -10,6 +10,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_kit.course import editions, notebooks
+from ddp_kit.course.cells import folded
 from ddp_kit.errors import CourseError
 
 GAP = """def add(a, b):
@@ -86,6 +87,23 @@ def test_the_learners_edition_has_no_outputs_and_no_answers_in_sight(tmp_path):
     )
     assert [cell.metadata for cell in made.cells] == [{}] * 4 + [{"tags": ["raises-exception"]}]
     assert editions.read(path).cells[2].outputs, "the notebook itself is as it was"
+
+
+def test_each_gap_has_its_solution_below_the_next_cell_or_at_the_end(tmp_path):
+    other = GAP.replace("4.1", "4.2").replace("add", "sum")
+    path = write(tmp_path / "n.ipynb", code(GAP), code(other), code("check()"), code(GAP))
+    made = sources(editions.lesson(editions.read(path)))
+    places = [number for number, source in enumerate(made) if "<summary>Solution" in source]
+    assert places == [4, 6]
+    assert made[4].count("```python") == 2
+    assert made[6].count("```python") == 1
+
+
+def test_a_comment_in_a_block_of_code_does_not_end_a_folded_answer():
+    text = "Run:\n\n```python\nx\n# not a heading\ny\n```\n\n## Next\n\nMore."
+    answer, _, rest = folded(text, "Answer").partition("\n\n</details>")
+    assert answer.endswith("```python\nx\n# not a heading\ny\n```")
+    assert rest == "\n\n## Next\n\nMore."
 
 
 def test_exercises_and_solutions_each_have_their_own_text(tmp_path):
@@ -167,6 +185,10 @@ def test_scripts_are_what_cells_write(tmp_path):
             "cell 2 has a line that is",
         ),
         ([code(GAP.replace('    # Exercise 4.1: add "both"\n', ""))], "cell 2 must have, each in"),
+        (
+            [code(GAP.replace("    total += a\n\n    total += b\n", ""))],
+            "cell 2 must have, each in",
+        ),
         ([code(GAP.replace("    ### END", "  ### END"))], "cell 2 must have, each in"),
         (
             [code("!ls\ndef go(): pass", "module")],
