@@ -202,7 +202,7 @@ def test_picture_is_as_wide_as_what_it_shows():
         picture.draw(picture.canvas.get_renderer())
         (drawn,) = (text for text in picture.axes[0].texts if text.get_text() == title)
         assert drawn.get_window_extent().x1 <= picture.bbox.x1
-        assert drawn.get_window_extent().x1 > 0.9 * picture.bbox.x1
+        assert drawn.get_window_extent().x1 > 0.8 * picture.bbox.x1
 
 
 @pytest.mark.parametrize("title", ["Short", "A title that is wider than the boxes"])

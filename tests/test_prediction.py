@@ -110,9 +110,6 @@ def test_zero_is_wrong_for_what_rounding_leaves_of_it(said):
 @pytest.mark.parametrize(
     ("guess", "shown"),
     [
-        pytest.param(10**5000, "1e+5000", id="10**5000"),
-        pytest.param(-(10**400), "-1e+400", id="-10**400"),
-        ([3 * 10**5000], "[3e+5000]"),
         (10**45 - 1, ",".join(["999"] * 15)),
         (torch.Tensor, "the class Tensor"),
         (np.ndarray, "the class ndarray"),

@@ -189,7 +189,7 @@ def draw(found: Class) -> Picture:
     left = 0.2 + 0.085 * max(map(len, learners))
     width = max(6.4, left + CELL * len(exercises) + 0.2)
     bottom = HEAD + ROW * len(learners)
-    caption = ["The number in a box counts the checks until the first that passed, or all so far."]
+    caption = "The number in a box counts the checks until the first that passed, or all so far."
     picture, sheet = open_picture(
         title, "\n".join([title, *report(found)]), width, bottom + KEY + 0.1, caption
     )

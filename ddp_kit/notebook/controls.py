@@ -154,52 +154,79 @@ class Panel:
     """Controls of an explorer; `box` holds them all.
 
     beside_picture: the explorer's picture is on the page already, so show one on the first change.
+
+    `ipywidgets.interactive` would run ranks on whichever thread the kernel reads a front end's
+    message: between two cells on the main one, while a cell runs on another. Ranks start on the
+    main thread only, so its event loop carries out the newest request when no cell runs there.
+
+    Raises PoolError if there is no such loop: controls need a notebook.
     """
 
     def __init__(self, explorer: Explorer, beside_picture: bool = False) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise PoolError(
+                "controls need a notebook: call interact() in one of its cells"
+            ) from None
         import ipywidgets as widgets
 
-        self._explorer = explorer
-        queued = "queued until the current cell or run has ended"
-        self._latest = LatestRequest(self._carry_out, lambda: self._say(queued))
-        settings = explorer.settings
+        self._explorer, settings = explorer, explorer.settings
         self._settings = {
             name: _chooser(name, options, settings[name])
             for name, options in explorer.choices(settings).items()
         }
-        self._again = widgets.Button(description="Run again")
-        self._line = widgets.HTML()
+        again, self._line = widgets.Button(description="Run again"), widgets.HTML()
         own_size = widgets.Layout(align_self="flex-start", max_width="100%")
         self._image = widgets.Image(format="png", layout=own_size)
-        wrapping = widgets.Layout(flex_flow="row wrap")
-        rows = [widgets.HBox([*self._settings.values(), self._again], layout=wrapping)]
-        self._step = self._play = None
-        if explorer.frames is not None:
-            self._step = widgets.IntSlider(description="step", min=0, max=0)
-            self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
-            widgets.jslink((self._play, "value"), (self._step, "value"))
-            rows.append(widgets.HBox([self._play, self._step]))
+        self._play = widgets.Play(min=0, max=0, interval=INTERVAL)
+        self._step = widgets.IntSlider(description="step", min=0, max=0)
+        widgets.jslink((self._play, "value"), (self._step, "value"))
+        choosers = [*self._settings.values(), again]
+        rows = [widgets.HBox(choosers, layout=widgets.Layout(flex_flow="row wrap"))]
+        rows += [widgets.HBox([self._play, self._step])] if explorer.frames else []
         self.box = widgets.VBox([*rows, self._line, self._image])
         self._fit(settings)
         self._show()
         if beside_picture:
             self._image.layout.display = "none"
-        self._asked = self._request()
-        for chooser in [*self._settings.values(), *([self._step] if self._step else [])]:
-            chooser.observe(self._on_change, "value")
-        self._again.on_click(lambda button: self._latest.put(self._request()._replace(again=True)))
+        self._asked = self._chosen()
+        self._waiting: Request | None = None  # the newest request, until it is carried out
+        self._patience = threading.Timer(PATIENCE, self._say_queued)
+        for chooser in (*self._settings.values(), self._step):
+            chooser.observe(lambda change: self._ask(), "value")
+        again.on_click(lambda button: self._ask(again=True))
 
-    def _request(self) -> Request:
+    def _chosen(self) -> Request:
         settings = {name: chooser.value for name, chooser in self._settings.items()}
-        return Request(settings, self._step.value if self._step else 0)
+        return Request(settings, self._step.value)
 
-    def _on_change(self, change: Any) -> None:
+    def _ask(self, again: bool = False) -> None:
         """Update the options, and request what is chosen. On any thread."""
-        self._fit(self._request().settings)
-        request = self._request()
-        if request != self._asked:  # one change may cause others
-            self._asked = request
-            self._latest.put(request)
+        self._fit(self._chosen().settings)
+        chosen = self._chosen()
+        if chosen == self._asked and not again:  # one change may cause others
+            return
+        self._asked = chosen
+        self._waiting = request = chosen._replace(again=again)
+        self._patience.cancel()
+        self._patience = threading.Timer(PATIENCE, self._say_queued)
+        self._patience.daemon = True
+        self._patience.start()
+        self._loop.call_soon_threadsafe(self._loop.call_later, PAUSE, self._take, request)
+
+    def _take(self, request: Request) -> None:
+        if request is self._waiting:  # else a newer one has taken its place
+            self._drop()
+            self._carry_out(request)
+
+    def _drop(self) -> None:
+        self._waiting = None
+        self._patience.cancel()
+
+    def _say_queued(self) -> None:
+        if self._waiting:
+            self._say("queued until the current cell or run has ended")
 
     def _fit(self, settings: Settings) -> None:
         idle = self._explorer.idle(settings)
@@ -218,7 +245,7 @@ class Panel:
                 self._show(request.step)
                 self._image.layout.display = None
         except KeyboardInterrupt:
-            self._latest.forget()
+            self._drop()
             self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
         except Exception as error:  # nobody else would report it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")
@@ -229,8 +256,7 @@ class Panel:
         picture = explorer.picture
         if explorer.frames is not None:
             last = explorer.frames(explorer.result) - 1
-            step = min(step, last)
-            picture = explorer.frame(explorer.result, step)
+            picture = explorer.frame(explorer.result, min(step, last))
             self._step.max = self._play.max = last
         self._image.value = picture._repr_png_()
         self._say(explorer.call)
@@ -242,70 +268,10 @@ class Panel:
 def _chooser(name: str, options: Sequence, value: Any) -> Widget:
     import ipywidgets as widgets
 
-    style = {"description_width": "initial"}
+    look = {"description": name, "style": {"description_width": "initial"}}
     if isinstance(options, range):
-        ends = {"min": options[0], "max": options[-1]}
-        kind = widgets.IntSlider(value, **ends, continuous_update=False)
-    elif isinstance(value, str):
-        kind = widgets.Dropdown(options=options, value=value)
-    else:
-        kind = widgets.SelectionSlider(options=options, value=value, continuous_update=False)
-    kind.description, kind.style = name, style
-    return kind
-
-
-class LatestRequest:
-    """Carries out the newest request on the main thread, when no cell runs there.
-
-    A front end's message arrives on whichever thread the kernel reads it: on the main thread
-    between two cells, or on another one while a cell runs. Ranks start on the main thread only, so
-    its event loop is handed one request at a time.
-
-    carry_out: called there with the newest request; one that it replaces is dropped.
-    on_wait: called when a request has to wait, on the thread that made it.
-
-    Raises PoolError if there is no such loop: controls need a notebook.
-    """
-
-    def __init__(self, carry_out: Callable[[Any], None], on_wait: Callable[[], None]) -> None:
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
-        if self._loop is None or threading.current_thread() is not threading.main_thread():
-            raise PoolError("controls need a notebook: call interact() in one of its cells")
-        self._carry_out, self._on_wait = carry_out, on_wait
-        self._changed = threading.Condition()
-        self._request: Any = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def put(self, request: Any) -> None:
-        """Replace the request that has not begun, if there is one. On any thread."""
-        with self._changed:
-            waiting, self._request = self._request is not None, request
-            self._loop.call_soon_threadsafe(self._wait_for_newer)
-            if waiting or threading.current_thread() is threading.main_thread():
-                return  # it was reported already; or the loop continues when this has returned
-            if not self._changed.wait_for(lambda: self._request is not request, PATIENCE):
-                self._on_wait()  # with the lock held, so before anything the request shows
-
-    def forget(self) -> None:
-        """Drop the request that waits, if there is one.
-
-        One that the front end has sent and the kernel has not read yet is carried out.
-        """
-        with self._changed:
-            self._request = None
-            self._changed.notify_all()
-
-    def _wait_for_newer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(PAUSE, self._take)
-
-    def _take(self) -> None:
-        with self._changed:
-            request, self._request = self._request, None
-            self._changed.notify_all()
-        if request is not None:
-            self._carry_out(request)
+        look |= {"min": options[0], "max": options[-1]}
+        return widgets.IntSlider(value, continuous_update=False, **look)
+    if isinstance(value, str):
+        return widgets.Dropdown(options=options, value=value, **look)
+    return widgets.SelectionSlider(options=options, value=value, continuous_update=False, **look)

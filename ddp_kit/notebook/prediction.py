@@ -13,12 +13,19 @@ from typing import Any
 LONGEST = 60  # characters of a value that are printed
 LARGEST = 1e300  # a float may overflow beyond it
 TINY = 1e-12  # what is closer to zero equals it: a sum of floats is seldom exactly zero
-# With commas, smaller ints are no longer than LONGEST; Python cannot write 10**5000.
-WRITTEN = 10**45
 ROUNDED, READABLE = 1e6, 1e15  # between these a float is printed as a whole number
 CLOSE = 0.1  # of the answer: a number as close as this is reported as close
 # Factors that come from a known confusion: both directions, bits and bytes, elements and bytes.
 FACTORS = (2, 3, 4, 8, 10, 100, 1000, 1024)
+KINDS = (
+    (bool, "True or False"),
+    ((int, float, complex), "a number"),
+    ((list, tuple), "a list"),
+    (str, "a string"),
+    (dict, "a dict"),
+    (Set, "a set"),
+    (type(None), "None"),
+)
 
 
 def predict(guess: object, actual: object) -> None:
@@ -71,35 +78,15 @@ def _is_no_prediction(guess: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "True or False"
-    if isinstance(value, (int, float, complex)):
-        return "a number"
-    if isinstance(value, (list, tuple)):
-        return "a list"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    for kind, name in ((str, "a string"), (dict, "a dict"), (Set, "a set")):
-        if isinstance(value, kind):
-            return name
-    return "None" if value is None else f"an object of type {type(value).__name__}"
+    other = f"an object of type {type(value).__name__}"
+    return next((name for kind, name in KINDS if isinstance(value, kind)), other)
 
 
 def _equal(one: Any, other: Any) -> bool:
     if _kind(one) != _kind(other):
         return False
-    if isinstance(one, bool):
-        return one == other
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        if one != one or other != other:  # NaN
-            return one != one and other != other
-        if max(abs(one), abs(other)) > LARGEST:
-            return bool(one == other)
-        if one == 0 or other == 0:
-            return abs(one - other) <= TINY
-        return math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, str):
         return one.strip().casefold() == other.strip().casefold()
     if isinstance(one, (list, tuple)):
@@ -107,6 +94,10 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     try:
+        if isinstance(one, float) or isinstance(other, float):
+            both_nan = one != one and other != other
+            rounding = TINY if 0 in (one, other) else 0.0
+            return both_nan or math.isclose(one, other, rel_tol=1e-6, abs_tol=rounding)
         return bool(one == other)
     except Exception:  # an object of the learner's may compare in any way
         return one is other
@@ -120,28 +111,16 @@ def _texts(guess: Any, actual: Any) -> tuple[str, str]:
 
 def _text(value: Any, exact: bool = False) -> str:
     """Return a value as it is printed, shortened if it is long."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    text = _number(value, exact, ",") if is_number else _inner_text(value, exact)
+    text = _inner_text(value, exact, ",")
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
-def _number(value: float, exact: bool, comma: str = "") -> str:
-    """Return a number as it is printed, six digits of it if it is a fraction and not `exact`.
+def _inner_text(value: Any, exact: bool = False, comma: str = "") -> str:
+    """Return a value as it is printed, and six digits of a fraction unless all must be `exact`.
 
-    comma: what separates thousands.
+    comma: what separates the thousands of a number that is in no list.
     """
-    if isinstance(value, int):
-        if abs(value) < WRITTEN:
-            return f"{value:{comma}}"
-        exponent, rest = divmod(math.log10(abs(value)), 1)
-        return f"{'-' if value < 0 else ''}{10**rest:.6g}e+{exponent:.0f}"
-    size = abs(value)
-    if size < READABLE and (value.is_integer() or (size >= ROUNDED and not exact)):
-        return f"{round(value):{comma}}"
-    return repr(value) if exact else f"{value:.6g}"
 
-
-def _inner_text(value: Any, exact: bool = False) -> str:
     def each(values: Iterable[Any]) -> list[str]:
         return [_inner_text(item, exact) for item in values]
 
@@ -149,8 +128,13 @@ def _inner_text(value: Any, exact: bool = False) -> str:
         return "..."
     if isinstance(value, (str, bool, complex, type(None))):
         return repr(value)
-    if isinstance(value, (int, float)):
-        return _number(value, exact)
+    if isinstance(value, float):
+        size = abs(value)
+        if size >= READABLE or not (value.is_integer() or (size >= ROUNDED and not exact)):
+            return repr(value) if exact else f"{value:.6g}"
+        value = round(value)
+    if isinstance(value, int):
+        return f"{value:{comma}}"
     if isinstance(value, list):
         return f"[{', '.join(each(value))}]"
     if isinstance(value, tuple):

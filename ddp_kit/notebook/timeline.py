@@ -7,7 +7,6 @@ the files beside it show it.
 from __future__ import annotations
 
 import base64
-from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,17 +103,19 @@ def pack(trace: Trace, cell_names: dict[str, str]) -> dict[str, Any]:
     for number, members in enumerate(trace.collectives):
         for event in members.values():
             partners[row[event.rank, event.index]] = number
-    calls = _Calls(cell_names)
+    calls: dict[tuple, int] = {}  # a training loop makes the same few again and again
+    numbers = [calls.setdefault(_describe(event, cell_names), len(calls)) for event in events]
     nan = float("nan")
     columns = [
         np.array([event.start - zero for event in events], "<f8"),
         np.array([nan if e.waited is None else _begin(e) - e.start for e in events], "<f4"),
         np.array([nan if e.end is None else e.end - e.start for e in events], "<f4"),
         partners,
-        np.array([calls.number(event) for event in events], "<u4"),
+        np.array(numbers, "<u4"),
     ]
     rows = b"".join(column.tobytes() for column in columns)
-    return {"lanes": lanes, "rows": rows, "calls": calls.found, "notes": _notes(trace)}
+    found = [dict(call) for call in calls]
+    return {"lanes": lanes, "rows": rows, "calls": found, "notes": _notes(trace)}
 
 
 def _begin(event: Event) -> int | None:
@@ -145,41 +146,25 @@ def _lanes(trace: Trace, events: list[Event]) -> list[dict[str, Any]]:
     return lanes
 
 
-class _Calls:
-    """The different calls of a trace: a training loop makes the same few again and again."""
-
-    def __init__(self, cell_names: dict[str, str]) -> None:
-        self._cell_names = cell_names
-        self._numbers: dict[Hashable, int] = {}
-        self.found: list[dict[str, Any]] = []
-
-    def number(self, event: Event) -> int:
-        what = (event.op, event.method, event.peer, event.tag, event.root, event.kind)
-        data = (event.nbytes, event.dtype, event.inputs, event.outputs, event.reduce_op)
-        key = (*what, *data, event.where, event.device)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.found)
-            self.found.append(self._describe(event))
-        return self._numbers[key]
-
-    def _describe(self, event: Event) -> dict[str, Any]:
-        line, where = "", event.where
-        if where is not None:
-            file = self._cell_names.get(where.file, where.file)
-            line = f"{file}, line {where.line}, in {where.function}"
-        data = [count(event.nbytes, "byte")]
-        if event.dtype:
-            data.append(f"{event.dtype} {list(event.shape)}")
-        data += [part for part in (event.reduce_op, "on a GPU" * (event.device != "cpu")) if part]
-        return {
-            "name": event.call,
-            "op": event.op,
-            "kind": event.kind,
-            "line": line,
-            "source": where.source if where is not None else "",
-            "data": ", ".join(data),
-            "peer": event.peer,
-        }
+def _describe(event: Event, cell_names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
+    """Return the items of what `pack` says about a call."""
+    line, where = "", event.where
+    if where is not None:
+        file = cell_names.get(where.file, where.file)
+        line = f"{file}, line {where.line}, in {where.function}"
+    data = [count(event.nbytes, "byte")]
+    if event.dtype:
+        data.append(f"{event.dtype} {list(event.shape)}")
+    data += [part for part in (event.reduce_op, "on a GPU" * (event.device != "cpu")) if part]
+    return (
+        ("name", event.call),
+        ("op", event.op),
+        ("kind", event.kind),
+        ("line", line),
+        ("source", where.source if where is not None else ""),
+        ("data", ", ".join(data)),
+        ("peer", event.peer),
+    )
 
 
 def _notes(trace: Trace) -> dict[str, str]:

@@ -17,9 +17,8 @@ from ddp_kit.plot.style import (
     NO_CALL,
     bars,
     byte_size,
-    fold,
+    draw_key,
     significant,
-    swatch,
     write,
 )
 from ddp_kit.trace.events import Event
@@ -105,9 +104,8 @@ def buckets(
     above = 0 if began is None else 1  # a row for computing
     rows_drawn = above + len(shown)
     height = ROW * rows_drawn if rows_drawn <= 16 else 0.2 * rows_drawn
-    lines = fold(caption, LEFT + WIDE)
     full, below = LEFT + WIDE + 0.3, TOP + height + 0.85
-    picture, sheet = open_picture(title, text_table, full, below, lines, lift=0.05)
+    picture, sheet = open_picture(title, text_table, full, below, caption)
     since = "the first bucket was ready" if began is None else "backward began"
     ax = picture.chart(LEFT, TOP, WIDE, height, "x", f"time since {since} (ms)")
     if above:
@@ -118,7 +116,7 @@ def buckets(
                 drawn = bars(ax, [(first, length)], (place - 0.3, 0.6), *look, zorder=2)
                 if event.end is None and look is OPEN:
                     drawn.set(edgecolor=LOST, linestyle=DASHES)
-    ax.axvline(over, color=LOST, linewidth=1.4, linestyle=(0, (4, 2)), zorder=3)
+    ax.axvline(over, color=LOST, linewidth=1.4, linestyle=DASHES, zorder=3)
     longest = max(longest, over) or 1
     ax.set(xlim=(0, 1.03 * longest), ylim=(len(shown) - 0.5, -above - 0.5))
     names = [f"bucket {i}, {byte_size(e.nbytes)}" for i, e in enumerate(events[: len(shown)])]
@@ -127,9 +125,8 @@ def buckets(
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ha = "right" if over > 0.6 * longest else "left"
     write(ax, over, -above - 0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
-    y = TOP + height + 0.6 - 0.07
-    x = swatch(sheet, LEFT, y, "hidden behind computing", *HIDDEN)
-    swatch(sheet, x, y, "not hidden", *OPEN)
+    looks = {"hidden behind computing": HIDDEN, "not hidden": OPEN}
+    draw_key(sheet, LEFT, TOP + height + 0.53, looks)
     return picture
 
 

@@ -11,7 +11,17 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, open_picture, read_named, short, table
-from ddp_kit.plot.style import EDGE, INK, QUIET, byte_size, chip, set_hatch, swatch
+from ddp_kit.plot.style import (
+    EDGE,
+    INK,
+    QUIET,
+    byte_size,
+    chip,
+    draw_key,
+    key_places,
+    set_hatch,
+    write,
+)
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
 FILLS = ("#8fa9c4", "#dcc48e", "#8fb8b0", "#e3a9b4", "#c9c2ee", "#c4c4c4")
@@ -64,17 +74,17 @@ def memory(
 
     highest = max(sum(here.values()) for devices in held.values() for here in devices) or 1
     height = count * (TALL + GAP) - GAP
-    entries, lines = _key(kinds)
-    same_scale = f" All {name}s have the same scale." if count > 1 else ""
-    caption = [f"The number on a bar is its sum.{same_scale}"]
-    below = TOP + height + 0.56 + 0.2 * lines + 0.13
-    full = LEFT + WIDE + 0.15
-    picture, sheet = open_picture(title, text_table, full, below, caption, lift=0.07)
+    caption = "The number on a bar is its sum."
+    caption += f" All {name}s have the same scale." if count > 1 else ""
+    foot, full = TOP + height + 0.52, LEFT + WIDE + 0.15
+    looks = {kind: (fill, EDGE, hatch) for kind, (fill, hatch) in kinds.items()}
+    below = foot + max((y for _, y in key_places(kinds, full)), default=0) + 0.25
+    picture, sheet = open_picture(title, text_table, full, below, caption)
     width = max(8, 64 // len(held))
     wrapped = functools.partial(textwrap.fill, width=width, break_long_words=False)
     for device in range(count):
         top = TOP + device * (TALL + GAP)
-        chip(sheet, 0.02, top + TALL / 2 - 0.11, 0.72, 0.22, device, f"{name} {device}")
+        chip(sheet, 0, top + TALL / 2, 0.76, device, f"{name} {device}")
         ax = picture.chart(LEFT, top, WIDE, TALL, "y")
         text = byte_size if unit == "bytes" else _count
         _bars(ax, [devices[device] for devices in held.values()], kinds, text)
@@ -83,9 +93,7 @@ def memory(
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
         ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
-    for (kind, (fill, hatch)), (x, line) in zip(kinds.items(), entries, strict=True):
-        y = TOP + height + 0.64 + 0.2 * line - 0.07
-        swatch(sheet, x, y, kind, fill, EDGE, hatch, linewidth=0.6)
+    draw_key(sheet, 0, foot, looks, full)
     return picture
 
 
@@ -163,23 +171,4 @@ def _bars(
                 floor[x] += tall
     for x, whole in enumerate(floor):
         style = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
-        ax.annotate(
-            text(whole, 3),
-            (x, whole),
-            (0, 1.5),
-            textcoords="offset points",
-            fontsize=8,
-            **style,
-        )
-
-
-def _key(kinds: Iterable[str]) -> tuple[list[tuple[float, int]], int]:
-    """Return x and the line of each kind in the key, and how many lines it has."""
-    entries, x, line = [], 0.02, 0
-    for kind in kinds:
-        wide = 0.6 + 0.075 * len(kind)
-        if x + wide > LEFT + WIDE and x > 0.02:
-            x, line = 0.02, line + 1
-        entries.append((x, line))
-        x += wide
-    return entries, line + 1
+        write(ax, x, whole, text(whole, 3), 8, **style)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import reprlib
-from bisect import bisect_left
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,18 +12,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, WIDTH, write
+from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, WIDTH, fold, write
 from ddp_kit.trace import Trace
 
 DPI = 110
-TITLE_SIZE = 11.5  # points
+LETTER = 0.102  # inches, of a letter of a title
 NARROW = 3.4  # inches: narrower, a caption would be a column
 NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
 LARGEST = 1e300  # of a number that is drawn; beyond, it becomes infinite on the way to the chart
@@ -95,29 +92,8 @@ def read_numbers(values: Any) -> list[Any]:
 
 
 def room_for(title: str) -> float:
-    """Return the inches of the narrowest picture that a title and a caption fit into.
-
-    They are at most WIDTH: `open_picture` cuts a title that needs more.
-    """
-    return min(WIDTH, max(NARROW, _title_width(title)))
-
-
-@functools.lru_cache(maxsize=256)  # a picture asks twice, and making a path is slow
-def _title_width(title: str) -> float:
-    if not title.strip():  # no letter, no path
-        return 0.0
-    font = FontProperties(family=FAMILY, weight="bold")
-    path = TextPath((0, 0), title, size=TITLE_SIZE, prop=font)
-    return 1.04 * path.get_extents().x1 / 72  # whole pixels make letters wider
-
-
-def _cut_title(title: str, width: float) -> str:
-    """Return as much of a title as fits into `width` inches."""
-    if _title_width(title) <= width:
-        return title
-    lengths = range(1, len(title))
-    too_long = bisect_left(lengths, True, key=lambda n: _title_width(f"{title[:n]} ...") > width)
-    return f"{title[:too_long].rstrip()} ..."
+    """Return the inches of the narrowest picture that a title and a caption fit into."""
+    return min(WIDTH, max(NARROW, LETTER * len(title)))
 
 
 class _Canvas(FigureCanvasAgg):
@@ -197,9 +173,7 @@ def open_picture(
     text_table: str,
     width: float,
     below: float,
-    caption=(),
-    lift=0.0,
-    left=0.02,
+    caption: str = "",
     kind: type[AnyPicture] = Picture,
 ) -> tuple[AnyPicture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
@@ -207,19 +181,18 @@ def open_picture(
     The sheet is axes that cover the picture, in inches from its top left corner. A title that is
     wider than the picture and than WIDTH is cut; the text table has all of it.
 
-    caption: its lines, 0.17 inches each; they begin `lift` inches further down than `below`.
-    left: where title and caption begin.
-    kind: the class of the picture.
+    below: where the caption begins, which is broken into lines. kind: the class of the picture.
     """
-    height = below + 0.17 * len(caption)
+    lines = fold(caption, width)
+    height = below + 0.17 * len(lines) + 0.05
     picture = kind(width, height, text_table)
     sheet = picture.add_axes((0, 0, 1, 1))
     sheet.set(xlim=(0, width), ylim=(height, 0))
     sheet.set_axis_off()
-    shown = _cut_title(title, max(width, WIDTH))
-    write(sheet, left, 0.12, shown, TITLE_SIZE, weight="bold")
-    for i, line in enumerate(caption):
-        write(sheet, left, below + lift + 0.17 * i, line, 8.5, color=QUIET)
+    letters = int(max(width, WIDTH) / LETTER)
+    write(sheet, 0, 0.12, textwrap.shorten(title, letters, placeholder=" ..."), 11.5, weight="bold")
+    for i, line in enumerate(lines):
+        write(sheet, 0, below + 0.06 + 0.17 * i, line, 8.5, color=QUIET)
     return picture, sheet
 
 

@@ -12,6 +12,7 @@ from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, room_for, table
 from ddp_kit.plot.style import (
+    KEY_ROW,
     PAPER,
     QUIET,
     arrow,
@@ -19,8 +20,8 @@ from ddp_kit.plot.style import (
     box,
     byte_size,
     chip,
+    draw_key,
     edge_color,
-    fold,
     rank_color,
     write,
 )
@@ -69,8 +70,7 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     panel = head + n * tall + gap
     width = max(across * stride - gap, room_for(title))
     below = top + bands * (1 if n == 1 else 2) * panel + 0.16 - 0.08
-    caption = fold(_caption(n), width)
-    picture, ax = open_picture(title, text_table, width, below, caption, lift=0.02, left=0)
+    picture, ax = open_picture(title, text_table, width, below, _caption(n))
     for step, name in enumerate(names):
         # The first all-gather is below the first reduce-scatter; the key fills the gap.
         slot = step if step < n else bands * across + step - n + 1
@@ -140,14 +140,13 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
     caption = "Columns are chunks. A number's digits name the ranks in it."
     caption += " An arrow is a message of the trace." if n > 1 else ""
     below = top + n * (tall + gap) + 0.1
-    lines = fold(caption, width)
-    picture, ax = open_picture(title, text_table, width, below, lines, left=0)
+    picture, ax = open_picture(title, text_table, width, below, caption)
     for c in range(n):
         at = left + c * wide + 0.09, top - 0.1  # beside the arrow of a chunk
         write(ax, *at, str(c), 7.5, color=QUIET, ha="center")
     for r in range(n):
         y = top + r * (tall + gap)
-        chip(ax, 0, y + tall / 2 - 0.11, 0.6, 0.22, r, f"rank {r}")
+        chip(ax, 0, y + tall / 2, 0.6, r, f"rank {r}")
         src = received[r].src if r in received else None
         for c, value in enumerate(held[r][step]):
             x = left + c * wide
@@ -228,7 +227,6 @@ def _fill(value: int, n: int) -> str:
 
 
 def _outline(ax: Axes, x: float, y: float, wide: float, tall: float, color: str) -> None:
-    """Outline a cell that has just changed."""
     inset = 0.022
     edge = {"linewidth": 1.8 if wide > 0.15 else 1.1, "joinstyle": "miter"}
     box(ax, x + inset, y + inset, wide - 2 * inset, tall - 2 * inset, "none", color, **edge)
@@ -236,18 +234,12 @@ def _outline(ax: Axes, x: float, y: float, wide: float, tall: float, color: str)
 
 def _key(ax: Axes, x: float, y: float, n: int) -> None:
     """Draw what shade and outline mean, in the place of the missing panel."""
-    counts = [1, 2, n - 1] if n > 3 else list(range(1, n))
-    entries = [(int("1" * many), count(many, "rank")) for many in counts]
-    if n > 4:
-        entries[-1] = (entries[-1][0], f"… {n - 1} ranks")
-    entries.append((_complete(n), "complete"))
-    for i, (value, text) in enumerate(entries):
-        top = y + i * 0.22
-        box(ax, x, top, 0.24, 0.18, _fill(value, n), "none")
-        write(ax, x + 0.32, top + 0.09, text, 8.5)
-    top = y + len(entries) * 0.22
-    _outline(ax, x, top, 0.24, 0.18, rank_color(0))
-    write(ax, x + 0.32, top + 0.09, "from rank 0", 8.5)
+    counts = sorted({1, min(2, n - 1), n - 1})
+    names = {many: f"{'… ' * (many > 3)}{count(many, 'rank')}" for many in counts}
+    looks = {names[many]: (_fill(int("1" * many), n), "none") for many in counts}
+    looks |= {"complete": (COMPLETE, "none"), "from rank 0": ("none", "none")}
+    draw_key(ax, x, y, looks, width=0)
+    _outline(ax, x, y + (len(looks) - 1) * KEY_ROW, 0.26, 0.16, rank_color(0))
 
 
 def _caption(n: int) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -36,7 +37,8 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"  # in place of a number
 FAMILY = "DejaVu Sans"  # comes with matplotlib, so a picture is the same on every machine
 WIDTH = 9.0  # inches; wider pictures are scaled down by the notebook
-KEY_TEXT, KEY_GAP = 0.34, 0.26  # inches in a key: from a swatch to its text, between two entries
+KEY_TEXT, KEY_GAP, KEY_ROW = 0.34, 0.26, 0.21  # inches: to a text, between two entries, two rows
+CHIP = 0.21  # inches, the height of a rank's name
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct under every common colour blindness.
 _OKABE_ITO = (
@@ -117,8 +119,9 @@ def write(ax: Axes, x: float, y: float, text: str, size: float = 9, **style) -> 
 
 
 def fold(text: str, width: float, size: float = 8.5) -> list[str]:
-    """Break text into the lines that fit into `width` inches at `size` points."""
-    return textwrap.wrap(text, max(20, int(width / (0.53 * size / 72)))) if text else []
+    """Break each line of a text into the lines that fit into `width` inches at `size` points."""
+    letters = max(20, int(width / (0.53 * size / 72)))
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, letters)]
 
 
 def box(
@@ -131,12 +134,13 @@ def box(
         write(ax, x + w / 2, y + h / 2, text, size, color=text_color(fill), ha="center")
 
 
-def chip(ax: Axes, x: float, y: float, w: float, h: float, rank: int, text: str) -> None:
-    """Name a rank on a rounded patch of its colour, top left corner at (x, y)."""
+def chip(ax: Axes, x: float, middle: float, w: float, rank: int, text: str) -> None:
+    """Name a rank on a rounded patch of its colour, whose left edge has its middle there."""
     color = rank_color(rank)
     outline = "round,pad=0,rounding_size=0.05"
-    ax.add_patch(FancyBboxPatch((x, y), w, h, outline, facecolor=color, edgecolor="none"))
-    write(ax, x + w / 2, y + h / 2, text, 8.5, color=text_color(color), ha="center")
+    corner = x, middle - CHIP / 2
+    ax.add_patch(FancyBboxPatch(corner, w, CHIP, outline, facecolor=color, edgecolor="none"))
+    write(ax, x + w / 2, middle, text, 8.5, color=text_color(color), ha="center")
 
 
 def arrow(ax: Axes, begin, end, color: str, width: float = 1.2, **style) -> None:
@@ -163,18 +167,26 @@ def set_hatch(drawn, hatch: str | None, color: str) -> None:
                 getattr(drawn, name)(value)
 
 
-def swatch(
-    sheet: Axes, x: float, y: float, text: str, fill: str, edge: str, hatch=None, **style
-) -> float:
-    """Draw one entry of a key, top left corner at (x, y), and return x of the next one."""
-    bars(sheet, [(x, 0.26)], (y, 0.14), fill, edge, hatch, **style)
-    write(sheet, x + KEY_TEXT, y + 0.07, text, 8.5)
-    return x + swatch_width(text) + KEY_GAP
+def key_places(texts: Iterable[str], width: float) -> list[tuple[float, float]]:
+    """Return the top left corner of each entry of a key, in inches, in rows of that width."""
+    x, y, places = 0.0, 0.0, []
+    for text in texts:
+        wide = KEY_TEXT + 0.075 * len(text)
+        if x and x + wide > width:
+            x, y = 0.0, y + KEY_ROW
+        places.append((x, y))
+        x += wide + KEY_GAP
+    return places
 
 
-def swatch_width(text: str) -> float:
-    """Return the inches of one entry of a key."""
-    return KEY_TEXT + 0.075 * len(text)
+def draw_key(
+    sheet: Axes, left: float, top: float, looks: Mapping[str, tuple], width: float = WIDTH
+) -> None:
+    """Draw a key; looks: what each text stands for, as a fill, an edge and perhaps a hatch."""
+    for (text, look), (x, y) in zip(looks.items(), key_places(looks, width), strict=True):
+        if look:
+            bars(sheet, [(left + x, 0.26)], (top + y, 0.14), *look)
+        write(sheet, left + x + KEY_TEXT, top + y + 0.07, text, 8.5)
 
 
 def significant(value: float, digits: int = 3) -> str:

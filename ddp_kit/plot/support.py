@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, open_picture, read_named, table
-from ddp_kit.plot.style import PAPER, box, fold, write
+from ddp_kit.plot.style import PAPER, box, key_places, write
 
 Cells = Mapping[tuple[str, str], str]
 
@@ -26,7 +26,7 @@ LOOKS = {
     "not run": ("#fdfdfd", "?", "not run"),
 }
 EDGE = "#a6a6a6"
-BOX, ROW, GAP, TOP, HEAD, FOOT, KEY_ROW = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3, 0.25  # inches
+BOX, ROW, GAP, TOP, HEAD, FOOT = 0.28, 0.215, 0.4, 0.42, 1.08, 0.3  # inches
 ACROSS = 2  # panels side by side
 
 
@@ -57,19 +57,13 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
     wide, tall = BOX * len(dtypes), HEAD + ROW * len(operations) + FOOT
     across = min(ACROSS, len(panels))
     found = {kind for cells in panels.values() for kind in cells.values()}
-    steps = {kind: BOX + 0.35 + 0.06 * len(LOOKS[kind][2]) for kind in LOOKS if kind in found}
     width = max(6.4, left + across * (wide + GAP) + 0.3)
-    key, rows, x = TOP + tall * -(-len(panels) // ACROSS), 0, width
-    places_in_key = {}
-    for kind, step in steps.items():
-        if x + step > width:
-            rows, x = rows + 1, 0.02
-        places_in_key[kind] = x, key + (rows - 1) * KEY_ROW
-        x += step
-    below = key + (0.05 + KEY_ROW * rows if rows else 0)
-    lines = [line for reason in reasons for line in fold(reason, width)]
+    key = TOP + tall * -(-len(panels) // ACROSS)
+    kinds = [kind for kind in LOOKS if kind in found]
+    places_in_key = key_places([LOOKS[kind][2] for kind in kinds], width)
+    below = key + max((y + 0.25 for _, y in places_in_key), default=0)
     text_table = "\n".join(parts + reasons)
-    picture, sheet = open_picture(title, text_table, width, below, lines, lift=0.085)
+    picture, sheet = open_picture(title, text_table, width, below, "\n".join(reasons))
     for place, (name, cells) in enumerate(panels.items()):
         x = left + place % ACROSS * (wide + GAP)
         y = TOP + place // ACROSS * tall
@@ -83,9 +77,9 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
             for column, dtype in enumerate(dtypes):
                 if (op, dtype) in cells:
                     _cell(sheet, x + BOX * column, y + HEAD + ROW * row, cells[op, dtype])
-    for kind, (x, y) in places_in_key.items():
-        _cell(sheet, x, y - ROW / 2, kind)
-        write(sheet, x + BOX + 0.07, y, LOOKS[kind][2], 8.5)
+    for kind, (x, y) in zip(kinds, places_in_key, strict=True):
+        _cell(sheet, x, key + y - ROW / 2, kind)
+        write(sheet, x + BOX + 0.07, key + y, LOOKS[kind][2], 8.5)
     return picture
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import timeline_marks as marks
+from ddp_kit.plot import timeline_steps as in_steps
 from ddp_kit.plot.picture import (
     Picture,
     borders_caption,
@@ -18,29 +21,107 @@ from ddp_kit.plot.picture import (
     room_for,
 )
 from ddp_kit.plot.style import (
-    KEY_GAP,
-    KEY_TEXT,
+    INK,
     NO_CALL,
     PAPER,
     QUIET,
-    fold,
+    chip,
+    draw_key,
+    key_places,
     significant,
-    swatch,
-    swatch_width,
     write,
 )
 from ddp_kit.plot.timeline_lanes import Lanes, busy, by_steps, by_time, part
-from ddp_kit.plot.timeline_names import LEFT
-from ddp_kit.plot.timeline_panel import Panel
-from ddp_kit.plot.timeline_steps import Overview, find_training, steps_table
-from ddp_kit.plot.timeline_tables import rank_table, step_table, time_table
+from ddp_kit.plot.timeline_marks import LEFT
 from ddp_kit.trace import Trace
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
+IN_FLIGHT = "in flight: called, not waited for yet"
 NAMES = {"send": "in a send", "recv": "in a receive", "collective": "in a collective"}
-KEY_ROW = 0.22  # inches
+STEP = 1.2  # inches of a step, where there is room
+NARROW = 2.6  # inches of the narrowest lanes
+
+
+class Panel:
+    """The lanes of all ranks over one axis. head: inches of the names above them; tall: inches.
+
+    wide: inches of the axis: as many as the steps need, unless it is time, or a part of a run.
+    at_least: of these. many: there are too many events to draw them one by one.
+    """
+
+    def __init__(
+        self, lanes: Lanes, timed: bool, at_least: float = NARROW, is_part: bool = False
+    ) -> None:
+        begin, end = lanes.limits
+        self.lanes, self.timed = lanes, timed
+        self.length = 1.003 * ((end - begin) or 1)
+        self.wide = marks.WIDE
+        if not timed and not is_part:
+            self.wide = min(marks.WIDE, max(NARROW, at_least, STEP * (end - begin)))
+        self.scale = self.wide / self.length
+        n = len(lanes.spans)
+        marks_needed = 2 * len(lanes.arrows) + len(lanes.links)
+        long = not timed and end - begin > marks.MOST_STEPS and bool(lanes.arrows)
+        self.many = marks_needed > marks.MOST_MARKS or long
+        most = 0.78 if lanes.flights and not self.many else 0.62
+        self.lane = max(0.36, min(most, 6.8 * most / n))
+        self.below = 0.12 if lanes.flights and not self.many else 0.0  # room for the lowest flight
+        self.tall = n * self.lane + self.below
+        slant, names = marks.place_names(lanes.links, self.scale, begin, self.wide)
+        if self.many and (slant or not all(name.text for name in names)):
+            names = []
+        self.slant, self.names = slant, names
+        self.head = marks.head_room(slant, names)
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether the name of a collective is left out for lack of space."""
+        return any(not name.text for name in self.names)
+
+    def draw(
+        self,
+        picture: Picture,
+        sheet: Axes,
+        top: float,
+        xlabel: str,
+        borders: Sequence[int] = (),
+    ) -> None:
+        """Draw the lanes, `top` inches below the top of the picture, with their ranks.
+
+        borders: the ranks above whose lanes a line separates two hosts.
+        """
+        n = len(self.lanes.spans)
+        lane = self.lane
+        for rank in range(n):
+            chip(sheet, 0, top + (rank + 0.5) * lane, 0.62, rank, f"rank {rank}")
+        ax = picture.chart(LEFT, top, self.wide, self.tall, "x", xlabel)
+        begin, _ = self.lanes.limits
+        ax.set(xlim=(begin, begin + self.length), ylim=(self.tall / lane - 0.5, -0.5))
+        ax.set_yticks([])
+        ax.spines["left"].set_visible(False)
+        steps = [1, 2, 5, 10]  # no ticks of 80 ms
+        locator = MaxNLocator(nbins=12, steps=steps, integer=not self.timed, min_n_ticks=1)
+        ax.xaxis.set_major_locator(locator)
+        if not self.timed:  # lines between the steps
+            ax.grid(False)
+            if self.length <= marks.MOST_STEPS + 1:
+                between = [begin + step for step in range(1, round(self.length))]
+                ax.set_xticks(between, minor=True)
+                ax.tick_params(axis="x", which="minor", length=0)
+                style = {"color": "#ececec", "linewidth": 0.8, "linestyle": "-"}
+                ax.grid(True, axis="x", which="minor", **style)
+        for border in borders:
+            ends = [begin - (LEFT - 0.02) / self.scale, begin + self.length]
+            style = {"color": INK, "linewidth": 1.8, "linestyle": "-", "clip_on": False}
+            ax.plot(ends, [border - 0.5 + self.below / lane] * 2, zorder=1, **style)
+        labels = marks.Labels(self.scale, lane)
+        if self.many:
+            marks.draw_shares(ax, self.lanes, labels)
+        else:
+            marks.draw_each(ax, self.lanes, labels)
+        marks.write_names(ax, self.slant, self.names, lane)
 
 
 class Timeline(Picture):
@@ -98,7 +179,7 @@ def timeline(
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
     borders = host_borders(trace.world_size, per_host)
     whole = by_time(trace) if timed else by_steps(trace)
-    training = find_training(trace, whole, step)
+    training = in_steps.find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
     lanes = part(whole, *window)
     cut = _say_cut(whole, window)
@@ -111,23 +192,23 @@ def timeline(
     else:
         shown, (begin, end) = training.label, training.window
         zero = begin if timed else begin - 0.5  # the first step is 1
-        overview = Overview(lanes, training)
+        overview = in_steps.Overview(lanes, training)
         large = Panel(part(whole, begin, end, zero), timed, is_part=True)
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
         top += overview.whole + 0.28
     top += large.head
     if timed:
-        text_table = time_table(title, whole)
-        text_table += f"\n{time_table(shown, large.lanes)}" if training else ""
+        text_table = in_steps.time_table(title, whole)
+        text_table += f"\n{in_steps.time_table(shown, large.lanes)}" if training else ""
         text_table += f"\n{cut}" if cut else ""
     elif training:
-        text_table = steps_table(title, trace, training)
-        text_table += f"\n{step_table(shown, trace, whole, (begin, end))}"
+        text_table = in_steps.steps_table(title, trace, training)
+        text_table += f"\n{in_steps.step_table(shown, trace, whole, (begin, end))}"
     elif large.many:
-        text_table = rank_table(title, trace, whole)
+        text_table = in_steps.rank_table(title, trace, whole)
     else:
-        text_table = step_table(title, trace, whole, whole.limits)
+        text_table = in_steps.step_table(title, trace, whole, whole.limits)
 
     parts = []
     if training:
@@ -138,22 +219,19 @@ def timeline(
         parts.append(f"{borders_caption(trace.world_size, borders[0])}.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
-    key = _key(lanes, timed, large.many)
+    key = _key(lanes, large.many)
     full = LEFT + large.wide + 0.15
-    corners = _place_key(key, full - LEFT)
-    lines = fold(" ".join(filter(None, parts)), full - 0.15)
-    below = top + large.tall + 0.5
-    rows = corners[-1][1] if corners else 0
-    picture, sheet = open_picture(
-        title, text_table, full, below + rows + 0.3, lines, lift=0.04, kind=Timeline
-    )
+    *_, (at, rows) = key_places(key, full - LEFT)
+    caption, foot = " ".join(filter(None, parts)), top + large.tall + 0.5
+    picture, sheet = open_picture(title, text_table, full, foot + rows + 0.25, caption, Timeline)
     picture.trace = trace
     if overview:
         overview.draw(picture, sheet, 0.3)
         write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
     large.draw(picture, sheet, top, xlabel, borders)
-    for (text, look), (x, y) in zip(key, corners, strict=True):
-        _draw_key(sheet, LEFT + x, below + 0.02 + y, text, look)
+    draw_key(sheet, LEFT, foot, key, full - LEFT)
+    if key.get(IN_FLIGHT) == ():
+        _draw_flight(sheet, LEFT + at, foot + rows + 0.07)
     return picture
 
 
@@ -236,34 +314,17 @@ def _caption_of_many(lanes: Lanes) -> str:
     return " ".join(parts)
 
 
-def _key(lanes: Lanes, timed: bool, many: bool) -> list[tuple[str, tuple]]:
-    """Return the names of what is drawn, each with its look; () is a flight."""
+def _key(lanes: Lanes, many: bool) -> dict[str, tuple]:
+    """Return the names of what is drawn, each with its look; () is a flight, the last one."""
     kinds = {bar.kind for bar in lanes.bars}
-    entries: list[tuple[str, tuple]] = [("not in a call", (NO_CALL, "none"))]
-    entries += [(text, marks.LOOKS[kind]) for kind, text in NAMES.items() if kind in kinds]
-    if lanes.flights and not many:
-        entries.append(("in flight: called, not waited for yet", ()))
-    return entries
+    looks: dict[str, tuple] = {"not in a call": (NO_CALL, "none")}
+    looks |= {text: marks.LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
+    return looks | ({IN_FLIGHT: ()} if lanes.flights and not many else {})
 
 
-def _place_key(entries: list[tuple[str, tuple]], width: float) -> list[tuple[float, float]]:
-    """Return the top left corner of each entry of a key, in inches, in rows of that width."""
-    x, y, places = 0.0, 0.0, []
-    for text, _ in entries:
-        if x and x + swatch_width(text) > width:
-            x, y = 0.0, y + KEY_ROW
-        places.append((x, y))
-        x += swatch_width(text) + KEY_GAP
-    return places
-
-
-def _draw_key(sheet: Axes, x: float, y: float, text: str, look: tuple) -> None:
-    if look:
-        swatch(sheet, x, y, text, *look)
-        return
-    middle = y + 0.07
+def _draw_flight(sheet: Axes, x: float, y: float) -> None:
+    ends = [x + 0.03, x + 0.23]
     style = {"color": QUIET, "linewidth": 1.4, "linestyle": "-"}
-    sheet.plot([x + 0.03, x + 0.23], [middle] * 2, **style)
-    sheet.plot([x + 0.03], [middle], markerfacecolor=PAPER, **marks.CALLED, **style)
-    sheet.plot([x + 0.23], [middle], **marks.WAITED, **style)
-    write(sheet, x + KEY_TEXT, middle, text, 8.5)
+    sheet.plot(ends, [y, y], **style)
+    sheet.plot(ends[:1], [y], markerfacecolor=PAPER, **marks.CALLED, **style)
+    sheet.plot(ends[1:], [y], **marks.WAITED, **style)

@@ -156,7 +156,8 @@ def _places(trace: Trace, plan: Schedule) -> list[tuple[dict[int, Event], list[f
 def by_time(trace: Trace) -> Lanes:
     """Return the times of a run, in milliseconds since the first rank began."""
     never = unmatched(trace)
-    spans = list(trace.spans) or _spans(trace)
+    times = [t for e in trace for t in (e.start, e.waited, e.end) if t is not None]
+    spans = trace.spans or [(min(times), max(times))] * trace.world_size  # of one made by hand
     zero = min(begin for begin, _ in spans)
 
     def ms(moment: int) -> float:
@@ -186,48 +187,43 @@ def by_time(trace: Trace) -> Lanes:
 
 def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
     """Return what happened from `begin` to `end`; every place moves by `-zero`."""
-    last = lanes.limits[1]
+    over = end if end < lanes.limits[1] else math.inf  # what is in no later part
 
     def inside(at: float | None) -> bool:
         return at is not None and begin <= at <= end
 
+    def happens(each: Bar | Flight) -> bool:
+        lasts = each.begin < end and each.end > begin
+        return lasts or (each.begin == each.end and begin <= each.begin < over)
+
     def clip(at: float) -> float:
         return min(max(at, begin), end) - zero
+
+    def clipped(each: Bar | Flight) -> dict[str, float]:
+        return {"begin": clip(each.begin), "end": clip(each.end)}
 
     def move(at: float | None) -> float | None:
         return None if at is None else at - zero
 
-    return Lanes(
-        [(clip(first), clip(last)) for first, last in lanes.spans],
-        [
-            replace(bar, begin=clip(bar.begin), end=clip(bar.end))
-            for bar in lanes.bars
-            if (bar.begin < end and bar.end > begin) or (inside(bar.begin) and inside(bar.end))
+    return replace(
+        lanes,
+        spans=[(clip(first), clip(last)) for first, last in lanes.spans],
+        bars=[replace(bar, **clipped(bar)) for bar in lanes.bars if happens(bar)],
+        flights=[
+            replace(f, **clipped(f), called=inside(f.begin), waited=f.waited and inside(f.end))
+            for f in lanes.flights
+            if happens(f)
         ],
-        [
-            replace(
-                each,
-                begin=clip(each.begin),
-                end=clip(each.end),
-                called=inside(each.begin),
-                waited=each.waited and inside(each.end),
-            )
-            for each in lanes.flights
-            if (each.begin < end and each.end > begin)
-            or (each.begin == each.end and begin <= each.begin < (end if end < last else math.inf))
-        ],
-        [
+        arrows=[
             replace(arrow, begin=move(arrow.begin), end=move(arrow.end))
             for arrow in lanes.arrows
             if inside(arrow.begin) or inside(arrow.end)
         ],
-        [
+        links=[
             replace(link, points=tuple((at - zero, rank) for at, rank in link.points))
             for link in lanes.links
             if inside(min(at for at, _ in link.points))
         ],
-        lanes.plan,
-        lanes.zero,
     )
 
 
@@ -316,14 +312,3 @@ def _link(trace: Trace, members: dict[int, Event], at: Sequence[float]) -> Link:
         who = name_ranks(missing) if len(missing) <= 3 else f"{len(missing)} ranks"
         name += f", without {who}"
     return Link(name, tuple(zip(at, members, strict=True)), same and not missing)
-
-
-def _spans(trace: Trace) -> list[tuple[int, int]]:
-    """Return each rank's first and last moment, for a trace without spans."""
-    moments: dict[int, list[int]] = {}
-    for event in trace:
-        times = (event.start, event.waited, event.end)
-        moments.setdefault(event.rank, []).extend(t for t in times if t is not None)
-    whole = [moment for times in moments.values() for moment in times]
-    of_ranks = [moments.get(rank, whole) for rank in range(trace.world_size)]
-    return [(min(times), max(times)) for times in of_ranks]

@@ -1,10 +1,12 @@
-"""The marks of a timeline: bars, links and arrows one by one, or shares and counts of many."""
+"""The marks of a timeline: bars, links, names and arrows, or shares and counts of many events."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,6 +20,7 @@ from ddp_kit.plot.style import (
     PAPER,
     RECV,
     SEND,
+    TIMES,
     arrow,
     bars,
     edge_color,
@@ -25,8 +28,11 @@ from ddp_kit.plot.style import (
     write,
 )
 from ddp_kit.plot.timeline_lanes import Arrow, Bar, Flight, Lanes, Link
-from ddp_kit.plot.timeline_names import CHARACTER, TYPE
 
+LEFT, WIDE = 0.75, 7.95  # inches: where the lanes begin on the sheet, and their greatest width
+TYPE, CHARACTER = 7.5, 0.0655  # points; inches of one character
+SLANT = 35  # degrees, of names that are close together
+APART, GAP = 0.23, 0.08  # inches from one name to the next: between slanted ones, level ones
 HALF = 0.27  # of a lane: how far a bar reaches from the middle
 HEIGHT = 0.15  # inches of a label
 MARKER = 4.5  # points: where a rank takes part in a collective
@@ -35,6 +41,7 @@ CALLED = {"marker": "o", "markersize": 4, "markeredgewidth": 1.1}  # the ends of
 WAITED = {"marker": "D", "markersize": 4}
 MOST_NAMED = 12  # ends without another end; above, they have dashes alone
 LOOKS = {"send": SEND, "recv": RECV, "collective": COLLECTIVE}  # by the kind of an Event
+MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
 BINS = 60
 MOST_ARROWS = 64  # in a whole picture of many events
 
@@ -207,6 +214,89 @@ def _stub(ax: Axes, lost: Arrow, labels: Labels, named: bool) -> None:
         write(ax, place, far[1], lost.never, TYPE, **style)
 
 
+# ---- the names of collectives, above the lanes
+
+
+@dataclass(frozen=True)
+class Name:
+    """What is written above one collective, or above several with the same name.
+
+    begin, end: the places of the first and the last of them. at: the middle of the text or, if it
+    is slanted, its left end. text: "" if there is no room for it.
+    """
+
+    begin: float
+    end: float
+    at: float
+    text: str
+    whole: bool
+
+
+def place_names(
+    links: Sequence[Link], scale: float, low: float, wide: float
+) -> tuple[int, list[Name]]:
+    """Return how to write the names of collectives: their slant in degrees, and each name.
+
+    Where there is no room for each, neighbours with the same name share one, as in
+    "all_reduce x 30". If the names still are too close, they are slanted.
+
+    scale: inches of one unit of the axis; low: where the axis begins; wide: its inches.
+    """
+    tops = sorted(
+        (min(link.points, key=lambda p: p[1])[0], link.name, link.whole) for link in links
+    )
+    each = [(at, at, name, whole) for at, name, whole in tops]
+    shared = []
+    for (name, whole), group in itertools.groupby(tops, key=lambda top: top[1:]):
+        places = [at for at, *_ in group]
+        text = f"{name} {TIMES} {len(places):,}" if len(places) > 1 else name
+        shared.append((places[0], places[-1], text, whole))
+    for slant, found in ((0, each), (0, shared), (SLANT, each), (SLANT, shared)):
+        names, free = [], -math.inf
+        for begin, end, text, whole in found:
+            at, half = begin + (end - begin) / 2, CHARACTER * len(text) / 2 / scale
+            if slant:
+                first, last = at, at + APART / scale
+            else:  # above the names of the ranks there is nothing else
+                at = min(max(at, low - LEFT / scale + half), low + wide / scale - half)
+                first, last = at - half, at + half + GAP / scale
+            fits = first >= free
+            names.append(Name(begin, end, at, text if fits else "", whole))
+            free = last if fits else free
+        if all(name.text for name in names):
+            break
+    return slant, names
+
+
+def head_room(slant: int, names: Sequence[Name]) -> float:
+    """Return how many inches the names need above the lanes."""
+    longest = max((len(name.text) for name in names), default=0)
+    if not longest:
+        return 0.0
+    room = 0.2 + CHARACTER * longest * math.sin(math.radians(slant))
+    return room + 0.08 if _are_shared(names) else room
+
+
+def write_names(ax: Axes, slant: int, names: Sequence[Name], lane: float) -> None:
+    """Write the names above the lanes, each that is shared above a bracket; lane: inches."""
+    style = {"rotation": slant, "rotation_mode": "anchor", "va": "baseline"}
+    style |= {"ha": "left" if slant else "center"}
+    foot, y = -0.5 - 0.02 / lane, -0.55
+    top = foot - 0.06 / lane
+    if _are_shared(names):
+        y = top - 0.03 / lane
+    for name in names:
+        color = COLLECTIVE[1] if name.whole else LOST
+        if name.end > name.begin and name.text:
+            xs, ys = (name.begin, name.begin, name.end, name.end), (foot, top, top, foot)
+            ax.plot(xs, ys, color=color, linewidth=0.9, linestyle="-", clip_on=False)
+        write(ax, name.at, y, name.text, TYPE, color=color, **style)
+
+
+def _are_shared(names: Sequence[Name]) -> bool:
+    return any(name.end > name.begin for name in names)
+
+
 # ---- shares and counts of many
 
 
@@ -215,16 +305,7 @@ def draw_shares(ax: Axes, lanes: Lanes, labels: Labels) -> None:
     _draw_lanes(ax, lanes)
     edges = np.linspace(*lanes.limits, BINS + 1)
     for rank, of_kinds in enumerate(shares(lanes, edges)):
-        floor = np.full(BINS, rank + HALF)
-        for kind, share in zip(LOOKS, of_kinds, strict=True):
-            ceiling = floor - 2 * HALF * share
-            if share.any():
-                fill, edge, hatch = LOOKS[kind]
-                style = {"facecolor": fill, "edgecolor": edge, "linewidth": 0, "zorder": 2}
-                # One shape for all bins: sixty would take a second to draw.
-                drawn = ax.stairs(ceiling, edges, baseline=floor, fill=True, **style)
-                set_hatch(drawn, hatch, edge)
-            floor = ceiling
+        stack(ax, of_kinds, edges, rank + HALF, 2 * HALF, LOOKS)
     for src, dst, at, count, never in count_arrows(lanes):
         side = HALF if dst > src else -HALF
         color = LOST if never else edge_color(src)
@@ -237,6 +318,19 @@ def draw_shares(ax: Axes, lanes: Lanes, labels: Labels) -> None:
         wide = CHARACTER * len(text) / labels.scale
         if labels.take(at - wide * (ha == "right"), at + wide * (ha == "left"), between):
             write(ax, at, between, text, TYPE - 0.5, color=color, ha=ha, zorder=5)
+
+
+def stack(ax: Axes, of_kinds, edges, floor: float, tall: float, looks) -> None:
+    """Draw a rank's shares of time on each other, `tall` in all; looks: by kind, as LOOKS."""
+    base = np.full(len(edges) - 1, floor)
+    for (fill, edge, hatch), share in zip(looks.values(), of_kinds, strict=True):
+        top = base - tall * share
+        if share.any():
+            style = {"facecolor": fill, "edgecolor": edge, "linewidth": 0, "zorder": 2}
+            # One shape for all bins: sixty would take a second to draw.
+            drawn = ax.stairs(top, edges, baseline=base, fill=True, **style)
+            set_hatch(drawn, hatch, edge)
+        base = top
 
 
 def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The training steps of a run in its timeline: all of them in small, and one to draw in large."""
+"""A timeline's numbers as text, and its training steps: all in small, and one to draw in large."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,13 +14,14 @@ from matplotlib.patches import Polygon
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
+from ddp_kit.plot import timeline_marks as marks
 from ddp_kit.plot.picture import Picture, table
-from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, TIMES, bars, rank_color, write
-from ddp_kit.plot.timeline_lanes import Lanes
-from ddp_kit.plot.timeline_marks import LOOKS, Labels, shares
-from ddp_kit.plot.timeline_names import CHARACTER, LEFT, TYPE, WIDE
-from ddp_kit.plot.timeline_panel import MOST_MARKS
+from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, TIMES, bars, rank_color, significant, write
+from ddp_kit.plot.timeline_lanes import Lanes, absent, short_name, unmatched
+from ddp_kit.plot.timeline_marks import CHARACTER, LEFT, TYPE, WIDE
 from ddp_kit.trace import Trace
+from ddp_kit.trace.events import Event
+from ddp_kit.trace.schedule import START, WAIT, Action
 from ddp_kit.trace.training_steps import TrainingStep, training_steps
 
 FEWEST, MOST_COLLECTIVES = 3, 12  # training steps; what is easy to read without them
@@ -28,6 +30,7 @@ ZOOM = "#f3f5f7"
 STRIP, LANE = 0.2, 0.15  # inches: of the blocks, and at most of a lane in small
 BINS = 160
 MOST_TICKS = 20
+LASTS = "\N{HORIZONTAL ELLIPSIS}"  # in the steps after the one in which a call began
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
 def _are_most(steps: dict[int, list[TrainingStep]], trace: Trace) -> bool:
     """Return whether there are too many events to draw one by one, and most are in steps."""
     inside = sum(len(step.events) for own in steps.values() for step in own)
-    return len(trace.collectives) > MOST_MARKS and 2 * inside > len(trace.events)
+    return len(trace.collectives) > marks.MOST_MARKS and 2 * inside > len(trace.events)
 
 
 def _calls(step: TrainingStep) -> tuple:
@@ -185,24 +188,20 @@ class Overview:
 
     def _draw_lanes(self, ax: Axes, sheet: Axes, top: float) -> None:
         edges = np.linspace(*self.lanes.limits, BINS + 1)
-        found = shares(self.lanes, edges)
+        found = marks.shares(self.lanes, edges)
         for rank, (begin, end) in enumerate(self.lanes.spans):
             y = STRIP + 0.06 + rank * self.lane
             floor, tall = y + 0.9 * self.lane, 0.8 * self.lane
             bars(ax, [(begin, end - begin)], (floor - tall, tall), NO_CALL, "none")
             at = LEFT - 0.14, 0.1
             bars(sheet, [at], (top + floor - tall, tall), rank_color(rank), "none")
-            base = np.full(BINS, floor)
-            for kind, share in zip(LOOKS, found[rank], strict=True):
-                ceiling = base - tall * share
-                if share.any():
-                    style = {"facecolor": LOOKS[kind][1], "linewidth": 0, "zorder": 2}
-                    ax.stairs(ceiling, edges, baseline=base, fill=True, **style)
-                base = ceiling
+            # Dark and without a hatch, which nobody would see.
+            looks = {kind: (edge, edge, None) for kind, (_, edge, _) in marks.LOOKS.items()}
+            marks.stack(ax, found[rank], edges, floor, tall, looks)
 
     def _name_steps(self, ax: Axes, scale: float) -> None:
         """Write how many steps in a row are alike, above their blocks, where there is room."""
-        labels = Labels(scale, 1)
+        labels = marks.Labels(scale, 1)
         low, high = self.lanes.limits
         for first, last in sorted(self.training.runs, key=lambda run: run[0] - run[1]):
             number = last - first + 1
@@ -253,3 +252,115 @@ def steps_table(title: str, trace: Trace, training: Training) -> str:
     rows = [*rows[:before], *middle, *rows[before:]]
     header = ["calls in training step", *(f"rank {rank}" for rank in range(trace.world_size))]
     return table(title, header, rows)
+
+
+class _Item(NamedTuple):
+    """What one rank does in one step; began: in an earlier one."""
+
+    text: str
+    began: bool = False
+
+
+def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
+    """Return what happened in a part of the order: one row per step, one column per rank."""
+    never = unmatched(trace)
+    without = {
+        (rank, event.index): f" (without {', '.join(map(str, missing))})"
+        for members in trace.collectives
+        if (missing := absent(trace, members))
+        for rank, event in members.items()
+    }
+
+    def name(event: Event) -> str:
+        key = event.rank, event.index
+        peer = "any" if event.peer is None else event.peer
+        text = short_name(event)
+        text += {"send": f" → {peer}", "recv": f" ← {peer}"}.get(event.kind, "")
+        return text + (f" ({never[key]})" if key in never else without.get(key, ""))
+
+    length = round(lanes.limits[1] - 0.5)
+    rows: list[list[list[_Item]]] = [[[] for _ in lanes.plan.actions] for _ in range(length)]
+    for rank, own in enumerate(lanes.plan.actions):
+        last = 0
+        for action in own:
+            text = "wait" if action.what == WAIT else name(action.event)
+            shown = _steps(action, last, length)
+            for step in shown:
+                rows[step][rank].append(_Item(text, step > shown[0]))
+            last = shown[-1]
+    first = round(window[0] - 0.5)
+    lines = [
+        [str(step - first + 1), *(_cell(items, step == first) for items in rows[step])]
+        for step in range(first, round(window[1] - 0.5))
+    ]
+    header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
+    if len(lines) > marks.MOST_STEPS:
+        lines = _join_equal(lines)
+    return table(title, header, lines, align="<")
+
+
+def _steps(action: Action, last: int, length: int) -> range:
+    """Return the steps in which an action is shown; last: the latest with one before it."""
+    begin, end = action.begin, action.end
+    if action.what != START and action.event.never_ended:
+        end = length
+    if action.what == WAIT and end == begin:  # it ends the step that its rank has come from
+        begin = max(last, begin - 1)
+    return range(begin, max(end, begin + 1))
+
+
+def _cell(items: list[_Item], is_first: bool) -> str:
+    texts = [LASTS if item.began and not is_first else item.text for item in items]
+    same = ((text, len(list(group))) for text, group in itertools.groupby(texts))
+    return ", ".join(f"{text} {TIMES} {many}" if many > 1 else text for text, many in same)
+
+
+def _join_equal(lines: list[list[str]]) -> list[list[str]]:
+    """Return one row for rows that follow each other and differ only in their first column."""
+    joined = []
+    for _, group in itertools.groupby(lines, key=lambda line: line[1:]):
+        same = list(group)
+        name = same[0][0] if len(same) == 1 else f"{same[0][0]} to {same[-1][0]}"
+        joined.append([name, *same[0][1:]])
+    return joined
+
+
+def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
+    """Return the table of a long trace: one row per rank."""
+    counts = Counter((event.rank, event.kind) for event in trace)
+    never = Counter((rank, mark) for (rank, _), mark in unmatched(trace).items())
+    waited: Counter[int] = Counter()
+    for bar in lanes.bars:
+        waited[bar.rank] += round(bar.end - bar.begin - 1)  # the last one carries it out
+    sent: Counter[int] = Counter()
+    for message in trace.messages():
+        sent[message.src] += message.nbytes
+    header = ["", "sends", "bytes sent", "receives", "collectives", "steps waited"]
+    found = [m for m in ("never received", "never sent") if any(m == k for _, k in never)]
+    rows = [
+        [
+            f"rank {rank}",
+            f"{counts[rank, 'send']:,}",
+            f"{sent[rank]:,}",
+            f"{counts[rank, 'recv']:,}",
+            f"{counts[rank, 'collective']:,}",
+            f"{waited[rank]:,}",
+            *(f"{never[rank, mark]:,}" for mark in found),
+        ]
+        for rank in range(trace.world_size)
+    ]
+    return table(title, [*header, *found], rows)
+
+
+def time_table(title: str, lanes: Lanes) -> str:
+    """Return the table of the timed form: milliseconds of each rank."""
+    spent: Counter[tuple[int, str]] = Counter()
+    for bar in lanes.bars:
+        spent[bar.rank, bar.kind] += bar.end - bar.begin
+    rows = []
+    for rank, (begin, end) in enumerate(lanes.spans):
+        waits = [spent[rank, kind] for kind in ("send", "recv", "collective")]
+        rest = max(0.0, end - begin - sum(waits))
+        rows.append([f"rank {rank}", *map(significant, (rest, *waits, end - begin))])
+    header = ["", "not in a call", "in sends", "in receives", "in collectives", "all"]
+    return table(f"{title} (ms)", header, rows)

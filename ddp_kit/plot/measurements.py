@@ -1,46 +1,88 @@
-"""How long communication takes, by message size or by number of ranks: bandwidth, scaling."""
+"""What was measured: losses, and how long communication and training steps take."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from numbers import Real
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import (
-    LARGEST,
-    LEADER,
-    Picture,
-    name_lines,
-    open_picture,
-    plain,
-    read_named,
-    read_numbers,
-    table,
-)
-from ddp_kit.plot.style import (
-    DASHES,
-    INK,
-    NOTHING,
-    PAPER,
-    TIMES,
-    byte_size,
-    fold,
-    marker,
-    series_color,
-    significant,
-    write,
-)
+from ddp_kit.plot import picture as pictures
+from ddp_kit.plot import style as styles
+from ddp_kit.plot.picture import LARGEST, Picture, open_picture, plain, read_named, read_numbers
+from ddp_kit.plot.style import INK, PAPER, TIMES, marker, series_color, significant, write
 
-LEFT, TOP = 0.78, 0.42  # inches
+LEFT, TOP, WIDE, TALL = 0.75, 0.42, 5.9, 2.7  # inches
+MOST_MARKERS = 12  # points of a line; above, only its end is marked
+CLOSE = 0.02  # of the height of all lines: closer than this, one line hides the other
+DASH = 3.5  # points of each rank's colour in one period where all lines coincide
 Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
+
+
+def _names(names: Iterable[str]) -> tuple[list[str], float, float]:
+    """Return folded names of lines, the inches of a chart beside them, and those of the picture."""
+    folded = ["\n".join(styles.fold(name, 2, 9)) for name in names]
+    longest = max(len(line) for name in folded for line in name.split("\n"))
+    right = pictures.LEADER + 0.15 + 0.076 * longest
+    wide = min(WIDE, styles.WIDTH - LEFT - right)
+    return folded, wide, LEFT + wide + right
+
+
+def losses(
+    result: Iterable[Sequence[float]] | Mapping[str, Sequence[float]],
+    title: str | None = None,
+    xlabel: str = "epoch",
+    ylabel: str = "training loss",
+) -> Picture:
+    """Draw one line of losses per rank; lines that coincide show all their colours.
+
+    result[rank] is a sequence of numbers (a list, a 1-d tensor), the first one at x = 1;
+    lengths may differ. Or result maps the names of what is compared, such as "4 ranks", to such
+    sequences: then the lines have those names, and no colour of a rank.
+
+    The caption names the first loss of each line that is NaN or infinite, and so cannot be drawn.
+    Raises PlotError if the result, or one of its sequences, is empty or is not a sequence of
+    numbers.
+    """
+    if isinstance(result, Mapping):
+        of, given = "", read_named("result", result, "each name to a list of losses")
+        lines = {str(name): _losses(f"{name!r} must be", value) for name, value in given.items()}
+        fills = edges = [series_color(i) for i in range(len(lines))]
+    else:
+        of, ranks = " of each rank", range(len(values := pictures.read_ranks(result)))
+        lines = {f"rank {r}": _losses(f"rank {r} must return", values[r]) for r in ranks}
+        fills, edges = [styles.rank_color(r) for r in ranks], [styles.edge_color(r) for r in ranks]
+    if title is None:
+        title = f"{ylabel[:1].upper()}{ylabel[1:]}{of}, {xlabel} by {xlabel}"
+    rows = [[name, f"{y[0]:.2f}", f"{y[-1]:.2f}"] for name, y in lines.items()]
+    text_table = pictures.table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
+
+    names, wide, full = _names(lines)
+    height = max(TALL, pictures.NAME_HEIGHT * len(lines))
+    caption = " ".join(filter(None, (_note_end(name, y, xlabel) for name, y in lines.items())))
+    picture, _ = open_picture(title, text_table, full, TOP + height + 0.52, caption)
+    ax = picture.chart(LEFT, TOP, wide, height, "y", xlabel, ylabel)
+    dashed = _some_meet(list(lines.values()))
+    for i, (name, y) in enumerate(lines.items()):
+        _loss_line(ax, i, name, y, len(lines), fills[i], edges[i], dashed)
+    longest = max(map(len, lines.values()))
+    margin = 0.03 * (longest - 1) or 0.5
+    ax.set_xlim(1 - margin, longest + margin)
+    ax.margins(y=0.07)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    ax.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6))
+    ax.ticklabel_format(axis="y", useOffset=False)
+    ends = [_end(ax, y, longest + margin) for y in lines.values()]
+    pictures.name_lines(ax, names, ends, edges)
+    return picture
 
 
 def bandwidth(
@@ -78,18 +120,13 @@ def bandwidth(
     chosen = list(series if only is None else only)
     if not chosen or set(chosen) - set(series):
         raise PlotError(f"only must have names of series ({', '.join(series)}), got {chosen}")
-    low: Series = {}
-    points: Series = {}
-    high: Series = {}
-    many = False
-    for name, pairs in series.items():
-        if name not in chosen:
-            continue
-        samples = _read(name, pairs, "bytes")
-        many = many or any(len(each) > 1 for each in samples.values())
-        quarters = {n: _quartiles(each) for n, each in samples.items()}
-        for i, line in enumerate((low, points, high)):
-            line[name] = {n: 1000 * times[i] for n, times in quarters.items()}
+    quarters = {
+        name: {n: _quartiles(samples) for n, samples in _read(name, pairs, "bytes").items()}
+        for name, pairs in series.items()
+        if name in chosen
+    }
+    points = {name: {n: q[1] for n, q in found.items()} for name, found in quarters.items()}
+    many = any(low < high for found in quarters.values() for low, _, high in found.values())
     modelled = {}
     if model:
         read_named("model", model, "names of series to pairs (nbytes, seconds)")
@@ -98,12 +135,12 @@ def bandwidth(
                 raise PlotError(f"model has {name!r}, but the series are {', '.join(points)}")
             modelled[name] = _points(f"{name}, model", pairs, "bytes", 1000)
     title = "Time of one call by tensor size" if title is None else title
-    wide, tall, gap, small = 5.9, 2.5, 0.22, 1.15  # inches
-    names, right = _names(points)
     if residuals and any(set(points[name]) - set(modelled.get(name, ())) for name in points):
         raise PlotError("residuals need a model of each series that is drawn, at each size")
     compare = len(points) > 1 or residuals
-    height = TOP + tall + (gap + small if compare else 0) + 0.55
+    tall, gap, small = 2.5, 0.22, 1.15  # inches
+    names, wide, full = _names(points)
+    below = TOP + tall + (gap + small) * compare + 0.55
     sizes = sorted(set().union(*points.values()))
     columns = points | {
         f"{name}, model": {n: time for n, time in line.items() if n in sizes}
@@ -112,39 +149,38 @@ def bandwidth(
     text_table = _table(f"{title} (ms)", "bytes", columns)
     notes = ["Thin bar: from the first to the third quartile."] * many
     caption = " ".join(notes + [f"{'Dotted' if dashed else 'Dashed'}: the model."] * bool(modelled))
-    size = LEFT + wide + right, height
-    picture, _ = open_picture(title, text_table, *size, fold(caption, size[0]))
+    picture, _ = open_picture(title, text_table, full, below, caption)
     xlabel = "size of the tensor"  # each tick has its unit
     ax = picture.chart(LEFT, TOP, wide, tall, "both", "" if compare else xlabel, "time (ms)")
-    lines = [*low.values(), *high.values(), *modelled.values()]
-    _log_log(ax, sizes, [time for times in lines for time in times.values()])
-    for name, times in points.items():
-        _line(ax, looks[name], times, name in dashed)
+    times = [time for found in quarters.values() for each in found.values() for time in each]
+    _log_log(ax, sizes, times + [time for line in modelled.values() for time in line.values()])
+    for name, line in points.items():
+        _line(ax, looks[name], line, name in dashed)
         style = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
-        for n in times if many else ():
-            ax.plot([n, n], [low[name][n], high[name][n]], linewidth=1.1, linestyle="-", **style)
+        for n, (low, _, high) in quarters[name].items() if many else ():
+            ax.plot([n, n], [low, high], linewidth=1.1, linestyle="-", **style)
         if name in modelled:
             style |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
             ax.plot(list(modelled[name]), list(modelled[name].values()), **style)
-    name_lines(ax, names, _ends(points), [series_color(looks[name]) for name in points])
+    pictures.name_lines(ax, names, _ends(points), [series_color(looks[name]) for name in points])
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
         base, *others = points
         bases = modelled if residuals else dict.fromkeys(others, points[base])
-        ratio = "\n".join(fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
-        below = picture.chart(LEFT, TOP + tall + gap, wide, small, "both", xlabel, ratio)
+        ratio = "\n".join(styles.fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
+        lower = picture.chart(LEFT, TOP + tall + gap, wide, small, "both", xlabel, ratio)
         ratios = {
             o: {n: t / b[n] for n, t in points[o].items() if n in b} for o, b in bases.items()
         }
         shown = [ratio for line in ratios.values() for ratio in line.values()]
-        _log_log(below, sizes, [1 / 1.3, 1.3, *shown])
+        _log_log(lower, sizes, [1 / 1.3, 1.3, *shown])
         if residuals and max(shown) > 3 * min(shown):  # so that ticks are below 1, too
-            below.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-        _tick_at_one(below)
+            lower.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        _tick_at_one(lower)
         color = INK if residuals else series_color(looks[base])
-        below.axhline(1, color=color, linewidth=1.2, linestyle="-", zorder=2)
+        lower.axhline(1, color=color, linewidth=1.2, linestyle="-", zorder=2)
         for name, line in ratios.items():
-            _line(below, looks[name], line, name in dashed)
+            _line(lower, looks[name], line, name in dashed)
     return picture
 
 
@@ -181,32 +217,66 @@ def scaling(
     columns |= {f"{name}, published": points for name, points in others.items()}
     if title is None:
         title = "Efficiency by number of ranks" if efficiency else "Time by number of ranks"
-    wide, tall, row = 5.6, 3.1, 0.22  # inches
-    names, right = _names(lines)
-    height = TOP + tall + (0.62 + row * (1 + len(others)))
+    names, wide, full = _names(lines)
+    row, foot = 0.22, TOP + TALL + 0.66  # inches
     text_table = _table(f"{title} ({unit})", "ranks", columns)
-    picture, sheet = open_picture(title, text_table, LEFT + wide + right, height)
+    picture, sheet = open_picture(title, text_table, full, foot + row * (0.5 + len(others)))
     ylabel = "efficiency (%)" if efficiency else "time (ms)"
-    ax = picture.chart(LEFT, TOP, wide, tall, "both", "ranks", ylabel)
+    ax = picture.chart(LEFT, TOP, wide, TALL, "both", "ranks", ylabel)
     colors = {n: series_color(i) for i, n in enumerate(dict.fromkeys([*order, *lines, *dots]))}
     for name, points in lines.items():
         ax.plot(list(points), list(points.values()), color=colors[name], linewidth=1.6, zorder=2)
     for name, points in dots.items():
         _marks(ax, points, list(colors).index(name), colors[name], colors[name])
     _rank_axes(ax, list(columns.values()), efficiency)
-    name_lines(ax, names, _ends(lines), [colors[name] for name in lines])
+    pictures.name_lines(ax, names, _ends(lines), [colors[name] for name in lines])
 
-    y = TOP + tall + 0.66
-    sheet.plot([LEFT, LEFT + 0.3], [y, y], color=INK, linewidth=1.6)
-    write(sheet, LEFT + 0.38, y, "line: predicted", 8.5)
+    sheet.plot([LEFT, LEFT + 0.3], [foot, foot], color=INK, linewidth=1.6)
+    write(sheet, LEFT + 0.38, foot, "line: predicted", 8.5)
     if dots:
-        _marks(sheet, {LEFT + 1.9: y}, 0, INK, INK)
-        write(sheet, LEFT + 2.05, y, "filled: measured here", 8.5)
+        _marks(sheet, {LEFT + 1.9: foot}, 0, INK, INK)
+        write(sheet, LEFT + 2.05, foot, "filled: measured here", 8.5)
     for i, (name, points) in enumerate(others.items()):
-        at, rim = y + row * (1 + i), next((colors[n] for n in lines if name.startswith(n)), INK)
+        at, rim = foot + row * (1 + i), next((colors[n] for n in lines if name.startswith(n)), INK)
         _marks(ax, points, i, PAPER, rim)
         _marks(sheet, {LEFT + 0.15: at}, i, PAPER, rim)
         write(sheet, LEFT + 0.38, at, f"hollow: published, {name}", 8.5)
+    return picture
+
+
+def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -> Picture:
+    """Draw the median time of a step for each name, from the fastest to the slowest sample.
+
+    times maps a name to the seconds of each step that was measured; they are drawn in
+    milliseconds, in the order of the mapping. Raises PlotError if there is no name, a name has no
+    samples, or a sample is negative or not finite.
+    """
+    read_named("times", times, "each name to a list of seconds")
+    samples = {name: _samples(name, values) for name, values in times.items()}
+    medians = [median(values) for values in samples.values()]
+    title = "Time of one step" if title is None else title
+    rows = [[name, significant(m)] for name, m in zip(samples, medians, strict=True)]
+    text_table = pictures.table(title, ["", "median (ms)"], rows)
+
+    names = ["\n".join(styles.fold(name, 2.2, 9.5)) for name in samples]
+    left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
+    wide, row, top = 5.4, 0.42, TOP + 0.16  # inches; the top is below the heading of the medians
+    height, right = row * len(names), left + wide + 0.9
+    caption = "Bar: the median. Thin line: from the fastest to the slowest step."
+    picture, sheet = open_picture(title, text_table, right, top + height + 0.58, caption)
+    write(sheet, right, top - 0.1, "median", 8.5, color=styles.QUIET, ha="right")
+    for i, middle in enumerate(medians):
+        write(sheet, right, top + (i + 0.5) * row, f"{significant(middle)} ms", ha="right")
+    ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
+    ax.barh(range(len(names)), medians, height=0.56, color="#9fb4c9", linewidth=0)
+    longest = max(max(each) for each in samples.values()) or 1
+    for i, each in enumerate(samples.values()):
+        style = {"marker": "|", "markersize": 5, "markeredgewidth": 1.1, "linestyle": "-"}
+        ax.plot([min(each), max(each)], [i, i], color=styles.EDGE, linewidth=1.1, **style)
+    ax.set(xlim=(0, longest * 1.03), ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=7))
     return picture
 
 
@@ -215,8 +285,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def _quartiles(values: list[float]) -> list[float]:
-    """Return the first quartile, the median and the third quartile."""
-    return quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    """Return the first quartile, the median and the third quartile, in milliseconds."""
+    three = quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    return [1000 * seconds for seconds in three]
 
 
 def _read(name: str, pairs: Any, unit: str) -> dict[int, list[float]]:
@@ -256,17 +327,10 @@ def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, floa
 
 def _table(title: str, first: str, columns: Series) -> str:
     rows = [
-        [f"{n:,.0f}", *(significant(p[n]) if n in p else NOTHING for p in columns.values())]
+        [f"{n:,.0f}", *(significant(p[n]) if n in p else styles.NOTHING for p in columns.values())]
         for n in sorted(set().union(*columns.values()))
     ]
-    return table(title, [first, *columns], rows)
-
-
-def _names(lines: Series) -> tuple[list[str], float]:
-    """Return the names of lines, folded, and the inches they take to the right of the chart."""
-    names = ["\n".join(fold(name, 1.6, 9)) for name in lines]
-    longest = max(len(line) for name in names for line in name.split("\n"))
-    return names, LEADER + 0.15 + 0.076 * longest
+    return pictures.table(title, [first, *columns], rows)
 
 
 def _ends(lines: Series) -> list[tuple[int, float]]:
@@ -275,7 +339,12 @@ def _ends(lines: Series) -> list[tuple[int, float]]:
 
 def _line(ax: Axes, index: int, values: dict[int, float], dashed: bool) -> None:
     color = series_color(index)
-    style = {"color": color, "linewidth": 1.6, "linestyle": DASHES if dashed else "-", "zorder": 3}
+    style = {
+        "color": color,
+        "linewidth": 1.6,
+        "linestyle": styles.DASHES if dashed else "-",
+        "zorder": 3,
+    }
     style |= {"marker": marker(index), "markersize": 6, "markeredgecolor": PAPER}
     style |= {"markeredgewidth": 0.6}
     if dashed:
@@ -299,7 +368,7 @@ def _log_log(ax: Axes, sizes: list[int], values: list[float]) -> None:
         if all(abs(math.log(n / at)) >= 0.1 * (high - low) for at in ticks):
             ticks = sorted([*ticks, n])
     ax.set_xlim(math.exp(low - margin), math.exp(high + margin))
-    _ticks(ax.xaxis, ticker.FixedLocator(ticks), functools.partial(byte_size, digits=3))
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), functools.partial(styles.byte_size, digits=3))
     locator, ratio = _log_limits(ax, values)
     if ratio <= 8:  # too narrow for 1, 2, 5: even steps
         locator = ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
@@ -345,3 +414,68 @@ def _ticks(axis, locator, label) -> None:
     axis.set_major_locator(locator)
     axis.set_minor_locator(ticker.NullLocator())
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: label(value)))
+
+
+def _losses(who: str, value: Sequence[float]) -> list[float]:
+    try:
+        numbers = [float(plain(number)) for number in plain(value)]
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if not numbers:
+        raise PlotError(f"{who} a sequence of losses, got {value!r}")
+    return numbers
+
+
+def _some_meet(lines: Sequence[list[float]]) -> bool:
+    """Return whether two lines are somewhere so close that one would hide the other."""
+    finite = [loss for y in lines for loss in y if math.isfinite(loss)]
+    near = CLOSE * (max(finite) - min(finite)) if finite else 0.0
+    return any(
+        abs(a - b) <= near for ys in combinations(lines, 2) for a, b in zip(*ys, strict=False)
+    )
+
+
+def _loss_line(
+    ax, i: int, name: str, y: list[float], total: int, color: str, edge: str, dashed: bool
+) -> None:
+    """Draw the i-th of the lines: a hairline and, over it, dashes or a solid line.
+
+    Line i is drawn for (total - i) of the `total` parts of a period: where lines coincide, each
+    later one covers one part less of the ones below, and all colours show in equal shares.
+    """
+    x = range(1, len(y) + 1)
+    ax.plot(x, y, color=edge, linewidth=0.8, linestyle="-", marker="", zorder=2)
+    widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
+    on, off = DASH * (total - i), DASH * i
+    dashes = (0, (on / 2.2, off / 2.2)) if i and dashed else "-"
+    style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
+    # Smaller for later lines, so that earlier ones show behind them.
+    marks = {"marker": marker(i), "markersize": widest - (widest - 5.5) * i / max(1, total - 1)}
+    marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
+    marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
+    ax.plot(x, y, label=name, zorder=3 + i / 100, **style, **marks)
+
+
+def _note_end(name: str, y: list[float], xlabel: str) -> str:
+    """Return from where on the losses of a line cannot be drawn; "" if all can."""
+    bad = next((x for x, loss in enumerate(y, start=1) if not math.isfinite(loss)), None)
+    return "" if bad is None else f"{name[:1].upper()}{name[1:]}: {y[bad - 1]:g} in {xlabel} {bad}."
+
+
+def _end(ax, y: list[float], right: float) -> tuple[float, float]:
+    """Return where the line to the name begins: at the last point, or right of one not drawn."""
+    if math.isfinite(y[-1]):
+        return len(y), y[-1]
+    finite = [loss for loss in y if math.isfinite(loss)]
+    return right, finite[-1] if finite else ax.get_ylim()[0]
+
+
+def _samples(name: str, values: Sequence[float]) -> list[float]:
+    """Return the samples in milliseconds."""
+    seconds = read_numbers(values)
+    if not seconds:
+        raise PlotError(f"{name!r} has no samples")
+    for value in seconds:
+        if not (isinstance(value, Real) and 0 <= value < LARGEST):
+            raise PlotError(f"{name!r} has a step of {value!r} seconds: must be finite and >= 0")
+    return [1000 * value for value in seconds]
