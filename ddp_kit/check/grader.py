@@ -1,16 +1,18 @@
-"""What all graders share: running an answer on real ranks, and explaining what is wrong."""
+"""What all graders share: a registry, runs on real ranks, and messages about what is wrong."""
 
 from __future__ import annotations
 
 import inspect
 import io
+import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ddp_kit.check.partial_credit import Credit, current_trial
 from ddp_kit.error_text import Wait, count, format_unawaited
@@ -23,7 +25,15 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import Result, run
+from ddp_kit.progress_file import recorded
 from ddp_kit.trace import Event
+
+EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
+# What gives away a mistake, by the hint against it: the values that all ranks have or return then
+# (or a number, for `expect`), a tuple of several such, or whether it has been made. So the last
+# one, with True, is for all other mistakes.
+Mistakes = Mapping[str, Any]
+OnFailure = str | Mapping[type[Exception], str | Callable[[Any], str]]
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -33,14 +43,50 @@ IN_PLACE = (
     "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
     "new one."
 )
+UNCHANGED = f"Every rank still holds what it started with. {IN_PLACE}"
 _MOST_SHOWN = 8  # numbers of a tensor
-_FAILED: dict[type[Exception], str] = {
+FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
     DeadlockError: "it deadlocks",
     MismatchError: "the ranks' calls do not match",
     RankDiedError: "a rank died",
     RunTimeoutError: "it did not finish in time",
 }
+
+
+def exercise(
+    number: str,
+    form: str,
+    right: str = "",
+    on_failure: OnFailure | None = None,
+    collectives: bool = True,
+    where: str = "on 1, 2, 3, 4 and 5 ranks",
+) -> Callable[[Callable[[Grader], None]], Callable[[Grader], None]]:
+    """Register the decorated function as the check of an exercise, `kit.check.exercise_4_1`.
+
+    The function runs the answer with the Grader that it gets, and returns if the answer is right.
+
+    where, right: in which cases, and in which way, a right answer is right, for the line that says
+    so. number, form, on_failure, collectives: see Grader.
+    """
+    praise = f"right {where}, {right}" if right else f"right {where}"
+
+    def register(grade: Callable[[Grader], None]) -> Callable[[Grader], None]:
+        def check(answer: Callable[..., Any]) -> Credit:
+            grader = Grader(number, form, answer, on_failure, collectives)
+            grade(grader)
+            return grader.passed(praise)
+
+        check.__name__ = check.__qualname__ = f"exercise_{number.replace('.', '_')}"
+        check.__module__ = grade.__module__
+        check.__doc__ = (
+            f"Grade `{form}`, which should be {praise}.\n\n"
+            "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
+        )
+        EXERCISES[check.__name__] = recorded(check)
+        return grade
+
+    return register
 
 
 class Grader:
@@ -51,9 +97,9 @@ class Grader:
     cases pass and no `fail(..., part=...)` names them.
 
     number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: the learner's function or class. hints: what to try if a run fails with such an error,
-    or functions of the error that return it.
-    collectives: whether the answer may call collectives.
+    answer: the learner's function or class. on_failure: a hint for runs that fail, or one for each
+    error with which they do, or a function of the error that returns it. collectives: whether the
+    answer may call collectives.
 
     Raises ExerciseError if the answer cannot be called in this form.
     """
@@ -63,11 +109,13 @@ class Grader:
         number: str,
         form: str,
         answer: Callable[..., Any],
-        hints: dict[type[Exception], str | Callable[[Any], str]] | None = None,
-        collectives: bool = False,
+        on_failure: OnFailure | None = None,
+        collectives: bool = True,
     ) -> None:
         self.number, self.form, self.answer = number, form, answer
-        self._hints, self._allows_collectives = hints or {}, collectives
+        same_for_all = isinstance(on_failure, str)
+        self._on_failure = dict.fromkeys(FAILURES, on_failure) if same_for_all else on_failure or {}
+        self._allows_collectives = collectives
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._parts: dict[str, bool] = {}  # whether each is known to hold
@@ -135,12 +183,12 @@ class Grader:
                     backend="gloo",  # the tensors are on the CPU
                     timeout=timeout,
                 )
-        except tuple(_FAILED) as error:
+        except tuple(FAILURES) as error:
             self._printed.append(printed.getvalue())
             _raise_if_stub(error, self.number)
-            hint = self._hints.get(type(error), "")
+            hint = self._on_failure.get(type(error), "")
             hint = hint(error) if callable(hint) else hint
-            self.fail(_FAILED[type(error)], hint=hint, error=error)
+            self.fail(FAILURES[type(error)], hint=hint, error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise
@@ -151,11 +199,21 @@ class Grader:
             self.fail(f"{next(iter(members.values())).op} was called", hint=hint)
         return self.result
 
+    def call(self, given: Sequence[tuple], case: str | None = None) -> list[Any]:
+        """Call the answer on ranks with these arguments, a tuple each; return what they return."""
+        return list(self.run(_call, given, world_size=len(given), case=case))
+
+    def ask(self, *arguments: Any) -> Any:
+        """Return what the answer returns for these arguments on one rank."""
+        name = self.form.partition("(")[0]
+        shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in arguments)
+        return self.call([arguments], f"{name}({', '.join(shown)})")[0]
+
     def compare(
         self,
         wanted: Sequence[Any],
         found: Iterable[Any],
-        hint: str,
+        hints: str | Mistakes,
         verb: str = "hold",
         place: str = "",
         part: str = "",
@@ -165,6 +223,7 @@ class Grader:
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
         is, for the message, as in " in weight.grad". part: see `fail`.
         """
+        found = list(found)
         wrong = [
             f"rank {rank} should {verb} {format_value(want)}{place} "
             f"but {verb}s {format_value(have, against=want)}"
@@ -172,7 +231,14 @@ class Grader:
             if not same(want, have)
         ]
         if wrong:
-            self.fail("wrong result", *wrong, hint=hint, part=part)
+            self.fail("wrong result", *wrong, hint=hint_for(found, hints), part=part)
+
+    def expect(self, want: float, have: Any, hints: str | Mistakes, what: str = "") -> None:
+        """Fail unless the answer returned this number, but for rounding. what: it is."""
+        if not close(want, have):
+            shown = f"{have:,.6g}" if isinstance(have, int | float) else repr(have)
+            fact = f"it should return {want:,.6g}{what} but returns {shown}"
+            self.fail(fact, hint=hint_for(have, hints))
 
     def collectives(self) -> list[Event]:
         """Return the collectives that rank 0 called in the latest run."""
@@ -184,6 +250,16 @@ class Grader:
         sent = self.result.trace.messages()
         self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.check_at_most("", len(sent), messages, "message", hint)
+
+    def check_sent(self, most: int, hint: str) -> None:
+        """Fail if rank 0 sent more bytes, by whatever calls."""
+        sent = sum(row.sent for row in self.result.trace.summary(rank=0).rows)
+        self.check_at_most(" by rank 0", round(sent), most, "byte", hint)
+
+    def check_collectives(self, most: int, hint: str) -> None:
+        """Fail if more bytes went into collectives on rank 0."""
+        nbytes = sum(event.nbytes for event in self.collectives() if event.op != "new_group")
+        self.check_at_most(" in collectives by rank 0", nbytes, most, "byte", hint)
 
     def check_at_most(self, by: str, sent: int, most: int, noun: str, hint: str) -> None:
         """Fail if more was sent than is needed. by: " by rank 2", or "" for all ranks."""
@@ -291,6 +367,10 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
 
+def _call(rank: int, world_size: int, answer: Callable, given: Sequence[tuple]) -> Any:
+    return answer(*given[rank])
+
+
 def in_place(
     rank: int, world_size: int, answer: Callable, held: list[torch.Tensor], *args: Any
 ) -> torch.Tensor:
@@ -300,17 +380,43 @@ def in_place(
     return tensor
 
 
-def hint_if_unchanged(held: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
-    """Return a hint if every rank still holds what it started with, else ""."""
-    changed = not all(map(torch.equal, held, found))
-    return "" if changed else f"Every rank still holds what it started with. {IN_PLACE}"
+def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
+    """Return the store of all ranks in a file. limit: of the wait for a key."""
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(limit)
+    return store
+
+
+def hint_for(found: Any, hints: str | Mistakes) -> str:
+    """Return the hint against the first of these mistakes that gives what was found, or ""."""
+    for hint, wrong in {hints: True}.items() if isinstance(hints, str) else hints.items():
+        several = wrong if isinstance(wrong, tuple) else (wrong,)
+        if any(_made(one, found) for one in several):
+            return hint
+    return ""
+
+
+def _made(wrong: Any, found: Any) -> bool:
+    if isinstance(wrong, bool):
+        return wrong
+    return same(wrong, found) if isinstance(wrong, list) else close(wrong, found)
+
+
+def close(want: float, have: Any) -> bool:
+    """Return whether a value is this number, but for rounding."""
+    number = isinstance(have, int | float) and not isinstance(have, bool)
+    return number and math.isclose(want, have, rel_tol=1e-6)
 
 
 def same(want: Any, have: Any) -> bool:
     """Return whether two values are equal, including tensors and lists of tensors."""
     if isinstance(want, torch.Tensor):
         alike = isinstance(have, torch.Tensor) and have.shape == want.shape
-        return alike and have.dtype == want.dtype and torch.allclose(have, want, rtol=1e-5)
+        return (
+            alike
+            and have.dtype == want.dtype
+            and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
+        )
     if isinstance(want, list):
         alike = isinstance(have, list) and len(have) == len(want)
         return alike and all(map(same, want, have))

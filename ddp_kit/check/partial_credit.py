@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ddp_kit.errors import ExerciseError
+from ddp_kit.progress_file import recorded
 
 SECONDS = 20.0  # for all runs of an answer: less than the 30 s that nbgrader gives a cell
 
@@ -34,6 +35,7 @@ class Credit(float):
         """Show nothing: a check that passes has printed its line."""
 
 
+@recorded
 def credit(check: Callable[[Any], Credit], answer: Any) -> Credit:
     """Try every part of an exercise, print what is wrong, and return which parts hold.
 
