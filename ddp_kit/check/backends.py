@@ -28,72 +28,73 @@ PLACES = (({"cpu"}, 0), ({"cuda"}, 1), ({"cpu", "cuda"}, 1), ({"cuda"}, 2), ({"c
 
 
 @exercise("10.1", "slowest_rounds(operation, clock, rounds)")
-def _slowest_rounds(grader: Grader) -> None:
-    for world_size in grader.each(SIZES):
-        found = list(grader.run(_measure, world_size=world_size))
-        own = [_seconds(rank, world_size) for rank in range(world_size)]
-        slowest = [max(times) for times in zip(*own, strict=True)]
-        total = [sum(times) for times in zip(*own, strict=True)]
-        hints = {
-            "Return a list of numbers, one for each round; a tensor has tolist().": (
-                not all(isinstance(each, list) for each in found)
-            ),
-            "Each rank returns its own times. Take the largest of all ranks: ReduceOp.MAX.": (
-                world_size > 1 and ([times[1:] for times in own], own)
-            ),
-            "The first round warms up. Leave it out.": [slowest] * world_size,
-            "That is the sum over the ranks. Take the largest instead: op=dist.ReduceOp.MAX.": (
-                world_size > 1 and ([total] * world_size, [total[1:]] * world_size)
-            ),
-            "Round i takes as long as its slowest rank; the round before the first one warms "
-            "up.": True,
-        }
-        grader.compare([slowest[1:]] * world_size, found, hints, verb="return")
-
-
-@exercise(
-    "10.2",
-    "backend_for(devices, ranks_per_gpu)",
-    where="for tensors on the CPU, on GPUs, and on both",
-)
-def _backend_for(grader: Grader) -> None:
-    for devices, ranks in grader.each(PLACES, part=_devices):
-        case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"
-        (found,) = grader.call([(devices, ranks)], case)
-        fact, hint = _judge_backend(found, devices, ranks)
-        if fact:
-            grader.fail(f"it returns {found!r}, {fact}", hint=hint)
-
-
-@exercise("10.3", "compressed_all_reduce(tensor)", "with two bytes for each number")
-def _compressed_all_reduce(grader: Grader) -> None:
-    cases = [(n, huge) for n in SIZES for huge in (False, True)]
-    for world_size, huge in grader.each(cases, SENT, part=_range):
-        held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)
-        found = list(grader.run(in_place, held, world_size=world_size))
-        total = sum(held[1:], held[0])
-        hints = {
-            "float16 ends at 65,504. Use bfloat16, which has the range of float32.": any(
-                torch.isinf(each).any() for each in found
-            ),
-            UNCHANGED: world_size > 1 and same(held, found),
-            "That is the mean. Return the sum, as all_reduce does.": [total / world_size]
-            * world_size,
-            f"The sum of all ranks goes back into the tensor, which stays float32. {IN_PLACE}": (
-                True
-            ),
-        }
-        grader.compare([total] * world_size, found, hints)
-        hint = "Send the tensor in bfloat16, which has two bytes for each number, and once."
-        grader.check_collectives(2 * total.numel(), hint)
+def _slowest_rounds(grader: Grader, world_size: int) -> None:
+    found = list(grader.run(_measure, world_size=world_size))
+    own = [_seconds(rank, world_size) for rank in range(world_size)]
+    slowest = [max(times) for times in zip(*own, strict=True)]
+    total = [sum(times) for times in zip(*own, strict=True)]
+    hints = {
+        "Return a list of numbers, one for each round; a tensor has tolist().": (
+            not all(isinstance(each, list) for each in found)
+        ),
+        "Each rank returns its own times. Take the largest of all ranks: ReduceOp.MAX.": (
+            world_size > 1 and ([times[1:] for times in own], own)
+        ),
+        "The first round warms up. Leave it out.": [slowest] * world_size,
+        "That is the sum over the ranks. Take the largest instead: op=dist.ReduceOp.MAX.": (
+            world_size > 1 and ([total] * world_size, [total[1:]] * world_size)
+        ),
+        "Round i takes as long as its slowest rank; the round before the first one warms up.": True,
+    }
+    grader.compare([slowest[1:]] * world_size, found, hints, verb="return")
 
 
 def _devices(place: tuple[set[str], int]) -> str:
     return f"tensors on {' and on '.join(_DEVICES[each] for each in sorted(place[0]))}"
 
 
+@exercise(
+    "10.2",
+    "backend_for(devices, ranks_per_gpu)",
+    where="for tensors on the CPU, on GPUs, and on both",
+    cases=PLACES,
+    part=_devices,
+)
+def _backend_for(grader: Grader, devices: set[str], ranks: int) -> None:
+    case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"
+    (found,) = grader.call([(devices, ranks)], case)
+    fact, hint = _judge_backend(found, devices, ranks)
+    if fact:
+        grader.fail(f"it returns {found!r}, {fact}", hint=hint)
+
+
 def _range(case: tuple[int, bool]) -> str:
     return "numbers beyond 65,504, where float16 ends" if case[1] else "small numbers"
+
+
+@exercise(
+    "10.3",
+    "compressed_all_reduce(tensor)",
+    "with two bytes for each number",
+    cases=[(n, huge) for n in SIZES for huge in (False, True)],
+    others=(SENT,),
+    part=_range,
+)
+def _compressed_all_reduce(grader: Grader, world_size: int, huge: bool) -> None:
+    held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)
+    found = list(grader.run(in_place, held, world_size=world_size))
+    total = sum(held[1:], held[0])
+    hints = {
+        "float16 ends at 65,504. Use bfloat16, which has the range of float32.": any(
+            torch.isinf(each).any() for each in found
+        ),
+        UNCHANGED: world_size > 1 and same(held, found),
+        "That is the mean. Return the sum, as all_reduce does.": [total / world_size] * world_size,
+        f"The sum of all ranks goes back into the tensor, which stays float32. {IN_PLACE}": (True),
+    }
+    grader.compare([total] * world_size, found, hints)
+    hint = "Send the tensor in bfloat16, which has two bytes for each number, and once."
+    grader.check_collectives(2 * total.numel(), hint)
 
 
 def _seconds(rank: int, world_size: int) -> list[float]:

@@ -15,6 +15,10 @@ WIDTH = 3
 SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
 
 
+def _on_ranks(sizes: list[int]) -> str:
+    return by_size([len(each) for each in SHARDS])(len(sizes))
+
+
 @exercise(
     "7.1",
     "scatter_batch(batch, sizes, width)",
@@ -22,47 +26,54 @@ SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
     on_failure="Rank 0 keeps its own shard, and sends one message to every other rank. Each of "
     "them receives one, into a tensor of sizes[rank] rows.",
     collectives=False,
+    cases=SHARDS,
+    others=(SENT,),
+    part=_on_ranks,
 )
-def _scatter_batch(grader: Grader) -> None:
-    for sizes in grader.each(SHARDS, SENT, part=_on_ranks):
-        n, batch = len(sizes), _batch(sum(sizes))
-        case = f"scatter_batch(batch, {sizes}, {WIDTH})"
-        found = grader.call([(None if rank else batch, sizes, WIDTH) for rank in range(n)], case)
-        wanted = list(batch.split(sizes))
-        grader.compare(wanted, found, _hint_for_shards(wanted, found), verb="return")
-        sent = sum(shard.nbytes for shard in wanted[1:])
-        grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
+def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
+    n, batch = len(sizes), _batch(sum(sizes))
+    case = f"scatter_batch(batch, {sizes}, {WIDTH})"
+    found = grader.call([(None if rank else batch, sizes, WIDTH) for rank in range(n)], case)
+    wanted = list(batch.split(sizes))
+    grader.compare(wanted, found, _hint_for_shards(wanted, found), verb="return")
+    sent = sum(shard.nbytes for shard in wanted[1:])
+    grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
 
 
-@exercise("7.2", "part_of_loss(outputs, targets, total)", "for shards of different sizes")
-def _part_of_loss(grader: Grader) -> None:
-    for sizes in grader.each(SHARDS, part=_on_ranks):
-        n, batch = len(sizes), _batch(sum(sizes))
-        case = f"{grader.form} for shards of {sizes}"
-        result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
-        want = _gradient(batch, nn.functional.mse_loss)
-        means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
-        summed = sum(means[1:], means[0])
-        divide = "Take the sum over the shard, and divide it by `total`."
-        hints = {
-            "Return one number, a tensor that is computed from the outputs.": (
-                not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH)
-            ),
-            "That is the sum of the shards' means: a digit of a small shard counts more. "
-            f"{divide}": [summed] * n,
-            "That is the mean of the shards' means, which is right for equal shards only. "
-            f"{divide}": [summed / n] * n,
-            "That is the sum over all examples. The loss of the batch is their mean.": (
-                [len(batch) * want] * n
-            ),
-            "The loss of a batch is the mean over its `total` examples of (output - target) ** "
-            "2.": True,
-        }
-        grader.compare([want] * n, result, hints, place=" as the sum of all gradients")
-
-
-def _on_ranks(sizes: list[int]) -> str:
-    return by_size([len(each) for each in SHARDS])(len(sizes))
+@exercise(
+    "7.2",
+    "part_of_loss(outputs, targets, total)",
+    "for shards of different sizes",
+    cases=SHARDS,
+    part=_on_ranks,
+)
+def _part_of_loss(grader: Grader, sizes: list[int]) -> None:
+    n, batch = len(sizes), _batch(sum(sizes))
+    case = f"{grader.form} for shards of {sizes}"
+    result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
+    want = _gradient(batch, nn.functional.mse_loss)
+    means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
+    summed = sum(means[1:], means[0])
+    divide = "Take the sum over the shard, and divide it by `total`."
+    hints = {
+        "Return one number, a tensor that is computed from the outputs.": (
+            not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH)
+        ),
+        f"That is the sum of the shards' means: a digit of a small shard counts more. {divide}": [
+            summed
+        ]
+        * n,
+        f"That is the mean of the shards' means, which is right for equal shards only. {divide}": [
+            summed / n
+        ]
+        * n,
+        "That is the sum over all examples. The loss of the batch is their mean.": (
+            [len(batch) * want] * n
+        ),
+        "The loss of a batch is the mean over its `total` examples of (output - target) ** "
+        "2.": True,
+    }
+    grader.compare([want] * n, result, hints, place=" as the sum of all gradients")
 
 
 def _batch(rows: int) -> torch.Tensor:

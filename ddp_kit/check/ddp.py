@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SENT, SIZES, Grader, exercise
+from ddp_kit.check.grader import SENT, Grader, exercise
 from ddp_kit.check.partitioned_sgd import hints_for_mean, small_layers
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -26,29 +26,33 @@ _START = (
 )
 
 
-@exercise("8.1", "average_in_backward(buckets)", "all buckets but the last leave during backward")
-def _average_in_backward(grader: Grader) -> None:
+@exercise(
+    "8.1",
+    "average_in_backward(buckets)",
+    "all buckets but the last leave during backward",
+    others=(SECOND, SENT, OVERLAP),
+)
+def _average_in_backward(grader: Grader, world_size: int) -> None:
     numbers = sum(parameter.numel() for parameter in _model().parameters())
-    for world_size in grader.each(SIZES, SECOND, SENT, OVERLAP):
-        result = grader.run(_average_buckets, world_size=world_size)
-        again = "The first backward was right. Reset your counts for the next one."
-        _check_gradients(grader, _model, 0)
-        _check_gradients(grader, _model, 1, again, SECOND)
-        calls = grader.collectives()
-        if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
-            made = count(len(calls), "collective call")
-            fact = f"right, but two backwards with {BUCKETS} buckets made {made}"
-            grader.fail(fact, hint=_ONCE, part=SENT)
-        grader.check_collectives(2 * 4 * numbers, _ONCE)
-        for place, event in enumerate(calls[: 2 * BUCKETS]):
-            step, number = divmod(place, BUCKETS)
-            last_ready, done = result[0]["moments"][step]
-            if number < BUCKETS - 1 and event.start > last_ready:
-                fact = f"right, but bucket {number} waited for the gradients of all buckets"
-                grader.fail(fact, hint=_START, part=OVERLAP)
-            if event.waited is not None and event.waited < done:
-                fact = f"right, but backward waited until bucket {number} was reduced"
-                grader.fail(fact, hint=_START, part=OVERLAP)
+    result = grader.run(_average_buckets, world_size=world_size)
+    again = "The first backward was right. Reset your counts for the next one."
+    _check_gradients(grader, _model, 0)
+    _check_gradients(grader, _model, 1, again, SECOND)
+    calls = grader.collectives()
+    if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
+        made = count(len(calls), "collective call")
+        fact = f"right, but two backwards with {BUCKETS} buckets made {made}"
+        grader.fail(fact, hint=_ONCE, part=SENT)
+    grader.check_collectives(2 * 4 * numbers, _ONCE)
+    for place, event in enumerate(calls[: 2 * BUCKETS]):
+        step, number = divmod(place, BUCKETS)
+        last_ready, done = result[0]["moments"][step]
+        if number < BUCKETS - 1 and event.start > last_ready:
+            fact = f"right, but bucket {number} waited for the gradients of all buckets"
+            grader.fail(fact, hint=_START, part=OVERLAP)
+        if event.waited is not None and event.waited < done:
+            fact = f"right, but backward waited until bucket {number} was reduced"
+            grader.fail(fact, hint=_START, part=OVERLAP)
 
 
 def _model() -> nn.Sequential:
@@ -122,34 +126,31 @@ def _check_gradients(
         grader.compare([mean] * n, found, hints, place=place, part=part)
 
 
-@exercise("8.3", "accumulate(model, batches)", "with one all_reduce for four batches")
-def _accumulate(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, SENT):
-        result = grader.run(_accumulate_batches, world_size=world_size)
-        own = [
-            torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))
-        ]
-        mean = sum(own[1:], own[0]) / world_size
-        hints = {
-            "That is the sum over the batches. Divide each loss by the number of batches.": (
-                [mean * BATCHES] * world_size
-            ),
-            "Each rank still has its own gradient: the last batch must not be under no_sync().": (
-                world_size > 1 and own
-            ),
-            "It is the mean over all batches of all ranks, of the gradient of model(x).mean().": (
-                True
-            ),
-        }
-        grader.compare([mean] * world_size, result, hints, place=" in weight.grad")
-        calls = [event for event in grader.collectives() if event.op == "DDP all_reduce"]
-        if len(calls) > 1:
-            grader.fail(
-                f"right, but DDP called all_reduce {len(calls)} times where once would be enough",
-                part=SENT,
-                hint="Call the model and backward under no_sync() for all batches but the last. "
-                "DDP decides in the forward.",
-            )
+@exercise(
+    "8.3", "accumulate(model, batches)", "with one all_reduce for four batches", others=(SENT,)
+)
+def _accumulate(grader: Grader, world_size: int) -> None:
+    result = grader.run(_accumulate_batches, world_size=world_size)
+    own = [torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))]
+    mean = sum(own[1:], own[0]) / world_size
+    hints = {
+        "That is the sum over the batches. Divide each loss by the number of batches.": (
+            [mean * BATCHES] * world_size
+        ),
+        "Each rank still has its own gradient: the last batch must not be under no_sync().": (
+            world_size > 1 and own
+        ),
+        "It is the mean over all batches of all ranks, of the gradient of model(x).mean().": (True),
+    }
+    grader.compare([mean] * world_size, result, hints, place=" in weight.grad")
+    calls = [event for event in grader.collectives() if event.op == "DDP all_reduce"]
+    if len(calls) > 1:
+        grader.fail(
+            f"right, but DDP called all_reduce {len(calls)} times where once would be enough",
+            part=SENT,
+            hint="Call the model and backward under no_sync() for all batches but the last. "
+            "DDP decides in the forward.",
+        )
 
 
 def _batches(rank: int) -> list[torch.Tensor]:
@@ -179,26 +180,26 @@ def _hint_for_frozen(error: RankError) -> str:
     "OwnDDP(module)",
     "with tied and frozen weights, during backward",
     on_failure={RankError: _hint_for_frozen},
+    others=(OVERLAP,),
 )
-def _own_ddp(grader: Grader) -> None:
+def _own_ddp(grader: Grader, world_size: int) -> None:
     tensors, trained = _tensors(_Tied()), len(_trained(_Tied()))
-    for world_size in grader.each(SIZES, OVERLAP):
-        result = grader.run(_train_own, world_size=world_size)
-        for name, tensor in tensors.items():
-            found = [value["start"][name] for value in result]
-            hint = "All ranks must start with rank 0's: broadcast each parameter and buffer."
-            place = f" in {name} after OwnDDP(module)"
-            grader.compare([tensor] * world_size, found, hint, place=place)
-        calls = [event for event in grader.collectives() if event.op == "all_reduce"]
-        if len(calls) > 2 * trained:
-            grader.fail(
-                f"two backwards called all_reduce {len(calls)} times for {trained} gradients",
-                hint="A weight that two layers share has one gradient. module.parameters() names "
-                "it once; set one hook on each parameter that is trained.",
-            )
-        for step in range(2):
-            _check_gradients(grader, _Tied, step)
-        _check_overlap(grader, calls)
+    result = grader.run(_train_own, world_size=world_size)
+    for name, tensor in tensors.items():
+        found = [value["start"][name] for value in result]
+        hint = "All ranks must start with rank 0's: broadcast each parameter and buffer."
+        place = f" in {name} after OwnDDP(module)"
+        grader.compare([tensor] * world_size, found, hint, place=place)
+    calls = [event for event in grader.collectives() if event.op == "all_reduce"]
+    if len(calls) > 2 * trained:
+        grader.fail(
+            f"two backwards called all_reduce {len(calls)} times for {trained} gradients",
+            hint="A weight that two layers share has one gradient. module.parameters() names "
+            "it once; set one hook on each parameter that is trained.",
+        )
+    for step in range(2):
+        _check_gradients(grader, _Tied, step)
+    _check_overlap(grader, calls)
 
 
 def _check_overlap(grader: Grader, calls: list[Event]) -> None:

@@ -34,36 +34,33 @@ _WRITTEN = (
 )
 
 
-@exercise("8.2", "OwnSampler(data, seed)", "for 2, 10, 12 and 23 examples")
-def _own_sampler(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, SHUFFLED):
-        for length in (12, 10, 23, 2):
-            case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
-            result = grader.run(_deal, length, world_size=world_size, case=case)
-            if len(result.trace):
-                grader.fail(
-                    f"{result.trace.events[0].op} was called",
-                    hint="A sampler needs no communication. All ranks draw the same order from the "
-                    "same seed, and each takes its own part.",
-                )
-            _check_hands(grader, length)
-            first, other, again, reseeded = (
-                [dealt["hands"][i] for dealt in result] for i in range(4)
+@exercise("8.2", "OwnSampler(data, seed)", "for 2, 10, 12 and 23 examples", others=(SHUFFLED,))
+def _own_sampler(grader: Grader, world_size: int) -> None:
+    for length in (12, 10, 23, 2):
+        case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
+        result = grader.run(_deal, length, world_size=world_size, case=case)
+        if len(result.trace):
+            grader.fail(
+                f"{result.trace.events[0].op} was called",
+                hint="A sampler needs no communication. All ranks draw the same order from the "
+                "same seed, and each takes its own part.",
             )
-            if length >= 10:  # fewer may be shuffled alike twice
-                _check_shuffled(grader, "epochs 0 and 1 have", first, other)
-                _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
-            if any(dealt["seeded"] for dealt in result):
-                fact = "it changed the random state of the whole process"
-                hint = "Seed a torch.Generator of the sampler's own, and pass it to torch.randperm."
-                grader.fail(fact, part=SHUFFLED, hint=hint)
-            if first != again:
-                grader.fail(
-                    "epoch 0 has a different order the second time",
-                    part=SHUFFLED,
-                    hint="The order must depend only on seed and epoch: create and seed a new "
-                    "torch.Generator for each epoch.",
-                )
+        _check_hands(grader, length)
+        first, other, again, reseeded = ([dealt["hands"][i] for dealt in result] for i in range(4))
+        if length >= 10:  # fewer may be shuffled alike twice
+            _check_shuffled(grader, "epochs 0 and 1 have", first, other)
+            _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
+        if any(dealt["seeded"] for dealt in result):
+            fact = "it changed the random state of the whole process"
+            hint = "Seed a torch.Generator of the sampler's own, and pass it to torch.randperm."
+            grader.fail(fact, part=SHUFFLED, hint=hint)
+        if first != again:
+            grader.fail(
+                "epoch 0 has a different order the second time",
+                part=SHUFFLED,
+                hint="The order must depend only on seed and epoch: create and seed a new "
+                "torch.Generator for each epoch.",
+            )
 
 
 def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
@@ -123,24 +120,23 @@ def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dic
     return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}
 
 
-@exercise("8.4", "average_statistics(model)")
-def _average_statistics(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, OTHERS):
-        result = grader.run(_average_buffers, world_size=world_size)
-        average = (
-            "The mean is the sum over all ranks, divided by the world size, in place: "
-            "`a /= b` writes into `a`."
-        )
-        counts = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
-        parameters = "Parameters are equal already. Take model.buffers(), not model.parameters()."
-        for name, want, hint, part in (
-            ("running_mean", torch.full((2,), 30.0 * (world_size + 1)), average, ""),
-            ("running_var", torch.full((2,), 60.0 * (world_size + 1)), average, ""),
-            ("num_batches_tracked", torch.tensor(3), counts, OTHERS),
-            ("weight", torch.ones(2), parameters, OTHERS),
-        ):
-            found, place = [held[name] for held in result], f" in {name}"
-            grader.compare([want] * world_size, found, hint, place=place, part=part)
+@exercise("8.4", "average_statistics(model)", others=(OTHERS,))
+def _average_statistics(grader: Grader, world_size: int) -> None:
+    result = grader.run(_average_buffers, world_size=world_size)
+    average = (
+        "The mean is the sum over all ranks, divided by the world size, in place: "
+        "`a /= b` writes into `a`."
+    )
+    counts = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
+    parameters = "Parameters are equal already. Take model.buffers(), not model.parameters()."
+    for name, want, hint, part in (
+        ("running_mean", torch.full((2,), 30.0 * (world_size + 1)), average, ""),
+        ("running_var", torch.full((2,), 60.0 * (world_size + 1)), average, ""),
+        ("num_batches_tracked", torch.tensor(3), counts, OTHERS),
+        ("weight", torch.ones(2), parameters, OTHERS),
+    ):
+        found, place = [held[name] for held in result], f" in {name}"
+        grader.compare([want] * world_size, found, hint, place=place, part=part)
 
 
 def _average_buffers(rank: int, world_size: int, average_statistics: Callable) -> dict:
@@ -168,35 +164,31 @@ def _hint_for_file(error: RankError) -> str:
         RankError: _hint_for_file,
         DeadlockError: "All ranks must call the barrier, also those that do not save.",
     },
+    others=(NAMES, ONE_SAVES, WAITED),
 )
-def _save_and_load(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, NAMES, ONE_SAVES, WAITED):
-        with TemporaryDirectory() as folder:
-            path = f"{folder}/network.pt"
-            limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
-            result = grader.run(_save_or_wait, path, limit, world_size=world_size)
-            if not Path(path).exists():
-                grader.fail(
-                    "there is no file at `path`", hint="Rank 0 saves: torch.save(..., path)."
-                )
-            saved = torch.load(path, weights_only=False)
-        hint = (
-            "Load the file into `plain`: plain.load_state_dict(torch.load(path)), with all names."
-        )
-        wanted = [torch.tensor([[1.0, 2.0]])] * world_size
-        grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
-        if set(saved) != {"weight"}:
-            names = ", ".join(map(str, saved))
-            grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN, part=NAMES)
-        if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
-            hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
-            fact = f"right, but {name_ranks(others)} saved as well"
-            grader.fail(fact, hint=hint, part=ONE_SAVES)
-        before = _collectives_before(result, 0, result[0]["saved"])
-        for rank in range(1, world_size):
-            if _collectives_before(result, rank, result[rank]["loads"]) <= before:
-                fact = f"right, but rank {rank} did not wait for rank 0's file"
-                grader.fail(fact, hint=_WRITTEN, part=WAITED)
+def _save_and_load(grader: Grader, world_size: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/network.pt"
+        limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
+        result = grader.run(_save_or_wait, path, limit, world_size=world_size)
+        if not Path(path).exists():
+            grader.fail("there is no file at `path`", hint="Rank 0 saves: torch.save(..., path).")
+        saved = torch.load(path, weights_only=False)
+    hint = "Load the file into `plain`: plain.load_state_dict(torch.load(path)), with all names."
+    wanted = [torch.tensor([[1.0, 2.0]])] * world_size
+    grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
+    if set(saved) != {"weight"}:
+        names = ", ".join(map(str, saved))
+        grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN, part=NAMES)
+    if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
+        hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
+        fact = f"right, but {name_ranks(others)} saved as well"
+        grader.fail(fact, hint=hint, part=ONE_SAVES)
+    before = _collectives_before(result, 0, result[0]["saved"])
+    for rank in range(1, world_size):
+        if _collectives_before(result, rank, result[rank]["loads"]) <= before:
+            fact = f"right, but rank {rank} did not wait for rank 0's file"
+            grader.fail(fact, hint=_WRITTEN, part=WAITED)
 
 
 def _collectives_before(result: Result, rank: int, moment: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.grader import SENT, SIZES, Grader, exercise
+from ddp_kit.check.grader import SENT, Grader, exercise
 
 MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
 KEPT = "the tensor that it gets stays as it is"
@@ -16,83 +16,83 @@ ROWS = 60  # of a product: divisible by all world sizes
 INNER, COLUMNS = 2, 2  # of a product: a rank's part of what is summed over, and the columns
 
 
+def mesh_name(shape: tuple[int, int]) -> str:
+    """Return the name of the part to which a mesh belongs; most mistakes show on 2 x 2 ranks."""
+    return "on 2 x 2 ranks" if shape == (2, 2) else "on other meshes"
+
+
 @exercise(
-    "14.1", "norm(local, mesh)", where="on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks"
+    "14.1",
+    "norm(local, mesh)",
+    where="on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks",
+    cases=MESHES,
+    others=(KEPT, SENT),
+    part=mesh_name,
 )
-def _norm(grader: Grader) -> None:
-    for shape in grader.each(MESHES, KEPT, SENT, part=mesh_name):
-        rows, columns = shape
-        held = [_matrix(rows)[r // columns * 2 :][:2] for r in range(rows * columns)]
-        result = _run(grader, shape, held)
-        norms = torch.stack([local.norm() for local in held])
-        total = (norms**2).sum() / columns  # every row is on that many ranks
-        n = len(held)
-        hints = {
-            "That is the norm of this rank's rows. Add up the squares over a group's ranks.": list(
-                norms
-            ),
-            "Every row is counted once for each of its replicas. Add up over the ranks that hold "
-            'different rows only: mesh.get_group("dp").': [(total * columns).sqrt()] * n,
-            "Norms do not add up. Add up the squares, and take the root of the sum.": (
-                [norms.sum() / columns] * n
-            ),
-            "That is the square of the norm: take the root.": [total] * n,
-            "The norm is the root of the sum of all squares. Ranks with the same rows count once: "
-            'add up over mesh.get_group("dp"), and return a tensor without dimensions.': True,
-        }
-        found = [value for value, _ in result]
-        grader.compare([_matrix(rows).norm()] * n, found, hints, verb="return")
-        hint = "Leave the tensor that it gets as it is: `a * a` makes a new one, `a *= a` does not."
-        grader.compare(held, [local for _, local in result], hint, "hold", " in local", KEPT)
-        hint = "Add up the squares on each rank first: only one number has to travel."
-        grader.check_collectives(8, hint)
+def _norm(grader: Grader, rows: int, columns: int) -> None:
+    shape = (rows, columns)
+    held = [_matrix(rows)[r // columns * 2 :][:2] for r in range(rows * columns)]
+    result = _run(grader, shape, held)
+    norms = torch.stack([local.norm() for local in held])
+    total = (norms**2).sum() / columns  # every row is on that many ranks
+    n = len(held)
+    hints = {
+        "That is the norm of this rank's rows. Add up the squares over a group's ranks.": list(
+            norms
+        ),
+        "Every row is counted once for each of its replicas. Add up over the ranks that hold "
+        'different rows only: mesh.get_group("dp").': [(total * columns).sqrt()] * n,
+        "Norms do not add up. Add up the squares, and take the root of the sum.": (
+            [norms.sum() / columns] * n
+        ),
+        "That is the square of the norm: take the root.": [total] * n,
+        "The norm is the root of the sum of all squares. Ranks with the same rows count once: "
+        'add up over mesh.get_group("dp"), and return a tensor without dimensions.': True,
+    }
+    found = [value for value, _ in result]
+    grader.compare([_matrix(rows).norm()] * n, found, hints, verb="return")
+    hint = "Leave the tensor that it gets as it is: `a * a` makes a new one, `a *= a` does not."
+    grader.compare(held, [local for _, local in result], hint, "hold", " in local", KEPT)
+    hint = "Add up the squares on each rank first: only one number has to travel."
+    grader.check_collectives(8, hint)
 
 
 @exercise(
     "14.2",
     "gather_whole(local, mesh)",
     where="on meshes of 2 x 2, 2 x 1, 1 x 2, 1 x 1 and 3 x 2 ranks",
+    cases=MESHES,
+    part=mesh_name,
 )
-def _gather_whole(grader: Grader) -> None:
-    for shape in grader.each(MESHES, part=mesh_name):
-        rows, columns = shape
-        whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
-        held = [
-            part.contiguous() for line in whole.chunk(rows) for part in line.chunk(columns, dim=1)
-        ]
-        found = [value for value, _ in _run(grader, shape, held)]
-        grader.compare([whole] * len(held), found, _hint_for_whole(whole, found), verb="return")
+def _gather_whole(grader: Grader, rows: int, columns: int) -> None:
+    shape = (rows, columns)
+    whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
+    held = [part.contiguous() for line in whole.chunk(rows) for part in line.chunk(columns, dim=1)]
+    found = [value for value, _ in _run(grader, shape, held)]
+    grader.compare([whole] * len(held), found, _hint_for_whole(whole, found), verb="return")
 
 
-@exercise("14.3", "own_rows(x, w)", "each row is sent where it is needed only")
-def _own_rows(grader: Grader) -> None:
-    for n in grader.each(SIZES, SENT):
-        factors = [_factors(rank) for rank in range(n)]
-        found = grader.call(factors)
-        summands = [x @ w for x, w in factors]
-        whole = sum(summands)
-        hints = {
-            "That is this rank's summand, for all rows. Add up over the ranks, and cut.": summands,
-            "Those are this rank's rows of its own summand: add up over the ranks, too.": (
-                [own.chunk(n)[rank] for rank, own in enumerate(summands)]
-            ),
-            "That is the whole product on every rank. Each should return its own rows.": (
-                [whole] * n
-            ),
-            "x @ w is a summand of the whole product. Cut it into as many parts as there are "
-            "ranks, along dimension 0, and pass these to reduce_scatter.": True,
-        }
-        grader.compare(list(whole.chunk(n)), found, hints, verb="return")
-        grader.check_sent(
-            4 * ROWS * COLUMNS * (n - 1) // n,
-            "Every rank needs only its own rows of the sum: reduce_scatter adds up and deals out "
-            "in one call. An all_reduce sends twice as much, and so does gathering the factors.",
-        )
-
-
-def mesh_name(shape: tuple[int, int]) -> str:
-    """Return the name of the part to which a mesh belongs; most mistakes show on 2 x 2 ranks."""
-    return "on 2 x 2 ranks" if shape == (2, 2) else "on other meshes"
+@exercise("14.3", "own_rows(x, w)", "each row is sent where it is needed only", others=(SENT,))
+def _own_rows(grader: Grader, n: int) -> None:
+    factors = [_factors(rank) for rank in range(n)]
+    found = grader.call(factors)
+    summands = [x @ w for x, w in factors]
+    whole = sum(summands)
+    hints = {
+        "That is this rank's summand, for all rows. Add up over the ranks, and cut.": summands,
+        "Those are this rank's rows of its own summand: add up over the ranks, too.": (
+            [own.chunk(n)[rank] for rank, own in enumerate(summands)]
+        ),
+        "That is the whole product on every rank. Each should return its own rows.": ([whole] * n),
+        "x @ w is a summand of the whole product. Cut it into as many parts as there are "
+        "ranks, along dimension 0, and pass these to reduce_scatter.": True,
+    }
+    grader.compare(list(whole.chunk(n)), found, hints, verb="return")
+    grader.check_sent(
+        4 * ROWS * COLUMNS * (n - 1) // n,
+        "Every rank needs only its own rows of the sum: reduce_scatter adds up and deals out "
+        "in one call. An all_reduce sends twice as much, and so does gathering the factors.",
+    )
 
 
 def _run(grader: Grader, shape: tuple[int, int], held: list) -> Any:

@@ -6,15 +6,17 @@ import inspect
 import io
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.partial_credit import Credit, current_trial
+from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
     DeadlockError,
@@ -25,7 +27,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import Result, run
-from ddp_kit.progress_file import recorded
+from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
@@ -33,7 +35,6 @@ EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # (or a number, for `expect`), a tuple of several such, or whether it has been made. So the last
 # one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
-OnFailure = str | Mapping[type[Exception], str | Callable[[Any], str]]
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -54,28 +55,99 @@ FAILURES: dict[type[Exception], str] = {
 }
 
 
+@dataclass(frozen=True)
+class Exercise:
+    """What a learner is asked for, and how an answer is graded.
+
+    number: "4.1". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of
+    a right answer. grade: runs the answer in one case, and returns if it is right. cases: each is
+    a number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
+    others: names of parts that `Grader.fail` may get. on_failure: a hint for runs that fail, or one
+    for each error with which they do, or a function of the error that returns it. collectives:
+    whether the answer may call collectives.
+    """
+
+    number: str
+    form: str
+    praise: str
+    grade: Callable[..., None]
+    cases: Sequence[Any]
+    names: Sequence[str]
+    others: Sequence[str]
+    on_failure: Mapping[type[Exception], str | Callable[[Any], str]]
+    collectives: bool
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts, each of which is worth a point."""
+        return list(dict.fromkeys([*self.names, *self.others]))
+
+    def check(self, answer: Callable[..., Any]) -> Credit:
+        """Grade an answer, and raise at the first mistake."""
+        grader = Grader(self, answer)
+        for number in range(len(self.cases)):
+            grader.try_case(number)
+        grader.parts |= dict.fromkeys(self.others, True)
+        return grader.passed()
+
+    def credit(self, answer: Callable[..., Any], seconds: float) -> Credit:
+        """Grade an answer, and go on after a mistake with the parts that have not failed yet.
+
+        seconds: for all runs together.
+        """
+        wrong: dict[str, str] = {}
+        try:
+            grader = Grader(self, answer, wrong, time.monotonic() + seconds)
+        except ExerciseError as error:
+            return Credit({}, {"": str(error)})
+        for number, name in enumerate(self.names):
+            try:
+                if name not in wrong:
+                    with recording(self.number):  # which takes the hint
+                        grader.try_case(number)
+            except ExerciseError as error:
+                wrong.setdefault(name, str(error))
+            except NotImplementedError as error:
+                wrong |= dict.fromkeys(self.parts, f"NotImplementedError: {error}")
+                break
+        if not wrong:
+            grader.passed()
+        parts = {name: name not in wrong for name in self.names}
+        right = all(parts.values())
+        parts |= {part: right and part not in wrong for part in self.others}
+        return Credit(parts, wrong)
+
+
 def exercise(
     number: str,
     form: str,
     right: str = "",
-    on_failure: OnFailure | None = None,
+    *,
+    cases: Iterable[Any] = SIZES,
+    part: Callable[[Any], str] | None = None,
+    others: Sequence[str] = (),
+    on_failure: str | Mapping[type[Exception], str | Callable[[Any], str]] | None = None,
     collectives: bool = True,
     where: str = "on 1, 2, 3, 4 and 5 ranks",
-) -> Callable[[Callable[[Grader], None]], Callable[[Grader], None]]:
-    """Register the decorated function as the check of an exercise, `kit.check.exercise_4_1`.
-
-    The function runs the answer with the Grader that it gets, and returns if the answer is right.
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register how an answer is graded in one case, as `kit.check.exercise_4_1`.
 
     where, right: in which cases, and in which way, a right answer is right, for the line that says
-    so. number, form, on_failure, collectives: see Grader.
+    so. part: returns the name of the part to which a case belongs; without it, cases are numbers of
+    ranks, the first of which is a part, and all others are one. For the others, see Exercise.
     """
+    cases = list(cases)
+    names = list(map(part or by_size(cases), cases))
     praise = f"right {where}, {right}" if right else f"right {where}"
+    if isinstance(on_failure, str):
+        on_failure = dict.fromkeys(FAILURES, on_failure)
+    known = (cases, names, others, on_failure or {}, collectives)
 
-    def register(grade: Callable[[Grader], None]) -> Callable[[Grader], None]:
+    def register(grade: Callable[..., None]) -> Callable[..., None]:
+        registered = Exercise(number, form, praise, grade, *known)
+
         def check(answer: Callable[..., Any]) -> Credit:
-            grader = Grader(number, form, answer, on_failure, collectives)
-            grade(grader)
-            return grader.passed(praise)
+            return registered.check(answer)
 
         check.__name__ = check.__qualname__ = f"exercise_{number.replace('.', '_')}"
         check.__module__ = grade.__module__
@@ -83,6 +155,7 @@ def exercise(
             f"Grade `{form}`, which should be {praise}.\n\n"
             "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
         )
+        check.exercise = registered  # type: ignore[attr-defined]
         EXERCISES[check.__name__] = recorded(check)
         return grade
 
@@ -96,60 +169,41 @@ class Grader:
     are about answers that are right otherwise, such as the number of messages: they hold if all
     cases pass and no `fail(..., part=...)` names them.
 
-    number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: the learner's function or class. on_failure: a hint for runs that fail, or one for each
-    error with which they do, or a function of the error that returns it. collectives: whether the
-    answer may call collectives.
+    answer: the learner's function or class. wrong: where to note, by part, what is wrong with parts
+    of answers that are right otherwise; None to raise it. end: of all runs, by time.monotonic().
 
-    Raises ExerciseError if the answer cannot be called in this form.
+    Raises ExerciseError if the answer cannot be called in the form that is asked for.
     """
 
     def __init__(
         self,
-        number: str,
-        form: str,
+        exercise: Exercise,
         answer: Callable[..., Any],
-        on_failure: OnFailure | None = None,
-        collectives: bool = True,
+        wrong: dict[str, str] | None = None,
+        end: float | None = None,
     ) -> None:
-        self.number, self.form, self.answer = number, form, answer
-        same_for_all = isinstance(on_failure, str)
-        self._on_failure = dict.fromkeys(FAILURES, on_failure) if same_for_all else on_failure or {}
-        self._allows_collectives = collectives
+        self.exercise, self.form, self.answer = exercise, exercise.form, answer
+        self.parts = dict.fromkeys(exercise.parts, False)  # whether each is known to hold
+        self._wrong, self._end = wrong, end
         self._result: Result | None = None  # of the latest run
         self._case = ""
-        self._parts: dict[str, bool] = {}  # whether each is known to hold
         self._printed: list[str] = []  # the output of each run
-        check = f"kit.check.exercise_{number.replace('.', '_')}"
-        name, _, parameters = form.rstrip(")").partition("(")
+        check = f"kit.check.exercise_{exercise.number.replace('.', '_')}"
+        name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
             self._refuse(f"{check}({name}) expects your function or class itself; got {got}")
         if not _takes(answer, [part for part in parameters.split(", ") if part]):
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
-            self._refuse(f"your answer must accept the call {form}, but it is defined as {given}")
+            self._refuse(
+                f"your answer must accept the call {self.form}, but it is defined as {given}"
+            )
 
-    def each(
-        self, cases: Iterable[Any], *others: str, part: Callable[[Any], str] | None = None
-    ) -> Iterator[Any]:
-        """Yield the cases, each of which passes if the loop asks for the next one.
-
-        others: the names of parts that `fail` may get. part: returns the name of the part to which
-        a case belongs; without it, cases are numbers of ranks, the first of which is a part, and
-        all others are one.
-        """
-        cases = list(cases)
-        part = part or by_size(cases)
-        names = [part(case) for case in cases]
-        self._parts = dict.fromkeys([*names, *others], False)
-        trial = current_trial()
-        if trial is not None:
-            trial.begin(names, others)
-        for number, (case, name) in enumerate(zip(cases, names, strict=True)):
-            if trial is None or trial.wants(number):
-                yield case
-            self._parts[name] = name not in names[number + 1 :]
-        self._parts |= dict.fromkeys(others, True)
+    def try_case(self, number: int) -> None:
+        """Grade the answer in one case, and note if its part holds."""
+        case, names = self.exercise.cases[number], self.exercise.names
+        self.exercise.grade(self, *case if isinstance(case, tuple) else (case,))
+        self.parts[names[number]] = names[number] not in names[number + 1 :]
 
     @property
     def result(self) -> Result:
@@ -169,8 +223,8 @@ class Grader:
         if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
-        printed, trial = io.StringIO(), current_trial()
-        timeout = trial.seconds_left() if trial else TIMEOUT
+        printed = io.StringIO()
+        timeout = TIMEOUT if self._end is None else self._end - time.monotonic()
         if timeout <= 0:
             self.fail("there was no time left for it")
         try:
@@ -185,8 +239,8 @@ class Grader:
                 )
         except tuple(FAILURES) as error:
             self._printed.append(printed.getvalue())
-            _raise_if_stub(error, self.number)
-            hint = self._on_failure.get(type(error), "")
+            _raise_if_stub(error, self.exercise.number)
+            hint = self.exercise.on_failure.get(type(error), "")
             hint = hint(error) if callable(hint) else hint
             self.fail(FAILURES[type(error)], hint=hint, error=error)
         except BaseException:
@@ -194,7 +248,7 @@ class Grader:
             raise
         self._printed.append(printed.getvalue())
         self._check_waits()
-        for members in () if self._allows_collectives else self.result.trace.collectives:
+        for members in () if self.exercise.collectives else self.result.trace.collectives:
             hint = "Build this one from send and recv, or from isend and irecv."
             self.fail(f"{next(iter(members.values())).op} was called", hint=hint)
         return self.result
@@ -282,32 +336,29 @@ class Grader:
         part: what does not hold, if not the part to which the case belongs. `credit` then goes on
         with this case: only with a part, this returns.
         """
-        assert not part or part in self._parts, part
-        trial = current_trial()
-        if part and trial is not None and trial.has_failed(part):
+        assert not part or part in self.parts, part
+        if part and self._wrong is not None and part in self._wrong:
             return
         if self._printed:
             print(self._printed[-1], end="")
-        lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
+        lines = [f"exercise {self.exercise.number}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join([*lines, hint] if hint else lines),
             error,
             getattr(error or self._result, "trace", None),
-            Credit(self._parts),
+            Credit(self.parts),
         )
         wrong.hint = hint
-        if part and trial is not None:
-            trial.note(part, str(wrong))
+        if part and self._wrong is not None:
+            self._wrong[part] = str(wrong)
             return
         raise wrong from error
 
-    def passed(self, praise: str) -> Credit:
+    def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
-        trial = current_trial()
-        if trial is None or trial.passed:
-            print(self._printed[0], end="")
-            print(f"Exercise {self.number}: {praise}.")
-        return Credit(self._parts)
+        print(self._printed[0], end="")
+        print(f"Exercise {self.exercise.number}: {self.exercise.praise}.")
+        return Credit(self.parts)
 
     def _check_waits(self) -> None:
         left = {
@@ -322,7 +373,7 @@ class Grader:
             self.fail("some operations were started but never waited for", *unawaited)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ExerciseError(f"exercise {self.number}: {reason}")
+        raise ExerciseError(f"exercise {self.exercise.number}: {reason}")
 
 
 def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:

@@ -25,17 +25,20 @@ LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, whi
 
 
 @exercise(
-    "6.1", "place_of(hosts, host, local_rank)", where="for 4 and 5 ranks on two and three hosts"
+    "6.1",
+    "place_of(hosts, host, local_rank)",
+    where="for 4 and 5 ranks on two and three hosts",
+    cases=HOST_LISTS,
+    part=lambda hosts: f"on {count(len(hosts), 'host')}",
 )
-def _place_of(grader: Grader) -> None:
-    for hosts in grader.each(HOST_LISTS, part=lambda hosts: f"on {count(len(hosts), 'host')}"):
-        places = [(host, local) for host, ranks in hosts for local in range(ranks)]
-        n = len(places)
-        case = f"place_of({hosts}, host, local_rank)"
-        returned = grader.call([(hosts, *place) for place in places], case)
-        found = [tuple(value) if isinstance(value, list) else value for value in returned]
-        wanted = [(rank, n) for rank in range(n)]
-        grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
+def _place_of(grader: Grader, hosts: list[tuple[str, int]]) -> None:
+    places = [(host, local) for host, ranks in hosts for local in range(ranks)]
+    n = len(places)
+    case = f"place_of({hosts}, host, local_rank)"
+    returned = grader.call([(hosts, *place) for place in places], case)
+    found = [tuple(value) if isinstance(value, list) else value for value in returned]
+    wanted = [(rank, n) for rank in range(n)]
+    grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
 
 
 @exercise(
@@ -45,24 +48,24 @@ def _place_of(grader: Grader) -> None:
     on_failure="A rank waits for a key that no rank writes. The last rank to come sees a count of "
     "`world_size`; it is the one that writes the key.",
     collectives=False,
+    others=(SECOND,),
 )
-def _barrier(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, SECOND):
-        with TemporaryDirectory() as folder:
-            path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
-            result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
-        for number, name in enumerate(("first", "second")):
-            for rank, missing in enumerate(result):
-                if missing[number]:
-                    grader.fail(
-                        f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
-                        "had come",
-                        part=SECOND if number else "",
-                        hint="Begin the names of your keys with `name`, or the second barrier "
-                        "finds the keys of the first."
-                        if number
-                        else "After adding 1 to the counter, a rank must wait until all have.",
-                    )
+def _barrier(grader: Grader, world_size: int) -> None:
+    with TemporaryDirectory() as folder:
+        path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
+        result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
+    for number, name in enumerate(("first", "second")):
+        for rank, missing in enumerate(result):
+            if missing[number]:
+                grader.fail(
+                    f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
+                    "had come",
+                    part=SECOND if number else "",
+                    hint="Begin the names of your keys with `name`, or the second barrier "
+                    "finds the keys of the first."
+                    if number
+                    else "After adding 1 to the counter, a rank must wait until all have.",
+                )
 
 
 @exercise(
@@ -74,31 +77,31 @@ def _barrier(grader: Grader) -> None:
         "store.get waits as well. Catch the error, and look with store.check."
     },
     collectives=False,
+    others=("returns when all have come",),
 )
-def _who_is_missing(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, "returns when all have come"):
-        for absent in ABSENT[world_size]:
-            seconds = 3.0 if absent else 6.0
-            case = f"{grader.form}, where {_who(absent)}"
-            with TemporaryDirectory() as folder:
-                result = grader.run(
-                    _call_the_roll,
-                    f"{folder}/store",
-                    STORE_LIMIT,
-                    absent,
-                    seconds,
-                    world_size=world_size,
-                    case=case,
-                )
-            found, took = result[0]
-            grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
-            if not absent and took >= seconds:
-                grader.fail(
-                    f"right, but it took {took:.0f} s though all ranks came",
-                    part="returns when all have come",
-                    hint="Wait for the keys, and not for the time: store.wait returns as soon as "
-                    "all are there.",
-                )
+def _who_is_missing(grader: Grader, world_size: int) -> None:
+    for absent in ABSENT[world_size]:
+        seconds = 3.0 if absent else 6.0
+        case = f"{grader.form}, where {_who(absent)}"
+        with TemporaryDirectory() as folder:
+            result = grader.run(
+                _call_the_roll,
+                f"{folder}/store",
+                STORE_LIMIT,
+                absent,
+                seconds,
+                world_size=world_size,
+                case=case,
+            )
+        found, took = result[0]
+        grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
+        if not absent and took >= seconds:
+            grader.fail(
+                f"right, but it took {took:.0f} s though all ranks came",
+                part="returns when all have come",
+                hint="Wait for the keys, and not for the time: store.wait returns as soon as "
+                "all are there.",
+            )
 
 
 def _hint_for_places(hosts: list, places: list, found: list) -> str:

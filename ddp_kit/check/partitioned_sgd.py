@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_kit.check.grader import SENT, SIZES, Grader, Mistakes, exercise, name_counts, same
+from ddp_kit.check.grader import SENT, Grader, Mistakes, exercise, name_counts, same
 from ddp_kit.error_text import count
 
 # Digits of each rank: their sums are powers of two, so the weights are exact.
@@ -22,36 +22,40 @@ SEPARATE = "an all_reduce for each bucket"
     "3.1",
     "average_weighted(model, digits)",
     "with at most one all_reduce more than there are gradients",
+    others=(SENT,),
 )
-def _average_weighted(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, SENT):
-        digits = DIGITS[world_size]
-        case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
-        grader.run(_average, True, digits, world_size=world_size, case=case)
-        _check_means(grader, True, digits, partial(_hints_for_weights, digits))
-        gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-        hint = "One all_reduce for each gradient and one for the number of digits are enough."
-        _cost(grader, gradients + 1, hint, also=8)
+def _average_weighted(grader: Grader, world_size: int) -> None:
+    digits = DIGITS[world_size]
+    case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
+    grader.run(_average, True, digits, world_size=world_size, case=case)
+    _check_means(grader, True, digits, partial(_hints_for_weights, digits))
+    gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
+    hint = "One all_reduce for each gradient and one for the number of digits are enough."
+    _cost(grader, gradients + 1, hint, also=8)
 
 
-@exercise("3.2", "average_in_buckets(model, most)", "one all_reduce for each bucket")
-def _average_in_buckets(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, SENT, SEPARATE):
-        for most, buckets in ((100, 1), (10, 3), (1, 6)):
-            case = f"average_in_buckets(model, most={most})"
-            given = [most] * world_size
-            grader.run(_average, False, given, world_size=world_size, case=case)
-            _check_means(grader, False, [1] * world_size, hints_for_mean)
-            _cost(grader, buckets, "One all_reduce for each bucket is enough.")
-            reduced = grader.collectives()
-            if len(reduced) < buckets and world_size > 1:
-                calls = count(len(reduced), "all_reduce")
-                grader.fail(
-                    f"right, but only {calls} for {count(buckets, 'bucket')}",
-                    part=SEPARATE,
-                    hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
-                    "larger. Reduce each of `buckets` separately.",
-                )
+@exercise(
+    "3.2",
+    "average_in_buckets(model, most)",
+    "one all_reduce for each bucket",
+    others=(SENT, SEPARATE),
+)
+def _average_in_buckets(grader: Grader, world_size: int) -> None:
+    for most, buckets in ((100, 1), (10, 3), (1, 6)):
+        case = f"average_in_buckets(model, most={most})"
+        given = [most] * world_size
+        grader.run(_average, False, given, world_size=world_size, case=case)
+        _check_means(grader, False, [1] * world_size, hints_for_mean)
+        _cost(grader, buckets, "One all_reduce for each bucket is enough.")
+        reduced = grader.collectives()
+        if len(reduced) < buckets and world_size > 1:
+            calls = count(len(reduced), "all_reduce")
+            grader.fail(
+                f"right, but only {calls} for {count(buckets, 'bucket')}",
+                part=SEPARATE,
+                hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
+                "larger. Reduce each of `buckets` separately.",
+            )
 
 
 def model(frozen: bool) -> nn.Sequential:

@@ -28,36 +28,38 @@ def _micro_batches_of(case: tuple[int, int]) -> str:
     "one_f_one_b(rank, p, m)",
     "also with fewer micro-batches than ranks",
     where="on 1, 2, 3 and 4 ranks",
+    cases=CASES,
+    part=_micro_batches_of,
 )
-def _one_f_one_b(grader: Grader) -> None:
-    for p, m in grader.each(CASES, part=_micro_batches_of):
-        given = [(rank, p, m) for rank in range(p)]
-        found = list(map(_text, grader.call(given, f"one_f_one_b(rank, {p}, {m})")))
-        warm_ups = [p - rank - 1 for rank in range(p)]
-        hints = {
-            "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": (
-                [_order(m, m)] * p
-            ),
-            "One forward too many in the beginning: the last rank has none before its first "
-            "pair.": [_order(w + 1, m) for w in warm_ups],
-            "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": (
-                [_order(w - 1, m) for w in warm_ups]
-            ),
-            "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
-                _order(w, m, ("B", "F")) for w in warm_ups
-            ],
-            "The first rank has the most forwards in the beginning, and the last one has none.": [
-                _order(w, m) for w in reversed(warm_ups)
-            ],
-            f"Each of the {m} micro-batches needs a forward and a backward: some are missing.": (
-                _short(found, 2 * m)
-            ),
-            'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then '
-            "one forward and one backward in turn while there are forwards; then the other "
-            "backwards.": True,
-        }
-        hint = f'{hint_for(found, hints)} (B3 is short for ("B", 3).)'
-        grader.compare([_order(w, m) for w in warm_ups], found, hint, verb="return")
+def _one_f_one_b(grader: Grader, p: int, m: int) -> None:
+    given = [(rank, p, m) for rank in range(p)]
+    found = list(map(_text, grader.call(given, f"one_f_one_b(rank, {p}, {m})")))
+    warm_ups = [p - rank - 1 for rank in range(p)]
+    hints = {
+        "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": (
+            [_order(m, m)] * p
+        ),
+        "One forward too many in the beginning: the last rank has none before its first pair.": [
+            _order(w + 1, m) for w in warm_ups
+        ],
+        "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": (
+            [_order(w - 1, m) for w in warm_ups]
+        ),
+        "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
+            _order(w, m, ("B", "F")) for w in warm_ups
+        ],
+        "The first rank has the most forwards in the beginning, and the last one has none.": [
+            _order(w, m) for w in reversed(warm_ups)
+        ],
+        f"Each of the {m} micro-batches needs a forward and a backward: some are missing.": (
+            _short(found, 2 * m)
+        ),
+        'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then '
+        "one forward and one backward in turn while there are forwards; then the other "
+        "backwards.": True,
+    }
+    hint = f'{hint_for(found, hints)} (B3 is short for ("B", 3).)'
+    grader.compare([_order(w, m) for w in warm_ups], found, hint, verb="return")
 
 
 def _text(order: Any) -> Any:
@@ -107,33 +109,32 @@ def _hint_for_error(error: RankError) -> str:
         "which waits for it.",
     },
     collectives=False,
+    cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
+    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
 )
-def _backward(grader: Grader) -> None:
-    cases = {2: 2, 3: 4, 1: 2, 4: 3}  # ranks: micro-batches
-    for p in grader.each(cases):
-        m = cases[p]
-        found = list(grader.run(_train, m, world_size=p, case=f"backward(stage, x, target, {m})"))
-        wanted = _alone(p, m)
-        hints = {
-            "Each gradient is m times too large: the last stage divides the loss by m.": (
-                _scaled(wanted, [m] * p)
-            ),
-            "Only the last stage divides by m: the gradients it sends are divided already.": (
-                _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)])
-            ),
-            "Only the last micro-batch is left in the gradients: add to them, without "
-            "zero_grad.": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
-            "No stage has a gradient: y.backward(gradient) adds to those of its parameters.": (
-                not any(gradient.any() for of in found for gradient in of)
-            ),
-            "The last stage is right, the others are not. What a rank sends is the gradient of its "
-            "input, x.grad after backward, and not that of its output.": (
-                p > 1 and same(wanted[-1], found[-1])
-            ),
-            "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; "
-            "then y.backward(gradient), and send x.grad to the rank before.": True,
-        }
-        grader.compare(wanted, found, hints, place=" in the gradients of its stage")
+def _backward(grader: Grader, p: int, m: int) -> None:
+    found = list(grader.run(_train, m, world_size=p, case=f"backward(stage, x, target, {m})"))
+    wanted = _alone(p, m)
+    hints = {
+        "Each gradient is m times too large: the last stage divides the loss by m.": (
+            _scaled(wanted, [m] * p)
+        ),
+        "Only the last stage divides by m: the gradients it sends are divided already.": (
+            _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)])
+        ),
+        "Only the last micro-batch is left in the gradients: add to them, without "
+        "zero_grad.": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
+        "No stage has a gradient: y.backward(gradient) adds to those of its parameters.": (
+            not any(gradient.any() for of in found for gradient in of)
+        ),
+        "The last stage is right, the others are not. What a rank sends is the gradient of its "
+        "input, x.grad after backward, and not that of its output.": (
+            p > 1 and same(wanted[-1], found[-1])
+        ),
+        "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; "
+        "then y.backward(gradient), and send x.grad to the rank before.": True,
+    }
+    grader.compare(wanted, found, hints, place=" in the gradients of its stage")
 
 
 def _stage(rank: int) -> nn.Module:
@@ -190,26 +191,27 @@ def _rounding(case: tuple[int, float]) -> str:
     return "rounded up, and one rank" if needed else "where nothing is rounded"
 
 
-@exercise("17.3", "micro_batches(p, most)", where="for 1 to 16 ranks")
-def _micro_batches(grader: Grader) -> None:
-    for p, most in grader.each(BUBBLES, part=_rounding):
-        (found,) = grader.call([(p, most)], f"micro_batches({p}, {most:g}), called")
-        want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
-        hints = {
-            "One rank never waits for another: one micro-batch is enough.": p == 1,
-            "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
-            "(p-1)/(m+p-1).": _fewest(lambda m, p=p: (p - 1) / m, most),
-            "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1).": (
-                _fewest(lambda m, p=p: p / (m + p), most)
-            ),
-            "One less is enough: a bubble of exactly `most` is not too large.": want + 1,
-            "With that many the bubble is still larger than `most`: round up.": want - 1,
-            "Return a whole number: round up.": isinstance(found, float),
-            "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds.": True,
-        }
-        if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
-            fact = f"it should return {want} but returns {found!r}"
-            grader.fail(fact, hint=hint_for(found, hints))
+@exercise(
+    "17.3", "micro_batches(p, most)", where="for 1 to 16 ranks", cases=BUBBLES, part=_rounding
+)
+def _micro_batches(grader: Grader, p: int, most: float) -> None:
+    (found,) = grader.call([(p, most)], f"micro_batches({p}, {most:g}), called")
+    want = _fewest(lambda m: (p - 1) / (m + p - 1), most)
+    hints = {
+        "One rank never waits for another: one micro-batch is enough.": p == 1,
+        "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
+        "(p-1)/(m+p-1).": _fewest(lambda m: (p - 1) / m, most),
+        "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1).": (
+            _fewest(lambda m: p / (m + p), most)
+        ),
+        "One less is enough: a bubble of exactly `most` is not too large.": want + 1,
+        "With that many the bubble is still larger than `most`: round up.": want - 1,
+        "Return a whole number: round up.": isinstance(found, float),
+        "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds.": True,
+    }
+    if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
+        fact = f"it should return {want} but returns {found!r}"
+        grader.fail(fact, hint=hint_for(found, hints))
 
 
 def _fewest(bubble: Callable[[int], float], most: float) -> int:
@@ -221,32 +223,36 @@ def _ranks(case: tuple[int, int, int]) -> str:
 
 
 @exercise(
-    "17.4", "interleaved(rank, p, v, m)", "with 2 and 3 stages each", where="on 1, 2, 3 and 4 ranks"
+    "17.4",
+    "interleaved(rank, p, v, m)",
+    "with 2 and 3 stages each",
+    where="on 1, 2, 3 and 4 ranks",
+    cases=INTERLEAVED,
+    part=_ranks,
 )
-def _interleaved(grader: Grader) -> None:
-    for p, v, m in grader.each(INTERLEAVED, part=_ranks):
-        given = [(rank, p, v, m) for rank in range(p)]
-        found = list(map(_text, grader.call(given, f"interleaved(rank, {p}, {v}, {m})")))
+def _interleaved(grader: Grader, p: int, v: int, m: int) -> None:
+    given = [(rank, p, v, m) for rank in range(p)]
+    found = list(map(_text, grader.call(given, f"interleaved(rank, {p}, {v}, {m})")))
 
-        def orders(p: int = p, v: int = v, m: int = m, **wrong: int) -> list[str]:
-            return [interleaved_order(rank, p, v, m, **wrong) for rank in range(p)]
+    def orders(**wrong: int) -> list[str]:
+        return [interleaved_order(rank, p, v, m, **wrong) for rank in range(p)]
 
-        hints = {
-            "Backwards pass the last stage of a rank first: take its stages in reverse "
-            "order.": orders(back=1),
-            "A rank needs two forwards more than the rank after it, for its gradient comes back "
-            "two steps later.": orders(stride=1),
-            "One forward too many in the beginning.": orders(more=1),
-            "One forward too few in the beginning.": orders(more=-1),
-            f"Each of the {m} micro-batches needs a forward and a backward in each stage.": (
-                _short(found, 2 * v * m)
-            ),
-            "Make the list of the backwards as that of the forwards is made; then, after the "
-            "forwards of the beginning, take one of each in turn, and then the backwards that are "
-            "left.": True,
-        }
-        hint = f'{hint_for(found, hints)} (2B3 is short for ("B", 3, 2).)'
-        grader.compare(orders(), found, hint, verb="return")
+    hints = {
+        "Backwards pass the last stage of a rank first: take its stages in reverse order.": orders(
+            back=1
+        ),
+        "A rank needs two forwards more than the rank after it, for its gradient comes back "
+        "two steps later.": orders(stride=1),
+        "One forward too many in the beginning.": orders(more=1),
+        "One forward too few in the beginning.": orders(more=-1),
+        f"Each of the {m} micro-batches needs a forward and a backward in each stage.": (
+            _short(found, 2 * v * m)
+        ),
+        "Make the list of the backwards as that of the forwards is made; then, after the forwards "
+        "of the beginning, take one of each in turn, and then the backwards that are left.": True,
+    }
+    hint = f'{hint_for(found, hints)} (2B3 is short for ("B", 3, 2).)'
+    grader.compare(orders(), found, hint, verb="return")
 
 
 def interleaved_order(

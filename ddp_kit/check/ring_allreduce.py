@@ -24,16 +24,22 @@ _BYTES = (
 )
 
 
+def _divides(case: tuple) -> str:
+    return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
+
+
 @exercise(
     "4.1",
     "chunked_ring(tensor)",
     "each rank sends 2(n-1)/n of the bytes",
     on_failure={MismatchError: _LENGTHS},
     collectives=False,
+    cases=product(SIZES, SHAPES),
+    others=(SENT,),
+    part=_divides,
 )
-def _chunked_ring(grader: Grader) -> None:
-    for world_size, shape in grader.each(product(SIZES, SHAPES), SENT, part=_divides):
-        _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
+def _chunked_ring(grader: Grader, world_size: int, shape: tuple[int, ...]) -> None:
+    _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
 
 
 @exercise(
@@ -42,22 +48,18 @@ def _chunked_ring(grader: Grader) -> None:
     "each piece is passed on as soon as it is there",
     on_failure={DeadlockError: _PIECES},
     collectives=False,
+    cases=[(n, *each) for n in SIZES for each in (((60,), 3), ((7,), 2), ((60,), 1))],
+    others=(SENT, AT_ONCE),
+    part=_divides,
 )
-def _pipelined_ring(grader: Grader) -> None:
-    shapes = (((60,), 3), ((7,), 2), ((60,), 1))
-    cases = [(n, *each) for n in SIZES for each in shapes]
-    for world_size, shape, pieces in grader.each(cases, SENT, AT_ONCE, part=_divides):
-        case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-        trace = _sum(grader, shape, world_size, case, pieces)
-        if shape != (60,) or world_size == 1:
-            continue  # some pieces are empty and need not be sent
-        messages = 2 * (world_size - 1) * pieces
-        for rank in range(world_size):
-            _as_a_pipeline(grader, trace, rank, messages, pieces)
-
-
-def _divides(case: tuple) -> str:
-    return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
+def _pipelined_ring(grader: Grader, world_size: int, shape: tuple[int, ...], pieces: int) -> None:
+    case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
+    trace = _sum(grader, shape, world_size, case, pieces)
+    if shape != (60,) or world_size == 1:
+        return  # some pieces are empty and need not be sent
+    messages = 2 * (world_size - 1) * pieces
+    for rank in range(world_size):
+        _as_a_pipeline(grader, trace, rank, messages, pieces)
 
 
 def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:

@@ -19,17 +19,19 @@ PER_HOST = 2
 LOCAL_SIZES = (2, 1, 4, 3, 2)  # how many ranks each host has in 11.3
 
 
-@exercise("11.1", "my_place(gpus)", "with GPUs and without")
-def _my_place(grader: Grader) -> None:
-    cases = [(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)]
-    for world_size, gpus in grader.each(
-        cases, part=lambda case: "with GPUs" if case[1] else "without GPUs"
-    ):
-        result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
-        places = [divmod(rank, PER_HOST) for rank in range(world_size)]
-        wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
-        found = list(result)
-        grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
+@exercise(
+    "11.1",
+    "my_place(gpus)",
+    "with GPUs and without",
+    cases=[(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)],
+    part=lambda case: "with GPUs" if case[1] else "without GPUs",
+)
+def _my_place(grader: Grader, world_size: int, gpus: int) -> None:
+    result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
+    places = [divmod(rank, PER_HOST) for rank in range(world_size)]
+    wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
+    found = list(result)
+    grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
 
 
 _EVERYBODY = (
@@ -38,33 +40,36 @@ _EVERYBODY = (
 )
 
 
-@exercise("11.2", "resume(folder, weights)", "with a checkpoint and without", on_failure=_EVERYBODY)
-def _resume(grader: Grader) -> None:
-    for world_size in grader.each(SIZES, "the next step"):
-        for step in (3, None):
-            with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
-                if step is not None:
-                    saved = {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
-                    torch.save(saved, Path(folder, "checkpoint.pt"))
-                case = f"resume {'with' if step else 'without'} a checkpoint"
-                result = grader.run(
-                    _resume_training, folder, empty, world_size=world_size, case=case
-                )
-            steps = [value["step"] for value in result]
-            weights = [value["weights"] for value in result]
-            kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
-            hints = {
-                "Without a checkpoint, leave the weights as they are, and return 0.": step is None,
-                _EVERYBODY: torch.equal(weights[0], kept),
-                IN_PLACE: True,
-            }
-            grader.compare([kept] * world_size, weights, hints, place=" in weights")
-            hints = {
-                "Without a checkpoint, the next step is 0.": step is None,
-                f"The checkpoint has the next step, {step}. {_EVERYBODY}": True,
-            }
-            wanted = [step or 0] * world_size
-            grader.compare(wanted, steps, hints, verb="return", part="the next step")
+@exercise(
+    "11.2",
+    "resume(folder, weights)",
+    "with a checkpoint and without",
+    on_failure=_EVERYBODY,
+    others=("the next step",),
+)
+def _resume(grader: Grader, world_size: int) -> None:
+    for step in (3, None):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
+            if step is not None:
+                saved = {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
+                torch.save(saved, Path(folder, "checkpoint.pt"))
+            case = f"resume {'with' if step else 'without'} a checkpoint"
+            result = grader.run(_resume_training, folder, empty, world_size=world_size, case=case)
+        steps = [value["step"] for value in result]
+        weights = [value["weights"] for value in result]
+        kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
+        hints = {
+            "Without a checkpoint, leave the weights as they are, and return 0.": step is None,
+            _EVERYBODY: torch.equal(weights[0], kept),
+            IN_PLACE: True,
+        }
+        grader.compare([kept] * world_size, weights, hints, place=" in weights")
+        hints = {
+            "Without a checkpoint, the next step is 0.": step is None,
+            f"The checkpoint has the next step, {step}. {_EVERYBODY}": True,
+        }
+        wanted = [step or 0] * world_size
+        grader.compare(wanted, steps, hints, verb="return", part="the next step")
 
 
 @exercise(
@@ -75,25 +80,23 @@ def _resume(grader: Grader) -> None:
         RankError: "Set the number of your own ranks in the store first, under a key with your "
         "host in it; then read those of the hosts before yours. A get waits for its key."
     },
+    part=by_size(SIZES, "host"),
 )
-def _ranks_here(grader: Grader) -> None:
-    for hosts in grader.each(SIZES, part=by_size(SIZES, "host")):
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "store"))
-            result = grader.run(_count_ranks, path, STORE_LIMIT, world_size=hosts)
-        sizes = LOCAL_SIZES[:hosts]
-        first = [sum(sizes[:host]) for host in range(hosts)]
-        hints = {
-            "Return a list of whole numbers.": not all(isinstance(value, list) for value in result),
-            "That would be right if all hosts had equally many ranks. Add up those before yours.": (
-                [list(range(host * size, (host + 1) * size)) for host, size in enumerate(sizes)]
-            ),
-            "The first rank of a host is the number of all ranks on the hosts before it.": True,
-        }
-        wanted = [
-            list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)
-        ]
-        grader.compare(wanted, result, hints, verb="return")
+def _ranks_here(grader: Grader, hosts: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "store"))
+        result = grader.run(_count_ranks, path, STORE_LIMIT, world_size=hosts)
+    sizes = LOCAL_SIZES[:hosts]
+    first = [sum(sizes[:host]) for host in range(hosts)]
+    hints = {
+        "Return a list of whole numbers.": not all(isinstance(value, list) for value in result),
+        "That would be right if all hosts had equally many ranks. Add up those before yours.": (
+            [list(range(host * size, (host + 1) * size)) for host, size in enumerate(sizes)]
+        ),
+        "The first rank of a host is the number of all ranks on the hosts before it.": True,
+    }
+    wanted = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
+    grader.compare(wanted, result, hints, verb="return")
 
 
 def _hint_for_place(found: list, wanted: list, gpus: int) -> str:

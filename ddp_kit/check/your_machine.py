@@ -29,36 +29,37 @@ def _where(case: tuple[int, int | None, int]) -> str:
     on_failure={
         RankError: "The values in environ are strings, and a process alone has none of them."
     },
+    cases=(*ON_GPUS, *ALONE),
+    part=_where,
 )
-def _place(grader: Grader) -> None:
-    for hosts, ranks, gpus in grader.each((*ON_GPUS, *ALONE), part=_where):
-        n = hosts * (ranks or 1)
-        case = f"place(environ, gpus={gpus}), {count(hosts, 'host')}"
-        case = f"place({{}}, gpus={gpus})" if ranks is None else case
-        given = [(_environ(rank, n, ranks), gpus) for rank in range(n)]
-        found = [_as_strings(returned) for returned in grader.call(given, case)]
-        local = [rank % (ranks or 1) for rank in range(n)]
-        enough = gpus >= (ranks or 1)
-        hints = {
-            "A process that is alone has no variables: it is the only rank on its host.": (
-                ranks is None
-            ),
-            'Return two strings: the device, such as "cuda:1", and the backend.': any(
-                not isinstance(each, tuple) or len(each) != 2 for each in found
-            ),
-            "RANK counts the ranks of all hosts. Choose the GPU by LOCAL_RANK.": (
-                enough and [(f"cuda:{rank}", "nccl") for rank in range(n)]
-            ),
-            "nccl needs a GPU for each rank: compare gpus with LOCAL_WORLD_SIZE. Without enough "
-            "GPUs, use the CPU and gloo.": not enough and gpus > 0,
-            "There is a GPU for each rank on this host: compare gpus with LOCAL_WORLD_SIZE.": (
-                enough and any("cpu" in each for each in found if isinstance(each, tuple))
-            ),
-            'With a GPU for each rank on the host: its own GPU and "nccl"; else "cpu" and '
-            '"gloo".': True,
-        }
-        wanted = [(f"cuda:{rank}", "nccl") if enough else ("cpu", "gloo") for rank in local]
-        grader.compare(wanted, found, hints, verb="return")
+def _place(grader: Grader, hosts: int, ranks: int | None, gpus: int) -> None:
+    n = hosts * (ranks or 1)
+    case = f"place(environ, gpus={gpus}), {count(hosts, 'host')}"
+    case = f"place({{}}, gpus={gpus})" if ranks is None else case
+    given = [(_environ(rank, n, ranks), gpus) for rank in range(n)]
+    found = [_as_strings(returned) for returned in grader.call(given, case)]
+    local = [rank % (ranks or 1) for rank in range(n)]
+    enough = gpus >= (ranks or 1)
+    hints = {
+        "A process that is alone has no variables: it is the only rank on its host.": (
+            ranks is None
+        ),
+        'Return two strings: the device, such as "cuda:1", and the backend.': any(
+            not isinstance(each, tuple) or len(each) != 2 for each in found
+        ),
+        "RANK counts the ranks of all hosts. Choose the GPU by LOCAL_RANK.": (
+            enough and [(f"cuda:{rank}", "nccl") for rank in range(n)]
+        ),
+        "nccl needs a GPU for each rank: compare gpus with LOCAL_WORLD_SIZE. Without enough "
+        "GPUs, use the CPU and gloo.": not enough and gpus > 0,
+        "There is a GPU for each rank on this host: compare gpus with LOCAL_WORLD_SIZE.": (
+            enough and any("cpu" in each for each in found if isinstance(each, tuple))
+        ),
+        'With a GPU for each rank on the host: its own GPU and "nccl"; else "cpu" and '
+        '"gloo".': True,
+    }
+    wanted = [(f"cuda:{rank}", "nccl") if enough else ("cpu", "gloo") for rank in local]
+    grader.compare(wanted, found, hints, verb="return")
 
 
 def _environ(rank: int, world_size: int, ranks: int | None) -> dict[str, str]:
@@ -84,33 +85,34 @@ def _as_strings(returned: Any) -> Any:
         RankError: "torch.set_num_threads takes a whole number of at least 1: divide with //. "
         "A process alone has no variables in environ."
     },
+    cases=(*ON_CORES, (1, None, 6)),
+    part=_where,
 )
-def _share_cores(grader: Grader) -> None:
-    for hosts, ranks, cores in grader.each((*ON_CORES, (1, None, 6)), part=_where):
-        case = f"share_cores(environ, cores={cores}), {count(hosts, 'host')}"
-        case = f"share_cores({{}}, cores={cores})" if ranks is None else case
-        each = ranks or 1
-        n = hosts * each
-        found = list(grader.run(_threads, ranks, cores, world_size=n, case=case))
-        wanted = max(1, cores // each)
-        wrong = [
-            f"rank {rank} should have {count(wanted, 'thread')} but has {threads}"
-            for rank, threads in enumerate(found)
-            if threads != wanted
-        ]
-        hints = {
-            "The number of threads did not change: call torch.set_num_threads.": [7] * n,
-            f"All {each} ranks of a host take all of its cores, so it is oversubscribed.": (
-                [cores] * n
-            ),
-            "WORLD_SIZE counts the ranks of all hosts. LOCAL_WORLD_SIZE of them share cores.": (
-                [max(1, cores // n)] * n
-            ),
-            "Divide the cores by the number of ranks on this host, LOCAL_WORLD_SIZE, and round "
-            "down.": True,
-        }
-        if wrong:
-            grader.fail("wrong result", *wrong, hint=hint_for(found, hints))
+def _share_cores(grader: Grader, hosts: int, ranks: int | None, cores: int) -> None:
+    case = f"share_cores(environ, cores={cores}), {count(hosts, 'host')}"
+    case = f"share_cores({{}}, cores={cores})" if ranks is None else case
+    each = ranks or 1
+    n = hosts * each
+    found = list(grader.run(_threads, ranks, cores, world_size=n, case=case))
+    wanted = max(1, cores // each)
+    wrong = [
+        f"rank {rank} should have {count(wanted, 'thread')} but has {threads}"
+        for rank, threads in enumerate(found)
+        if threads != wanted
+    ]
+    hints = {
+        "The number of threads did not change: call torch.set_num_threads.": [7] * n,
+        f"All {each} ranks of a host take all of its cores, so it is oversubscribed.": (
+            [cores] * n
+        ),
+        "WORLD_SIZE counts the ranks of all hosts. LOCAL_WORLD_SIZE of them share cores.": (
+            [max(1, cores // n)] * n
+        ),
+        "Divide the cores by the number of ranks on this host, LOCAL_WORLD_SIZE, and round "
+        "down.": True,
+    }
+    if wrong:
+        grader.fail("wrong result", *wrong, hint=hint_for(found, hints))
 
 
 def _threads(rank: int, world_size: int, share_cores: Callable, ranks: int | None, cores: int):

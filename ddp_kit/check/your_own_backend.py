@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SIZES, UNCHANGED, Grader, exercise
+from ddp_kit.check.grader import UNCHANGED, Grader, exercise
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 
 LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
@@ -164,20 +164,20 @@ def _part(number: int) -> str:
         RunTimeoutError: "Call pause() each time that you have looked in vain, or the loop holds "
         "the core that another rank needs.",
     },
+    others=(AGAIN,),
 )
-def _barrier(grader: Grader) -> None:
-    for n in grader.each(SIZES, AGAIN):
-        for order in orders(n):
-            ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
-            what, number, detail, rank = min(ends)  # "early" before "met" and "stuck"
-            if what == "early":
-                missing = " and ".join(f"rank {each}" for each in detail)
-                fact = f"rank {rank} left barrier {number} before {missing} had come"
-                grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST, part=_part(number))
-            if stuck := [end for end in ends if end[0] == "stuck"]:
-                _, number, detail, rank = min(stuck)
-                fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
-                grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT, part=_part(number))
+def _barrier(grader: Grader, n: int) -> None:
+    for order in orders(n):
+        ends = [(*end, rank) for rank, end in enumerate(grader.run(_meet, order, world_size=n))]
+        what, number, detail, rank = min(ends)  # "early" before "met" and "stuck"
+        if what == "early":
+            missing = " and ".join(f"rank {each}" for each in detail)
+            fact = f"rank {rank} left barrier {number} before {missing} had come"
+            grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST, part=_part(number))
+        if stuck := [end for end in ends if end[0] == "stuck"]:
+            _, number, detail, rank = min(stuck)
+            fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
+            grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT, part=_part(number))
 
 
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
@@ -211,17 +211,19 @@ _READ = (
     "all_reduce(tensor, slots, rank, barrier)",
     where="on 2 ranks, whichever is faster, three times in a row",
     on_failure={RankError: _IN_SLOTS},
+    cases=orders(2),
+    others=(AGAIN,),
+    part=lambda order: f"rank {order[0]} is faster",
 )
-def _all_reduce(grader: Grader) -> None:
-    for order in grader.each(orders(2), AGAIN, part=lambda order: f"rank {order[0]} is faster"):
-        found = list(grader.run(_sums, order, True, world_size=2))
-        _check_barriers(grader, found)
-        for number in range(ROUNDS):
-            held = [_numbers(rank, number) for rank in range(2)]
-            here = [results[number] for results in found]
-            hints = {UNCHANGED: held, _hint_for_sum(here, held, number): True}
-            place = f" after call {number + 1}"
-            grader.compare([sum(held)] * 2, here, hints, place=place, part=_part(number + 1))
+def _all_reduce(grader: Grader, order: list[int]) -> None:
+    found = list(grader.run(_sums, order, True, world_size=2))
+    _check_barriers(grader, found)
+    for number in range(ROUNDS):
+        held = [_numbers(rank, number) for rank in range(2)]
+        here = [results[number] for results in found]
+        hints = {UNCHANGED: held, _hint_for_sum(here, held, number): True}
+        place = f" after call {number + 1}"
+        grader.compare([sum(held)] * 2, here, hints, place=place, part=_part(number + 1))
 
 
 def _sums(
@@ -279,19 +281,19 @@ def _alike(have: Any, want: torch.Tensor) -> bool:
     "reduce_scatter(tensor, slots, rank, barrier)",
     f"with {LENGTH} numbers in uneven chunks",
     on_failure={RankError: _IN_SLOTS},
+    others=(AGAIN,),
 )
-def _reduce_scatter(grader: Grader) -> None:
-    for n in grader.each(SIZES, AGAIN):
-        for order in orders(n):
-            found = list(grader.run(_sums, order, False, world_size=n))
-            _check_barriers(grader, found)
-            for number in range(ROUNDS):
-                held = [_numbers(rank, number) for rank in range(n)]
-                here = [results[number] for results in found]
-                wanted = list(sum(held).tensor_split(n))
-                hint = _hint_for_chunks(here, held, number)
-                place = f" from call {number + 1}"
-                grader.compare(wanted, here, hint, "return", place, _part(number + 1))
+def _reduce_scatter(grader: Grader, n: int) -> None:
+    for order in orders(n):
+        found = list(grader.run(_sums, order, False, world_size=n))
+        _check_barriers(grader, found)
+        for number in range(ROUNDS):
+            held = [_numbers(rank, number) for rank in range(n)]
+            here = [results[number] for results in found]
+            wanted = list(sum(held).tensor_split(n))
+            hint = _hint_for_chunks(here, held, number)
+            place = f" from call {number + 1}"
+            grader.compare(wanted, here, hint, "return", place, _part(number + 1))
 
 
 def _hint_for_chunks(found: Sequence[Any], held: Sequence[torch.Tensor], number: int) -> str:
@@ -353,34 +355,34 @@ _WORK = "PyTorch waits for what allreduce returns: return Finished(tensors)."
     "Backend(store, rank, size, timeout)",
     "and DDP trains on it",
     on_failure={RankError: _PIECES, RankDiedError: _WORK, RunTimeoutError: _PIECES},
+    others=("a tensor larger than the room", "DDP"),
 )
-def _backend(grader: Grader) -> None:
-    for n in grader.each(SIZES, "a tensor larger than the room", "DDP"):
-        found = list(grader.run(_use_backend, world_size=n))
-        if not all(each["finished"] for each in found):
-            grader.fail("allreduce returned no Work", hint=_WORK)
-        for name, wanted in (
-            ("small", [sum(_matrix(rank) for rank in range(n))] * n),
-            ("large", [torch.tensor([float(n)] * 3)] * n),
-        ):
-            part = "a tensor larger than the room" if name == "large" else ""
-            here = [each[name] for each in found]
-            held = [each[f"{name} before"] for each in found]
-            hints = {
-                UNCHANGED: held,
-                "That is the mean. PyTorch asks for the sum, and DDP divides by itself.": (
-                    [want / n for want in wanted]
-                ),
-                "Only the beginning is summed. Go through all pieces of the tensor.": all(
-                    have[0].equal(want[0]) for have, want in zip(here, wanted, strict=True)
-                ),
-                "Call all_reduce(self.segment, piece) once for each piece of each tensor.": True,
-            }
-            grader.compare(wanted, here, hints, place=f" of the {name} tensor", part=part)
-        hint = "DDP divides by the number of ranks itself: allreduce must return the plain sum."
-        gradients = [each["gradient"] for each in found]
-        wanted = [_gradient_alone(n)] * n
-        grader.compare(wanted, gradients, hint, place=" in weight.grad", part="DDP")
+def _backend(grader: Grader, n: int) -> None:
+    found = list(grader.run(_use_backend, world_size=n))
+    if not all(each["finished"] for each in found):
+        grader.fail("allreduce returned no Work", hint=_WORK)
+    for name, wanted in (
+        ("small", [sum(_matrix(rank) for rank in range(n))] * n),
+        ("large", [torch.tensor([float(n)] * 3)] * n),
+    ):
+        part = "a tensor larger than the room" if name == "large" else ""
+        here = [each[name] for each in found]
+        held = [each[f"{name} before"] for each in found]
+        hints = {
+            UNCHANGED: held,
+            "That is the mean. PyTorch asks for the sum, and DDP divides by itself.": (
+                [want / n for want in wanted]
+            ),
+            "Only the beginning is summed. Go through all pieces of the tensor.": all(
+                have[0].equal(want[0]) for have, want in zip(here, wanted, strict=True)
+            ),
+            "Call all_reduce(self.segment, piece) once for each piece of each tensor.": True,
+        }
+        grader.compare(wanted, here, hints, place=f" of the {name} tensor", part=part)
+    hint = "DDP divides by the number of ranks itself: allreduce must return the plain sum."
+    gradients = [each["gradient"] for each in found]
+    wanted = [_gradient_alone(n)] * n
+    grader.compare(wanted, gradients, hint, place=" in weight.grad", part="DDP")
 
 
 def _matrix(rank: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.grader import SENT, SIZES, Grader, brought, exercise, hint_for, same
+from ddp_kit.check.grader import SENT, Grader, brought, exercise, hint_for, same
 from ddp_kit.errors import DeadlockError, MismatchError, RankError
 
 SHAPES = ((2, 3), (4,), (1, 2), (3,), (2,))  # of parameters: at least one for each rank
@@ -30,54 +30,54 @@ _SAME_CALLS = (
     "make_step(owners, optimizer_cls)",
     "and each keeps the states of its own share",
     on_failure={MismatchError: _SAME_CALLS, DeadlockError: _SAME_CALLS},
+    others=(SECOND, STATES),
 )
-def _make_step(grader: Grader) -> None:
+def _make_step(grader: Grader, n: int) -> None:
     start, wanted = [p.detach() for p in _parameters()], _alone(SGD)
     forgetful = _alone(SGD, forget=True)[1]
-    for n in grader.each(SIZES, SECOND, STATES):
-        result = grader.run(_take_steps, world_size=n)
-        owners = _owners(n)
+    result = grader.run(_take_steps, world_size=n)
+    owners = _owners(n)
 
-        def updated(rank_of: Callable[[int], int], n: int = n, owners: list = owners) -> list:
-            """Return what all ranks hold if each has updated the parameters of one rank only."""
-            every = list(zip(start, wanted[0], owners, strict=True))
-            return [
-                [new if owner == rank_of(rank) else old for old, new, owner in every]
-                for rank in range(n)
-            ]
+    def updated(rank_of: Callable[[int], int]) -> list:
+        """Return what all ranks hold if each has updated the parameters of one rank only."""
+        every = list(zip(start, wanted[0], owners, strict=True))
+        return [
+            [new if owner == rank_of(rank) else old for old, new, owner in every]
+            for rank in range(n)
+        ]
 
-        summed = [(n - 1) * old + new for old, new in zip(start, wanted[0], strict=True)]
-        first = {
-            "Nothing has changed: call the optimizer's step().": [start] * n,
-            "Each rank has updated its own parameters and lacks the others': after the optimizer's "
-            "step, broadcast each parameter from its owner.": updated(lambda rank: rank),
-            "All ranks have what rank 0 has, which has updated its own parameters only. Each "
-            "parameter comes from its owner: src=owners[parameter].": updated(lambda rank: 0),
-            "That is the sum over the ranks. A broadcast copies what the owner has.": [summed] * n,
-            "Let the optimizer update this rank's own parameters, with the gradients as they are: "
-            "they are means already. Then broadcast each parameter from its owner.": True,
-        }
-        second = {
-            "The second step began without the states of the first one. Make the optimizer once, "
-            "before `def step`.": [forgetful] * n,
-            "The first step is right. The second needs the same optimizer, with its states.": True,
-        }
-        for step, hints in enumerate((first, second)):
-            found = [held[step] for held, _ in result]
-            hint, part = hint_for(found, hints), SECOND if step else ""
-            for number, want in enumerate(wanted[step]):
-                here = [held[number] for held in found]
-                place = f" in parameter {number} after step {step + 1}"
-                grader.compare([want] * n, here, hint, place=place, part=part)
-        for rank, (_, states) in enumerate(result):
-            own = sum(p.numel() for p, owner in zip(start, owners, strict=True) if owner == rank)
-            if states > own:
-                grader.fail(
-                    f"right, but rank {rank} keeps {states} numbers as the optimizer's states "
-                    f"where {own} would be enough",
-                    part=STATES,
-                    hint="Give the optimizer only the parameters that this rank owns.",
-                )
+    summed = [(n - 1) * old + new for old, new in zip(start, wanted[0], strict=True)]
+    first = {
+        "Nothing has changed: call the optimizer's step().": [start] * n,
+        "Each rank has updated its own parameters and lacks the others': after the optimizer's "
+        "step, broadcast each parameter from its owner.": updated(lambda rank: rank),
+        "All ranks have what rank 0 has, which has updated its own parameters only. Each "
+        "parameter comes from its owner: src=owners[parameter].": updated(lambda rank: 0),
+        "That is the sum over the ranks. A broadcast copies what the owner has.": [summed] * n,
+        "Let the optimizer update this rank's own parameters, with the gradients as they are: "
+        "they are means already. Then broadcast each parameter from its owner.": True,
+    }
+    second = {
+        "The second step began without the states of the first one. Make the optimizer once, "
+        "before `def step`.": [forgetful] * n,
+        "The first step is right. The second needs the same optimizer, with its states.": True,
+    }
+    for step, hints in enumerate((first, second)):
+        found = [held[step] for held, _ in result]
+        hint, part = hint_for(found, hints), SECOND if step else ""
+        for number, want in enumerate(wanted[step]):
+            here = [held[number] for held in found]
+            place = f" in parameter {number} after step {step + 1}"
+            grader.compare([want] * n, here, hint, place=place, part=part)
+    for rank, (_, states) in enumerate(result):
+        own = sum(p.numel() for p, owner in zip(start, owners, strict=True) if owner == rank)
+        if states > own:
+            grader.fail(
+                f"right, but rank {rank} keeps {states} numbers as the optimizer's states "
+                f"where {own} would be enough",
+                part=STATES,
+                hint="Give the optimizer only the parameters that this rank owns.",
+            )
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -153,49 +153,46 @@ def _divides(case: tuple[int, int]) -> str:
     "own_gradient(gradient)",
     "also where the rows do not divide",
     on_failure={RankError: _hint_for_shapes, MismatchError: _FILL_UP},
+    cases=((2, 4), (2, 5), (3, 5), (1, 5), (4, 5), (5, 5)),
+    others=(SENT,),
+    part=_divides,
 )
-def _own_gradient(grader: Grader) -> None:
-    cases = ((2, 4), (2, 5), (3, 5), (1, 5), (4, 5), (5, 5))  # ranks, rows
-    for n, length in grader.each(cases, SENT, part=_divides):
-        gradients = brought(n, length, 2)
-        rows = -(-length // n)
-        case = f"own_gradient(gradient of {length} rows)"
-        found = grader.call([(gradient,) for gradient in gradients], case)
-        total = sum(gradients)
-        filled = torch.cat([total / n, total.new_zeros(n * rows - length, 2)])
-        own = [own_rows(gradient, rank, n) for rank, gradient in enumerate(gradients)]
+def _own_gradient(grader: Grader, n: int, length: int) -> None:
+    gradients = brought(n, length, 2)
+    rows = -(-length // n)
+    case = f"own_gradient(gradient of {length} rows)"
+    found = grader.call([(gradient,) for gradient in gradients], case)
+    total = sum(gradients)
+    filled = torch.cat([total / n, total.new_zeros(n * rows - length, 2)])
+    own = [own_rows(gradient, rank, n) for rank, gradient in enumerate(gradients)]
 
-        def of(whole: torch.Tensor, n: int = n) -> list[torch.Tensor]:
-            return [own_rows(whole, rank, n) for rank in range(n)]
+    def of(whole: torch.Tensor) -> list[torch.Tensor]:
+        return [own_rows(whole, rank, n) for rank in range(n)]
 
-        hints = {
-            "That is the sum over the ranks: divide by the number of ranks.": of(total),
-            "That is divided by the number of ranks twice.": of(total / n**2),
-            "Divide by the number of ranks, not of rows.": (
-                [total / rows / n] * n,
-                of(total / rows),
-            ),
-            "Those are rows of this rank's own gradient: add up over the ranks, too.": (
-                own,
-                [each / n for each in own],
-            ),
-            "That is the whole mean on every rank. Each should return its own rows.": [total / n]
-            * n,
-            "The rows of zeros that fill up the last parts are no rows of the gradient: cut "
-            "them off before you return.": list(filled.split(rows)),
-            f"These are rows, but not the right ones. Rank r has {rows} of them, from row "
-            f"{rows}r on, and the last ranks may have fewer.": all(
-                _in(have, total / n) or _in(have, total) for have in found
-            ),
-            "Fill up with zeros, divide by the number of ranks, pass this to reduce_scatter, and "
-            "return the rows that are not filled up.": True,
-        }
-        grader.compare(of(total / n), found, hints, verb="return")
-        grader.check_sent(
-            (n - 1) * rows * 2 * 4,
-            "Each rank needs its own rows of the sum only: reduce_scatter adds up and deals out. "
-            "An all_reduce sends twice as much.",
-        )
+    hints = {
+        "That is the sum over the ranks: divide by the number of ranks.": of(total),
+        "That is divided by the number of ranks twice.": of(total / n**2),
+        "Divide by the number of ranks, not of rows.": ([total / rows / n] * n, of(total / rows)),
+        "Those are rows of this rank's own gradient: add up over the ranks, too.": (
+            own,
+            [each / n for each in own],
+        ),
+        "That is the whole mean on every rank. Each should return its own rows.": [total / n] * n,
+        "The rows of zeros that fill up the last parts are no rows of the gradient: cut "
+        "them off before you return.": list(filled.split(rows)),
+        f"These are rows, but not the right ones. Rank r has {rows} of them, from row "
+        f"{rows}r on, and the last ranks may have fewer.": all(
+            _in(have, total / n) or _in(have, total) for have in found
+        ),
+        "Fill up with zeros, divide by the number of ranks, pass this to reduce_scatter, and "
+        "return the rows that are not filled up.": True,
+    }
+    grader.compare(of(total / n), found, hints, verb="return")
+    grader.check_sent(
+        (n - 1) * rows * 2 * 4,
+        "Each rank needs its own rows of the sum only: reduce_scatter adds up and deals out. "
+        "An all_reduce sends twice as much.",
+    )
 
 
 def _in(have: Any, whole: torch.Tensor) -> bool:
@@ -233,54 +230,54 @@ def _hint_for_product(error: RankError) -> str:
     "sharded_linear(x, rows, gather, average)",
     "the whole weight is there only when needed",
     on_failure={RankError: _hint_for_product},
+    others=(OF_X, OF_ROWS, FREED),
 )
-def _sharded_linear(grader: Grader) -> None:
+def _sharded_linear(grader: Grader, n: int) -> None:
     weight = torch.arange(1.0, OUTPUTS * INPUTS + 1).view(OUTPUTS, INPUTS)
-    for n in grader.each(SIZES, OF_X, OF_ROWS, FREED):
-        inputs, grads = brought(n, BATCH, INPUTS), [2 * grad for grad in brought(n, BATCH, OUTPUTS)]
-        result = grader.run(_use_layer, weight, inputs, grads, world_size=n)
-        _check_returned(grader, result)
-        grader.compare(
-            [x @ weight.T for x in inputs],
-            [each["y"] for each in result],
-            "y = x @ W.T needs all rows of W: gather(rows) returns them.",
-            verb="return",
-            place=" as y",
-        )
-        wanted = [grad @ weight for grad in grads]
-        found = [each["gradients"][0] for each in result]
-        tensors = [have for have in found if isinstance(have, torch.Tensor)]
-        hints = {
-            "Return the gradient of x first, then that of rows.": len(tensors) == n
-            and all(have.shape != (BATCH, INPUTS) for have in tensors),
-            "That is the mean over the ranks. Each rank has its own x, so the gradient of x is "
-            "this rank's alone.": [sum(wanted) / n] * n,
-            "The gradient of x is grad_y @ W, where W is gathered again.": True,
-        }
-        grader.compare(wanted, found, hints, verb="return", place=f" as {OF_X}", part=OF_X)
-        summands = [grad.T @ x for grad, x in zip(grads, inputs, strict=True)]
-        total = sum(summands)
-        hints = {
-            "That is the gradient of the whole weight, from this rank's x alone: average(...) "
-            "returns the mean of this rank's rows.": summands,
-            "Those are rows of this rank's own gradient: average(...) adds up over the ranks.": [
-                own_rows(own, rank, n) for rank, own in enumerate(summands)
-            ],
-            "That is the sum over the ranks, and should be the mean.": [
-                own_rows(total, rank, n) for rank in range(n)
-            ],
-            "The gradient of W is grad_y.T @ x; average(...) returns this rank's rows of the "
-            "mean.": True,
-        }
-        grader.compare(
-            [own_rows(total / n, rank, n) for rank in range(n)],
-            [each["gradients"][1] for each in result],
-            hints,
-            verb="return",
-            place=f" as {OF_ROWS}",
-            part=OF_ROWS,
-        )
-        _check_freed(grader, result)
+    inputs, grads = brought(n, BATCH, INPUTS), [2 * grad for grad in brought(n, BATCH, OUTPUTS)]
+    result = grader.run(_use_layer, weight, inputs, grads, world_size=n)
+    _check_returned(grader, result)
+    grader.compare(
+        [x @ weight.T for x in inputs],
+        [each["y"] for each in result],
+        "y = x @ W.T needs all rows of W: gather(rows) returns them.",
+        verb="return",
+        place=" as y",
+    )
+    wanted = [grad @ weight for grad in grads]
+    found = [each["gradients"][0] for each in result]
+    tensors = [have for have in found if isinstance(have, torch.Tensor)]
+    hints = {
+        "Return the gradient of x first, then that of rows.": len(tensors) == n
+        and all(have.shape != (BATCH, INPUTS) for have in tensors),
+        "That is the mean over the ranks. Each rank has its own x, so the gradient of x is "
+        "this rank's alone.": [sum(wanted) / n] * n,
+        "The gradient of x is grad_y @ W, where W is gathered again.": True,
+    }
+    grader.compare(wanted, found, hints, verb="return", place=f" as {OF_X}", part=OF_X)
+    summands = [grad.T @ x for grad, x in zip(grads, inputs, strict=True)]
+    total = sum(summands)
+    hints = {
+        "That is the gradient of the whole weight, from this rank's x alone: average(...) "
+        "returns the mean of this rank's rows.": summands,
+        "Those are rows of this rank's own gradient: average(...) adds up over the ranks.": [
+            own_rows(own, rank, n) for rank, own in enumerate(summands)
+        ],
+        "That is the sum over the ranks, and should be the mean.": [
+            own_rows(total, rank, n) for rank in range(n)
+        ],
+        "The gradient of W is grad_y.T @ x; average(...) returns this rank's rows of the "
+        "mean.": True,
+    }
+    grader.compare(
+        [own_rows(total / n, rank, n) for rank in range(n)],
+        [each["gradients"][1] for each in result],
+        hints,
+        verb="return",
+        place=f" as {OF_ROWS}",
+        part=OF_ROWS,
+    )
+    _check_freed(grader, result)
 
 
 def _use_layer(
@@ -366,40 +363,41 @@ _SENT = (
     "15.4",
     "held_and_sent(stage, parameters, n)",
     where="for DDP and the three stages, on 1, 8 and 64 ranks",
+    cases=[
+        (stage, 1000, n, what)
+        for n in (8, 1, 64)
+        for stage in (0, 1, 2, 3)
+        for what in ("bytes held", "bytes sent")
+    ],
+    part=lambda case: case[3],
 )
-def _held_and_sent(grader: Grader) -> None:
-    calls = [(stage, 1000, n) for n in (8, 1, 64) for stage in (0, 1, 2, 3)]
-    cases = [(call, what) for call in calls for what in ("bytes held", "bytes sent")]
-    for (stage, parameters, n), what in grader.each(cases, part=lambda case: case[1]):
-        found = grader.ask(stage, parameters, n)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            grader.fail(f"it returns {found!r}", hint="Return both: `return held, sent`.")
-        numbers = "That counts numbers, and float32 has 4 bytes."
-        if what == "bytes held":
-            sharded, kept = ", ".join(KINDS[:stage]), ", ".join(KINDS[stage:])
-            hints = {
-                f"That is all of it. Stage {stage} shards {sharded}: divide by n.": (
-                    stage > 0 and 16 * parameters
-                ),
-                f"Not everything is sharded: in stage {stage}, every rank keeps {kept}.": (
-                    stage < 3 and 16 * parameters / n
-                ),
-                numbers: stage == 0 and 4 * parameters,
-                "Adam needs 8 bytes for each parameter; the gradient and the parameter take 4 "
-                f"each. Stage {stage} divides {sharded or 'nothing'} by n.": True,
-            }
-            grader.expect(
-                parameters * (sum(BYTES[:stage]) / n + sum(BYTES[stage:])),
-                found[0],
-                hints,
-                f" {what}",
-            )
-        else:
-            part, ring = 4 * parameters, "A rank sends (n-1)/n of a tensor in a ring"
-            hints = {
-                numbers: ROUNDS[stage] * (n - 1) / n * parameters,
-                f"{ring}: its own part stays where it is.": n > 1 and ROUNDS[stage] * part,
-                f"{ring}, not n-1 times the tensor.": ROUNDS[stage] * (n - 1) * part,
-                _SENT[stage]: True,
-            }
-            grader.expect(ROUNDS[stage] * (n - 1) / n * part, found[1], hints, f" {what}")
+def _held_and_sent(grader: Grader, stage: int, parameters: int, n: int, what: str) -> None:
+    found = grader.ask(stage, parameters, n)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        grader.fail(f"it returns {found!r}", hint="Return both: `return held, sent`.")
+    numbers = "That counts numbers, and float32 has 4 bytes."
+    if what == "bytes held":
+        sharded, kept = ", ".join(KINDS[:stage]), ", ".join(KINDS[stage:])
+        hints = {
+            f"That is all of it. Stage {stage} shards {sharded}: divide by n.": (
+                stage > 0 and 16 * parameters
+            ),
+            f"Not everything is sharded: in stage {stage}, every rank keeps {kept}.": (
+                stage < 3 and 16 * parameters / n
+            ),
+            numbers: stage == 0 and 4 * parameters,
+            "Adam needs 8 bytes for each parameter; the gradient and the parameter take 4 "
+            f"each. Stage {stage} divides {sharded or 'nothing'} by n.": True,
+        }
+        grader.expect(
+            parameters * (sum(BYTES[:stage]) / n + sum(BYTES[stage:])), found[0], hints, f" {what}"
+        )
+    else:
+        part, ring = 4 * parameters, "A rank sends (n-1)/n of a tensor in a ring"
+        hints = {
+            numbers: ROUNDS[stage] * (n - 1) / n * parameters,
+            f"{ring}: its own part stays where it is.": n > 1 and ROUNDS[stage] * part,
+            f"{ring}, not n-1 times the tensor.": ROUNDS[stage] * (n - 1) * part,
+            _SENT[stage]: True,
+        }
+        grader.expect(ROUNDS[stage] * (n - 1) / n * part, found[1], hints, f" {what}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ def _check(source: str, task: str, path: Path) -> Check:
     name = match[1] if match else ""
     if task and name == f"exercise_{task.removeprefix('Exercise ').replace('.', '_')}":
         if name in check.__all__:
-            return Check(name, match[2], parts_of(inspect.unwrap(getattr(check, name))))
+            return Check(name, match[2], parts_of(getattr(check, name)))
         raise CourseError(f"{path}: there is no check for {task}")
     if match and not task:
         number = name.removeprefix("exercise_").replace("_", ".")
