@@ -89,7 +89,7 @@ def _compressed_all_reduce(grader: Grader, world_size: int, huge: bool) -> None:
             torch.isinf(each).any() for each in found
         ),
         UNCHANGED: world_size > 1 and same(held, found),
-        "That is the mean. Return the sum, as all_reduce does.": [total / world_size] * world_size,
+        "That is the mean. Return the sum, as all_reduce does.": total / world_size,
         f"The sum of all ranks goes back into the tensor, which stays float32. {IN_PLACE}": (True),
     }
     grader.compare([total] * world_size, found, hints)

@@ -68,7 +68,7 @@ def _part_of_loss(grader: Grader, sizes: list[int]) -> None:
         ]
         * n,
         "That is the sum over all examples. The loss of the batch is their mean.": (
-            [len(batch) * want] * n
+            len(batch) * want
         ),
         "The loss of a batch is the mean over its `total` examples of (output - target) ** "
         "2.": True,

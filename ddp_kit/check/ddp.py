@@ -135,7 +135,7 @@ def _accumulate(grader: Grader, world_size: int) -> None:
     mean = sum(own[1:], own[0]) / world_size
     hints = {
         "That is the sum over the batches. Divide each loss by the number of batches.": (
-            [mean * BATCHES] * world_size
+            mean * BATCHES
         ),
         "Each rank still has its own gradient: the last batch must not be under no_sync().": (
             world_size > 1 and own

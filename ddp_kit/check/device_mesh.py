@@ -41,11 +41,11 @@ def _norm(grader: Grader, rows: int, columns: int) -> None:
             norms
         ),
         "Every row is counted once for each of its replicas. Add up over the ranks that hold "
-        'different rows only: mesh.get_group("dp").': [(total * columns).sqrt()] * n,
+        'different rows only: mesh.get_group("dp").': (total * columns).sqrt(),
         "Norms do not add up. Add up the squares, and take the root of the sum.": (
-            [norms.sum() / columns] * n
+            norms.sum() / columns
         ),
-        "That is the square of the norm: take the root.": [total] * n,
+        "That is the square of the norm: take the root.": total,
         "The norm is the root of the sum of all squares. Ranks with the same rows count once: "
         'add up over mesh.get_group("dp"), and return a tensor without dimensions.': True,
     }

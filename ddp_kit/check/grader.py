@@ -31,9 +31,9 @@ from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
-# What gives away a mistake, by the hint against it: the values that all ranks have or return then
-# (or a number, for `expect`), a tuple of several such, or whether it has been made. So the last
-# one, with True, is for all other mistakes.
+# What gives away a mistake, by the hint against it: the values that the ranks have or return then
+# (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
+# whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
@@ -76,6 +76,11 @@ class Exercise:
     others: Sequence[str]
     on_failure: Mapping[type[Exception], str | Callable[[Any], str]]
     collectives: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its check, "exercise_4_1"."""
+        return f"exercise_{self.number.replace('.', '_')}"
 
     @property
     def parts(self) -> list[str]:
@@ -149,14 +154,14 @@ def exercise(
         def check(answer: Callable[..., Any]) -> Credit:
             return registered.check(answer)
 
-        check.__name__ = check.__qualname__ = f"exercise_{number.replace('.', '_')}"
+        check.__name__ = check.__qualname__ = registered.name
         check.__module__ = grade.__module__
         check.__doc__ = (
             f"Grade `{form}`, which should be {praise}.\n\n"
             "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
         )
         check.exercise = registered  # type: ignore[attr-defined]
-        EXERCISES[check.__name__] = recorded(check)
+        EXERCISES[registered.name] = recorded(check)
         return grade
 
     return register
@@ -188,7 +193,7 @@ class Grader:
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # the output of each run
-        check = f"kit.check.exercise_{exercise.number.replace('.', '_')}"
+        check = f"kit.check.{exercise.name}"
         name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
@@ -450,6 +455,8 @@ def hint_for(found: Any, hints: str | Mistakes) -> str:
 def _made(wrong: Any, found: Any) -> bool:
     if isinstance(wrong, bool):
         return wrong
+    if isinstance(wrong, torch.Tensor):
+        return all(same(wrong, have) for have in found)
     return same(wrong, found) if isinstance(wrong, list) else close(wrong, found)
 
 

@@ -61,8 +61,3 @@ def _limit() -> float:
     if not 0 < seconds < float("inf"):
         raise ExerciseError(f"DDP_KIT_CHECK_SECONDS must be a number above 0, got {text!r}")
     return seconds
-
-
-def parts_of(check: Any) -> list[str]:
-    """Return the names of an exercise's parts."""
-    return check.exercise.parts

@@ -136,8 +136,8 @@ def hints_for_mean(mean: Any, own: list) -> Mistakes:
         return _NONE
     return {
         "That is the sum. Divide it by the world size in place: `a /= b` writes into `a`, but "
-        "`a = a / b` makes a new tensor.": [mean * n] * n,
-        f"That is the sum divided by {n * n}, but the world size is {n}.": [mean / n] * n,
+        "`a = a / b` makes a new tensor.": mean * n,
+        f"That is the sum divided by {n * n}, but the world size is {n}.": mean / n,
         _OWN: own,
         "The mean is the sum over all ranks, divided by the world size, for every gradient.": True,
     }
@@ -152,13 +152,13 @@ def _hints_for_weights(digits: Sequence[int], mean: Any, own: list) -> Mistakes:
         _OWN: own,
         **{
             f"That is the {name}: it counts every rank alike. Weigh each gradient by the rank's "
-            "share of the digits, before the all_reduce.": [sum(own) / divisor] * n
+            "share of the digits, before the all_reduce.": sum(own) / divisor
             for name, divisor in (("plain mean", n), ("sum", 1))
         },
         f"That is {total} times the mean: divide by the number of digits of all ranks.": (
-            [mean * total] * n
+            mean * total
         ),
-        "The weights add up to 1: do not divide by the world size as well.": [mean / n] * n,
+        "The weights add up to 1: do not divide by the world size as well.": mean / n,
         "Each rank still has its own part of the mean: add them up with all_reduce.": (
             [one * d / total for one, d in zip(own, digits, strict=True)]
         ),

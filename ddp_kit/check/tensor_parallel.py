@@ -28,7 +28,7 @@ def _own_heads(grader: Grader, n: int) -> None:
             list(weight.chunk(n, dim=1)),
             columns,
         ),
-        "That is the whole weight on every rank.": [weight] * n,
+        "That is the whole weight on every rank.": weight,
         "That is one of the three layers only: put the parts of all three together.": tuple(
             list(layer.chunk(n)) for layer in layers
         ),
@@ -56,8 +56,8 @@ def _row_parallel(grader: Grader, n: int) -> None:
     hints = {
         "The bias is in it once for each rank: add it once.": [part + n * bias for part in cut],
         "The bias is missing: add it to the sum.": cut,
-        "Those are all positions: each rank should return its own part.": [total + bias] * n,
-        "Those are all positions, and the bias is in it n times.": [total + n * bias] * n,
+        "Those are all positions: each rank should return its own part.": total + bias,
+        "Those are all positions, and the bias is in it n times.": total + n * bias,
         "That is this rank's summand: add up over the ranks, too.": [x + bias for x in own],
         "That is this rank's summand, for all positions. Add up over the ranks.": (
             [summand + bias for summand in summands]
@@ -96,9 +96,9 @@ def _backward(grader: Grader, n: int) -> None:
         "That is the gradient of this rank's positions: gather those of the others.": held,
         "The positions of the others have zeros, which is what autograd does for `chunk`. But "
         "each rank has the whole input, and needs the gradient of all positions.": padded,
-        "Those are different positions: they are joined, and not added up.": [sum(held)] * n,
+        "Those are different positions: they are joined, and not added up.": sum(held),
         "Those are joined along the batch. The positions are dimension 1.": ([torch.cat(held)] * n),
-        "Every number is there n times: do not add them up.": [n * whole] * n,
+        "Every number is there n times: do not add them up.": n * whole,
         "The forward keeps this rank's positions of an input that all ranks have. Gather the "
         "gradients of all ranks, and join them along dimension 1.": True,
     }

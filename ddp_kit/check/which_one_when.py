@@ -45,7 +45,7 @@ def _average_gradients(grader: Grader, dp: int, tp: int) -> None:
         ),
         'Ranks along "tp" have different parameters, so their gradients must not be added up. '
         'Pass the group along "dp": mesh.get_group("dp").': tuple(
-            [total / divisor] * n for divisor in (1, dp, n)
+            total / divisor for divisor in (1, dp, n)
         ),
         'Those are the ranks along "tp", which have different parameters. Those with the same '
         'parameters and other data are along "dp".': tuple(

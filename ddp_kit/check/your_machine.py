@@ -41,9 +41,7 @@ def _place(grader: Grader, hosts: int, ranks: int | None, gpus: int) -> None:
     local = [rank % (ranks or 1) for rank in range(n)]
     enough = gpus >= (ranks or 1)
     hints = {
-        "A process that is alone has no variables: it is the only rank on its host.": (
-            ranks is None
-        ),
+        "A process that is alone has no variables: it is the only rank on its host.": ranks is None,
         'Return two strings: the device, such as "cuda:1", and the backend.': any(
             not isinstance(each, tuple) or len(each) != 2 for each in found
         ),
@@ -102,9 +100,7 @@ def _share_cores(grader: Grader, hosts: int, ranks: int | None, cores: int) -> N
     ]
     hints = {
         "The number of threads did not change: call torch.set_num_threads.": [7] * n,
-        f"All {each} ranks of a host take all of its cores, so it is oversubscribed.": (
-            [cores] * n
-        ),
+        f"All {each} ranks of a host take all of its cores, so it is oversubscribed.": [cores] * n,
         "WORLD_SIZE counts the ranks of all hosts. LOCAL_WORLD_SIZE of them share cores.": (
             [max(1, cores // n)] * n
         ),

@@ -172,12 +172,12 @@ def _own_gradient(grader: Grader, n: int, length: int) -> None:
     hints = {
         "That is the sum over the ranks: divide by the number of ranks.": of(total),
         "That is divided by the number of ranks twice.": of(total / n**2),
-        "Divide by the number of ranks, not of rows.": ([total / rows / n] * n, of(total / rows)),
+        "Divide by the number of ranks, not of rows.": (total / rows / n, of(total / rows)),
         "Those are rows of this rank's own gradient: add up over the ranks, too.": (
             own,
             [each / n for each in own],
         ),
-        "That is the whole mean on every rank. Each should return its own rows.": [total / n] * n,
+        "That is the whole mean on every rank. Each should return its own rows.": total / n,
         "The rows of zeros that fill up the last parts are no rows of the gradient: cut "
         "them off before you return.": list(filled.split(rows)),
         f"These are rows, but not the right ones. Rank r has {rows} of them, from row "
@@ -251,7 +251,7 @@ def _sharded_linear(grader: Grader, n: int) -> None:
         "Return the gradient of x first, then that of rows.": len(tensors) == n
         and all(have.shape != (BATCH, INPUTS) for have in tensors),
         "That is the mean over the ranks. Each rank has its own x, so the gradient of x is "
-        "this rank's alone.": [sum(wanted) / n] * n,
+        "this rank's alone.": sum(wanted) / n,
         "The gradient of x is grad_y @ W, where W is gathered again.": True,
     }
     grader.compare(wanted, found, hints, verb="return", place=f" as {OF_X}", part=OF_X)
