@@ -9,70 +9,76 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.grader import SENT, Credit, Grader, by_size, same
-from ddp_kit.errors import DeadlockError, MismatchError, RankError
+from ddp_kit.check.grader import SENT, Grader, by_size, exercise, same
 
 WIDTH = 3
 SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
-
-
-def exercise_7_1(scatter_batch: Callable[[torch.Tensor | None, list[int], int], Any]) -> Credit:
-    """Grade `scatter_batch(batch, sizes, width)` on 1 to 5 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    hint = (
-        "Rank 0 keeps its own shard, and sends one message to every other rank. Each of them "
-        "receives one, into a tensor of sizes[rank] rows."
-    )
-    grader = Grader(
-        "7.1",
-        "scatter_batch(batch, sizes, width)",
-        scatter_batch,
-        hints=dict.fromkeys((RankError, DeadlockError, MismatchError), hint),
-    )
-    for sizes in grader.each(SHARDS, SENT, part=_on_ranks):
-        n, batch = len(sizes), _batch(sum(sizes))
-        case = f"scatter_batch(batch, {sizes}, {WIDTH})"
-        result = grader.run(_scatter, batch, sizes, world_size=n, case=case)
-        wanted = list(batch.split(sizes))
-        grader.compare(wanted, result, _hint_for_shards(wanted, list(result)), verb="return")
-        sent = sum(shard.nbytes for shard in wanted[1:])
-        grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, one message for each rank but the first")
-
-
-def exercise_7_2(part_of_loss: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> Credit:
-    """Grade `part_of_loss(outputs, targets, total)` on 1 to 5 ranks with uneven shards.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    form = "part_of_loss(outputs, targets, total)"
-    grader = Grader("7.2", form, part_of_loss, collectives=True)  # they add the gradients up
-    for sizes in grader.each(SHARDS, part=_on_ranks):
-        n, batch = len(sizes), _batch(sum(sizes))
-        case = f"{grader.form} for shards of {sizes}"
-        result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
-        wanted = _gradient(batch, nn.functional.mse_loss)
-        found = list(result)
-        hint = _hint_for_parts(found[0], batch, sizes)
-        grader.compare([wanted] * n, found, hint, place=" as the sum of all gradients")
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, for shards of different sizes")
 
 
 def _on_ranks(sizes: list[int]) -> str:
     return by_size([len(each) for each in SHARDS])(len(sizes))
 
 
+@exercise(
+    "7.1",
+    "scatter_batch(batch, sizes, width)",
+    "one message for each rank but the first",
+    on_failure="Rank 0 keeps its own shard, and sends one message to every other rank. Each of "
+    "them receives one, into a tensor of sizes[rank] rows.",
+    collectives=False,
+    cases=SHARDS,
+    others=(SENT,),
+    part=_on_ranks,
+)
+def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
+    n, batch = len(sizes), _batch(sum(sizes))
+    case = f"scatter_batch(batch, {sizes}, {WIDTH})"
+    found = grader.call([(None if rank else batch, sizes, WIDTH) for rank in range(n)], case)
+    wanted = list(batch.split(sizes))
+    grader.compare(wanted, found, _hint_for_shards(wanted, found), verb="return")
+    sent = sum(shard.nbytes for shard in wanted[1:])
+    grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
+
+
+@exercise(
+    "7.2",
+    "part_of_loss(outputs, targets, total)",
+    "for shards of different sizes",
+    cases=SHARDS,
+    part=_on_ranks,
+)
+def _part_of_loss(grader: Grader, sizes: list[int]) -> None:
+    n, batch = len(sizes), _batch(sum(sizes))
+    case = f"{grader.form} for shards of {sizes}"
+    result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
+    want = _gradient(batch, nn.functional.mse_loss)
+    means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
+    summed = sum(means[1:], means[0])
+    divide = "Take the sum over the shard, and divide it by `total`."
+    hints = {
+        "Return one number, a tensor that is computed from the outputs.": (
+            not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH)
+        ),
+        f"That is the sum of the shards' means: a digit of a small shard counts more. {divide}": [
+            summed
+        ]
+        * n,
+        f"That is the mean of the shards' means, which is right for equal shards only. {divide}": [
+            summed / n
+        ]
+        * n,
+        "That is the sum over all examples. The loss of the batch is their mean.": (
+            len(batch) * want
+        ),
+        "The loss of a batch is the mean over its `total` examples of (output - target) ** "
+        "2.": True,
+    }
+    grader.compare([want] * n, result, hints, place=" as the sum of all gradients")
+
+
 def _batch(rows: int) -> torch.Tensor:
     """Return whole numbers, different in each row, so that sums are exact."""
     return torch.arange(float(rows * WIDTH)).view(rows, WIDTH)
-
-
-def _scatter(
-    rank: int, world_size: int, scatter_batch: Callable, batch: torch.Tensor, sizes: list[int]
-) -> Any:
-    return scatter_batch(batch if rank == 0 else None, sizes, WIDTH)
 
 
 def _hint_for_shards(wanted: list[torch.Tensor], found: list) -> str:
@@ -110,23 +116,3 @@ def _sum_gradients(
     parts = [torch.empty_like(model.weight) for _ in range(world_size)]
     dist.all_gather(parts, model.weight.grad)
     return sum(parts[1:], parts[0])
-
-
-def _hint_for_parts(found: Any, batch: torch.Tensor, sizes: list[int]) -> str:
-    if not isinstance(found, torch.Tensor) or found.shape != (1, WIDTH):
-        return "Return one number, a tensor that is computed from the outputs."
-    means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
-    summed = sum(means[1:], means[0])
-    if torch.allclose(found, summed):
-        return (
-            "That is the sum of the shards' means: a digit of a small shard counts more. Take the "
-            "sum over the shard, and divide it by `total`."
-        )
-    if torch.allclose(found, summed / len(sizes)):
-        return (
-            "That is the mean of the shards' means, which is right for equal shards only. Take the "
-            "sum over the shard, and divide it by `total`."
-        )
-    if torch.allclose(found, len(batch) * _gradient(batch, nn.functional.mse_loss)):
-        return "That is the sum over all examples. The loss of the batch is their mean."
-    return "The loss of a batch is the mean over its `total` examples of (output - target) ** 2."

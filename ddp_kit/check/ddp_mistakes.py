@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.grader import SIZES, Credit, Grader
+from ddp_kit.check.grader import SIZES, Grader, exercise
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.pool import Result
@@ -34,188 +34,41 @@ _WRITTEN = (
 )
 
 
-def exercise_8_2(own_sampler: Callable[[Sequence, int], Any]) -> Credit:
-    """Grade the class `OwnSampler(data, seed)` on 1 to 5 ranks and several lengths.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("8.2", "OwnSampler(data, seed)", own_sampler, collectives=True)
-    for world_size in grader.each(SIZES, SHUFFLED):
-        for length in (12, 10, 23, 2):
-            case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
-            result = grader.run(_deal, length, world_size=world_size, case=case)
-            if len(result.trace):
-                grader.fail(
-                    f"{result.trace.events[0].op} was called",
-                    hint="A sampler needs no communication. All ranks draw the same order from the "
-                    "same seed, and each takes its own part.",
-                )
-            _check_hands(grader, length)
-            first, other, again, reseeded = (
-                [dealt["hands"][i] for dealt in result] for i in range(4)
+@exercise("8.2", "OwnSampler(data, seed)", "for 2, 10, 12 and 23 examples", others=(SHUFFLED,))
+def _own_sampler(grader: Grader, world_size: int) -> None:
+    for length in (12, 10, 23, 2):
+        case = f"OwnSampler(range({length}), seed={SEEDS[0]})"
+        result = grader.run(_deal, length, world_size=world_size, case=case)
+        if len(result.trace):
+            grader.fail(
+                f"{result.trace.events[0].op} was called",
+                hint="A sampler needs no communication. All ranks draw the same order from the "
+                "same seed, and each takes its own part.",
             )
-            if length >= 10:  # fewer may be shuffled alike twice
-                _check_shuffled(grader, "epochs 0 and 1 have", first, other)
-                _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
-            if any(dealt["seeded"] for dealt in result):
-                grader.fail(
-                    "it changed the random state of the whole process",
-                    part=SHUFFLED,
-                    hint="Seed a torch.Generator of the sampler's own, and pass it to "
-                    "torch.randperm.",
-                )
-            if first != again:
-                grader.fail(
-                    "epoch 0 has a different order the second time",
-                    part=SHUFFLED,
-                    hint="The order must depend only on seed and epoch: create and seed a new "
-                    "torch.Generator for each epoch.",
-                )
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, for 2, 10, 12 and 23 examples")
-
-
-def exercise_8_4(average_statistics: Callable[[nn.Module], Any]) -> Credit:
-    """Grade `average_statistics(model)` on 1 to 5 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("8.4", "average_statistics(model)", average_statistics, collectives=True)
-    for world_size in grader.each(SIZES, OTHERS):
-        result = grader.run(_average_statistics, world_size=world_size)
-        total = sum(range(1, world_size + 1))
-        for name, mean in (("running_mean", 60 * total), ("running_var", 120 * total)):
-            wanted = [torch.full((2,), mean / world_size)] * world_size
-            hint = (
-                "The mean is the sum over all ranks, divided by the world size, in place: "
-                "`a /= b` writes into `a`."
+        _check_hands(grader, length)
+        first, other, again, reseeded = ([dealt["hands"][i] for dealt in result] for i in range(4))
+        if length >= 10:  # fewer may be shuffled alike twice
+            _check_shuffled(grader, "epochs 0 and 1 have", first, other)
+            _check_shuffled(grader, "seeds {} and {} give".format(*SEEDS), first, reseeded)
+        if any(dealt["seeded"] for dealt in result):
+            fact = "it changed the random state of the whole process"
+            hint = "Seed a torch.Generator of the sampler's own, and pass it to torch.randperm."
+            grader.fail(fact, part=SHUFFLED, hint=hint)
+        if first != again:
+            grader.fail(
+                "epoch 0 has a different order the second time",
+                part=SHUFFLED,
+                hint="The order must depend only on seed and epoch: create and seed a new "
+                "torch.Generator for each epoch.",
             )
-            grader.compare(wanted, [held[name] for held in result], hint, place=f" in {name}")
-        counts = [held["num_batches_tracked"] for held in result]
-        hint = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
-        place = " in num_batches_tracked"
-        grader.compare([torch.tensor(3)] * world_size, counts, hint, place=place, part=OTHERS)
-        hint = "Parameters are equal already. Take model.buffers(), not model.parameters()."
-        ones = [torch.ones(2)] * world_size
-        grader.compare(
-            ones, [held["weight"] for held in result], hint, "hold", " in weight", OTHERS
-        )
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
-
-
-def exercise_8_5(save_and_load: Callable[[nn.Module, str, nn.Module], Any]) -> Credit:
-    """Grade `save_and_load(model, path, plain)` on 1 to 5 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    hints = {
-        RankError: _hint_for_file,
-        DeadlockError: "All ranks must call the barrier, also those that do not save.",
-    }
-    form = "save_and_load(model, path, plain)"
-    grader = Grader("8.5", form, save_and_load, hints, collectives=True)
-    for world_size in grader.each(SIZES, NAMES, ONE_SAVES, WAITED):
-        with TemporaryDirectory() as folder:
-            path = f"{folder}/network.pt"
-            limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
-            result = grader.run(_save_and_load, path, limit, world_size=world_size)
-            if not Path(path).exists():
-                grader.fail(
-                    "there is no file at `path`", hint="Rank 0 saves: torch.save(..., path)."
-                )
-            saved = torch.load(path, weights_only=False)
-        hint = (
-            "Load the file into `plain`: plain.load_state_dict(torch.load(path)), with all names."
-        )
-        wanted = [torch.tensor([[1.0, 2.0]])] * world_size
-        grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
-        if set(saved) != {"weight"}:
-            names = ", ".join(map(str, saved))
-            grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN, part=NAMES)
-        if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
-            hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
-            fact = f"right, but {name_ranks(others)} saved as well"
-            grader.fail(fact, hint=hint, part=ONE_SAVES)
-        before = _collectives_before(result, 0, result[0]["saved"])
-        for rank in range(1, world_size):
-            if _collectives_before(result, rank, result[rank]["loads"]) <= before:
-                fact = f"right, but rank {rank} did not wait for rank 0's file"
-                grader.fail(fact, hint=_WRITTEN, part=WAITED)
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks")
-
-
-def _hint_for_file(error: RankError) -> str:
-    failures = error.failures.values()
-    if any("key(s) in state_dict" in failure.message for failure in failures):
-        return _PLAIN
-    unread = ("FileNotFoundError", "EOFError", "UnpicklingError")
-    return _WRITTEN if any(failure.type in unread for failure in failures) else ""
-
-
-def _collectives_before(result: Result, rank: int, moment: int) -> int:
-    """Return how many collectives a rank had left at a moment, of time.monotonic_ns()."""
-    calls = [event for event in result.trace if (event.rank, event.kind) == (rank, "collective")]
-    return sum(event.end is not None and event.end <= moment for event in calls)
-
-
-def _save_and_load(
-    rank: int, world_size: int, save_and_load: Callable, path: str, limit: float
-) -> dict:
-    """Save and load; rank 0 saves when another rank has tried to load, or after `limit` seconds.
-
-    A rank that does not wait then finds no file.
-    """
-    network, plain = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        network.weight.copy_((rank + 1) * torch.tensor([[1.0, 2.0]]))
-        plain.weight.zero_()
-    model = DistributedDataParallel(network)
-    moments: dict[str, list[int]] = {"saved": [], "loads": []}
-    save, load = torch.save, torch.load
-    tried = Path(f"{path}.tried")
-
-    def noting_save(*args: Any, **options: Any) -> None:
-        end = time.monotonic() + limit
-        while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        save(*args, **options)
-        moments["saved"].append(time.monotonic_ns())
-
-    def noting_load(*args: Any, **options: Any) -> Any:
-        moments["loads"].append(time.monotonic_ns())
-        try:
-            return load(*args, **options)
-        finally:
-            if rank > 0:
-                tried.touch()
-
-    with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
-        save_and_load(model, path, plain)
-    return {
-        "weight": plain.weight.detach(),
-        "saves": len(moments["saved"]),
-        "saved": max(moments["saved"], default=0),
-        "loads": min(moments["loads"], default=0),
-    }
-
-
-def _average_statistics(rank: int, world_size: int, average_statistics: Callable) -> dict:
-    norm = nn.BatchNorm1d(2)
-    model = DistributedDataParallel(nn.Sequential(norm))
-    norm.running_mean.fill_(60 * (rank + 1))
-    norm.running_var.fill_(120 * (rank + 1))
-    norm.num_batches_tracked.fill_(3)
-    average_statistics(model)
-    return {name: tensor.clone() for name, tensor in norm.state_dict().items()}
 
 
 def _check_shuffled(grader: Grader, whose: str, hands: list[list], others: list[list]) -> None:
     """Fail if two orders are the same; on a single rank, also if one is only rotated."""
     if hands == others:
-        grader.fail(
-            f"{whose} the same order",
-            part=SHUFFLED,
-            hint="Draw the order from the seed plus the epoch given to set_epoch.",
-        )
+        fact = f"{whose} the same order"
+        hint = "Draw the order from the seed plus the epoch given to set_epoch."
+        grader.fail(fact, part=SHUFFLED, hint=hint)
     order, other = hands[0], others[0]
     if len(hands) == 1 and any(order[i:] + order[:i] == other for i in range(len(order))):
         grader.fail(
@@ -265,3 +118,121 @@ def _deal(rank: int, world_size: int, own_sampler: Callable, length: int) -> dic
         dealer.set_epoch(epoch)
         hands.append([operator.index(position) for position in dealer])  # it may be a tensor
     return {"hands": hands, "seeded": not torch.equal(torch.get_rng_state(), before)}
+
+
+@exercise("8.4", "average_statistics(model)", others=(OTHERS,))
+def _average_statistics(grader: Grader, world_size: int) -> None:
+    result = grader.run(_average_buffers, world_size=world_size)
+    average = (
+        "The mean is the sum over all ranks, divided by the world size, in place: "
+        "`a /= b` writes into `a`."
+    )
+    counts = "num_batches_tracked is a whole number: skip it, it is the same on all ranks."
+    parameters = "Parameters are equal already. Take model.buffers(), not model.parameters()."
+    for name, want, hint, part in (
+        ("running_mean", torch.full((2,), 30.0 * (world_size + 1)), average, ""),
+        ("running_var", torch.full((2,), 60.0 * (world_size + 1)), average, ""),
+        ("num_batches_tracked", torch.tensor(3), counts, OTHERS),
+        ("weight", torch.ones(2), parameters, OTHERS),
+    ):
+        found, place = [held[name] for held in result], f" in {name}"
+        grader.compare([want] * world_size, found, hint, place=place, part=part)
+
+
+def _average_buffers(rank: int, world_size: int, average_statistics: Callable) -> dict:
+    norm = nn.BatchNorm1d(2)
+    model = DistributedDataParallel(nn.Sequential(norm))
+    norm.running_mean.fill_(60 * (rank + 1))
+    norm.running_var.fill_(120 * (rank + 1))
+    norm.num_batches_tracked.fill_(3)
+    average_statistics(model)
+    return {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+
+
+def _hint_for_file(error: RankError) -> str:
+    failures = error.failures.values()
+    if any("key(s) in state_dict" in failure.message for failure in failures):
+        return _PLAIN
+    unread = ("FileNotFoundError", "EOFError", "UnpicklingError")
+    return _WRITTEN if any(failure.type in unread for failure in failures) else ""
+
+
+@exercise(
+    "8.5",
+    "save_and_load(model, path, plain)",
+    on_failure={
+        RankError: _hint_for_file,
+        DeadlockError: "All ranks must call the barrier, also those that do not save.",
+    },
+    others=(NAMES, ONE_SAVES, WAITED),
+)
+def _save_and_load(grader: Grader, world_size: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/network.pt"
+        limit = 2.0 if world_size == SIZES[0] else 0.2  # most mistakes show in the first run
+        result = grader.run(_save_or_wait, path, limit, world_size=world_size)
+        if not Path(path).exists():
+            grader.fail("there is no file at `path`", hint="Rank 0 saves: torch.save(..., path).")
+        saved = torch.load(path, weights_only=False)
+    hint = "Load the file into `plain`: plain.load_state_dict(torch.load(path)), with all names."
+    wanted = [torch.tensor([[1.0, 2.0]])] * world_size
+    grader.compare(wanted, [r["weight"] for r in result], hint, place=" in plain.weight")
+    if set(saved) != {"weight"}:
+        names = ", ".join(map(str, saved))
+        grader.fail(f"right, but the names in the file are {names}", hint=_PLAIN, part=NAMES)
+    if others := [rank for rank, r in enumerate(result) if rank and r["saves"]]:
+        hint = "Only rank 0 saves. Ranks that write one file at the same time may spoil it."
+        fact = f"right, but {name_ranks(others)} saved as well"
+        grader.fail(fact, hint=hint, part=ONE_SAVES)
+    before = _collectives_before(result, 0, result[0]["saved"])
+    for rank in range(1, world_size):
+        if _collectives_before(result, rank, result[rank]["loads"]) <= before:
+            fact = f"right, but rank {rank} did not wait for rank 0's file"
+            grader.fail(fact, hint=_WRITTEN, part=WAITED)
+
+
+def _collectives_before(result: Result, rank: int, moment: int) -> int:
+    """Return how many collectives a rank had left at a moment, of time.monotonic_ns()."""
+    calls = [event for event in result.trace if (event.rank, event.kind) == (rank, "collective")]
+    return sum(event.end is not None and event.end <= moment for event in calls)
+
+
+def _save_or_wait(
+    rank: int, world_size: int, save_and_load: Callable, path: str, limit: float
+) -> dict:
+    """Save and load; rank 0 saves when another rank has tried to load, or after `limit` seconds.
+
+    A rank that does not wait then finds no file.
+    """
+    network, plain = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        network.weight.copy_((rank + 1) * torch.tensor([[1.0, 2.0]]))
+        plain.weight.zero_()
+    model = DistributedDataParallel(network)
+    moments: dict[str, list[int]] = {"saved": [], "loads": []}
+    save, load = torch.save, torch.load
+    tried = Path(f"{path}.tried")
+
+    def noting_save(*args: Any, **options: Any) -> None:
+        end = time.monotonic() + limit
+        while rank == 0 < world_size - 1 and not tried.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        save(*args, **options)
+        moments["saved"].append(time.monotonic_ns())
+
+    def noting_load(*args: Any, **options: Any) -> Any:
+        moments["loads"].append(time.monotonic_ns())
+        try:
+            return load(*args, **options)
+        finally:
+            if rank > 0:
+                tried.touch()
+
+    with patch.object(torch, "save", noting_save), patch.object(torch, "load", noting_load):
+        save_and_load(model, path, plain)
+    return {
+        "weight": plain.weight.detach(),
+        "saves": len(moments["saved"]),
+        "saved": max(moments["saved"], default=0),
+        "loads": min(moments["loads"], default=0),
+    }

@@ -1,18 +1,22 @@
-"""What all graders share: running an answer on real ranks, and explaining what is wrong."""
+"""What all graders share: a registry, runs on real ranks, and messages about what is wrong."""
 
 from __future__ import annotations
 
 import inspect
 import io
+import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from ddp_kit.check.partial_credit import Credit, current_trial
+from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
     DeadlockError,
@@ -23,7 +27,14 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import Result, run
+from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
+
+EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
+# What gives away a mistake, by the hint against it: the values that the ranks have or return then
+# (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
+# whether it has been made. So the last one, with True, is for all other mistakes.
+Mistakes = Mapping[str, Any]
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -33,14 +44,127 @@ IN_PLACE = (
     "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
     "new one."
 )
+UNCHANGED = f"Every rank still holds what it started with. {IN_PLACE}"
 _MOST_SHOWN = 8  # numbers of a tensor
-_FAILED: dict[type[Exception], str] = {
+FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
     DeadlockError: "it deadlocks",
     MismatchError: "the ranks' calls do not match",
     RankDiedError: "a rank died",
     RunTimeoutError: "it did not finish in time",
 }
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What a learner is asked for, and how an answer is graded.
+
+    number: "4.1". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of
+    a right answer. grade: runs the answer in one case, and returns if it is right. cases: each is
+    a number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
+    others: names of parts that `Grader.fail` may get. on_failure: a hint for runs that fail, or one
+    for each error with which they do, or a function of the error that returns it. collectives:
+    whether the answer may call collectives.
+    """
+
+    number: str
+    form: str
+    praise: str
+    grade: Callable[..., None]
+    cases: Sequence[Any]
+    names: Sequence[str]
+    others: Sequence[str]
+    on_failure: Mapping[type[Exception], str | Callable[[Any], str]]
+    collectives: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its check, "exercise_4_1"."""
+        return f"exercise_{self.number.replace('.', '_')}"
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts, each of which is worth a point."""
+        return list(dict.fromkeys([*self.names, *self.others]))
+
+    def check(self, answer: Callable[..., Any]) -> Credit:
+        """Grade an answer, and raise at the first mistake."""
+        grader = Grader(self, answer)
+        for number in range(len(self.cases)):
+            grader.try_case(number)
+        grader.parts |= dict.fromkeys(self.others, True)
+        return grader.passed()
+
+    def credit(self, answer: Callable[..., Any], seconds: float) -> Credit:
+        """Grade an answer, and go on after a mistake with the parts that have not failed yet.
+
+        seconds: for all runs together.
+        """
+        wrong: dict[str, str] = {}
+        try:
+            grader = Grader(self, answer, wrong, time.monotonic() + seconds)
+        except ExerciseError as error:
+            return Credit({}, {"": str(error)})
+        for number, name in enumerate(self.names):
+            try:
+                if name not in wrong:
+                    with recording(self.number):  # which takes the hint
+                        grader.try_case(number)
+            except ExerciseError as error:
+                wrong.setdefault(name, str(error))
+            except NotImplementedError as error:
+                wrong |= dict.fromkeys(self.parts, f"NotImplementedError: {error}")
+                break
+        if not wrong:
+            grader.passed()
+        parts = {name: name not in wrong for name in self.names}
+        right = all(parts.values())
+        parts |= {part: right and part not in wrong for part in self.others}
+        return Credit(parts, wrong)
+
+
+def exercise(
+    number: str,
+    form: str,
+    right: str = "",
+    *,
+    cases: Iterable[Any] = SIZES,
+    part: Callable[[Any], str] | None = None,
+    others: Sequence[str] = (),
+    on_failure: str | Mapping[type[Exception], str | Callable[[Any], str]] | None = None,
+    collectives: bool = True,
+    where: str = "on 1, 2, 3, 4 and 5 ranks",
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register how an answer is graded in one case, as `kit.check.exercise_4_1`.
+
+    where, right: in which cases, and in which way, a right answer is right, for the line that says
+    so. part: returns the name of the part to which a case belongs; without it, cases are numbers of
+    ranks, the first of which is a part, and all others are one. For the others, see Exercise.
+    """
+    cases = list(cases)
+    names = list(map(part or by_size(cases), cases))
+    praise = f"right {where}, {right}" if right else f"right {where}"
+    if isinstance(on_failure, str):
+        on_failure = dict.fromkeys(FAILURES, on_failure)
+    known = (cases, names, others, on_failure or {}, collectives)
+
+    def register(grade: Callable[..., None]) -> Callable[..., None]:
+        registered = Exercise(number, form, praise, grade, *known)
+
+        def check(answer: Callable[..., Any]) -> Credit:
+            return registered.check(answer)
+
+        check.__name__ = check.__qualname__ = registered.name
+        check.__module__ = grade.__module__
+        check.__doc__ = (
+            f"Grade `{form}`, which should be {praise}.\n\n"
+            "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
+        )
+        check.exercise = registered  # type: ignore[attr-defined]
+        EXERCISES[registered.name] = recorded(check)
+        return grade
+
+    return register
 
 
 class Grader:
@@ -50,58 +174,41 @@ class Grader:
     are about answers that are right otherwise, such as the number of messages: they hold if all
     cases pass and no `fail(..., part=...)` names them.
 
-    number: of the exercise, "4.1". form: how the answer is called, "broadcast(tensor, src)".
-    answer: the learner's function or class. hints: what to try if a run fails with such an error,
-    or functions of the error that return it.
-    collectives: whether the answer may call collectives.
+    answer: the learner's function or class. wrong: where to note, by part, what is wrong with parts
+    of answers that are right otherwise; None to raise it. end: of all runs, by time.monotonic().
 
-    Raises ExerciseError if the answer cannot be called in this form.
+    Raises ExerciseError if the answer cannot be called in the form that is asked for.
     """
 
     def __init__(
         self,
-        number: str,
-        form: str,
+        exercise: Exercise,
         answer: Callable[..., Any],
-        hints: dict[type[Exception], str | Callable[[Any], str]] | None = None,
-        collectives: bool = False,
+        wrong: dict[str, str] | None = None,
+        end: float | None = None,
     ) -> None:
-        self.number, self.form, self.answer = number, form, answer
-        self._hints, self._allows_collectives = hints or {}, collectives
+        self.exercise, self.form, self.answer = exercise, exercise.form, answer
+        self.parts = dict.fromkeys(exercise.parts, False)  # whether each is known to hold
+        self._wrong, self._end = wrong, end
         self._result: Result | None = None  # of the latest run
         self._case = ""
-        self._parts: dict[str, bool] = {}  # whether each is known to hold
         self._printed: list[str] = []  # the output of each run
-        check = f"kit.check.exercise_{number.replace('.', '_')}"
-        name, _, parameters = form.rstrip(")").partition("(")
+        check = f"kit.check.{exercise.name}"
+        name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
             self._refuse(f"{check}({name}) expects your function or class itself; got {got}")
         if not _takes(answer, [part for part in parameters.split(", ") if part]):
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
-            self._refuse(f"your answer must accept the call {form}, but it is defined as {given}")
+            self._refuse(
+                f"your answer must accept the call {self.form}, but it is defined as {given}"
+            )
 
-    def each(
-        self, cases: Iterable[Any], *others: str, part: Callable[[Any], str] | None = None
-    ) -> Iterator[Any]:
-        """Yield the cases, each of which passes if the loop asks for the next one.
-
-        others: the names of parts that `fail` may get. part: returns the name of the part to which
-        a case belongs; without it, cases are numbers of ranks, the first of which is a part, and
-        all others are one.
-        """
-        cases = list(cases)
-        part = part or by_size(cases)
-        names = [part(case) for case in cases]
-        self._parts = dict.fromkeys([*names, *others], False)
-        trial = current_trial()
-        if trial is not None:
-            trial.begin(names, others)
-        for number, (case, name) in enumerate(zip(cases, names, strict=True)):
-            if trial is None or trial.wants(number):
-                yield case
-            self._parts[name] = name not in names[number + 1 :]
-        self._parts |= dict.fromkeys(others, True)
+    def try_case(self, number: int) -> None:
+        """Grade the answer in one case, and note if its part holds."""
+        case, names = self.exercise.cases[number], self.exercise.names
+        self.exercise.grade(self, *case if isinstance(case, tuple) else (case,))
+        self.parts[names[number]] = names[number] not in names[number + 1 :]
 
     @property
     def result(self) -> Result:
@@ -121,8 +228,8 @@ class Grader:
         if gloo is unavailable.
         """
         self._case, self._result = f"{case or self.form} on {count(world_size, 'rank')}", None
-        printed, trial = io.StringIO(), current_trial()
-        timeout = trial.seconds_left() if trial else TIMEOUT
+        printed = io.StringIO()
+        timeout = TIMEOUT if self._end is None else self._end - time.monotonic()
         if timeout <= 0:
             self.fail("there was no time left for it")
         try:
@@ -135,27 +242,37 @@ class Grader:
                     backend="gloo",  # the tensors are on the CPU
                     timeout=timeout,
                 )
-        except tuple(_FAILED) as error:
+        except tuple(FAILURES) as error:
             self._printed.append(printed.getvalue())
-            _raise_if_stub(error, self.number)
-            hint = self._hints.get(type(error), "")
+            _raise_if_stub(error, self.exercise.number)
+            hint = self.exercise.on_failure.get(type(error), "")
             hint = hint(error) if callable(hint) else hint
-            self.fail(_FAILED[type(error)], hint=hint, error=error)
+            self.fail(FAILURES[type(error)], hint=hint, error=error)
         except BaseException:
             print(printed.getvalue(), end="")
             raise
         self._printed.append(printed.getvalue())
         self._check_waits()
-        for members in () if self._allows_collectives else self.result.trace.collectives:
+        for members in () if self.exercise.collectives else self.result.trace.collectives:
             hint = "Build this one from send and recv, or from isend and irecv."
             self.fail(f"{next(iter(members.values())).op} was called", hint=hint)
         return self.result
+
+    def call(self, given: Sequence[tuple], case: str | None = None) -> list[Any]:
+        """Call the answer on ranks with these arguments, a tuple each; return what they return."""
+        return list(self.run(_call, given, world_size=len(given), case=case))
+
+    def ask(self, *arguments: Any) -> Any:
+        """Return what the answer returns for these arguments on one rank."""
+        name = self.form.partition("(")[0]
+        shown = (f"{each:g}" if isinstance(each, float) else repr(each) for each in arguments)
+        return self.call([arguments], f"{name}({', '.join(shown)})")[0]
 
     def compare(
         self,
         wanted: Sequence[Any],
         found: Iterable[Any],
-        hint: str,
+        hints: str | Mistakes,
         verb: str = "hold",
         place: str = "",
         part: str = "",
@@ -165,6 +282,7 @@ class Grader:
         wanted, found: a value for each rank. verb: "hold" or "return". place: where the value
         is, for the message, as in " in weight.grad". part: see `fail`.
         """
+        found = list(found)
         wrong = [
             f"rank {rank} should {verb} {format_value(want)}{place} "
             f"but {verb}s {format_value(have, against=want)}"
@@ -172,7 +290,14 @@ class Grader:
             if not same(want, have)
         ]
         if wrong:
-            self.fail("wrong result", *wrong, hint=hint, part=part)
+            self.fail("wrong result", *wrong, hint=hint_for(found, hints), part=part)
+
+    def expect(self, want: float, have: Any, hints: str | Mistakes, what: str = "") -> None:
+        """Fail unless the answer returned this number, but for rounding. what: it is."""
+        if not close(want, have):
+            shown = f"{have:,.6g}" if isinstance(have, int | float) else repr(have)
+            fact = f"it should return {want:,.6g}{what} but returns {shown}"
+            self.fail(fact, hint=hint_for(have, hints))
 
     def collectives(self) -> list[Event]:
         """Return the collectives that rank 0 called in the latest run."""
@@ -184,6 +309,16 @@ class Grader:
         sent = self.result.trace.messages()
         self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.check_at_most("", len(sent), messages, "message", hint)
+
+    def check_sent(self, most: int, hint: str) -> None:
+        """Fail if rank 0 sent more bytes, by whatever calls."""
+        sent = sum(row.sent for row in self.result.trace.summary(rank=0).rows)
+        self.check_at_most(" by rank 0", round(sent), most, "byte", hint)
+
+    def check_collectives(self, most: int, hint: str) -> None:
+        """Fail if more bytes went into collectives on rank 0."""
+        nbytes = sum(event.nbytes for event in self.collectives() if event.op != "new_group")
+        self.check_at_most(" in collectives by rank 0", nbytes, most, "byte", hint)
 
     def check_at_most(self, by: str, sent: int, most: int, noun: str, hint: str) -> None:
         """Fail if more was sent than is needed. by: " by rank 2", or "" for all ranks."""
@@ -206,32 +341,29 @@ class Grader:
         part: what does not hold, if not the part to which the case belongs. `credit` then goes on
         with this case: only with a part, this returns.
         """
-        assert not part or part in self._parts, part
-        trial = current_trial()
-        if part and trial is not None and trial.has_failed(part):
+        assert not part or part in self.parts, part
+        if part and self._wrong is not None and part in self._wrong:
             return
         if self._printed:
             print(self._printed[-1], end="")
-        lines = [f"exercise {self.number}, {self._case}: {fact}", *details]
+        lines = [f"exercise {self.exercise.number}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join([*lines, hint] if hint else lines),
             error,
             getattr(error or self._result, "trace", None),
-            Credit(self._parts),
+            Credit(self.parts),
         )
         wrong.hint = hint
-        if part and trial is not None:
-            trial.note(part, str(wrong))
+        if part and self._wrong is not None:
+            self._wrong[part] = str(wrong)
             return
         raise wrong from error
 
-    def passed(self, praise: str) -> Credit:
+    def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
-        trial = current_trial()
-        if trial is None or trial.passed:
-            print(self._printed[0], end="")
-            print(f"Exercise {self.number}: {praise}.")
-        return Credit(self._parts)
+        print(self._printed[0], end="")
+        print(f"Exercise {self.exercise.number}: {self.exercise.praise}.")
+        return Credit(self.parts)
 
     def _check_waits(self) -> None:
         left = {
@@ -246,7 +378,7 @@ class Grader:
             self.fail("some operations were started but never waited for", *unawaited)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ExerciseError(f"exercise {self.number}: {reason}")
+        raise ExerciseError(f"exercise {self.exercise.number}: {reason}")
 
 
 def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:
@@ -291,6 +423,10 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
 
+def _call(rank: int, world_size: int, answer: Callable, given: Sequence[tuple]) -> Any:
+    return answer(*given[rank])
+
+
 def in_place(
     rank: int, world_size: int, answer: Callable, held: list[torch.Tensor], *args: Any
 ) -> torch.Tensor:
@@ -300,17 +436,45 @@ def in_place(
     return tensor
 
 
-def hint_if_unchanged(held: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> str:
-    """Return a hint if every rank still holds what it started with, else ""."""
-    changed = not all(map(torch.equal, held, found))
-    return "" if changed else f"Every rank still holds what it started with. {IN_PLACE}"
+def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
+    """Return the store of all ranks in a file. limit: of the wait for a key."""
+    store = dist.FileStore(path, world_size)
+    store.set_timeout(limit)
+    return store
+
+
+def hint_for(found: Any, hints: str | Mistakes) -> str:
+    """Return the hint against the first of these mistakes that gives what was found, or ""."""
+    for hint, wrong in {hints: True}.items() if isinstance(hints, str) else hints.items():
+        several = wrong if isinstance(wrong, tuple) else (wrong,)
+        if any(_made(one, found) for one in several):
+            return hint
+    return ""
+
+
+def _made(wrong: Any, found: Any) -> bool:
+    if isinstance(wrong, bool):
+        return wrong
+    if isinstance(wrong, torch.Tensor):
+        return all(same(wrong, have) for have in found)
+    return same(wrong, found) if isinstance(wrong, list) else close(wrong, found)
+
+
+def close(want: float, have: Any) -> bool:
+    """Return whether a value is this number, but for rounding."""
+    number = isinstance(have, int | float) and not isinstance(have, bool)
+    return number and math.isclose(want, have, rel_tol=1e-6)
 
 
 def same(want: Any, have: Any) -> bool:
     """Return whether two values are equal, including tensors and lists of tensors."""
     if isinstance(want, torch.Tensor):
         alike = isinstance(have, torch.Tensor) and have.shape == want.shape
-        return alike and have.dtype == want.dtype and torch.allclose(have, want, rtol=1e-5)
+        return (
+            alike
+            and have.dtype == want.dtype
+            and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
+        )
     if isinstance(want, list):
         alike = isinstance(have, list) and len(have) == len(want)
         return alike and all(map(same, want, have))

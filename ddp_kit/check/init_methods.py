@@ -8,11 +8,9 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
-
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Credit, Grader
+from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, exercise, open_store
 from ddp_kit.error_text import count
-from ddp_kit.errors import DeadlockError, RankError, RunTimeoutError
+from ddp_kit.errors import RankError
 
 # Each list as the exercise gives it: hosts in their order, with their number of ranks.
 HOST_LISTS = (
@@ -26,101 +24,84 @@ SECOND = "a second barrier"
 LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
 
 
-def exercise_6_1(place_of: Callable[[list[tuple[str, int]], str, int], Any]) -> Credit:
-    """Grade `place_of(hosts, host, local_rank)` for three lists of hosts.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("6.1", "place_of(hosts, host, local_rank)", place_of)
-    for hosts in grader.each(HOST_LISTS, part=lambda hosts: f"on {count(len(hosts), 'host')}"):
-        places = [(host, local) for host, ranks in hosts for local in range(ranks)]
-        n = len(places)
-        case = f"place_of({hosts}, host, local_rank)"
-        result = grader.run(_ask_for_place, hosts, places, world_size=n, case=case)
-        found = [tuple(value) if isinstance(value, list) else value for value in result]
-        wanted = [(rank, n) for rank in range(n)]
-        grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
-    return grader.passed("right for 4 and 5 ranks on two and three hosts")
-
-
-def exercise_6_2(barrier: Callable[[dist.Store, int, str], Any]) -> Credit:
-    """Grade `barrier(store, world_size, name)` on 1 to 5 ranks, two barriers in each run.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    stuck = (
-        "A rank waits for a key that no rank writes. The last rank to come sees a count of "
-        "`world_size`; it is the one that writes the key."
-    )
-    grader = Grader(
-        "6.2",
-        "barrier(store, world_size, name)",
-        barrier,
-        hints=dict.fromkeys((RankError, DeadlockError, RunTimeoutError), stuck),
-    )
-    for world_size in grader.each(SIZES, SECOND):
-        with TemporaryDirectory() as folder:
-            path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
-            result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
-        for number, name in enumerate(("first", "second")):
-            for rank, missing in enumerate(result):
-                if missing[number]:
-                    grader.fail(
-                        f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
-                        "had come",
-                        part=SECOND if number else "",
-                        hint="Begin the names of your keys with `name`, or the second barrier "
-                        "finds the keys of the first."
-                        if number
-                        else "After adding 1 to the counter, a rank must wait until all have.",
-                    )
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, two barriers one after the other")
+@exercise(
+    "6.1",
+    "place_of(hosts, host, local_rank)",
+    where="for 4 and 5 ranks on two and three hosts",
+    cases=HOST_LISTS,
+    part=lambda hosts: f"on {count(len(hosts), 'host')}",
+)
+def _place_of(grader: Grader, hosts: list[tuple[str, int]]) -> None:
+    places = [(host, local) for host, ranks in hosts for local in range(ranks)]
+    n = len(places)
+    case = f"place_of({hosts}, host, local_rank)"
+    returned = grader.call([(hosts, *place) for place in places], case)
+    found = [tuple(value) if isinstance(value, list) else value for value in returned]
+    wanted = [(rank, n) for rank in range(n)]
+    grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
 
 
-def exercise_6_3(who_is_missing: Callable[[dist.Store, int, float], Any]) -> Credit:
-    """Grade `who_is_missing(store, world_size, seconds)` on 1 to 5 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader(
-        "6.3",
-        "who_is_missing(store, world_size, seconds)",
-        who_is_missing,
-        hints={
-            RankError: "store.wait(keys, timedelta) raises a RuntimeError when the time is up, and "
-            "store.get waits as well. Catch the error, and look with store.check.",
-        },
-    )
-    for world_size in grader.each(SIZES, "returns when all have come"):
-        for absent in ABSENT[world_size]:
-            seconds = 3.0 if absent else 6.0
-            case = f"{grader.form}, where {_who(absent)}"
-            with TemporaryDirectory() as folder:
-                result = grader.run(
-                    _call_the_roll,
-                    f"{folder}/store",
-                    STORE_LIMIT,
-                    absent,
-                    seconds,
-                    world_size=world_size,
-                    case=case,
-                )
-            found, took = result[0]
-            grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
-            if not absent and took >= seconds:
+@exercise(
+    "6.2",
+    "barrier(store, world_size, name)",
+    "two barriers one after the other",
+    on_failure="A rank waits for a key that no rank writes. The last rank to come sees a count of "
+    "`world_size`; it is the one that writes the key.",
+    collectives=False,
+    others=(SECOND,),
+)
+def _barrier(grader: Grader, world_size: int) -> None:
+    with TemporaryDirectory() as folder:
+        path, late = f"{folder}/store", LATER if world_size == SIZES[0] else LATE
+        result = grader.run(_pass_barriers, path, STORE_LIMIT, late, world_size=world_size)
+    for number, name in enumerate(("first", "second")):
+        for rank, missing in enumerate(result):
+            if missing[number]:
                 grader.fail(
-                    f"right, but it took {took:.0f} s though all ranks came",
-                    part="returns when all have come",
-                    hint="Wait for the keys, and not for the time: store.wait returns as soon as "
-                    "all are there.",
+                    f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
+                    "had come",
+                    part=SECOND if number else "",
+                    hint="Begin the names of your keys with `name`, or the second barrier "
+                    "finds the keys of the first."
+                    if number
+                    else "After adding 1 to the counter, a rank must wait until all have.",
                 )
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with and without missing ones")
 
 
-def _ask_for_place(
-    rank: int, world_size: int, place_of: Callable, hosts: list, places: list
-) -> Any:
-    return place_of(hosts, *places[rank])
+@exercise(
+    "6.3",
+    "who_is_missing(store, world_size, seconds)",
+    "with and without missing ones",
+    on_failure={
+        RankError: "store.wait(keys, timedelta) raises a RuntimeError when the time is up, and "
+        "store.get waits as well. Catch the error, and look with store.check."
+    },
+    collectives=False,
+    others=("returns when all have come",),
+)
+def _who_is_missing(grader: Grader, world_size: int) -> None:
+    for absent in ABSENT[world_size]:
+        seconds = 3.0 if absent else 6.0
+        case = f"{grader.form}, where {_who(absent)}"
+        with TemporaryDirectory() as folder:
+            result = grader.run(
+                _call_the_roll,
+                f"{folder}/store",
+                STORE_LIMIT,
+                absent,
+                seconds,
+                world_size=world_size,
+                case=case,
+            )
+        found, took = result[0]
+        grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
+        if not absent and took >= seconds:
+            grader.fail(
+                f"right, but it took {took:.0f} s though all ranks came",
+                part="returns when all have come",
+                hint="Wait for the keys, and not for the time: store.wait returns as soon as "
+                "all are there.",
+            )
 
 
 def _hint_for_places(hosts: list, places: list, found: list) -> str:
@@ -140,12 +121,6 @@ def _hint_for_places(hosts: list, places: list, found: list) -> str:
     return "The first host of the list has ranks 0, 1 and so on, and the next one goes on counting."
 
 
-def _open(path: str, world_size: int, limit: timedelta) -> dist.Store:
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(limit)
-    return store
-
-
 def _pass_barriers(
     rank: int, world_size: int, barrier: Callable, path: str, limit: timedelta, seconds: float
 ) -> list[list[int]]:
@@ -154,7 +129,7 @@ def _pass_barriers(
     A different rank is late each time. It comes when another one has left, and after some seconds
     if none does, as is right.
     """
-    store = _open(path, world_size, limit)
+    store = open_store(path, world_size, limit)
     early = []
     for name, late in (("first", world_size - 1), ("second", 0)):
         end = time.monotonic() + seconds
@@ -180,7 +155,7 @@ def _call_the_roll(
 
     Rank 0 begins when the others are ready: on a busy machine they may start seconds later.
     """
-    store = _open(path, world_size, limit)
+    store = open_store(path, world_size, limit)
     if rank in absent:
         return None
     if rank > 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, name_counts, same
+from ddp_kit.check.grader import SENT, Grader, Mistakes, exercise, name_counts, same
 from ddp_kit.error_text import count
 
 # Digits of each rank: their sums are powers of two, so the weights are exact.
@@ -18,48 +18,44 @@ DIGITS = {1: (4,), 2: (1, 3), 3: (1, 2, 5), 4: (9, 1, 4, 2), 5: (1, 8, 2, 4, 1)}
 SEPARATE = "an all_reduce for each bucket"
 
 
-def exercise_3_1(average_weighted: Callable[[nn.Module, int], Any]) -> Credit:
-    """Grade `average_weighted(model, digits)` on 1 to 5 ranks; one layer of the model is frozen.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("3.1", "average_weighted(model, digits)", average_weighted, collectives=True)
-    for world_size in grader.each(SIZES, SENT):
-        digits = DIGITS[world_size]
-        case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
-        grader.run(_average, True, digits, world_size=world_size, case=case)
-        check_means(grader, True, digits, partial(_hint_for_weights, digits))
-        gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-        hint = "One all_reduce for each gradient and one for the number of digits are enough."
-        _cost(grader, gradients + 1, hint, also=8)
-    return grader.passed(
-        "right on 1, 2, 3, 4 and 5 ranks, with at most one all_reduce more than there are gradients"
-    )
+@exercise(
+    "3.1",
+    "average_weighted(model, digits)",
+    "with at most one all_reduce more than there are gradients",
+    others=(SENT,),
+)
+def _average_weighted(grader: Grader, world_size: int) -> None:
+    digits = DIGITS[world_size]
+    case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
+    grader.run(_average, True, digits, world_size=world_size, case=case)
+    _check_means(grader, True, digits, partial(_hints_for_weights, digits))
+    gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
+    hint = "One all_reduce for each gradient and one for the number of digits are enough."
+    _cost(grader, gradients + 1, hint, also=8)
 
 
-def exercise_3_2(average_in_buckets: Callable[[nn.Module, int], Any]) -> Credit:
-    """Grade `average_in_buckets(model, most)` on 1 to 5 ranks and three sizes of bucket.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("3.2", "average_in_buckets(model, most)", average_in_buckets, collectives=True)
-    for world_size in grader.each(SIZES, SENT, SEPARATE):
-        for most, buckets in ((100, 1), (10, 3), (1, 6)):
-            case = f"average_in_buckets(model, most={most})"
-            given = [most] * world_size
-            grader.run(_average, False, given, world_size=world_size, case=case)
-            check_means(grader, False, [1] * world_size, hint_for_mean)
-            _cost(grader, buckets, "One all_reduce for each bucket is enough.")
-            reduced = grader.collectives()
-            if len(reduced) < buckets and world_size > 1:
-                calls = count(len(reduced), "all_reduce")
-                grader.fail(
-                    f"right, but only {calls} for {count(buckets, 'bucket')}",
-                    part=SEPARATE,
-                    hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
-                    "larger. Reduce each of `buckets` separately.",
-                )
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, one all_reduce for each bucket")
+@exercise(
+    "3.2",
+    "average_in_buckets(model, most)",
+    "one all_reduce for each bucket",
+    others=(SENT, SEPARATE),
+)
+def _average_in_buckets(grader: Grader, world_size: int) -> None:
+    for most, buckets in ((100, 1), (10, 3), (1, 6)):
+        case = f"average_in_buckets(model, most={most})"
+        given = [most] * world_size
+        grader.run(_average, False, given, world_size=world_size, case=case)
+        _check_means(grader, False, [1] * world_size, hints_for_mean)
+        _cost(grader, buckets, "One all_reduce for each bucket is enough.")
+        reduced = grader.collectives()
+        if len(reduced) < buckets and world_size > 1:
+            calls = count(len(reduced), "all_reduce")
+            grader.fail(
+                f"right, but only {calls} for {count(buckets, 'bucket')}",
+                part=SEPARATE,
+                hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
+                "larger. Reduce each of `buckets` separately.",
+            )
 
 
 def model(frozen: bool) -> nn.Sequential:
@@ -98,12 +94,12 @@ def _average(
     return {"gradients": gradients, "changed": changed}
 
 
-def check_means(
-    grader: Grader, frozen: bool, weights: Sequence[int], hint_for: Callable[..., str]
+def _check_means(
+    grader: Grader, frozen: bool, weights: Sequence[int], hints_for: Callable[..., Mistakes]
 ) -> None:
     """Fail unless each gradient is the mean with these weights and the model is unchanged.
 
-    hint_for: returns a hint on gradients that are wrong, from those and what should be there.
+    hints_for: returns hints for a mean and the gradients of the ranks before.
     """
     result, n = grader.result, len(grader.result)
     past_frozen = False
@@ -112,60 +108,62 @@ def check_means(
         mean = _gradient(middle, parameter)
         found = [value["gradients"][name] for value in result]
         own = [_gradient(rank, parameter) for rank in range(n)]
-        hint = hint_for(mean, found, own)
-        if past_frozen and all(map(same, own, found)):
-            hint = (
-                "The gradients before the frozen layer are right. Skip a parameter without a grad, "
-                "and continue with the next."
-            )
-        grader.compare([mean] * n, found, hint, place=f" in {name}.grad")
+        hints = {
+            "The gradients before the frozen layer are right. Skip a parameter without a grad, and "
+            "continue with the next.": past_frozen and same(own, found),
+            **hints_for(mean, own),
+        }
+        grader.compare([mean] * n, found, hints, place=f" in {name}.grad")
         past_frozen = past_frozen or mean is None
     for rank, value in enumerate(result):
         if value["changed"]:
-            grader.fail(
-                f"the gradients are right, but rank {rank} changed {value['changed'][0]}",
-                hint="Average the gradients only, and leave the parameters as they are.",
-            )
+            fact = f"the gradients are right, but rank {rank} changed {value['changed'][0]}"
+            hint = "Average the gradients only, and leave the parameters as they are."
+            grader.fail(fact, hint=hint)
 
 
-def hint_for_mean(mean: Any, found: list, own: list) -> str:
-    """Return a hint on why these gradients are not the mean."""
-    n = len(found)
+_OWN = (
+    "Each rank still has its own gradient. all_reduce changes the tensor that you pass: pass the "
+    "gradient itself, or copy the result back."
+)
+_NONE = {"Leave a parameter alone if its grad is None.": True}
+
+
+def hints_for_mean(mean: Any, own: list) -> Mistakes:
+    """Return hints on gradients that should be the mean of these."""
+    n = len(own)
     if mean is None:
-        return "Leave a parameter alone if its grad is None."
-    if all(same(mean * n, have) for have in found):
-        return (
-            "That is the sum. Divide it by the world size in place: `a /= b` writes into `a`, but "
-            "`a = a / b` makes a new tensor."
-        )
-    if all(same(mean / n, have) for have in found):
-        return f"That is the sum divided by {n * n}, but the world size is {n}."
-    if all(map(same, own, found)):
-        return (
-            "Each rank still has its own gradient. all_reduce changes the tensor that you pass: "
-            "pass the gradient itself, or copy the result back."
-        )
-    return "The mean is the sum over all ranks, divided by the world size, for every gradient."
+        return _NONE
+    return {
+        "That is the sum. Divide it by the world size in place: `a /= b` writes into `a`, but "
+        "`a = a / b` makes a new tensor.": mean * n,
+        f"That is the sum divided by {n * n}, but the world size is {n}.": mean / n,
+        _OWN: own,
+        "The mean is the sum over all ranks, divided by the world size, for every gradient.": True,
+    }
 
 
-def _hint_for_weights(digits: Sequence[int], mean: Any, found: list, own: list) -> str:
-    """Return a hint on why these gradients are not the mean over all digits."""
-    n, total = len(found), sum(digits)
-    if mean is None or all(map(same, own, found)):
-        return hint_for_mean(mean, found, own)
-    for divisor, name in ((n, "plain mean"), (1, "sum")):
-        if all(same(sum(own) / divisor, have) for have in found):
-            return (
-                f"That is the {name}: it counts every rank alike. Weigh each gradient by the "
-                "rank's share of the digits, before the all_reduce."
-            )
-    if all(same(mean * total, have) for have in found):
-        return f"That is {total} times the mean: divide by the number of digits of all ranks."
-    if all(same(mean / n, have) for have in found):
-        return "The weights add up to 1: do not divide by the world size as well."
-    if all(same(one * d / total, have) for one, d, have in zip(own, digits, found, strict=True)):
-        return "Each rank still has its own part of the mean: add them up with all_reduce."
-    return "The mean over all digits is the sum of digits / total * gradient over the ranks."
+def _hints_for_weights(digits: Sequence[int], mean: Any, own: list) -> Mistakes:
+    """Return hints on gradients that should be the mean over all digits."""
+    if mean is None:
+        return _NONE
+    n, total = len(own), sum(digits)
+    return {
+        _OWN: own,
+        **{
+            f"That is the {name}: it counts every rank alike. Weigh each gradient by the rank's "
+            "share of the digits, before the all_reduce.": sum(own) / divisor
+            for name, divisor in (("plain mean", n), ("sum", 1))
+        },
+        f"That is {total} times the mean: divide by the number of digits of all ranks.": (
+            mean * total
+        ),
+        "The weights add up to 1: do not divide by the world size as well.": mean / n,
+        "Each rank still has its own part of the mean: add them up with all_reduce.": (
+            [one * d / total for one, d in zip(own, digits, strict=True)]
+        ),
+        "The mean over all digits is the sum of digits / total * gradient over the ranks.": True,
+    }
 
 
 def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:

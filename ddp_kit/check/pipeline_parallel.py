@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.grader import Credit, Grader, by_size, same
+from ddp_kit.check.grader import Grader, by_size, exercise, hint_for, same
 from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
@@ -17,100 +17,49 @@ INTERLEAVED = ((2, 2, 4), (3, 2, 6), (1, 2, 2), (4, 3, 8), (4, 2, 4))  # ranks, 
 BUBBLES = ((4, 0.1), (8, 0.1), (4, 0.25), (2, 0.05), (16, 0.5), (5, 0.3), (2, 0.3), (1, 0.1))
 WIDTH, SEQUENCES = 3, 2
 
-_NO_GRADIENT = (
-    "Send x.grad. x came from another process, so autograd does not know where it is from: "
-    "x.requires_grad_() before the forward makes it an input of the graph, and x.grad its gradient."
-)
-_NO_SEND = (
-    "Every rank but the first sends the gradient of its x to the rank before, which waits for it."
-)
 
-
-def exercise_17_1(one_f_one_b: Callable[[int, int, int], Any]) -> Credit:
-    """Grade `one_f_one_b(rank, p, m)` for 1 to 4 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("17.1", "one_f_one_b(rank, p, m)", one_f_one_b)
-    for p, m in grader.each(CASES, part=_micro_batches):
-        case = f"one_f_one_b(rank, {p}, {m})"
-        found = list(map(_text, grader.run(_call, p, m, world_size=p, case=case)))
-        wanted = [_order(p - rank - 1, m) for rank in range(p)]
-        grader.compare(wanted, found, _hint_for_order(found, p, m), verb="return")
-    return grader.passed("right on 1, 2, 3 and 4 ranks, also with fewer micro-batches than ranks")
-
-
-def exercise_17_2(backward: Callable[[nn.Module, torch.Tensor, torch.Tensor, int], Any]) -> Credit:
-    """Grade `backward(stage, x, target, m)` in a pipeline of 1 to 4 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    hints = {RankError: _hint_for_error, DeadlockError: _NO_SEND}
-    grader = Grader("17.2", "backward(stage, x, target, m)", backward, hints)
-    cases = {2: 2, 3: 4, 1: 2, 4: 3}  # ranks: micro-batches
-    for p in grader.each(cases):
-        m = cases[p]
-        case = f"backward(stage, x, target, {m})"
-        found = list(grader.run(_train, m, world_size=p, case=case))
-        wanted = _alone(p, m)
-        hint = _hint_for_gradients(wanted, found, m)
-        grader.compare(wanted, found, hint, place=" in the gradients of its stage")
-    return grader.passed("right on 1, 2, 3 and 4 ranks")
-
-
-def exercise_17_3(micro_batches: Callable[[int, float], Any]) -> Credit:
-    """Grade `micro_batches(p, most)`: the smallest number for a bubble that is not larger.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("17.3", "micro_batches(p, most)", micro_batches)
-    for p, most in grader.each(BUBBLES, part=_rounding):
-        case = f"micro_batches({p}, {most:g})"
-        (found,) = grader.run(_call_once, p, most, world_size=1, case=f"{case}, called")
-        want = _fewest(lambda m, p=p: (p - 1) / (m + p - 1), most)
-        if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
-            hint = _hint_for_bubble(found, p, most, want)
-            grader.fail(f"it should return {want} but returns {found!r}", hint=hint)
-    return grader.passed("right for 1 to 16 ranks")
-
-
-def exercise_17_4(interleaved: Callable[[int, int, int, int], Any]) -> Credit:
-    """Grade `interleaved(rank, p, v, m)` for 1 to 4 ranks with 2 or 3 stages each.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("17.4", "interleaved(rank, p, v, m)", interleaved)
-    for p, v, m in grader.each(INTERLEAVED, part=_ranks):
-        case = f"interleaved(rank, {p}, {v}, {m})"
-        found = list(map(_text, grader.run(_call, p, v, m, world_size=p, case=case)))
-        wanted = [_interleaved(rank, p, v, m) for rank in range(p)]
-        hint = _hint_for_interleaved(found, p, v, m)
-        grader.compare(wanted, found, hint, verb="return")
-    return grader.passed("right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each")
-
-
-def _micro_batches(case: tuple[int, int]) -> str:
+def _micro_batches_of(case: tuple[int, int]) -> str:
     p, m = case
     return f"{'fewer' if m < p else 'no fewer'} micro-batches than ranks"
 
 
-def _rounding(case: tuple[int, float]) -> str:
-    p, most = case
-    exact = (p - 1) / most - (p - 1)
-    needed = p == 1 or abs(exact - round(exact)) > 1e-9
-    return "rounded up, and one rank" if needed else "where nothing is rounded"
-
-
-def _ranks(case: tuple[int, int, int]) -> str:
-    return by_size([p for p, *_ in INTERLEAVED])(case[0])
-
-
-def _call(rank: int, world_size: int, answer: Callable, *sizes: int) -> Any:
-    return answer(rank, *sizes)
-
-
-def _call_once(rank: int, world_size: int, answer: Callable, p: int, most: float) -> Any:
-    return answer(p, most)
+@exercise(
+    "17.1",
+    "one_f_one_b(rank, p, m)",
+    "also with fewer micro-batches than ranks",
+    where="on 1, 2, 3 and 4 ranks",
+    cases=CASES,
+    part=_micro_batches_of,
+)
+def _one_f_one_b(grader: Grader, p: int, m: int) -> None:
+    given = [(rank, p, m) for rank in range(p)]
+    found = list(map(_text, grader.call(given, f"one_f_one_b(rank, {p}, {m})")))
+    warm_ups = [p - rank - 1 for rank in range(p)]
+    hints = {
+        "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": (
+            [_order(m, m)] * p
+        ),
+        "One forward too many in the beginning: the last rank has none before its first pair.": [
+            _order(w + 1, m) for w in warm_ups
+        ],
+        "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": (
+            [_order(w - 1, m) for w in warm_ups]
+        ),
+        "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
+            _order(w, m, ("B", "F")) for w in warm_ups
+        ],
+        "The first rank has the most forwards in the beginning, and the last one has none.": [
+            _order(w, m) for w in reversed(warm_ups)
+        ],
+        f"Each of the {m} micro-batches needs a forward and a backward: some are missing.": (
+            _short(found, 2 * m)
+        ),
+        'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then '
+        "one forward and one backward in turn while there are forwards; then the other "
+        "backwards.": True,
+    }
+    hint = f'{hint_for(found, hints)} (B3 is short for ("B", 3).)'
+    grader.compare([_order(w, m) for w in warm_ups], found, hint, verb="return")
 
 
 def _text(order: Any) -> Any:
@@ -119,6 +68,10 @@ def _text(order: Any) -> Any:
         return " ".join(f"{''.join(map(str, stage))}{kind}{int(i)}" for kind, i, *stage in order)
     except (TypeError, ValueError):
         return order
+
+
+def _short(found: list, length: int) -> bool:
+    return any(len(str(order).split()) < length for order in found)
 
 
 def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
@@ -131,77 +84,57 @@ def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
     return " ".join([*order, *(f"B{i}" for i in range(m - warm_up, m))])
 
 
-def _hint_for_order(found: list, p: int, m: int) -> str:
-    return f'{_what_is_wrong(found, p, m)} (B3 is short for ("B", 3).)'
+def _hint_for_error(error: RankError) -> str:
+    said = " ".join(failure.message for failure in error.failures.values())
+    if "does not require grad" in said:
+        return "There is no graph yet: y = stage(x) computes the forward again, with a graph."
+    if "implicitly created only for scalar" in said:
+        return "Only the loss goes without one: on the other ranks, y.backward(gradient)."
+    if "NoneType" in said or "torch.Tensor" in said:
+        return (
+            "Send x.grad. x came from another process, so autograd does not know where it is from: "
+            "x.requires_grad_() before the forward makes it an input of the graph, and x.grad its "
+            "gradient."
+        )
+    return ""
 
 
-def _what_is_wrong(found: list, p: int, m: int) -> str:
-    warm_ups = [p - rank - 1 for rank in range(p)]
+@exercise(
+    "17.2",
+    "backward(stage, x, target, m)",
+    where="on 1, 2, 3 and 4 ranks",
+    on_failure={
+        RankError: _hint_for_error,
+        DeadlockError: "Every rank but the first sends the gradient of its x to the rank before, "
+        "which waits for it.",
+    },
+    collectives=False,
+    cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
+    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
+)
+def _backward(grader: Grader, p: int, m: int) -> None:
+    found = list(grader.run(_train, m, world_size=p, case=f"backward(stage, x, target, {m})"))
+    wanted = _alone(p, m)
     hints = {
-        "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": [_order(m, m)]
-        * p,
-        "One forward too many in the beginning: the last rank has none before its first pair.": [
-            _order(w + 1, m) for w in warm_ups
-        ],
-        "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": [
-            _order(w - 1, m) for w in warm_ups
-        ],
-        "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
-            _order(w, m, ("B", "F")) for w in warm_ups
-        ],
-        "The first rank has the most forwards in the beginning, and the last one has none.": [
-            _order(w, m) for w in reversed(warm_ups)
-        ],
+        "Each gradient is m times too large: the last stage divides the loss by m.": (
+            _scaled(wanted, [m] * p)
+        ),
+        "Only the last stage divides by m: the gradients it sends are divided already.": (
+            _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)])
+        ),
+        "Only the last micro-batch is left in the gradients: add to them, without "
+        "zero_grad.": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
+        "No stage has a gradient: y.backward(gradient) adds to those of its parameters.": (
+            not any(gradient.any() for of in found for gradient in of)
+        ),
+        "The last stage is right, the others are not. What a rank sends is the gradient of its "
+        "input, x.grad after backward, and not that of its output.": (
+            p > 1 and same(wanted[-1], found[-1])
+        ),
+        "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; "
+        "then y.backward(gradient), and send x.grad to the rank before.": True,
     }
-    for hint, orders in hints.items():
-        if found == orders:
-            return hint
-    short = [rank for rank, order in enumerate(found) if len(str(order).split()) < 2 * m]
-    if short:
-        return f"Each of the {m} micro-batches needs a forward and a backward: some are missing."
-    return (
-        'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then one '
-        "forward and one backward in turn while there are forwards; then the other backwards."
-    )
-
-
-def _interleaved(
-    rank: int, p: int, v: int, m: int, more: int = 0, stride: int = 2, back: int = -1
-) -> str:
-    """Return interleaved 1F1B; `more`, `stride` and `back` can make it wrong."""
-    stages = range(rank, v * p, p)
-    groups = [range(first, first + p) for first in range(0, m, p)]
-    forwards = [f"{stage}F{i}" for group in groups for stage in stages for i in group]
-    backwards = [f"{stage}B{i}" for group in groups for stage in stages[::back] for i in group]
-    warm_up = min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m)
-    pairs = zip(forwards[warm_up:], backwards, strict=False)
-    order = [*forwards[:warm_up], *(step for pair in pairs for step in pair)]
-    return " ".join([*order, *backwards[v * m - warm_up :]])
-
-
-def _hint_for_interleaved(found: list, p: int, v: int, m: int) -> str:
-    return f'{_what_is_interleaved_wrong(found, p, v, m)} (2B3 is short for ("B", 3, 2).)'
-
-
-def _what_is_interleaved_wrong(found: list, p: int, v: int, m: int) -> str:
-    hints = {
-        "Backwards pass the last stage of a rank first: take its stages in reverse order.": {
-            "back": 1
-        },
-        "A rank needs two forwards more than the rank after it, for its gradient comes back two "
-        "steps later.": {"stride": 1},
-        "One forward too many in the beginning.": {"more": 1},
-        "One forward too few in the beginning.": {"more": -1},
-    }
-    for hint, wrong in hints.items():
-        if found == [_interleaved(rank, p, v, m, **wrong) for rank in range(p)]:
-            return hint
-    if any(len(str(order).split()) < 2 * v * m for order in found):
-        return f"Each of the {m} micro-batches needs a forward and a backward in each stage."
-    return (
-        "Make the list of the backwards as that of the forwards is made; then, after the forwards "
-        "of the beginning, take one of each in turn, and then the backwards that are left."
-    )
+    grader.compare(wanted, found, hints, place=" in the gradients of its stage")
 
 
 def _stage(rank: int) -> nn.Module:
@@ -246,61 +179,91 @@ def _alone(p: int, m: int, first: int = 0) -> list[list[torch.Tensor]]:
     return [[q.grad for q in stage.parameters()] for stage in stages]
 
 
-def _hint_for_error(error: RankError) -> str:
-    said = " ".join(failure.message for failure in error.failures.values())
-    if "does not require grad" in said:
-        return "There is no graph yet: y = stage(x) computes the forward again, with a graph."
-    if "implicitly created only for scalar" in said:
-        return "Only the loss goes without one: on the other ranks, y.backward(gradient)."
-    return _NO_GRADIENT if "NoneType" in said or "torch.Tensor" in said else ""
+def _scaled(stages: list[list[torch.Tensor]], factors: list) -> list[list[torch.Tensor]]:
+    pairs = zip(stages, factors, strict=True)
+    return [[factor * gradient for gradient in of] for of, factor in pairs]
 
 
-def _hint_for_gradients(wanted: list, found: list, m: int) -> str:
-    def scaled(factors: list[float]) -> list:
-        return [
-            [factor * gradient for gradient in of]
-            for of, factor in zip(wanted, factors, strict=True)
-        ]
+def _rounding(case: tuple[int, float]) -> str:
+    p, most = case
+    exact = (p - 1) / most - (p - 1)
+    needed = p == 1 or abs(exact - round(exact)) > 1e-9
+    return "rounded up, and one rank" if needed else "where nothing is rounded"
 
-    p = len(wanted)
-    if all(map(same, scaled([m] * p), found)):
-        return "Each gradient is m times too large: the last stage divides the loss by m."
-    if all(map(same, scaled([m ** -(p - 1.0 - rank) for rank in range(p)]), found)):
-        return "Only the last stage divides by m: the gradients it sends are divided already."
-    last = [[gradient / m for gradient in of] for of in _alone(p, m, first=m - 1)]
-    if all(map(same, last, found)):
-        return "Only the last micro-batch is left in the gradients: add to them, without zero_grad."
-    if not any(gradient.any() for of in found for gradient in of):
-        return "No stage has a gradient: y.backward(gradient) adds to those of its parameters."
-    if p > 1 and same(wanted[-1], found[-1]):
-        return (
-            "The last stage is right, the others are not. What a rank sends is the gradient of its "
-            "input, x.grad after backward, and not that of its output."
-        )
-    return (
-        "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; then "
-        "y.backward(gradient), and send x.grad to the rank before."
-    )
+
+@exercise(
+    "17.3", "micro_batches(p, most)", where="for 1 to 16 ranks", cases=BUBBLES, part=_rounding
+)
+def _micro_batches(grader: Grader, p: int, most: float) -> None:
+    (found,) = grader.call([(p, most)], f"micro_batches({p}, {most:g}), called")
+    want = _fewest(lambda m: (p - 1) / (m + p - 1), most)
+    hints = {
+        "One rank never waits for another: one micro-batch is enough.": p == 1,
+        "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
+        "(p-1)/(m+p-1).": _fewest(lambda m: (p - 1) / m, most),
+        "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1).": (
+            _fewest(lambda m: p / (m + p), most)
+        ),
+        "One less is enough: a bubble of exactly `most` is not too large.": want + 1,
+        "With that many the bubble is still larger than `most`: round up.": want - 1,
+        "Return a whole number: round up.": isinstance(found, float),
+        "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds.": True,
+    }
+    if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
+        fact = f"it should return {want} but returns {found!r}"
+        grader.fail(fact, hint=hint_for(found, hints))
 
 
 def _fewest(bubble: Callable[[int], float], most: float) -> int:
     return next(m for m in range(1, 10_000) if bubble(m) <= most + 1e-12)
 
 
-def _hint_for_bubble(found: Any, p: int, most: float, want: int) -> str:
-    if p == 1:
-        return "One rank never waits for another: one micro-batch is enough."
-    if found == _fewest(lambda m: (p - 1) / m, most):
-        return (
-            "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
-            "(p-1)/(m+p-1)."
-        )
-    if found == _fewest(lambda m: p / (m + p), most):
-        return "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1)."
-    if found == want + 1:
-        return "One less is enough: a bubble of exactly `most` is not too large."
-    if found == want - 1:
-        return "With that many the bubble is still larger than `most`: round up."
-    if isinstance(found, float):
-        return "Return a whole number: round up."
-    return "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds."
+def _ranks(case: tuple[int, int, int]) -> str:
+    return by_size([p for p, *_ in INTERLEAVED])(case[0])
+
+
+@exercise(
+    "17.4",
+    "interleaved(rank, p, v, m)",
+    "with 2 and 3 stages each",
+    where="on 1, 2, 3 and 4 ranks",
+    cases=INTERLEAVED,
+    part=_ranks,
+)
+def _interleaved(grader: Grader, p: int, v: int, m: int) -> None:
+    given = [(rank, p, v, m) for rank in range(p)]
+    found = list(map(_text, grader.call(given, f"interleaved(rank, {p}, {v}, {m})")))
+
+    def orders(**wrong: int) -> list[str]:
+        return [interleaved_order(rank, p, v, m, **wrong) for rank in range(p)]
+
+    hints = {
+        "Backwards pass the last stage of a rank first: take its stages in reverse order.": orders(
+            back=1
+        ),
+        "A rank needs two forwards more than the rank after it, for its gradient comes back "
+        "two steps later.": orders(stride=1),
+        "One forward too many in the beginning.": orders(more=1),
+        "One forward too few in the beginning.": orders(more=-1),
+        f"Each of the {m} micro-batches needs a forward and a backward in each stage.": (
+            _short(found, 2 * v * m)
+        ),
+        "Make the list of the backwards as that of the forwards is made; then, after the forwards "
+        "of the beginning, take one of each in turn, and then the backwards that are left.": True,
+    }
+    hint = f'{hint_for(found, hints)} (2B3 is short for ("B", 3, 2).)'
+    grader.compare(orders(), found, hint, verb="return")
+
+
+def interleaved_order(
+    rank: int, p: int, v: int, m: int, more: int = 0, stride: int = 2, back: int = -1
+) -> str:
+    """Return interleaved 1F1B; `more`, `stride` and `back` can make it wrong."""
+    stages = range(rank, v * p, p)
+    groups = [range(first, first + p) for first in range(0, m, p)]
+    forwards = [f"{stage}F{i}" for group in groups for stage in stages for i in group]
+    backwards = [f"{stage}B{i}" for group in groups for stage in stages[::back] for i in group]
+    warm_up = max(0, min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m))
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    order = [*forwards[:warm_up], *(step for pair in pairs for step in pair)]
+    return " ".join([*order, *backwards[v * m - warm_up :]])

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
-import torch
-
-from ddp_kit.check.grader import SENT, SIZES, Credit, Grader, brought, hint_if_unchanged, in_place
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Trace
 
 SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
 AT_ONCE = "each piece is passed on at once"
-_CHUNKS = (
-    "In step s, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n. In the first "
-    "n - 1 steps it adds what it receives to its own chunk, in the others it replaces the chunk."
-)
 _LENGTHS = (
     "Chunks may differ in length: cut `arriving` to the length of the chunk that you receive."
 )
@@ -32,52 +24,55 @@ _BYTES = (
 )
 
 
-def exercise_4_1(chunked_ring: Callable[[torch.Tensor], Any]) -> Credit:
-    """Grade `chunked_ring(tensor)` on 1 to 5 ranks, also where the size does not divide.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("4.1", "chunked_ring(tensor)", chunked_ring, {MismatchError: _LENGTHS})
-    for world_size, shape in grader.each(product(SIZES, SHAPES), SENT, part=_divides):
-        _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, each rank sends 2(n-1)/n of the bytes")
-
-
-def exercise_4_2(pipelined_ring: Callable[[torch.Tensor, int], Any]) -> Credit:
-    """Grade `pipelined_ring(tensor, pieces)` on 1 to 5 ranks: is each piece passed on at once?
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    hints = {DeadlockError: _PIECES}
-    grader = Grader("4.2", "pipelined_ring(tensor, pieces)", pipelined_ring, hints)
-    shapes = (((60,), 3), ((7,), 2), ((60,), 1))
-    cases = [(n, *each) for n in SIZES for each in shapes]
-    for world_size, shape, pieces in grader.each(cases, SENT, AT_ONCE, part=_divides):
-        case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
-        trace = _sum(grader, shape, world_size, case, pieces)
-        if shape != (60,) or world_size == 1:
-            continue  # some pieces are empty and need not be sent
-        messages = 2 * (world_size - 1) * pieces
-        for rank in range(world_size):
-            _as_a_pipeline(grader, trace, rank, messages, pieces)
-    return grader.passed(
-        "right on 1, 2, 3, 4 and 5 ranks, each piece is passed on as soon as it is there"
-    )
-
-
 def _divides(case: tuple) -> str:
     return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
+
+
+@exercise(
+    "4.1",
+    "chunked_ring(tensor)",
+    "each rank sends 2(n-1)/n of the bytes",
+    on_failure={MismatchError: _LENGTHS},
+    collectives=False,
+    cases=product(SIZES, SHAPES),
+    others=(SENT,),
+    part=_divides,
+)
+def _chunked_ring(grader: Grader, world_size: int, shape: tuple[int, ...]) -> None:
+    _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
+
+
+@exercise(
+    "4.2",
+    "pipelined_ring(tensor, pieces)",
+    "each piece is passed on as soon as it is there",
+    on_failure={DeadlockError: _PIECES},
+    collectives=False,
+    cases=[(n, *each) for n in SIZES for each in (((60,), 3), ((7,), 2), ((60,), 1))],
+    others=(SENT, AT_ONCE),
+    part=_divides,
+)
+def _pipelined_ring(grader: Grader, world_size: int, shape: tuple[int, ...], pieces: int) -> None:
+    case = f"pipelined_ring(tensor of shape {shape}, pieces={pieces})"
+    trace = _sum(grader, shape, world_size, case, pieces)
+    if shape != (60,) or world_size == 1:
+        return  # some pieces are empty and need not be sent
+    messages = 2 * (world_size - 1) * pieces
+    for rank in range(world_size):
+        _as_a_pipeline(grader, trace, rank, messages, pieces)
 
 
 def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int) -> Trace:
     """Run one case, check the sum and the bytes, and return the trace."""
     held = brought(world_size, *shape)
     result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
-    grader.compare(
-        [sum(held[1:], held[0])] * world_size,
-        result,
-        hint_if_unchanged(held, result.values) or _CHUNKS,
-    )
+    hints = {
+        UNCHANGED: held,
+        "In step s, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n. In the "
+        "first n - 1 steps it adds what it receives to its own chunk, in the others it replaces "
+        "the chunk.": True,
+    }
+    grader.compare([sum(held[1:], held[0])] * world_size, result, hints)
     longest = -(-held[0].numel() // world_size)
     needed = 2 * (world_size - 1) * longest * 4
     for rank in range(world_size):
@@ -91,11 +86,9 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
     mine = [event for event in trace if event.rank == rank]
     sends = sorted(event.start for event in mine if event.kind == "send")
     if len(sends) < messages:
-        grader.fail(
-            f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}",
-            hint="Send each chunk as `pieces` messages.",
-            part=AT_ONCE,
-        )
+        fact = f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}"
+        hint = "Send each chunk as `pieces` messages."
+        grader.fail(fact, hint=hint, part=AT_ONCE)
         return
     # The first sends are the rank's own chunk. The next one passes on what it received.
     passed_on = sends[pieces]

@@ -11,92 +11,92 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
-from ddp_kit.check.grader import IN_PLACE, SIZES, STORE_LIMIT, Credit, Grader, by_size
-from ddp_kit.errors import DeadlockError, RankError
+from ddp_kit.check.grader import IN_PLACE, SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
+from ddp_kit.errors import RankError
 
 PER_HOST = 2
 LOCAL_SIZES = (2, 1, 4, 3, 2)  # how many ranks each host has in 11.3
 
 
-def exercise_11_1(my_place: Callable[[int], Any]) -> Credit:
-    """Grade `my_place(gpus)` on 1 to 5 ranks, two on each host.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("11.1", "my_place(gpus)", my_place)
-    cases = [(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)]
-    for world_size, gpus in grader.each(
-        cases, part=lambda case: "with GPUs" if case[1] else "without GPUs"
-    ):
-        result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
-        places = [divmod(rank, PER_HOST) for rank in range(world_size)]
-        wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
-        found = list(result)
-        grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with GPUs and without")
+@exercise(
+    "11.1",
+    "my_place(gpus)",
+    "with GPUs and without",
+    cases=[(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)],
+    part=lambda case: "with GPUs" if case[1] else "without GPUs",
+)
+def _my_place(grader: Grader, world_size: int, gpus: int) -> None:
+    result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
+    places = [divmod(rank, PER_HOST) for rank in range(world_size)]
+    wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
+    found = list(result)
+    grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
 
 
-def exercise_11_2(resume: Callable[[str, torch.Tensor], Any]) -> Credit:
-    """Grade `resume(folder, weights)` on 1 to 5 ranks, where only rank 0's host has the checkpoint.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    everybody = (
-        "Only rank 0 finds the file. All ranks must call the same broadcast, whatever they find, "
-        "and rank 0 sends what it has loaded."
-    )
-    hints: dict[type[Exception], str] = {DeadlockError: everybody, RankError: everybody}
-    grader = Grader("11.2", "resume(folder, weights)", resume, hints, collectives=True)
-    for world_size in grader.each(SIZES, "the next step"):
-        for step in (3, None):
-            with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
-                if step is not None:
-                    saved = {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
-                    torch.save(saved, Path(folder, "checkpoint.pt"))
-                case = f"resume {'with' if step else 'without'} a checkpoint"
-                result = grader.run(_resume, folder, empty, world_size=world_size, case=case)
-            steps = [value["step"] for value in result]
-            weights = [value["weights"] for value in result]
-            kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
-            hint = "Without a checkpoint, leave the weights as they are, and return 0."
-            if step:
-                hint = everybody if torch.equal(weights[0], kept) else IN_PLACE
-            grader.compare([kept] * world_size, weights, hint, place=" in weights")
-            hint = (
-                f"The checkpoint has the next step, {step}. {everybody}"
-                if step
-                else "Without a checkpoint, the next step is 0."
-            )
-            wanted = [step or 0] * world_size
-            grader.compare(wanted, steps, hint, verb="return", part="the next step")
-    return grader.passed("right on 1, 2, 3, 4 and 5 ranks, with a checkpoint and without")
+_EVERYBODY = (
+    "Only rank 0 finds the file. All ranks must call the same broadcast, whatever they find, "
+    "and rank 0 sends what it has loaded."
+)
 
 
-def exercise_11_3(ranks_here: Callable[[dist.Store, int, int], Any]) -> Credit:
-    """Grade `ranks_here(store, host, local_world_size)` on 1 to 5 hosts.
+@exercise(
+    "11.2",
+    "resume(folder, weights)",
+    "with a checkpoint and without",
+    on_failure=_EVERYBODY,
+    others=("the next step",),
+)
+def _resume(grader: Grader, world_size: int) -> None:
+    for step in (3, None):
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as empty:
+            if step is not None:
+                saved = {"step": step, "weights": torch.tensor([5.0, 6.0, 7.0])}
+                torch.save(saved, Path(folder, "checkpoint.pt"))
+            case = f"resume {'with' if step else 'without'} a checkpoint"
+            result = grader.run(_resume_training, folder, empty, world_size=world_size, case=case)
+        steps = [value["step"] for value in result]
+        weights = [value["weights"] for value in result]
+        kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
+        hints = {
+            "Without a checkpoint, leave the weights as they are, and return 0.": step is None,
+            _EVERYBODY: torch.equal(weights[0], kept),
+            IN_PLACE: True,
+        }
+        grader.compare([kept] * world_size, weights, hints, place=" in weights")
+        hints = {
+            "Without a checkpoint, the next step is 0.": step is None,
+            f"The checkpoint has the next step, {step}. {_EVERYBODY}": True,
+        }
+        wanted = [step or 0] * world_size
+        grader.compare(wanted, steps, hints, verb="return", part="the next step")
 
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    silent = "Set the number of your own ranks in the store first, under a key with your host in it"
-    hints: dict[type[Exception], str] = {
-        RankError: f"{silent}; then read those of the hosts before yours. A get waits for its key."
+
+@exercise(
+    "11.3",
+    "ranks_here(store, host, local_world_size)",
+    where="on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each",
+    on_failure={
+        RankError: "Set the number of your own ranks in the store first, under a key with your "
+        "host in it; then read those of the hosts before yours. A get waits for its key."
+    },
+    part=by_size(SIZES, "host"),
+)
+def _ranks_here(grader: Grader, hosts: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "store"))
+        result = grader.run(_count_ranks, path, STORE_LIMIT, world_size=hosts)
+    sizes = LOCAL_SIZES[:hosts]
+    first = [sum(sizes[:host]) for host in range(hosts)]
+    hints = {
+        "Return a list of whole numbers.": not all(isinstance(value, list) for value in result),
+        "That would be right if all hosts had equally many ranks. Add up those before yours.": (
+            [list(range(host * size, (host + 1) * size)) for host, size in enumerate(sizes)]
+        ),
+        "The first rank of a host is the number of all ranks on the hosts before it.": True,
     }
-    form = "ranks_here(store, host, local_world_size)"
-    grader = Grader("11.3", form, ranks_here, hints, collectives=True)
-    for hosts in grader.each(SIZES, part=by_size(SIZES, "host")):
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "store"))
-            result = grader.run(_ranks_here, path, STORE_LIMIT, world_size=hosts)
-        first = [sum(LOCAL_SIZES[:host]) for host in range(hosts)]
-        wanted = [
-            list(range(begin, begin + size))
-            for begin, size in zip(first, LOCAL_SIZES[:hosts], strict=True)
-        ]
-        found = list(result)
-        grader.compare(wanted, found, _hint_for_ranks(found), verb="return")
-    return grader.passed("right on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each")
+    wanted = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
+    grader.compare(wanted, result, hints, verb="return")
 
 
 def _hint_for_place(found: list, wanted: list, gpus: int) -> str:
@@ -115,18 +115,6 @@ def _hint_for_place(found: list, wanted: list, gpus: int) -> str:
     return 'The device is the name of this rank\'s own GPU on its host, such as "cuda:1".'
 
 
-def _hint_for_ranks(found: list) -> str:
-    if any(not isinstance(value, list) for value in found):
-        return "Return a list of whole numbers."
-    equal = [
-        [host * size + local for local in range(size)]
-        for host, size in zip(range(len(found)), LOCAL_SIZES, strict=False)
-    ]
-    if found == equal:
-        return "That would be right if all hosts had equally many ranks. Add up those before yours."
-    return "The first rank of a host is the number of all ranks on the hosts before it."
-
-
 def _read_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:
     host, local_rank = divmod(rank, PER_HOST)
     numbers = {
@@ -140,15 +128,11 @@ def _read_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> An
         return my_place(gpus)
 
 
-def _resume(rank: int, world_size: int, resume: Callable, folder: str, empty: str) -> dict:
+def _resume_training(rank: int, world_size: int, resume: Callable, folder: str, empty: str) -> dict:
     weights = torch.ones(3)
     step = resume(folder if rank == 0 else empty, weights)
     return {"step": step, "weights": weights}
 
 
-def _ranks_here(
-    rank: int, world_size: int, ranks_here: Callable, path: str, limit: timedelta
-) -> Any:
-    store = dist.FileStore(path, world_size)
-    store.set_timeout(limit)
-    return ranks_here(store, rank, LOCAL_SIZES[rank])
+def _count_ranks(rank: int, world_size: int, answer: Callable, path: str, limit: timedelta) -> Any:
+    return answer(open_store(path, world_size, limit), rank, LOCAL_SIZES[rank])

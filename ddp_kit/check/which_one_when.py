@@ -12,142 +12,55 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit.check.device_mesh import mesh_name
-from ddp_kit.check.grader import Credit, Grader, same
+from ddp_kit.check.grader import Grader, close, exercise, hint_for
 
 MESHES = ((2, 2), (1, 2), (2, 1), (1, 1))  # most mistakes show on the first
-NAMES = ("dp", "tp")
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 
 
-def exercise_20_1(average_gradients: Callable[[nn.Module, DeviceMesh], Any]) -> Credit:
-    """Grade `average_gradients(model, mesh)` on meshes of (dp, tp) with 1 to 4 ranks.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    form = "average_gradients(model, mesh)"
-    grader = Grader("20.1", form, average_gradients, collectives=True)
-    for dp, tp in grader.each(MESHES, part=mesh_name):
-        case = f"average_gradients(model, mesh of {dp} x {tp})"
-        result = grader.run(_average, (dp, tp), world_size=dp * tp, case=case)
-        before = [_gradient(rank) for rank in range(dp * tp)]
-        groups = [range(rank % tp, dp * tp, tp) for rank in range(dp * tp)]
-        wanted = [sum(before[other] for other in group) / dp for group in groups]
-        hint = _hint_for_average(before, wanted, list(result), dp, tp)
-        grader.compare(wanted, result, hint, place=" in weight.grad")
-    return grader.passed("right on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks")
-
-
-def exercise_20_2(smallest_stage: Callable[[float, int, float], Any]) -> Credit:
-    """Grade `smallest_stage(parameters, ranks, memory)`: the least of ZeRO that fits.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    form = "smallest_stage(parameters, ranks, memory)"
-    grader = Grader("20.2", form, smallest_stage)
-    calls = [
-        *((7.5e9, 64, memory) for memory in (130e9, 40e9, 20e9, 10e9)),
-        *((7.5e9, 64, 1e9), (1e9, 1, 17e9), (1e9, 1, 15e9), (70e9, 16, 80e9), (1e9, 8, 16e9)),
-    ]
-    for call in grader.each(
-        calls, part=lambda call: "on 64 ranks" if call[1] == 64 else "on 1 to 16 ranks"
-    ):
-        found = _ask(grader, call)
-        parameters, ranks, memory = call
-        needed = [parameters * (kept + shared / ranks) for kept, shared in BYTES]
-        fitting = [stage for stage, nbytes in enumerate(needed) if nbytes <= memory]
-        want = fitting[0] if fitting else None
-        shown = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in needed)
-        hint = f"Stages 0 to 3 need {shown} GB on a rank, and it has {memory / 1e9:.0f} GB. "
-        if want is None:
-            hint += "If not even stage 3 fits, return None."
-        elif found in fitting:
-            hint += "Return the smallest that fits: a higher stage may send more."
-        else:
-            hint += "A stage shares 0, 12, 14 or 16 of the 16 bytes, and keeps the others."
-        if type(found) is not type(want) or found != want:
-            grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
-    return grader.passed("right from 1 to 64 ranks, with a memory of 1 to 130 GB")
+@exercise(
+    "20.1",
+    "average_gradients(model, mesh)",
+    where="on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks",
+    cases=MESHES,
+    part=mesh_name,
+)
+def _average_gradients(grader: Grader, dp: int, tp: int) -> None:
+    n, case = dp * tp, f"average_gradients(model, mesh of {dp} x {tp})"
+    result = grader.run(_average, (dp, tp), world_size=n, case=case)
+    before = [_gradient(rank) for rank in range(n)]
+    wanted = [sum(before[rank % tp :: tp]) / dp for rank in range(n)]
+    total = sum(before)
+    rows = [sum(before[rank // tp * tp :][:tp]) for rank in range(n)]
+    hints = {
+        "The gradients are as before. Write into parameter.grad, in place.": before,
+        'That is the sum. Divide it by the number of ranks along "dp": mesh["dp"].size().': (
+            [each * dp for each in wanted]
+        ),
+        'Divide by the ranks along "dp" only: those along "tp" have other parameters.': (
+            [each / tp for each in wanted]
+        ),
+        'Ranks along "tp" have different parameters, so their gradients must not be added up. '
+        'Pass the group along "dp": mesh.get_group("dp").': tuple(
+            total / divisor for divisor in (1, dp, n)
+        ),
+        'Those are the ranks along "tp", which have different parameters. Those with the same '
+        'parameters and other data are along "dp".': tuple(
+            [row / divisor for row in rows] for divisor in (1, dp, tp)
+        ),
+        'Each gradient should be the mean over the ranks along "dp".': True,
+    }
+    grader.compare(wanted, result, hints, place=" in weight.grad")
 
 
-def exercise_20_3(inside: Callable[[dict, dict, int], Any]) -> Credit:
-    """Grade `inside(sent, ranks, per_host)`: the dimensions that go inside a host.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    grader = Grader("20.3", "inside(sent, ranks, per_host)", inside)
-    calls = [
-        ({"tp": 90.0, "pp": 1.0, "dp": 6.0}, {"tp": 8, "pp": 4, "dp": 16}, 8),
-        ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
-        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 2, "tp": 4}, 16),
-        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
-        ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
-    ]
-    for call in grader.each(calls, part=lambda call: f"hosts with {call[2]} ranks"):
-        found = _ask(grader, call)
-        sent, ranks, per_host = call
-        want, room = [], per_host
-        for name in sorted(sent, key=sent.get, reverse=True):
-            if room % ranks[name]:
-                break
-            want.append(name)
-            room //= ranks[name]
-        if not isinstance(found, list) or found != want:
-            hint = _hint_for_inside(call, want, found)
-            grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
-    return grader.passed("right for hosts with 8 and 16 ranks")
-
-
-def exercise_20_4(step_seconds: Callable[..., Any]) -> Credit:
-    """Grade `step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)`.
-
-    Raises ExerciseError if it is not right yet, NotImplementedError for the stub.
-    """
-    form = "step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)"
-    grader = Grader("20.4", form, step_seconds)
-    calls = [
-        (126, 16_384, 405e9, 8_192, 16.8e6, 8_192, 989e12, 0.43),
-        (126, 16_384, 405e9, 131_072, 16.8e6, 16_384, 989e12, 0.38),
-        (32, 4_096, 6.7e9, 4_096, 4e6, 1_024, 312e12, 0.45),
-        (32, 4_096, 6.7e9, 0, 4e6, 1_024, 312e12, 0.45),
-    ]
-    for call in grader.each(
-        calls, part=lambda call: "with attention" if call[3] else "without attention"
-    ):
-        found = _ask(grader, call)
-        layers, width, parameters, context, tokens, gpus, peak, mfu = call
-        attention = 12 * layers * width * context
-        rate = gpus * peak * mfu
-        want = (6 * parameters + attention) * tokens / rate
-        hints = {
-            6 * parameters * tokens / rate: "The attention is missing: 12 * layers * width * "
-            "context FLOPs per token.",
-            want / 3: "That is forward only. Backward takes twice as many FLOPs.",
-            want * gpus: "All GPUs work at the same time: divide by their number.",
-            want * mfu: "Only the share mfu of the peak is reached.",
-            want * mfu**2: "Divide by mfu: with a smaller one, a step takes longer.",
-            want / tokens: "That is one token. A step has `tokens` of them.",
-            (2 * parameters + attention) * tokens / rate: "A parameter needs 6 FLOPs per token.",
-            (6 * parameters + attention / 3) * tokens / rate: "Backward needs attention, too.",
-        }
-        if _close(found, want):
-            continue
-        hint = "FLOPs of all tokens, divided by gpus * peak * mfu."
-        hint = next((text for value, text in hints.items() if _close(found, value)), hint)
-        shown = f"{found:.3g}" if isinstance(found, (int, float)) else repr(found)
-        grader.fail(f"it returns {shown} where {want:.3g} seconds are right", hint=hint)
-    return grader.passed("right for Llama 3 with 405 billion parameters, and for one with 6.7")
-
-
-def _average(
-    rank: int, world_size: int, answer: Callable, shape: tuple[int, int]
-) -> torch.Tensor | None:
+def _average(rank: int, world_size: int, answer: Callable, shape: tuple[int, int]) -> Any:
     """Return the gradient of a layer after the answer has averaged it."""
     layer = nn.Linear(3, 2, bias=False)
     layer.weight.grad = _gradient(rank)
-    answer(layer, init_device_mesh("cpu", shape, mesh_dim_names=NAMES))
+    answer(layer, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
     return layer.weight.grad
 
 
@@ -156,42 +69,58 @@ def _gradient(rank: int) -> torch.Tensor:
     return torch.arange(1.0, 7).view(2, 3) * 8**rank * 4
 
 
-def _hint_for_average(
-    before: list[torch.Tensor], wanted: list[torch.Tensor], found: list, dp: int, tp: int
-) -> str:
-    total = sum(before)
-    rows = [sum(before[r // tp * tp :][:tp]) for r in range(dp * tp)]
-    hints = [
-        (before, "The gradients are as before. Write into parameter.grad, in place."),
-        (
-            [each * dp for each in wanted],
-            'That is the sum. Divide it by the number of ranks along "dp": mesh["dp"].size().',
-        ),
-        (
-            [each / tp for each in wanted],
-            'Divide by the ranks along "dp" only: those along "tp" have other parameters.',
-        ),
-        *(
-            (
-                [total / divisor] * (dp * tp),
-                'Ranks along "tp" have different parameters, so their gradients must not be added '
-                'up. Pass the group along "dp": mesh.get_group("dp").',
-            )
-            for divisor in (1, dp, dp * tp)
-        ),
-        *(
-            (
-                [row / divisor for row in rows],
-                'Those are the ranks along "tp", which have different parameters. Those with the '
-                'same parameters and other data are along "dp".',
-            )
-            for divisor in (1, dp, tp)
-        ),
-    ]
-    for values, hint in hints:
-        if all(map(same, values, found)):
-            return hint
-    return 'Each gradient should be the mean over the ranks along "dp".'
+@exercise(
+    "20.2",
+    "smallest_stage(parameters, ranks, memory)",
+    where="from 1 to 64 ranks, with a memory of 1 to 130 GB",
+    cases=[
+        *((7.5e9, 64, memory) for memory in (130e9, 40e9, 20e9, 10e9, 1e9)),
+        *((1e9, 1, 17e9), (1e9, 1, 15e9), (70e9, 16, 80e9), (1e9, 8, 16e9)),
+    ],
+    part=lambda call: "on 64 ranks" if call[1] == 64 else "on 1 to 16 ranks",
+)
+def _smallest_stage(grader: Grader, parameters: float, ranks: int, memory: float) -> None:
+    found = grader.ask(parameters, ranks, memory)
+    needed = [parameters * (kept + shared / ranks) for kept, shared in BYTES]
+    fitting = [stage for stage, nbytes in enumerate(needed) if nbytes <= memory]
+    want = fitting[0] if fitting else None
+    shown = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in needed)
+    hint = f"Stages 0 to 3 need {shown} GB on a rank, and it has {memory / 1e9:.0f} GB. "
+    if want is None:
+        hint += "If not even stage 3 fits, return None."
+    elif found in fitting:
+        hint += "Return the smallest that fits: a higher stage may send more."
+    else:
+        hint += "A stage shares 0, 12, 14 or 16 of the 16 bytes, and keeps the others."
+    if type(found) is not type(want) or found != want:
+        grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
+
+
+@exercise(
+    "20.3",
+    "inside(sent, ranks, per_host)",
+    where="for hosts with 8 and 16 ranks",
+    cases=[
+        ({"tp": 90.0, "pp": 1.0, "dp": 6.0}, {"tp": 8, "pp": 4, "dp": 16}, 8),
+        ({"dp": 6.0, "pp": 1.0, "tp": 90.0}, {"dp": 16, "pp": 4, "tp": 2}, 8),
+        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 2, "tp": 4}, 16),
+        ({"dp": 6.0, "cp": 9.0, "tp": 90.0}, {"dp": 2, "cp": 4, "tp": 4}, 8),
+        ({"dp": 6.0, "tp": 90.0}, {"dp": 4, "tp": 16}, 8),
+    ],
+    part=lambda call: f"hosts with {call[2]} ranks",
+)
+def _inside(grader: Grader, *call: Any) -> None:
+    found = grader.ask(*call)
+    sent, ranks, per_host = call
+    want, room = [], per_host
+    for name in sorted(sent, key=sent.get, reverse=True):
+        if room % ranks[name]:
+            break
+        want.append(name)
+        room //= ranks[name]
+    if not isinstance(found, list) or found != want:
+        hint = _hint_for_inside(call, want, found)
+        grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
 
 
 def _hint_for_inside(call: tuple, want: list[str], found: Any) -> str:
@@ -212,20 +141,38 @@ def _hint_for_inside(call: tuple, want: list[str], found: Any) -> str:
     )
 
 
-def _ask(grader: Grader, call: tuple) -> Any:
-    """Return what the answer returns for these arguments, on one rank."""
-    name = grader.form.partition("(")[0]
-    case = f"{name}({', '.join(map(_number, call))})"
-    return grader.run(_call, call, world_size=1, case=case)[0]
-
-
-def _call(rank: int, world_size: int, answer: Callable, arguments: tuple) -> Any:
-    return answer(*arguments)
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
-
-
-def _close(found: Any, want: float) -> bool:
-    return isinstance(found, (int, float)) and math.isclose(found, want, rel_tol=1e-6)
+@exercise(
+    "20.4",
+    "step_seconds(layers, width, parameters, context, tokens, gpus, peak, mfu)",
+    where="for Llama 3 with 405 billion parameters, and for one with 6.7",
+    cases=[
+        (126, 16_384, 405e9, 8_192, 16.8e6, 8_192, 989e12, 0.43),
+        (126, 16_384, 405e9, 131_072, 16.8e6, 16_384, 989e12, 0.38),
+        (32, 4_096, 6.7e9, 4_096, 4e6, 1_024, 312e12, 0.45),
+        (32, 4_096, 6.7e9, 0, 4e6, 1_024, 312e12, 0.45),
+    ],
+    part=lambda call: "with attention" if call[3] else "without attention",
+)
+def _step_seconds(grader: Grader, *call: Any) -> None:
+    found = grader.ask(*call)
+    layers, width, parameters, context, tokens, gpus, peak, mfu = call
+    attention = 12 * layers * width * context
+    rate = gpus * peak * mfu
+    want = (6 * parameters + attention) * tokens / rate
+    hints = {
+        "The attention is missing: 12 * layers * width * context FLOPs per token.": (
+            6 * parameters * tokens / rate
+        ),
+        "That is forward only. Backward takes twice as many FLOPs.": want / 3,
+        "All GPUs work at the same time: divide by their number.": want * gpus,
+        "Only the share mfu of the peak is reached.": want * mfu,
+        "Divide by mfu: with a smaller one, a step takes longer.": want * mfu**2,
+        "That is one token. A step has `tokens` of them.": want / tokens,
+        "A parameter needs 6 FLOPs per token.": (2 * parameters + attention) * tokens / rate,
+        "Backward needs attention, too.": (6 * parameters + attention / 3) * tokens / rate,
+        "FLOPs of all tokens, divided by gpus * peak * mfu.": True,
+    }
+    if not close(want, found):
+        shown = f"{found:.3g}" if isinstance(found, int | float) else repr(found)
+        fact = f"it returns {shown} where {want:.3g} seconds are right"
+        grader.fail(fact, hint=hint_for(found, hints))

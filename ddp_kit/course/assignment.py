@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 from ddp_kit import check
-from ddp_kit.check.partial_credit import parts_of
 from ddp_kit.course import editions, notebooks
 from ddp_kit.course.cells import may_fail, tags, tasks
 from ddp_kit.error_text import count
@@ -131,7 +129,7 @@ def _check(source: str, task: str, path: Path) -> Check:
     name = match[1] if match else ""
     if task and name == f"exercise_{task.removeprefix('Exercise ').replace('.', '_')}":
         if name in check.__all__:
-            return Check(name, match[2], parts_of(inspect.unwrap(getattr(check, name))))
+            return Check(name, match[2], getattr(check, name).exercise.parts)
         raise CourseError(f"{path}: there is no check for {task}")
     if match and not task:
         number = name.removeprefix("exercise_").replace("_", ".")

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.check.partial_credit import Credit, parts_of
+from ddp_kit.check.partial_credit import Credit
 from ddp_kit.course.cells import solved
 
 sys.path.append(str(Path(__file__).parents[1] / "course"))
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_costs_more_than_its_part():
 def test_an_exercise_has_no_parts_or_too_many():
     for name in kit.check.__all__:
         if name != "credit":
-            assert 2 <= len(parts_of(getattr(kit.check, name))) <= 5, name
+            assert 2 <= len(getattr(kit.check, name).exercise.parts) <= 5, name
 
 
 @pytest.mark.parametrize(

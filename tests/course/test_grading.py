@@ -10,7 +10,6 @@ from grading_tools import NOTEBOOKS, TOOLS, exercises_of, nbgrader, otter, sourc
 from half_right import ANSWERS, changed
 
 import ddp_kit as kit
-from ddp_kit.check.partial_credit import parts_of
 from ddp_kit.course.__main__ import main
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("exercises/[0-9]*.ipynb"))
@@ -23,7 +22,7 @@ CRASHED = "def {name}(*arguments):\n    __import__('os')._exit(1)\n"
 
 
 def points(exercise: str) -> int:
-    return len(parts_of(getattr(kit.check, exercise)))
+    return len(getattr(kit.check, exercise).exercise.parts)
 
 
 def right(exercise: str, solution: str) -> str:

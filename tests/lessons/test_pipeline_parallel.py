@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.check.pipeline_parallel import _interleaved as interleaved_order
+from ddp_kit.check.pipeline_parallel import interleaved_order
 from ddp_kit.lessons import pipeline_parallel as pp
 from ddp_kit.lessons._gpt import batches, make_gpt
 from ddp_kit.lessons.zero import SGD
