@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.distributed import Store
 
-from ddp_kit.backends.group.work import timeout_error
 from ddp_kit.backends.shm import futex
 from ddp_kit.backends.shm import segment as segments
 from ddp_kit.backends.shm.process_group import SharedMemoryProcessGroup
 from ddp_kit.backends.shm.segment import PID, Segment
+from ddp_kit.backends.work import timeout_error
 from ddp_kit.errors import BackendError
 
 
