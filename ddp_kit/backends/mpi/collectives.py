@@ -27,24 +27,19 @@ class MPICollectives:
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
 
     def send(self, data: Tensor, target: int, tag: int) -> Call:
-        """Send a tensor."""
         yield _begin(self._comm.Isend, _describe(data), target, tag)
 
     def receive(self, buffer: Tensor, source: int | None, tag: int) -> Call:
-        """Receive a tensor. source: a group rank; None: any."""
         source = load_mpi().ANY_SOURCE if source is None else source
         yield _begin(self._comm.Irecv, _describe(buffer), source, tag)
 
     def barrier(self) -> Call:
-        """Wait until all ranks have called this."""
         yield _begin(self._comm.Ibarrier)
 
     def broadcast(self, data: Tensor, root: int) -> Call:
-        """Copy the root's tensor into those of the others."""
         yield _begin(self._comm.Ibcast, _describe(data), root)
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Call:
-        """Copy the tensor of rank i into output i. They may differ in size."""
         counts = [len(output) for output in outputs]
         whole = _join(outputs)
         data = without_overlap(data, whole)
@@ -52,7 +47,6 @@ class MPICollectives:
         copy_back(outputs, whole.split(counts))
 
     def exchange(self, name: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Call:
-        """Send tensors to ranks and receive tensors from ranks: a gather, scatter or alltoall."""
         source, whole = _join(list(sends.values())), _join(list(receives.values()))
         to, of = self._counts(sends), self._counts(receives)
         yield _begin(self._comm.Ialltoallv, _describe(source, to), _describe(whole, of))
@@ -63,7 +57,6 @@ class MPICollectives:
         return [len(tensors[rank]) if rank in tensors else 0 for rank in range(self._size)]
 
     def reduce(self, data: Tensor, op: str, root: int | None = None) -> Call:
-        """Reduce the tensors of all ranks in place, on the root; None: on every rank."""
         reduction, in_place = _reduction(op, data.dtype), load_mpi().IN_PLACE
         numbers = data.to(reduction.dtype)
         message = _describe(numbers, type=reduction.type)
@@ -77,7 +70,6 @@ class MPICollectives:
         self._round(numbers, data, op)
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str) -> Call:
-        """Reduce the tensors that the ranks have for this one. They may differ in size by rank."""
         reduction = _reduction(op, output.dtype)
         source, result = _join(inputs).to(reduction.dtype), output.to(reduction.dtype)
         yield _begin(

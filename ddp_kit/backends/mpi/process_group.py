@@ -48,7 +48,6 @@ class MPIProcessGroup(PythonProcessGroup):
         self._frees_communicator = frees_communicator
 
     def shutdown(self) -> None:
-        """Free the communicator; `dist.destroy_process_group` calls this."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or not self._frees_communicator or work.unfinished():
             return  # MPI_Finalize frees it

@@ -24,7 +24,6 @@ lock = threading.Lock()
 _SPIN = 0.001  # seconds for which `wait` only yields the core
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
 _WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second if there is a future
-_IDLE_INTERVALS = 100  # after so many with no operation, the thread sleeps until there is one
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -76,7 +75,7 @@ class MPIOperation(Operation):
         _wake_watcher()
 
     def poll(self) -> bool:
-        """Return whether it is done; whoever first finds it complete does what is left to do."""
+        """Return whether it is done; the first thread that finds it complete does the rest."""
         if self.done:
             return True
         with lock:
@@ -96,11 +95,6 @@ class MPIOperation(Operation):
             self._time_out()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
-
-        After `timeout` it goes on, and one may wait again; after the group's timeout it has
-        failed.
-        """
         start = now = time.monotonic()
         deadline = self._deadline if timeout is None else start + timeout
         self._awaited = True
@@ -213,25 +207,21 @@ def stop_watcher() -> None:
 
 def _wake_watcher() -> None:
     global _thread
-    if not _awake.is_set():
-        _awake.set()
+    _awake.set()
     if _thread is None:
         _thread = threading.Thread(target=_watch, name="ddp_kit.backends.mpi", daemon=True)
         _thread.start()
 
 
 def _watch() -> None:
-    idle = 0
-    while not _stop.is_set():
+    while True:
+        _awake.clear()
+        if _stop.is_set():
+            return
         operations = unfinished()
-        idle = 0 if operations else idle + 1
-        if idle > _IDLE_INTERVALS:
-            idle = 0
-            _awake.clear()
-            if not _unfinished:  # nothing was added since
-                _awake.wait()
-        hurry = False
+        if not operations:
+            _awake.wait()
         for operation in operations:
             operation.watch()
-            hurry = hurry or operation.has_future
+        hurry = any(operation.has_future for operation in operations)
         time.sleep(_FUTURE_INTERVAL if hurry else _WATCH_INTERVAL)

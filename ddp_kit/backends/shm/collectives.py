@@ -11,7 +11,7 @@ result into a slot of its own, from which the others read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +95,6 @@ class SharedMemoryCollectives:
     # Collectives over slots
 
     def barrier(self) -> Steps:
-        """Wait until all ranks have called this."""
         call = _encode("barrier")
         yield from self._until_free()
         self._publish(call)
@@ -103,7 +102,6 @@ class SharedMemoryCollectives:
         self._end_round()
 
     def broadcast(self, data: Tensor, root: int) -> Steps:
-        """Copy the root's flat tensor into those of the others."""
         call = _encode("broadcast", data, root)
         for start, end in _chunks(len(data), SLOT // data.itemsize):
             part = data[start:end]
@@ -119,7 +117,6 @@ class SharedMemoryCollectives:
             yield from self._until_read(self._others)
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
-        """Copy the flat tensor of rank i into output i. They may differ in size."""
         calls = [_encode("allgather", output) for output in outputs]
         calls[self._rank] = _encode("allgather", data)
         longest = max(map(len, outputs))
@@ -137,7 +134,6 @@ class SharedMemoryCollectives:
             self._end_round()
 
     def reduce(self, data: Tensor, op: str, root: int | None = None) -> Steps:
-        """Reduce the flat tensors of all ranks in place, on the root; None: on every rank."""
         name = "allreduce" if root is None else "reduce"
         call = _encode(name, data, root or 0, op)
         wants = root in (None, self._rank)
@@ -189,7 +185,6 @@ class SharedMemoryCollectives:
         self._end_round()
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str) -> Steps:
-        """Reduce the flat tensors that the ranks have for this one. Sizes may differ by rank."""
         dtype = output.dtype
         call = _encode("reduce_scatter", sum(each.nbytes for each in inputs), 0, op)
         room = SLOT // dtype.itemsize // self._size
@@ -216,65 +211,45 @@ class SharedMemoryCollectives:
     def exchange(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Steps:
-        """Send tensors to ranks, and receive tensors from ranks. A rank copies its own."""
-        me, segment = self._rank, self._segment
+        me = self._rank
         if me in sends and me in receives:
             receives[me].copy_(sends[me])
-        writing = [_Stream(name, segment, me, r, data) for r, data in sends.items() if r != me]
-        reading = [_Stream(name, segment, r, me, data) for r, data in receives.items() if r != me]
-        while True:
-            blocked = {each.target for each in writing if not each.write()}
-            blocked |= {each.source for each in reading if not each.read()}
-            if not blocked:
-                return
-            yield frozenset(blocked)
+        streams = [self._write(name, r, data) for r, data in sends.items() if r != me]
+        streams += [self._read(name, r, data) for r, data in receives.items() if r != me]
+        while streams:
+            blocked = [(next(stream, None), stream) for stream in streams]
+            streams = [stream for rank, stream in blocked if rank is not None]
+            if streams:
+                yield frozenset(rank for rank, _ in blocked if rank is not None)
 
+    def _write(self, name: str, target: int, data: Tensor) -> Iterator[int]:
+        """Write what a rank receives in a collective; yield the rank while there is no room."""
+        ring = Ring(self._segment, self._rank, target, for_messages=False)
+        data = data.view(torch.uint8)
+        for part in (torch.tensor(_encode(name, data)).view(torch.uint8), data):
+            for _ in ring.write_all(part):
+                yield target
+        while ring.available:  # as in `_until_read`
+            yield target
 
-class _Stream:
-    """What one rank sends to another in one collective: its size, in 8 bytes, and the bytes."""
+    def _read(self, name: str, source: int, data: Tensor) -> Iterator[int]:
+        """Read what a rank sends in a collective; yield the rank while nothing is there.
 
-    def __init__(self, name: str, segment: Segment, source: int, target: int, data: Tensor) -> None:
-        self.source, self.target = source, target
-        self._name, self._data = name, data.view(torch.uint8)
-        self._ring = Ring(segment, source, target, for_messages=False)
-        self._call = _encode(name, self._data)
-        self._header = torch.tensor(self._call).view(torch.uint8)
-        self._head = self._done = 0  # bytes of the header and of the data
-
-    def write(self) -> bool:
-        """Write what there is room for; return whether that was the end."""
-        while self._head < len(self._header):
-            count = self._ring.write(self._header, self._head)
-            self._head += count
-            if not count:
-                return False
-        while self._done < len(self._data):
-            count = self._ring.write(self._data, self._done)
-            self._done += count
-            if not count:
-                return False
-        return not self._ring.available  # as in `_until_read`
-
-    def read(self) -> bool:
-        """Read what is there; return whether that was the end; RuntimeError: a mismatch."""
-        while self._head < len(self._header):
-            count = self._ring.read(self._header, self._head)
-            self._head += count
-            if not count:
-                return False
-            if self._head == len(self._header):
-                first, second = self._header.view(torch.int64).tolist()
-                if (first, second) != self._call:
-                    raise RuntimeError(
-                        f"{self._name}: rank {self.source} sent {_describe((first, second))} to "
-                        f"rank {self.target}, which expected {_describe(self._call)}"
-                    )
-        while self._done < len(self._data):
-            count = self._ring.read(self._data, self._done)
-            self._done += count
-            if not count:
-                return False
-        return True
+        Raise RuntimeError if it sends something else.
+        """
+        ring = Ring(self._segment, source, self._rank, for_messages=False)
+        data = data.view(torch.uint8)
+        call, header = _encode(name, data), torch.empty(2, dtype=torch.int64)
+        for _ in ring.read_all(header.view(torch.uint8)):
+            yield source
+        theirs = tuple(header.tolist())
+        if theirs != call:
+            raise RuntimeError(
+                f"{name}: rank {source} sent {_describe(theirs)} to "
+                f"rank {self._rank}, which expected {_describe(call)}"
+            )
+        for _ in ring.read_all(data):
+            yield source
 
 
 def _chunks(length: int, most: int) -> list[tuple[int, int]]:

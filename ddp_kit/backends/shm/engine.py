@@ -63,11 +63,6 @@ class SharedOperation(Operation):
         return self.done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
-
-        After `timeout` it goes on, and one may wait again; after the group's timeout it has
-        failed.
-        """
         try:
             if not self.done:
                 self._engine.wait(self, timeout)
@@ -117,7 +112,7 @@ class Engine:
         for descriptor in members.values():
             self._poll.register(descriptor, select.POLLIN)
         self._looked = 0.0  # when the processes of the others were last looked at
-        self._spin = _SPIN if segment.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spins = segment.size <= len(os.sched_getaffinity(0))
         self._left_alone: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -224,7 +219,6 @@ class Engine:
         limit = None if timeout is None else time.monotonic() + timeout
         operation.waiting += 1
         try:
-            spun = not self._spin
             while True:
                 self.advance()
                 if operation.done:
@@ -236,34 +230,32 @@ class Engine:
                 if limit is not None and now > limit:
                     raise timeout_error(operation.name, timeout or 0.0)
                 ends = operation.deadline if limit is None else min(limit, operation.deadline)
-                spun = self._sleep([operation], min(_SLICE, max(0.0, ends - now)), spun)
+                self._sleep([operation], min(_SLICE, max(0.0, ends - now)), self._spins)
         finally:
             operation.waiting -= 1
             if not operation.done and self._thread is not None:
                 self._left_alone.put(0.0)
 
-    def _sleep(self, operations: Sequence[SharedOperation], seconds: float, spun: bool) -> bool:
-        """Sleep until what the operations need has changed; return whether to sleep at once.
-
-        spun: do not look at the bell first.
-        """
+    def _sleep(self, operations: Sequence[SharedOperation], seconds: float, spins: bool) -> None:
+        """Sleep until what the operations need has changed. spins: look at the bell first."""
         with self._lock:
             if self.closed or any(operation.done for operation in operations):
-                return spun
-            needs = {rank for operation in operations for rank in self._watched(operation)}
+                return
+            watched: set[int] = set()
+            for operation in operations:
+                needs = self._needs(operation)
+                watched.update(needs[:1] if isinstance(needs, tuple) else needs)
             seen = self._seen
-        segment = self.segment
-        words = [(segment.addresses[rank], seen[rank]) for rank in needs]
-        if not spun and len(words) == 1:
-            (rank,) = needs
-            bells, last, ends = segment.bells, seen[rank], time.perf_counter() + _SPIN
+        bells, addresses = self.segment.bells, self.segment.addresses
+        if spins and len(watched) == 1:
+            (rank,) = watched
+            last, ends = seen[rank], time.perf_counter() + _SPIN
             while time.perf_counter() < ends:
                 for _ in range(16):
                     if bells[rank] != last:
-                        return False
+                        return
                 time.sleep(0)  # lets another thread have the GIL
-        futex.sleep_for_any(words, seconds)
-        return not self._spin
+        futex.sleep_for_any([(addresses[rank], seen[rank]) for rank in watched], seconds)
 
     def _needs(self, operation: SharedOperation) -> Needs:
         """Return the ranks that an operation waits for."""
@@ -271,11 +263,6 @@ class Engine:
             return self._inboxes.needs(operation)
         # Collectives wait for the first of them.
         return (self._collectives[0] if operation in self._collectives else operation).needs
-
-    def _watched(self, operation: SharedOperation) -> Needs:
-        """Return the ranks whose bells tell that an operation may go on."""
-        needs = self._needs(operation)
-        return needs[:1] if isinstance(needs, tuple) else needs
 
     def _enforce(self, operation: SharedOperation, now: float) -> None:
         """Fail an operation after its timeout, or if it needs a process that has ended."""
@@ -303,27 +290,27 @@ class Engine:
 
     def _leave_alone(self, patience: float) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_move_alone,
-                args=(self, self._left_alone),
-                name="ddp_kit shm",
-                daemon=True,
-            )
+            name, target = "ddp_kit shm", self._move_alone
+            self._thread = threading.Thread(target=target, name=name, daemon=True)
             self._thread.start()
         self._left_alone.put(patience)
 
-    def move_alone(self) -> None:
-        """Wait until everything is done that nobody else waits for."""
-        spun = True
-        while alone := [each for each in list(self._unfinished) if not each.waiting]:
-            self.advance()
-            now = time.monotonic()
-            for operation in alone:
-                if not operation.done:
-                    self._enforce(operation, now)
-            alone = [each for each in alone if not each.done]
-            if alone:
-                spun = self._sleep(alone, _SLICE, spun)
+    def _move_alone(self) -> None:
+        """Move what no thread waits for, until None comes. It runs in a thread of the group."""
+        while (patience := self._left_alone.get()) is not None:
+            if patience:
+                time.sleep(patience)
+            spins = False
+            while alone := [each for each in list(self._unfinished) if not each.waiting]:
+                self.advance()
+                now = time.monotonic()
+                for operation in alone:
+                    if not operation.done:
+                        self._enforce(operation, now)
+                alone = [each for each in alone if not each.done]
+                if alone:
+                    self._sleep(alone, _SLICE, spins)
+                    spins = self._spins
 
     def close(self) -> None:
         """End what is unfinished, and the thread. A second call does nothing."""
@@ -344,11 +331,3 @@ class Engine:
         for descriptor in self._members.values():
             os.close(descriptor)
         self._members = {}
-
-
-def _move_alone(engine: Engine, left_alone: queue.SimpleQueue) -> None:
-    """Move operations that nobody waits for, until None comes. It runs in a thread of the group."""
-    while (patience := left_alone.get()) is not None:
-        if patience:
-            time.sleep(patience)
-        engine.move_alone()

@@ -42,12 +42,8 @@ class Outbox:
         words[at] = 0
         header = torch.tensor([tag, len(data), mark]).view(torch.uint8)
         for part in (header, data):
-            start = 0
-            while start < len(part):
-                count = self._ring.write(part, start)
-                start += count
-                if not count:
-                    yield self._needs
+            for _ in self._ring.write_all(part):
+                yield self._needs
         self._is_writing = False
         while not words[at]:
             yield self._needs
@@ -76,7 +72,6 @@ class Inboxes:
         self._posted: list[Receive] = []
 
     def post(self, receive: Receive) -> None:
-        """Wait for a message."""
         self._posted.append(receive)
 
     def withdraw(self, receive: Receive) -> None:

@@ -45,7 +45,6 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         self._outboxes: dict[int, Outbox] = {}
 
     def shutdown(self) -> None:
-        """End what is unfinished; `dist.destroy_process_group` calls this."""
         self._engine.close()
 
     def _start(

@@ -14,9 +14,9 @@ has no name, and ends with the last process that maps it, however that process e
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -27,8 +27,8 @@ SLOTS = 2  # of each rank; one may be written while the other is still being rea
 SLOT = 1 << 22  # bytes
 RING = 1 << 19  # bytes
 _PIECE = RING // 4  # bytes of a ring after which the other side may already go on
+_VIEWS = 1024  # tensors over slots that are kept, because making them takes longer than a copy
 MARKS = 48  # messages from one rank to another that may be under way at once
-NONCE = 16  # bytes at the start that tell this file from any other
 LINE = 128  # bytes: two cache lines, because a processor may fetch the neighbour too
 _COUNTERS = 4 * LINE  # bytes of the counters of two rings
 _PAIR = _COUNTERS + MARKS * 8  # bytes of the words of one rank for one other
@@ -47,18 +47,12 @@ class Segment:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.words = memoryview(self._map).cast("Q")
         # A rank's bell and counters, by rank.
-        bells = memoryview(self._map)[PAGE : PAGE + size * LINE].cast("I")
+        bells = memoryview(self._map)[: size * LINE].cast("I")
         self.bells = bells[:: LINE // 4]
-        self.addresses = [ctypes.c_void_p(start + PAGE + LINE * r) for r in range(size)]
-        self.lines = [(PAGE + LINE * r) // 8 for r in range(size)]
+        self.addresses = [ctypes.c_void_p(start + LINE * r) for r in range(size)]
+        self.lines = [LINE * r // 8 for r in range(size)]
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        # Making such a tensor takes longer than a small copy.
-        self.slot = functools.lru_cache(maxsize=1024)(self._slot)
-
-    @property
-    def nonce(self) -> bytes:
-        """The bytes that tell this file from any other."""
-        return self._map[:NONCE]
+        self._views: dict[tuple[int, int, torch.dtype, int | None], torch.Tensor] = {}
 
     def announce(self) -> None:
         """Let the others see what this rank has written, and wake those that sleep until then."""
@@ -68,12 +62,17 @@ class Segment:
         """Return the index of the first word of a slot's own page."""
         return (self._slots + (rank * SLOTS + slot) * (PAGE + SLOT)) // 8
 
-    def _slot(
+    def slot(
         self, rank: int, slot: int, dtype: torch.dtype, count: int | None = None
     ) -> torch.Tensor:
         """Return the memory of a slot, as a flat tensor of `count` elements; None: all of it."""
-        start = self.header(rank, slot) * 8 + PAGE
-        return self._bytes[start : start + SLOT].view(dtype)[:count]
+        key = rank, slot, dtype, count
+        if key not in self._views:
+            start = self.header(rank, slot) * 8 + PAGE
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            self._views[key] = self._bytes[start : start + SLOT].view(dtype)[:count]
+        return self._views[key]
 
     def counters(self, source: int, target: int) -> int:
         """Return the index of the first word of what one rank shares with one other."""
@@ -105,7 +104,6 @@ class Ring:
 
     @property
     def available(self) -> int:
-        """The number of bytes that can be read now."""
         return self._words[self._written] - self._words[self._read]
 
     def write(self, data: torch.Tensor, start: int) -> int:
@@ -121,6 +119,15 @@ class Ring:
             self._segment.announce()
         return count
 
+    def write_all(self, data: torch.Tensor) -> Iterator[None]:
+        """Write all bytes of a flat tensor; yield while there is no room."""
+        start = 0
+        while start < len(data):
+            count = self.write(data, start)
+            start += count
+            if not count:
+                yield
+
     def read(self, data: torch.Tensor, start: int) -> int:
         """Read bytes into a flat tensor from `start` on; return how many were there."""
         read = self._words[self._read]
@@ -135,6 +142,15 @@ class Ring:
             self._segment.announce()
         return count
 
+    def read_all(self, data: torch.Tensor) -> Iterator[None]:
+        """Read bytes until a flat tensor is full; yield while there are none."""
+        start = 0
+        while start < len(data):
+            count = self.read(data, start)
+            start += count
+            if not count:
+                yield
+
 
 def _layout(size: int) -> tuple[int, int, int, int]:
     """Return where the pairs, slots and rings of so many ranks begin, and where the file ends."""
@@ -142,7 +158,7 @@ def _layout(size: int) -> tuple[int, int, int, int]:
     def pages(nbytes: int) -> int:
         return -(-nbytes // PAGE) * PAGE
 
-    pairs = PAGE + pages(size * LINE)
+    pairs = pages(size * LINE)
     slots = pairs + pages(size * size * _PAIR)
     rings = slots + size * SLOTS * (PAGE + SLOT)
     return pairs, slots, rings, rings + size * size * 2 * RING
@@ -157,5 +173,4 @@ def create(size: int) -> int:
     """Create the file of a group of so many ranks; return its descriptor."""
     descriptor = os.memfd_create("ddp_kit shm")
     os.ftruncate(descriptor, bytes_for(size))
-    os.pwrite(descriptor, os.urandom(NONCE), 0)
     return descriptor
