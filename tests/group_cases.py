@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from ddp_kit.backends.mpi import buffers
+from ddp_kit.backends import process_group
 
 Group = dist.ProcessGroup
 COMPARED: dict[str, Callable] = {}
@@ -665,7 +665,7 @@ def the_timeout_of_a_group_ends_an_operation(group):
 @own
 def memory_stays_reserved_after_a_timeout(group):
     """MPI may still write into the contiguous copy that a strided receive needs."""
-    made, make = [], buffers.receive_buffer
+    made, make = [], process_group.target_of
 
     def recorded(tensor):
         buffer = make(tensor)
@@ -673,7 +673,7 @@ def memory_stays_reserved_after_a_timeout(group):
         return buffer
 
     limited = dist.new_group(backend=dist.get_backend(), timeout=timedelta(milliseconds=100))
-    with patch.object(buffers, "receive_buffer", recorded):
+    with patch.object(process_group, "target_of", recorded):
         work = dist.irecv(torch.zeros(4)[::2], group_src=0, group=limited, tag=1)
     with raises(RuntimeError, "Timed out waiting 100ms for recv operation to complete"):
         work.wait()

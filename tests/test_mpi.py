@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from ddp_kit.backends import mpi
-from ddp_kit.backends.mpi import launcher
 from ddp_kit.errors import BackendError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,7 +129,7 @@ def test_nothing_reports_that_mpi4py_is_missing(monkeypatch):
 
 
 def test_nothing_reports_that_mpiexec_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(launcher, "_missing_package", lambda: None)
+    monkeypatch.setattr(mpi, "_missing_package", lambda: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "needs the command mpiexec" in mpi.missing()
@@ -188,5 +187,5 @@ def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
 
 
 def leave_mpiexec(monkeypatch) -> None:
-    for name in [name for names in launcher._VARIABLES for name in names]:
+    for name in [name for names in mpi._VARIABLES for name in names]:
         monkeypatch.delenv(name, raising=False)

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ddp_kit.backends.group import work as group_work
-from ddp_kit.backends.mpi import work
+from ddp_kit.backends import work
+from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -332,8 +332,8 @@ _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
 # Threads of process groups in Python, which move operations that are on the boards.
 _OF_GROUPS = {
-    *((engine.__file__, "_move_alone"), (work.__file__, "_watch")),
-    (group_work.__file__, "_call_back"),
+    *((engine.__file__, "_move_alone"), (mpi_work.__file__, "_watch")),
+    (work.__file__, "_call_back"),
 }
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"

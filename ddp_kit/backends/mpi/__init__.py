@@ -16,19 +16,19 @@ PyTorch's own backend is called "mpi" and must be compiled in; this one is calle
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit.backends.mpi import launcher
-from ddp_kit.backends.mpi.launcher import (
-    environment,
-    missing,
-    mpiexec,
-    rank_info,
-    started_by_mpiexec,
-)
+from ddp_kit.errors import BackendError
 
 __all__ = [
     "NAME",
@@ -42,6 +42,15 @@ __all__ = [
 ]
 
 NAME = "mpi4py"
+INSTALL = 'pip install "ddp_kit[mpi]"'
+
+# The environment variables for rank, world size, local rank and local world size: as set by
+# Open MPI, by MPICH (with Intel MPI and Microsoft MPI), and by any PMIx launcher.
+_VARIABLES = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
+)
 
 
 def register() -> None:
@@ -49,9 +58,16 @@ def register() -> None:
 
     Raises BackendError if mpi4py is not installed.
     """
-    launcher.require_package()
+    if problem := _missing_package():
+        raise BackendError(problem)
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
+    from ddp_kit.backends.mpi import lifecycle
+
+    return lifecycle.create_group(options)
 
 
 def load() -> ModuleType:
@@ -59,12 +75,111 @@ def load() -> ModuleType:
 
     Raises BackendError if that is not possible.
     """
-    from ddp_kit.backends.mpi import lifecycle  # imports the process group, for the recorder
+    from ddp_kit.backends.mpi import lifecycle
 
     return lifecycle.initialize()
 
 
-def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    from ddp_kit.backends.mpi.lifecycle import create_group
+def missing() -> str | None:
+    """Return what is missing to run MPI here and how to install it; None if nothing is."""
+    return _missing_package() or _missing_mpiexec()
 
-    return create_group(options)
+
+def _missing_package() -> str | None:
+    if importlib.util.find_spec("mpi4py"):
+        return None
+    return f'backend="mpi" needs mpi4py, which is not installed; {INSTALL}'
+
+
+def _missing_mpiexec() -> str | None:
+    if _find_mpiexec():
+        return None
+    hint = "install Microsoft MPI" if sys.platform == "win32" else INSTALL
+    return f'backend="mpi" needs the command mpiexec, which is not installed; {hint}'
+
+
+@functools.cache
+def load_mpi() -> ModuleType:
+    """Import and return mpi4py.MPI; `load` initializes MPI.
+
+    Raises BackendError if mpi4py or the MPI library cannot be loaded.
+    """
+    if problem := _missing_package():
+        raise BackendError(problem)
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"mpi4py cannot load an MPI library ({reason}); {INSTALL}") from None
+    return MPI
+
+
+def mpiexec(world_size: int) -> list[str]:
+    """Return the command line that starts `world_size` ranks; append a program and its arguments.
+
+    The mpiexec beside this Python is preferred to one on the PATH. Ranks may outnumber the cores,
+    and no rank is bound to a core. Run the command with `environment()` added to the environment.
+    Raises BackendError if there is no mpiexec.
+    """
+    if world_size < 1:
+        raise BackendError(f"world_size must be at least 1, got {world_size}")
+    path = _find_mpiexec()
+    if path is None:
+        raise BackendError(_missing_mpiexec())
+    flags = ["--oversubscribe", "--bind-to", "none"] if _is_open_mpi(path) else []
+    return [path, *flags, "-n", str(world_size)]
+
+
+def environment() -> dict[str, str]:
+    """Return what to add to the environment of mpiexec, for ranks on this machine.
+
+    It makes Open MPI use shared memory only: no rank opens a port, and starting takes a second
+    less. Open MPI runs as root only if two variables confirm it. Variables that are already set
+    are left out.
+    """
+    wanted = {"OMPI_MCA_btl": "self,sm", "OMPI_MCA_pml": "ob1"}
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def started_by_mpiexec() -> bool:
+    """Return whether mpiexec, or another MPI launcher, started this process."""
+    return any(names[0] in os.environ and names[1] in os.environ for names in _VARIABLES)
+
+
+def rank_info() -> tuple[int, int, int, int]:
+    """Return (rank, world_size, local_rank, local_world_size), as the MPI launcher set them.
+
+    If the launcher sets no local rank, all ranks are assumed to run on this machine.
+    Raises BackendError if no MPI launcher started this process.
+    """
+    for names in _VARIABLES:
+        rank, world_size, local_rank, local_size = map(os.environ.get, names)
+        if rank is not None and world_size is not None:
+            if local_rank is None or local_size is None:
+                local_rank, local_size = rank, world_size
+            return int(rank), int(world_size), int(local_rank), int(local_size)
+    raise BackendError(
+        "no MPI launcher set the rank and world size of this process; start the ranks with mpiexec"
+    )
+
+
+def _find_mpiexec() -> str | None:
+    # Not resolved: a virtual environment's Python is a link to one elsewhere.
+    beside = Path(sys.executable).absolute().parent
+    return shutil.which("mpiexec", path=str(beside)) or shutil.which("mpiexec")
+
+
+@functools.cache
+def _is_open_mpi(path: str) -> bool:
+    """Return whether a mpiexec is Open MPI's, whose flags `mpiexec` uses."""
+    try:
+        run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "Open MPI" in run.stdout + run.stderr

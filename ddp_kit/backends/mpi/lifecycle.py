@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ddp_kit.backends.mpi import work
-from ddp_kit.backends.mpi.collectives import MPIProcessGroup
-from ddp_kit.backends.mpi.launcher import load_mpi
+from ddp_kit.backends.mpi import load_mpi, work
+from ddp_kit.backends.mpi.process_group import MPIProcessGroup
 from ddp_kit.backends.mpi.work import MPIOperation
 from ddp_kit.errors import BackendError
 
@@ -69,7 +68,8 @@ def create_group(options: Any) -> MPIProcessGroup:
     if members[rank] != world.Get_rank():
         raise BackendError(
             f"rank={members[rank]} was passed to PyTorch in the process that is rank "
-            f"{world.Get_rank()} of MPI; take rank and world_size from mpi.rank_info()"
+            f"{world.Get_rank()} of MPI; take rank and world_size from "
+            "ddp_kit.backends.mpi.rank_info()"
         )
     timeout = options.timeout.total_seconds()
     # Not from options.group_id: since PyTorch 2.15 the ranks name a group differently after an
@@ -103,8 +103,10 @@ def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -
         with work.lock:
             receives = [world.Irecv(nothing, peer, tag) for peer in receive]
             sends = [world.Isend(nothing, peer, tag) for peer in send]
-        MPIOperation("new_group", sends, timeout)
-        MPIOperation("new_group", receives, timeout, expected=0).wait()
+        MPIOperation("new_group", [iter([request]) for request in sends], timeout)
+        MPIOperation(
+            "new_group", [iter([request]) for request in receives], timeout, expected=0
+        ).wait()
 
     first, *others = members
     if rank == 0:

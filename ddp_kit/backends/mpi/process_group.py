@@ -1,97 +1,87 @@
-"""The process group: how operations start, and point-to-point messages."""
+"""The process group of `mpi`: how its operations start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp_kit.backends.group.process_group import PythonProcessGroup, Tensors
-from ddp_kit.backends.group.tensors import copy_back
-from ddp_kit.backends.group.work import PythonWork
-from ddp_kit.backends.mpi import buffers, work
-from ddp_kit.backends.mpi.launcher import load_mpi
+from torch import Tensor
+
+from ddp_kit.backends.mpi import NAME, load_mpi, work
+from ddp_kit.backends.mpi.collectives import Call, MPICollectives
 from ddp_kit.backends.mpi.work import MPIOperation
+from ddp_kit.backends.process_group import PythonProcessGroup, Tensors
+from ddp_kit.backends.work import PythonWork
 
 
-class BaseProcessGroup(PythonProcessGroup):
-    """A group over an MPI communicator; `MPIProcessGroup` adds the collectives.
+class MPIProcessGroup(PythonProcessGroup):
+    """A process group whose messages travel through MPI, on a communicator of its own.
+
+    Every operation starts in the caller's thread, in the order of the program, with a nonblocking
+    call of MPI. `Work.wait` polls until it is complete; the watcher of `work` polls what nobody
+    waits for, so that futures complete. One lock is held around all calls of MPI.
+
+    MPI uses the memory of the tensors, which must be on the CPU. It is copied only if a tensor is
+    not contiguous, for lists of tensors, and if MPI has no type to compute in (see
+    `collectives._reduction`).
+
+    A small message is buffered by MPI: `send` then returns before the other rank receives. A
+    message that is larger or smaller than the receiver's tensor raises an error there.
+
+    After its timeout an operation raises RuntimeError. MPI cannot cancel a collective: its
+    tensors stay reserved, and the ranks should end.
+
+    DistributedDataParallel, with and without a communication hook, and
+    `torch.distributed.fsdp.fully_shard` on the CPU work with it; tests/test_mpi.py compares both
+    with gloo. Also tried by hand: `fully_shard` on a mesh of two dimensions, in bfloat16, with
+    gradient clipping and a full state dict. The README has a table of what this backend lacks.
 
     timeout: seconds until an operation fails. frees_communicator: whether `shutdown` does.
     """
 
     def __init__(self, communicator: Any, timeout: float, frees_communicator: bool = True) -> None:
-        super().__init__("mpi4py", communicator.Get_rank(), communicator.Get_size(), timeout)
+        collectives = MPICollectives(communicator)
+        rank, size = communicator.Get_rank(), communicator.Get_size()
+        super().__init__(NAME, rank, size, timeout, collectives)
+        self._messages = collectives
         self._communicator = communicator
         self._frees_communicator = frees_communicator
 
     def shutdown(self) -> None:
-        """Free the communicator; `dist.destroy_process_group` calls this."""
         communicator, self._communicator = self._communicator, None
         if communicator is None or not self._frees_communicator or work.unfinished():
             return  # MPI_Finalize frees it
         with work.lock:
             communicator.Free()
 
-    def abort(self) -> None:
-        """Do the same as `shutdown`, because MPI cannot cancel a collective."""
-        self.shutdown()
+    def _send(self, data: Tensor, target: int, tag: int, outputs: Tensors) -> PythonWork:
+        call = self._messages.send(data.view(-1), target, tag)
+        return self._start("send", [call], outputs, None)
 
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> PythonWork:
-        """Send one tensor."""
-        (tensor,) = tensors
-        source = buffers.send_buffer(tensor)
-        message = buffers.describe(source)
-        return self._start(
-            "send", lambda comm: [comm.Isend(message, dstRank, tag)], outputs=tensors, memory=source
-        )
-
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> PythonWork:
-        """Receive one tensor."""
-        return self._receive(tensors, srcRank, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PythonWork:
-        """Receive one tensor from any rank; `Work._source_rank` returns which rank sent it."""
-        return self._receive(tensors, load_mpi().ANY_SOURCE, tag)
-
-    def _receive(self, tensors: Tensors, source: int, tag: int) -> PythonWork:
-        (tensor,) = tensors
-        buffer = buffers.receive_buffer(tensor)
-        message = buffers.describe(buffer)
-        return self._start(
-            "recv",
-            lambda comm: [comm.Irecv(message, source, tag)],
-            lambda: copy_back([tensor], [buffer]),
-            outputs=tensors,
-            expected=buffer.nbytes,
-        )
-
-    def barrier(self, opts: Any = None) -> PythonWork:
-        """Wait until all ranks of the group call this."""
-        return self._start("barrier", lambda comm: [comm.Ibarrier()], opts=opts)
+    def _receive(
+        self,
+        buffer: Tensor,
+        source: int | None,
+        tag: int,
+        outputs: Tensors,
+        finish: Callable[[], None],
+    ) -> PythonWork:
+        call = self._messages.receive(buffer.view(-1), source, tag)
+        return self._start("recv", [call], outputs, None, finish, expected=buffer.nbytes)
 
     def _start(
         self,
         name: str,
-        begin: Callable[[Any], list[Any]],
+        calls: Sequence[Call],
+        outputs: Tensors,
+        opts: Any,
         finish: Callable[[], None] | None = None,
-        outputs: Tensors = (),
-        *,
-        opts: Any = None,
-        memory: Any = None,
         expected: int | None = None,
     ) -> PythonWork:
-        """Start an operation. begin: call MPI with the communicator, and return its requests.
-
-        opts: PyTorch's options, whose timeout takes precedence over the group's. For the
-        others see `Operation`.
-        """
         if self._communicator is None:
             raise RuntimeError(f"{name}: this process group was destroyed")
-        with work.lock:
-            try:
-                requests = begin(self._communicator)
-            except load_mpi().Exception as error:
-                raise RuntimeError(work.format_error(name, error)) from None
         timeout = self._timeout_of(opts)
-        operation = MPIOperation(name, requests, timeout, finish, outputs, memory, expected)
-        return PythonWork(operation)
+        try:
+            return PythonWork(MPIOperation(name, calls, timeout, outputs, finish, expected))
+        except load_mpi().Exception as error:
+            raise RuntimeError(work.format_error(name, error)) from None

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ddp_kit.backends.group.work import Operation, call_back, timeout_error
-from ddp_kit.backends.mpi.launcher import load_mpi
+from ddp_kit.backends.mpi import load_mpi
+from ddp_kit.backends.work import Operation, call_back, timeout_error
 
 # Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
 lock = threading.Lock()
@@ -24,14 +24,13 @@ lock = threading.Lock()
 _SPIN = 0.001  # seconds for which `wait` only yields the core
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
 _WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second if there is a future
-_IDLE_INTERVALS = 100  # after so many with no operation, the thread sleeps until there is one
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 _unfinished: dict[MPIOperation, None] = {}  # it keeps the tensors alive that MPI reads or writes
-# MPI may still write into the tensors of an operation that timed out: they are never freed. The
-# second of each pair is `finish`, which holds the memory that would have been copied.
-_timed_out: list[tuple[MPIOperation, Callable[[], None] | None]] = []
+# MPI may still write into the tensors of an operation that timed out or did not start as a whole:
+# its calls, which hold that memory, are never freed.
+_given_up: list[list[Iterator[Any]]] = []
 
 
 def format_error(name: str, error: Exception) -> str:
@@ -40,38 +39,43 @@ def format_error(name: str, error: Exception) -> str:
 
 
 class MPIOperation(Operation):
-    """Nonblocking MPI requests that together are one operation of PyTorch.
+    """Nonblocking calls of MPI that together are one operation of PyTorch.
 
-    name: for errors. requests: as MPI returned them. timeout: seconds from now.
-    finish: called when all requests are complete. outputs: the result of the future.
-    memory: what else MPI uses, kept alive. expected: the number of bytes to receive.
+    name: for errors. calls: each yields a request; the rest runs once all requests are complete.
+    timeout: seconds from now. outputs: the result of the future. finish: what to do at the end.
+    expected: the number of bytes to receive.
+
+    Raises MPI.Exception if MPI refuses a call, and ValueError if a call does.
     """
 
     def __init__(
         self,
         name: str,
-        requests: Sequence[Any],
+        calls: Iterable[Iterator[Any]],
         timeout: float,
-        finish: Callable[[], None] | None = None,
         outputs: Sequence[torch.Tensor] = (),
-        memory: Any = None,
+        finish: Callable[[], None] | None = None,
         expected: int | None = None,
     ) -> None:
         super().__init__(name, outputs)
-        self._requests = list(requests)
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._finish = finish
-        self._memory = memory
         self._expected = expected
         self._status = None if expected is None else load_mpi().Status()
         self._completer: int | None = None  # the thread that completes it now, or has completed it
         self._awaited = False
+        self._calls = list(calls)
+        try:
+            self._requests = [next(call) for call in self._calls]
+        except BaseException:
+            _given_up.append(self._calls)
+            raise
         _unfinished[self] = None
         _wake_watcher()
 
     def poll(self) -> bool:
-        """Return whether it is done; whoever first finds it complete does what is left to do."""
+        """Return whether it is done; the first thread that finds it complete does the rest."""
         if self.done:
             return True
         with lock:
@@ -91,11 +95,6 @@ class MPIOperation(Operation):
             self._time_out()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
-
-        After `timeout` it goes on, and one may wait again; after the group's timeout it has
-        failed.
-        """
         start = now = time.monotonic()
         deadline = self._deadline if timeout is None else start + timeout
         self._awaited = True
@@ -137,6 +136,7 @@ class MPIOperation(Operation):
                     self._check_message(MPI)
                 self._requests.pop()
         except MPI.Exception as error:
+            self._requests.pop()
             self.error = RuntimeError(format_error(self.name, error))
         return True
 
@@ -156,16 +156,20 @@ class MPIOperation(Operation):
                 return
             self.error = timeout_error(self.name, self._timeout)
             self._completer = threading.get_ident()
-            _timed_out.append((self, self._finish))
             self.cancel()
         self._complete()
 
     def _complete(self) -> None:
-        """Run `finish` and mark it done. Only one thread gets here, without the lock."""
-        finish, self._finish = self._finish, None
+        """Do what is left, and mark it done. Only one thread gets here, without the lock."""
+        calls, self._calls = self._calls, []
+        if self._requests:
+            _given_up.append(calls)
         try:
-            if finish is not None and self.error is None:
-                finish()
+            if self.error is None:
+                for call in calls:
+                    next(call, None)
+                if self._finish is not None:
+                    self._finish()
         except RuntimeError as error:
             self.error = error
         except BaseException:  # raised by a signal handler
@@ -174,8 +178,6 @@ class MPIOperation(Operation):
         finally:
             with lock:
                 self.done = True
-                if not self._requests:
-                    self._memory = None
             _unfinished.pop(self, None)
             if threading.current_thread() is _thread:
                 call_back([self])
@@ -205,25 +207,21 @@ def stop_watcher() -> None:
 
 def _wake_watcher() -> None:
     global _thread
-    if not _awake.is_set():
-        _awake.set()
+    _awake.set()
     if _thread is None:
         _thread = threading.Thread(target=_watch, name="ddp_kit.backends.mpi", daemon=True)
         _thread.start()
 
 
 def _watch() -> None:
-    idle = 0
-    while not _stop.is_set():
+    while True:
+        _awake.clear()
+        if _stop.is_set():
+            return
         operations = unfinished()
-        idle = 0 if operations else idle + 1
-        if idle > _IDLE_INTERVALS:
-            idle = 0
-            _awake.clear()
-            if not _unfinished:  # nothing was added since
-                _awake.wait()
-        hurry = False
+        if not operations:
+            _awake.wait()
         for operation in operations:
             operation.watch()
-            hurry = hurry or operation.has_future
+        hurry = any(operation.has_future for operation in operations)
         time.sleep(_FUTURE_INTERVAL if hurry else _WATCH_INTERVAL)

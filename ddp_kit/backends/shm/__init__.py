@@ -21,10 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit.backends.shm import (  # here, so that the recorder finds the process group
-    futex,
-    joining,
-)
+from ddp_kit.backends.shm import futex, joining
 from ddp_kit.errors import BackendError
 
 __all__ = ["NAME", "missing", "register"]

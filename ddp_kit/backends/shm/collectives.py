@@ -11,25 +11,26 @@ result into a slot of its own, from which the others read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ddp_kit.backends.process_group import REDUCTIONS
 from ddp_kit.backends.shm import futex
-from ddp_kit.backends.shm.operations import Steps
-from ddp_kit.backends.shm.reductions import Reduction
-from ddp_kit.backends.shm.rings import COLLECTIVES, Ring
-from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Segment
+from ddp_kit.backends.shm.engine import Steps
+from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Ring, Segment
 
 _SMALL = 1 << 15  # bytes up to which every rank reduces everything itself, in one round
-_NAMES = ("barrier", "broadcast", "reduce", "allreduce", "allgather", "reduce_scatter")
-_NAMES_OF_RINGS = ("gather", "scatter", "alltoall")
+_NAMES = (
+    *("barrier", "broadcast", "reduce", "allreduce", "allgather", "reduce_scatter"),
+    *("gather", "scatter", "alltoall"),
+)
 _DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 
 
-class Collectives:
-    """The collectives of one rank in a group; each method returns the steps of one."""
+class SharedMemoryCollectives:
+    """The collectives of one rank in a group; see `process_group.Collectives`."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment, self._words, self._lines = segment, segment.words, segment.lines
@@ -66,9 +67,10 @@ class Collectives:
                 )
 
     def _until_read(self, ranks: Sequence[int]) -> Steps:
-        """Wait until ranks have read the last round: with gloo, too, who gives waits for who takes.
+        """Wait until ranks have read the last round.
 
-        So a rank that leaves out a collective is noticed.
+        A rank could go on without that. But with gloo, too, a sender waits for its receivers, so
+        that a rank that leaves out a collective is noticed.
         """
         return self._until(READ, self._round, ranks)
 
@@ -93,7 +95,6 @@ class Collectives:
     # Collectives over slots
 
     def barrier(self) -> Steps:
-        """Wait until all ranks have called this."""
         call = _encode("barrier")
         yield from self._until_free()
         self._publish(call)
@@ -101,7 +102,6 @@ class Collectives:
         self._end_round()
 
     def broadcast(self, data: Tensor, root: int) -> Steps:
-        """Copy the root's flat tensor into those of the others."""
         call = _encode("broadcast", data, root)
         for start, end in _chunks(len(data), SLOT // data.itemsize):
             part = data[start:end]
@@ -117,7 +117,6 @@ class Collectives:
             yield from self._until_read(self._others)
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
-        """Copy the flat tensor of rank i into output i. They may differ in size."""
         calls = [_encode("allgather", output) for output in outputs]
         calls[self._rank] = _encode("allgather", data)
         longest = max(map(len, outputs))
@@ -134,10 +133,9 @@ class Collectives:
                 part.copy_(self._slot(rank, data.dtype)[: len(part)])
             self._end_round()
 
-    def reduce(self, data: Tensor, reduction: Reduction, root: int | None = None) -> Steps:
-        """Reduce the flat tensors of all ranks in place, on the root; None: on every rank."""
+    def reduce(self, data: Tensor, op: str, root: int | None = None) -> Steps:
         name = "allreduce" if root is None else "reduce"
-        call = _encode(name, data, root or 0, reduction.code)
+        call = _encode(name, data, root or 0, op)
         wants = root in (None, self._rank)
         if data.nbytes <= _SMALL:
             yield from self._until_free()
@@ -147,17 +145,15 @@ class Collectives:
             self._publish(call)
             if wants:
                 yield from self._until_written(self._others, call)
-                reduction(slots, data)
+                combine(op, slots, data, self._size)
             self._end_round()
         else:
             for start, end in _chunks(len(data), SLOT // data.itemsize):
-                yield from self._reduce_chunk(data[start:end], reduction, call, wants)
+                yield from self._reduce_chunk(data[start:end], op, call, wants)
         if not wants:
             yield from self._until_read((root or 0,))
 
-    def _reduce_chunk(
-        self, data: Tensor, reduction: Reduction, call: tuple[int, int], wants: bool
-    ) -> Steps:
+    def _reduce_chunk(self, data: Tensor, op: str, call: tuple[int, int], wants: bool) -> Steps:
         """Reduce a chunk, of which each rank owns a part."""
         bounds = [len(data) * rank // self._size for rank in range(self._size + 1)]
         low, high = bounds[self._rank], bounds[self._rank + 1]
@@ -177,7 +173,7 @@ class Collectives:
         yield from self._until(READ, self._round - SLOTS + 2, self._others)
         following = self._segment.slot(self._rank, (self._round + 1) % SLOTS, data.dtype)
         result = following[: high - low]
-        reduction(parts, result)
+        combine(op, parts, result, self._size)
         self._end_round()
         self._publish(call)
         if wants:
@@ -188,12 +184,9 @@ class Collectives:
                 part.copy_(self._slot(rank, data.dtype)[: len(part)])
         self._end_round()
 
-    def reduce_scatter(
-        self, inputs: Sequence[Tensor], output: Tensor, reduction: Reduction
-    ) -> Steps:
-        """Reduce the flat tensors that the ranks have for this one. Sizes may differ by rank."""
+    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str) -> Steps:
         dtype = output.dtype
-        call = _encode("reduce_scatter", sum(each.nbytes for each in inputs), 0, reduction.code)
+        call = _encode("reduce_scatter", sum(each.nbytes for each in inputs), 0, op)
         room = SLOT // dtype.itemsize // self._size
         for start, end in _chunks(max(map(len, inputs)), room):
             yield from self._until_free()
@@ -210,7 +203,7 @@ class Collectives:
                 for rank in range(self._size)
             ]
             if len(own):
-                reduction(parts, output[start:end])
+                combine(op, parts, output[start:end], self._size)
             self._end_round()
 
     # Collectives over rings
@@ -218,72 +211,45 @@ class Collectives:
     def exchange(
         self, name: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Steps:
-        """Send bytes to ranks, and receive bytes from ranks. To itself a rank copies them."""
-        if self._rank in sends and self._rank in receives:
-            receives[self._rank].copy_(sends[self._rank])
-        writing = [
-            _Stream(name, self._segment, self._rank, rank, sends[rank])
-            for rank in self._others
-            if rank in sends
-        ]
-        reading = [
-            _Stream(name, self._segment, rank, self._rank, receives[rank])
-            for rank in self._others
-            if rank in receives
-        ]
-        while True:
-            blocked = {each.target for each in writing if not each.write()}
-            blocked |= {each.source for each in reading if not each.read()}
-            if not blocked:
-                return
-            yield frozenset(blocked)
+        me = self._rank
+        if me in sends and me in receives:
+            receives[me].copy_(sends[me])
+        streams = [self._write(name, r, data) for r, data in sends.items() if r != me]
+        streams += [self._read(name, r, data) for r, data in receives.items() if r != me]
+        while streams:
+            blocked = [(next(stream, None), stream) for stream in streams]
+            streams = [stream for rank, stream in blocked if rank is not None]
+            if streams:
+                yield frozenset(rank for rank, _ in blocked if rank is not None)
 
+    def _write(self, name: str, target: int, data: Tensor) -> Iterator[int]:
+        """Write what a rank receives in a collective; yield the rank while there is no room."""
+        ring = Ring(self._segment, self._rank, target, for_messages=False)
+        data = data.view(torch.uint8)
+        for part in (torch.tensor(_encode(name, data)).view(torch.uint8), data):
+            for _ in ring.write_all(part):
+                yield target
+        while ring.available:  # as in `_until_read`
+            yield target
 
-class _Stream:
-    """What one rank sends to another in one collective: its size, in 8 bytes, and the bytes."""
+    def _read(self, name: str, source: int, data: Tensor) -> Iterator[int]:
+        """Read what a rank sends in a collective; yield the rank while nothing is there.
 
-    def __init__(self, name: str, segment: Segment, source: int, target: int, data: Tensor) -> None:
-        self.source, self.target = source, target
-        self._name, self._data = name, data
-        self._ring = Ring(segment, source, target, COLLECTIVES)
-        self._call = _encode(name, data)
-        self._header = torch.tensor(self._call).view(torch.uint8)
-        self._head = self._done = 0  # bytes of the header and of the data
-
-    def write(self) -> bool:
-        """Write what there is room for; return whether that was the end."""
-        while self._head < len(self._header):
-            count = self._ring.write(self._header, self._head)
-            self._head += count
-            if not count:
-                return False
-        while self._done < len(self._data):
-            count = self._ring.write(self._data, self._done)
-            self._done += count
-            if not count:
-                return False
-        return not self._ring.available  # who gives waits for who takes
-
-    def read(self) -> bool:
-        """Read what is there; return whether that was the end; RuntimeError: a mismatch."""
-        while self._head < len(self._header):
-            count = self._ring.read(self._header, self._head)
-            self._head += count
-            if not count:
-                return False
-            if self._head == len(self._header):
-                first, second = self._header.view(torch.int64).tolist()
-                if (first, second) != self._call:
-                    raise RuntimeError(
-                        f"{self._name}: rank {self.source} sent {_describe((first, second))} to "
-                        f"rank {self.target}, which expected {_describe(self._call)}"
-                    )
-        while self._done < len(self._data):
-            count = self._ring.read(self._data, self._done)
-            self._done += count
-            if not count:
-                return False
-        return True
+        Raise RuntimeError if it sends something else.
+        """
+        ring = Ring(self._segment, source, self._rank, for_messages=False)
+        data = data.view(torch.uint8)
+        call, header = _encode(name, data), torch.empty(2, dtype=torch.int64)
+        for _ in ring.read_all(header.view(torch.uint8)):
+            yield source
+        theirs = tuple(header.tolist())
+        if theirs != call:
+            raise RuntimeError(
+                f"{name}: rank {source} sent {_describe(theirs)} to "
+                f"rank {self._rank}, which expected {_describe(call)}"
+            )
+        for _ in ring.read_all(data):
+            yield source
 
 
 def _chunks(length: int, most: int) -> list[tuple[int, int]]:
@@ -296,14 +262,15 @@ def _chunks(length: int, most: int) -> list[tuple[int, int]]:
     return [(i * size, min(length, (i + 1) * size)) for i in range(count)]
 
 
-def _encode(name: str, data: Tensor | int = 0, root: int = 0, op: int = 0) -> tuple[int, int]:
+def _encode(name: str, data: Tensor | int = 0, root: int = 0, op: str = "SUM") -> tuple[int, int]:
     """Return two numbers for what all ranks must agree on, and the bytes."""
     nbytes, dtype = (data, 0) if isinstance(data, int) else (data.nbytes, _DTYPE_CODES[data.dtype])
-    return (_NAME_CODES[name] | root << 8 | dtype << 24 | op << 40, nbytes)
+    code = _NAME_CODES[name] | root << 8 | dtype << 24 | REDUCTIONS.index(op) << 40
+    return code, nbytes
 
 
 def _name(call: tuple[int, int]) -> str:
-    return (*_NAMES, *_NAMES_OF_RINGS)[call[0] & 0xFF]
+    return _NAMES[call[0] & 0xFF]
 
 
 def _describe(call: tuple[int, int]) -> str:
@@ -319,5 +286,54 @@ def _describe(call: tuple[int, int]) -> str:
     return " ".join(words)
 
 
-_NAME_CODES = {name: code for code, name in enumerate((*_NAMES, *_NAMES_OF_RINGS))}
+_NAME_CODES = {name: code for code, name in enumerate(_NAMES)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+# PyTorch does not compute with these; the bits of a sum or a product are those of signed integers.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def combine(op: str, parts: Sequence[Tensor], out: Tensor, size: int) -> None:
+    """Reduce flat tensors into another one, which may be the first of them.
+
+    The value of rank 0 is combined with that of rank 1, the result with that of rank 2, and so on.
+    This order does not depend on which rank computes, so all get the same bits, in every run. gloo
+    adds in another order, which differs from chunk to chunk: with two ranks the sums are equal bit
+    by bit, because a + b is b + a, and with more the last bits of a sum of floats may differ.
+
+    Floats of less than 32 bits are reduced in float32 and rounded once at the end, whereas gloo
+    rounds after every addition. size: the number of ranks, for AVG.
+    """
+    function, total, shift = _FUNCTIONS[op], out, None
+    rounds = out.is_floating_point() and out.itemsize < 4
+    if signed := _SIGNED.get(out.dtype):
+        parts, total = [part.view(signed) for part in parts], out.view(signed)
+        if op in ("MIN", "MAX"):  # so that the order of signed integers is that of unsigned ones
+            shift = torch.iinfo(signed).min
+            parts = [part ^ shift for part in parts]
+    elif rounds:
+        parts = [part.float() for part in parts]
+        total = torch.empty_like(parts[0])
+    if len(parts) == 1:
+        total.copy_(parts[0])
+    else:
+        function(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            function(total, part, out=total)
+    if op == "AVG":
+        total.div_(size)
+    if shift is not None:
+        total.bitwise_xor_(shift)
+    if rounds:
+        out.copy_(total)

@@ -1,11 +1,11 @@
-"""What a rank does for its group: operations, moved on by whoever waits for one, or by a thread.
+"""The operations of a rank in a group, and the threads that move them on.
 
-Collectives follow each other in the order in which they were started, and so do messages to one
-rank while they are written. Receives wait in `messages`.
+Collectives run one after another, in the order in which they were started. Messages to one rank are
+written in that order, too. Receives wait in `messages`.
 
 `advance` moves everything as far as it goes, without waiting. A thread in `wait` calls it, sleeps
-until the bell of a rank that it needs has changed, and calls it again. Operations that nobody waits
-for are moved by a thread of the group, which sleeps in the same way.
+until the bell of a rank that it needs has changed, and calls it again. A thread of the group does
+the same for operations that no other thread waits for.
 """
 
 from __future__ import annotations
@@ -16,19 +16,78 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ddp_kit.backends.group.work import call_back, timeout_error
+import torch
+
 from ddp_kit.backends.shm import futex
-from ddp_kit.backends.shm.operations import Needs, Receive, Send, SharedOperation
 from ddp_kit.backends.shm.segment import Segment
+from ddp_kit.backends.work import Operation, call_back, timeout_error
+
+# The ranks that must act before an operation can go on: all of a tuple, or any one of a set.
+Needs = tuple[int, ...] | frozenset[int]
+Steps = Iterator[Needs]
 
 # Seconds to look at a bell before sleeping, if every rank has a core. With a twentieth of it, the
-# slowest tenth of the all_reduces of 1 MB took twice as long: who sleeps is not woken at once.
+# slowest tenth of the all_reduces of 1 MB took twice as long, because waking a thread takes time.
 _SPIN = 0.001
 _SLICE = 0.07  # seconds of a sleep, after which the processes and the time limits are checked
 _PATIENCE = 0.0005  # seconds that the thread leaves to a caller who may be about to wait
+
+
+class SharedOperation(Operation):
+    """One operation on shared memory.
+
+    steps: a generator, which does what it can and then yields what it needs. timeout: seconds from
+    now.
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, steps: Steps, timeout: float, outputs: Sequence = ()
+    ) -> None:
+        super().__init__(name, outputs)
+        self._engine = engine
+        self.steps = steps
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.needs: Needs = ()
+        self.waiting = 0  # threads
+
+    def poll(self) -> bool:
+        """Return whether it is done. The group's thread moves it on, so a signal cannot end it."""
+        if self.done:
+            self.complete_future()
+        else:
+            time.sleep(0)  # lets that thread have the GIL
+        return self.done
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            if not self.done:
+                self._engine.wait(self, timeout)
+        finally:
+            if self.done:
+                self.complete_future()
+        if self.error is not None:
+            raise self.error
+
+
+class Receive(SharedOperation):
+    """A receive; `messages` fills its buffer. source: a group rank; None: any."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        buffer: torch.Tensor,
+        source: int | None,
+        tag: int,
+        timeout: float,
+        finish: Callable[[], None],
+        outputs: Sequence,
+    ) -> None:
+        super().__init__(engine, "recv", iter(()), timeout, outputs)
+        self.buffer, self.wanted, self.tag, self.finish = buffer, source, tag, finish
 
 
 class Engine:
@@ -43,8 +102,7 @@ class Engine:
         self.closed = False
         self._lock = threading.Lock()
         self._collectives: deque[SharedOperation] = deque()
-        self._writers: dict[int, deque[SharedOperation]] = {}  # of messages, by target
-        self._sends: list[SharedOperation] = []  # of messages that may not be received yet
+        self._sends: list[SharedOperation] = []
         self._unfinished: dict[SharedOperation, None] = {}
         self._ended: list[SharedOperation] = []  # whose futures are to be completed
         self._inboxes = inboxes
@@ -54,34 +112,32 @@ class Engine:
         for descriptor in members.values():
             self._poll.register(descriptor, select.POLLIN)
         self._looked = 0.0  # when the processes of the others were last looked at
-        self._spin = _SPIN if segment.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spins = segment.size <= len(os.sched_getaffinity(0))
         self._left_alone: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, operation: SharedOperation, alone: bool = True) -> None:
-        """Begin a collective or a receive. alone: the caller may not wait for it at once."""
+    def start_collective(self, operation: SharedOperation, alone: bool) -> None:
+        """Begin a collective. alone: the caller may not wait for it at once."""
+        with self._lock:
+            self._check(operation.name)
+            self._unfinished[operation] = None
+            self._collectives.append(operation)
+        self.advance()
+        if not operation.done and alone:
+            self._leave_alone(0.0)
+
+    def start_message(self, operation: SharedOperation) -> None:
+        """Begin a send or a receive."""
         with self._lock:
             self._check(operation.name)
             self._unfinished[operation] = None
             if isinstance(operation, Receive):
                 self._inboxes.post(operation)
             else:
-                self._collectives.append(operation)
-        self._begin(operation, alone, _PATIENCE if isinstance(operation, Receive) else 0.0)
-
-    def start_send(self, send: SharedOperation, writer: SharedOperation, target: int) -> None:
-        """Begin a send: `writer` writes the message, and `send` ends when it was received."""
-        with self._lock:
-            self._check(send.name)
-            self._unfinished[send] = None
-            self._writers.setdefault(target, deque()).append(writer)
-            self._sends.append(send)
-        self._begin(send, True, _PATIENCE)
-
-    def _begin(self, operation: SharedOperation, alone: bool, patience: float) -> None:
+                self._sends.append(operation)
         self.advance()
-        if not operation.done and alone:
-            self._leave_alone(patience)
+        if not operation.done:
+            self._leave_alone(_PATIENCE)
 
     def _check(self, name: str) -> None:
         if self.closed:
@@ -105,20 +161,15 @@ class Engine:
         bells, own = self.segment.bells, self.segment.rank
         while True:
             self._seen = bells.tolist()
-            self._run(self._collectives)
-            for writers in list(self._writers.values()):
-                self._run(writers)
+            while self._collectives and self._step(self._collectives[0]):
+                if self._collectives:  # a failure clears it
+                    self._collectives.popleft()
             if self._sends:
                 self._sends = [send for send in self._sends if not self._step(send)]
             for received in self._inboxes.advance():
                 self._end(received)
             if bells[own] == self._seen[own]:
                 return
-
-    def _run(self, line: deque[SharedOperation]) -> None:
-        while line and self._step(line[0]):
-            if line:  # a failure clears it
-                line.popleft()
 
     def _step(self, operation: SharedOperation) -> bool:
         """Move an operation on; return whether it is over."""
@@ -168,7 +219,6 @@ class Engine:
         limit = None if timeout is None else time.monotonic() + timeout
         operation.waiting += 1
         try:
-            spun = not self._spin
             while True:
                 self.advance()
                 if operation.done:
@@ -180,47 +230,39 @@ class Engine:
                 if limit is not None and now > limit:
                     raise timeout_error(operation.name, timeout or 0.0)
                 ends = operation.deadline if limit is None else min(limit, operation.deadline)
-                spun = self._sleep([operation], min(_SLICE, max(0.0, ends - now)), spun)
+                self._sleep([operation], min(_SLICE, max(0.0, ends - now)), self._spins)
         finally:
             operation.waiting -= 1
             if not operation.done and self._thread is not None:
                 self._left_alone.put(0.0)
 
-    def _sleep(self, operations: Sequence[SharedOperation], seconds: float, spun: bool) -> bool:
-        """Sleep until what the operations need has changed; return whether to sleep at once.
-
-        spun: do not look at the bell first.
-        """
+    def _sleep(self, operations: Sequence[SharedOperation], seconds: float, spins: bool) -> None:
+        """Sleep until what the operations need has changed. spins: look at the bell first."""
         with self._lock:
             if self.closed or any(operation.done for operation in operations):
-                return spun
-            needs = {rank for operation in operations for rank in self._watched(operation)}
+                return
+            watched: set[int] = set()
+            for operation in operations:
+                needs = self._needs(operation)
+                watched.update(needs[:1] if isinstance(needs, tuple) else needs)
             seen = self._seen
-        segment = self.segment
-        words = [(segment.addresses[rank], seen[rank]) for rank in needs]
-        if not spun and len(words) == 1:
-            (rank,) = needs
-            bells, last, ends = segment.bells, seen[rank], time.perf_counter() + _SPIN
+        bells, addresses = self.segment.bells, self.segment.addresses
+        if spins and len(watched) == 1:
+            (rank,) = watched
+            last, ends = seen[rank], time.perf_counter() + _SPIN
             while time.perf_counter() < ends:
                 for _ in range(16):
                     if bells[rank] != last:
-                        return False
+                        return
                 time.sleep(0)  # lets another thread have the GIL
-        futex.sleep_for_any(words, seconds)
-        return not self._spin
+        futex.sleep_for_any([(addresses[rank], seen[rank]) for rank in watched], seconds)
 
     def _needs(self, operation: SharedOperation) -> Needs:
         """Return the ranks that an operation waits for."""
         if isinstance(operation, Receive):
             return self._inboxes.needs(operation)
-        if self._collectives and not isinstance(operation, Send):
-            return self._collectives[0].needs
-        return operation.needs
-
-    def _watched(self, operation: SharedOperation) -> Needs:
-        """Return the ranks whose bells tell that an operation may go on."""
-        needs = self._needs(operation)
-        return needs[:1] if isinstance(needs, tuple) else needs
+        # Collectives wait for the first of them.
+        return (self._collectives[0] if operation in self._collectives else operation).needs
 
     def _enforce(self, operation: SharedOperation, now: float) -> None:
         """Fail an operation after its timeout, or if it needs a process that has ended."""
@@ -248,27 +290,27 @@ class Engine:
 
     def _leave_alone(self, patience: float) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_move_alone,
-                args=(self, self._left_alone),
-                name="ddp_kit shm",
-                daemon=True,
-            )
+            name, target = "ddp_kit shm", self._move_alone
+            self._thread = threading.Thread(target=target, name=name, daemon=True)
             self._thread.start()
         self._left_alone.put(patience)
 
-    def move_alone(self) -> None:
-        """Wait until everything is done that nobody else waits for."""
-        spun = True
-        while alone := [each for each in list(self._unfinished) if not each.waiting]:
-            self.advance()
-            now = time.monotonic()
-            for operation in alone:
-                if not operation.done:
-                    self._enforce(operation, now)
-            alone = [each for each in alone if not each.done]
-            if alone:
-                spun = self._sleep(alone, _SLICE, spun)
+    def _move_alone(self) -> None:
+        """Move what no thread waits for, until None comes. It runs in a thread of the group."""
+        while (patience := self._left_alone.get()) is not None:
+            if patience:
+                time.sleep(patience)
+            spins = False
+            while alone := [each for each in list(self._unfinished) if not each.waiting]:
+                self.advance()
+                now = time.monotonic()
+                for operation in alone:
+                    if not operation.done:
+                        self._enforce(operation, now)
+                alone = [each for each in alone if not each.done]
+                if alone:
+                    self._sleep(alone, _SLICE, spins)
+                    spins = self._spins
 
     def close(self) -> None:
         """End what is unfinished, and the thread. A second call does nothing."""
@@ -289,11 +331,3 @@ class Engine:
         for descriptor in self._members.values():
             os.close(descriptor)
         self._members = {}
-
-
-def _move_alone(engine: Engine, left_alone: queue.SimpleQueue) -> None:
-    """Move operations that nobody waits for, until None comes. It runs in a thread of the group."""
-    while (patience := left_alone.get()) is not None:
-        if patience:
-            time.sleep(patience)
-        engine.move_alone()

@@ -1,8 +1,8 @@
 """How the ranks of a group come to share one segment, through PyTorch's store.
 
-Each rank writes into the store who it is. Rank 0 waits for all, creates the segment, and writes
-where it is: a descriptor of its own process, which the others open under /proc. When all have
-opened it, rank 0 closes the descriptor.
+Each rank writes into the store on which host it runs. Rank 0 waits for all, creates the segment,
+and writes where it is: a descriptor of its own process, which the others open under /proc. When all
+have opened it, rank 0 closes the descriptor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.distributed import Store
 
-from ddp_kit.backends.group.work import timeout_error
 from ddp_kit.backends.shm import futex
 from ddp_kit.backends.shm import segment as segments
 from ddp_kit.backends.shm.process_group import SharedMemoryProcessGroup
 from ddp_kit.backends.shm.segment import PID, Segment
+from ddp_kit.backends.work import timeout_error
 from ddp_kit.errors import BackendError
 
 
@@ -54,7 +54,7 @@ class _Joining:
                     raise BackendError(refusal)
             segment = Segment(descriptor, self._rank, self._size)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            self._tell_all({"path": path, "nonce": segment.nonce.hex()})
+            self._tell_all({"path": path})
             self._enter(segment)
             return segment
         finally:
@@ -77,7 +77,7 @@ class _Joining:
         if "refused" in answer:
             raise BackendError(answer["refused"])
         segment = self._map(answer["path"])
-        if segment is None or segment.nonce.hex() != answer["nonce"]:
+        if segment is None:
             raise BackendError(
                 f'backend="shm": rank {self._rank} cannot open the shared memory of rank 0; '
                 'let all ranks run as one user, or use backend="gloo"'
@@ -131,8 +131,6 @@ class _Joining:
                 try:
                     descriptors[rank] = os.pidfd_open(pid)
                 except OSError as error:
-                    for descriptor in descriptors.values():
-                        os.close(descriptor)
                     raise RuntimeError(f"the process of rank {rank} has ended") from error
         return descriptors
 

@@ -1,7 +1,8 @@
-"""Messages from one rank to one other, with tags: sends, and what is received for whom.
+"""Messages from one rank to one other, with tags.
 
-A send is complete when the message was received, as with gloo. In the ring, each message is a
-header of 24 bytes, with its tag, its size and its mark, and then the bytes.
+In the ring, each message is a header of 24 bytes, with its tag, its size and the number of its
+mark, and then the bytes. A mark is a word that says whether the message was received: the sender
+sets it to 0 before it writes the message, and the receiver sets it to 1.
 """
 
 from __future__ import annotations
@@ -10,77 +11,53 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from ddp_kit.backends.shm.operations import Needs, Receive, Steps
-from ddp_kit.backends.shm.rings import MESSAGES, Marks, Ring
-from ddp_kit.backends.shm.segment import Segment
+from ddp_kit.backends.shm.engine import Needs, Receive, Steps
+from ddp_kit.backends.shm.segment import MARKS, Ring, Segment
 
 _HEADER = 3  # integers of 8 bytes
 _BYTES = _HEADER * 8
-
-
-class Sent:
-    """A message on its way. mark: its number, once it is written."""
-
-    mark: int | None = None
-    is_received = False
 
 
 class Outbox:
     """The messages of this rank to one other."""
 
     def __init__(self, segment: Segment, target: int) -> None:
-        self._ring = Ring(segment, segment.rank, target, MESSAGES)
-        self._marks = Marks(segment, segment.rank, target)
-        self._target = (target,)
-        self._sent: list[Sent] = []  # that may have been received
+        self._segment, self._needs = segment, (target,)
+        self._ring = Ring(segment, segment.rank, target, for_messages=True)
+        self._first_mark = segment.marks(segment.rank, target)
+        self._free_marks = list(range(MARKS))
+        self._is_writing = False
 
-    def write(self, data: torch.Tensor, tag: int, sent: Sent) -> Steps:
-        """Write a message into the ring."""
-        while (mark := self._marks.take()) is None:
-            self._collect()
-            if not self._marks.any_free:
-                yield self._target
+    def send(self, data: torch.Tensor, tag: int) -> Steps:
+        """Write a message into the ring, and wait until it was received, as with gloo.
+
+        The engine moves sends on in the order in which they were started, so they are written in
+        that order, too.
+        """
+        while self._is_writing or not self._free_marks:
+            yield self._needs
+        self._is_writing = True
+        mark = self._free_marks.pop()
+        words, at = self._segment.words, self._first_mark + mark
+        words[at] = 0
         header = torch.tensor([tag, len(data), mark]).view(torch.uint8)
         for part in (header, data):
-            start = 0
-            while start < len(part):
-                count = self._ring.write(part, start)
-                start += count
-                if not count:
-                    yield self._target
-        sent.mark = mark
-        self._sent.append(sent)
-
-    def until_received(self, sent: Sent) -> Steps:
-        """Wait until a message was received."""
-        while not sent.is_received:
-            self._collect()
-            if not sent.is_received:
-                yield self._target
-
-    def _collect(self) -> None:
-        """Note what was received."""
-        for sent in self._sent:
-            assert sent.mark is not None, "it was written"
-            sent.is_received = self._marks.is_set(sent.mark)
-        self._sent = [sent for sent in self._sent if not sent.is_received]
+            for _ in self._ring.write_all(part):
+                yield self._needs
+        self._is_writing = False
+        while not words[at]:
+            yield self._needs
+        self._free_marks.append(mark)
 
 
 class _Message:
     """A message that arrives, for a receive or, if there is none yet, for later."""
 
-    def __init__(self, tag: int, nbytes: int, mark: int) -> None:
-        self.tag, self.nbytes, self.mark = tag, nbytes, mark
+    def __init__(self, tag: int, nbytes: int, mark: int, receive: Receive | None) -> None:
+        self.tag, self.nbytes, self.mark, self.receive = tag, nbytes, mark, receive
         self.done = 0  # bytes that have arrived
-        self.receive: Receive | None = None
-        self.memory: torch.Tensor | None = None
-
-    def begin(self, receive: Receive | None) -> None:
-        fits = receive is not None and len(receive.buffer) == self.nbytes
-        self.receive = receive
-        self.memory = (
-            receive.buffer if receive and fits else torch.empty(self.nbytes, dtype=torch.uint8)
-        )
+        fits = receive is not None and len(receive.buffer) == nbytes
+        self.memory = receive.buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Inboxes:
@@ -89,14 +66,12 @@ class Inboxes:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         ranks = range(segment.size)
-        self._rings = [Ring(segment, rank, segment.rank, MESSAGES) for rank in ranks]
-        self._marks = [Marks(segment, rank, segment.rank) for rank in ranks]
+        self._rings = [Ring(segment, rank, segment.rank, for_messages=True) for rank in ranks]
         self._arriving: list[_Message | None] = [None for _ in ranks]
         self._kept: list[list[_Message]] = [[] for _ in ranks]  # that came before their receives
         self._posted: list[Receive] = []
 
     def post(self, receive: Receive) -> None:
-        """Wait for a message."""
         self._posted.append(receive)
 
     def withdraw(self, receive: Receive) -> None:
@@ -121,17 +96,16 @@ class Inboxes:
                 if kept is not None and receive in self._posted:
                     self._kept[rank].remove(kept)
                     self._posted.remove(receive)
-                    kept.receive = receive
-                    yield self._finish(rank, kept)
+                    yield self._finish(rank, kept, receive)
         for rank in range(self._segment.size):
             while self._arriving[rank] is not None or self._is_wanted(rank):
-                message = self._take(rank)
+                message = self._read_on(rank)
                 if message is None:
                     break
                 if message.receive is None:
                     self._kept[rank].append(message)
                 else:
-                    yield self._finish(rank, message)
+                    yield self._finish(rank, message, message.receive)
 
     def _sources(self, receive: Receive) -> Collection[int]:
         return range(self._segment.size) if receive.wanted is None else (receive.wanted,)
@@ -150,7 +124,7 @@ class Inboxes:
                 return receive
         return None
 
-    def _take(self, rank: int) -> _Message | None:
+    def _read_on(self, rank: int) -> _Message | None:
         """Read on in the message of a rank; return it when it is complete."""
         ring = self._rings[rank]
         message = self._arriving[rank]
@@ -162,11 +136,10 @@ class Inboxes:
             while start < _BYTES:
                 start += ring.read(data, start)
             tag, nbytes, mark = header.tolist()
-            message = self._arriving[rank] = _Message(tag, nbytes, mark)
-            message.begin(self._match(rank, tag))
+            message = _Message(tag, nbytes, mark, self._match(rank, tag))
+            self._arriving[rank] = message
         elif message.receive is None:
             message.receive = self._match(rank, message.tag)
-        assert message.memory is not None, "begin has set it"
         while message.done < message.nbytes:
             count = ring.read(message.memory, message.done)
             if not count:
@@ -175,11 +148,8 @@ class Inboxes:
         self._arriving[rank] = None
         return message
 
-    def _finish(self, rank: int, message: _Message) -> Receive:
+    def _finish(self, rank: int, message: _Message, receive: Receive) -> Receive:
         """Give a complete message to its receive, which may have failed meanwhile."""
-        receive, memory = message.receive, message.memory
-        assert receive is not None, "the caller has found one"
-        assert memory is not None, "begin has set it"
         receive.source = rank
         if len(receive.buffer) != message.nbytes:
             receive.error = receive.error or RuntimeError(
@@ -187,8 +157,9 @@ class Inboxes:
                 f"but the tensor has {len(receive.buffer)}"
             )
         else:
-            if memory is not receive.buffer:
-                receive.buffer.copy_(memory)
+            if message.memory is not receive.buffer:
+                receive.buffer.copy_(message.memory)
             receive.finish()
-        self._marks[rank].set(message.mark)
+        self._segment.words[self._segment.marks(rank, self._segment.rank) + message.mark] = 1
+        self._segment.announce()
         return receive

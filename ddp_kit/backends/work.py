@@ -39,7 +39,11 @@ class Operation:
         raise NotImplementedError
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds."""
+        """Wait until it is done. Raises RuntimeError if it failed, or after `timeout` seconds.
+
+        After `timeout` it goes on, and one may wait again; after the group's timeout it has
+        failed.
+        """
         raise NotImplementedError
 
     def future(self) -> Future:

@@ -1,1 +1,0 @@
-"""What process groups that are written in Python have in common: those of `mpi` and of `shm`."""
