@@ -174,7 +174,7 @@ def wrong(folder: Path) -> None:
     rank, size = mpi.rank_info()[:2]
     mpi.register()
     for given, of, words in (
-        ((rank + 1) % size, size, "take rank and world_size from mpi.rank_info()"),
+        ((rank + 1) % size, size, "take rank and world_size from ddp_kit.backends.mpi.rank_info()"),
         (rank, size + 1, f"mpiexec started {size} ranks; start them with mpiexec -n {size + 1}"),
     ):
         try:
