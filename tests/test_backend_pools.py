@@ -225,11 +225,11 @@ def test_a_wait_that_only_its_timeout_can_end_is_not_explained(run):
 def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
     seen: list[str] = []
 
-    class Watching(view.NoView):
+    class Watching(view.NoLiveView):
         def update(self, lines):
             seen.extend(line.doing for line in lines)
 
-    monkeypatch.setattr(view, "open_view", Watching)
+    monkeypatch.setattr(view, "current", view.View(Watching))
     assert [value for value, _ in kit.run(total, world_size=3, backend="mpi")] == [6.0] * 3
     assert "starting under mpiexec" in seen[:3]
     assert set(seen[:3]) <= {"starting under mpiexec", "ready"}, "one may have been quick"

@@ -263,7 +263,7 @@ def current_environment() -> Environment:
         last = _last[1]
         if (path, folder, argv) == last[:3] and logs is last.logs and is_live == last.is_live:
             return last
-    in_notebook = view.show_displayed is not None
+    in_notebook = view.current.show_displayed is not None
     environment = Environment(path, folder, argv, dict(os.environ), logs, in_notebook, is_live)
     _last = None if data is None else (dict(data), environment)
     return environment
@@ -272,7 +272,7 @@ def current_environment() -> Environment:
 def _argv() -> tuple[str, ...]:
     """Return sys.argv; that of an interactive Python if it is as the kernel was started."""
     given = len(sys.argv) - 1
-    is_kernel = view.show_displayed is not None
+    is_kernel = view.current.show_displayed is not None
     if is_kernel and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
         return ("",)
     return tuple(map(str, sys.argv))
