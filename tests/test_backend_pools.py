@@ -22,8 +22,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi, shm
-from ddp_kit.pool import view
-from ddp_kit.pool.launchers import mpiexec
+from ddp_kit.pool import launchers, view
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 needs_shm = pytest.mark.skipif(shm.missing() is not None, reason=str(shm.missing()))
@@ -322,7 +321,7 @@ def test_an_mpi_that_cannot_be_loaded_is_reported_with_its_reason(monkeypatch):
 def test_a_missing_package_is_reported_before_anything_starts(monkeypatch):
     missing = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: missing)
-    monkeypatch.setattr(mpiexec, "MPIExecProgram", None)
+    monkeypatch.setattr(launchers, "MPIExecProgram", None)
     with pytest.raises(kit.BackendError) as caught:
         kit.run(total, backend="mpi")
     assert str(caught.value) == missing

@@ -19,8 +19,8 @@ from IPython.display import display
 from ddp_kit import errors
 from ddp_kit.notebook.displayed import show_displayed
 from ddp_kit.pool import end_all, view
+from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
-from ddp_kit.pool.warm_start import start_after_cell
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
 OLD = 10  # seconds without an update after which a view says so; it has one every second

@@ -4,7 +4,8 @@ pool.py          WorkerPool, and `run` on the notebook's shared pool
 run.py           one run: the only loop that waits for ranks
 status.py        what `kit.status` shows
 reports.py       what the ranks of a run have reported, and the error if some failed
-launchers/       who starts the processes: spawn, mpiexec, torchrun
+launchers.py     who starts the processes: spawn or mpiexec
+torchrun.py      `kit.torchrun`, and the launcher that it uses
 rank/            what runs in the process of a rank, and nowhere else
 wire/            what travels between the two
 """

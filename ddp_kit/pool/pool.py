@@ -24,19 +24,20 @@ from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool import arguments
+from ddp_kit.pool import arguments, ipython
 from ddp_kit.pool.arguments import explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.launchers.mpiexec import MPIExec
-from ddp_kit.pool.launchers.spawn import Spawn
+from ddp_kit.pool.launchers import MPIExec, Spawn
+from ddp_kit.pool.memory import available_memory
+from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.rank_handle import start_variables
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.wire.payload import Payload
-from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 
 UNUSED = 600.0  # seconds after which ranks end that no run has used
+WARM_MEMORY = 2 << 30  # bytes that must be available for ranks to start in the background
 
 
 class WorkerPool:
@@ -331,3 +332,18 @@ def start_shared_pool(world_size: int = 4) -> None:
         return
     with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
         _shared["spawn"] = _EarlyPool(world_size)
+
+
+def start_after_cell() -> None:
+    """Start the shared pool when the cell that runs now has ended.
+
+    Do nothing if DDP_KIT_WARM is 0, if too little memory is available, or if the cell has already
+    started ranks, as a lesson under `%run` may.
+    """
+
+    def start() -> None:
+        if available_memory() >= WARM_MEMORY:
+            start_shared_pool()
+
+    if os.environ.get("DDP_KIT_WARM") != "0":
+        ipython.after_cell(start)

@@ -20,7 +20,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
+from ddp_kit.pool.launchers import was_ended_by_launcher, why_not_ready
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned

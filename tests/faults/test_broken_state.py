@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import decimal
 import faulthandler
 import gc
 import logging
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -404,7 +402,6 @@ def set_plain_settings(rank, world_size):
     torch.set_flush_denormal(True)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     mp.set_sharing_strategy("file_system")
-    decimal.getcontext().prec = 3
     numpy.seterr(all="raise")
     numpy.set_printoptions(precision=2)
     logging.disable()
@@ -424,7 +421,6 @@ def read_plain_settings(rank, world_size):
         sys.float_info.min / 2,
         dist.get_debug_level().name,
         mp.get_sharing_strategy(),
-        decimal.getcontext().prec,
         numpy.geterr(),
         numpy.get_printoptions(),
         logging.root.manager.disable,
@@ -443,11 +439,7 @@ SETTINGS = [
     ("set a handler for a signal", lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
     ("left a timer running", lambda: signal.alarm(3)),
     ("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})),
-    ("changed the umask", lambda: os.umask(0)),
-    ("changed a limit of its process", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
     ("set a trace function", lambda: sys.setprofile(lambda *_: None)),
-    ("changed the switch interval", lambda: sys.setswitchinterval(0.1)),
-    ("enabled faulthandler", lambda: faulthandler.enable()),
     ("changed the start method", lambda: mp.set_start_method("spawn", force=True)),
     ("left a hook on all modules", lambda: hooks.register_module_forward_hook(lambda *_: None)),
     ("changed torch's any_autocast_enabled", lambda: torch.autocast("cpu").__enter__()),

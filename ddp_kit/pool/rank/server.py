@@ -191,7 +191,7 @@ class RankServer:
         self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
     ) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
-        thread = thread_left_running(everywhere=recorder.may_call_back)
+        thread = thread_left_running()
         if thread:
             restart = f"the worker left its thread {thread!r} running"
         return RankStatus(self._imports.take(), intact, thread, restart)

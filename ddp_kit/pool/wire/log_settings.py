@@ -26,29 +26,14 @@ class LogSettings(NamedTuple):
     levels: dict[str, int]  # of the other loggers that have one
 
 
-_MARK = "ddp_kit"  # in a cache that is emptied whenever the level of any logger is set
-
-_last: tuple[list, LogSettings] | None = None  # the handlers, and what came of them
-
-
 def current_log_settings() -> LogSettings:
-    """Return the settings of this process: the same object as long as they are the same."""
-    global _last
+    """Return the settings of this process."""
     root = logging.getLogger()
-    handlers = [(h, h.level, h.formatter) for h in root.handlers if _prints(h)]
-    # Undocumented, but to ask all loggers for their levels takes much longer.
-    cache = getattr(root, "_cache", {})
-    if _last is not None and handlers == _last[0] and _MARK in cache:
-        return _last[1]
-    cache[_MARK] = True
+    printing = [handler for handler in root.handlers if _prints(handler)]
+    handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
     loggers = root.manager.loggerDict.items()
     levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
-    pickled = tuple(LogHandler(level, _pickle(formatter)) for _, level, formatter in handlers)
-    settings = LogSettings(root.level, pickled, levels)
-    if _last is not None and settings == _last[1]:
-        settings = _last[1]
-    _last = handlers, settings
-    return settings
+    return LogSettings(root.level, handlers, levels)
 
 
 def _prints(handler: logging.Handler) -> bool:
