@@ -31,9 +31,9 @@ from ddp_kit.pool.rank.observer import Observer
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire.messages import CALL, SOCKET
-from ddp_kit.pool.wire.other_host import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport
 from ddp_kit.pool.wire.output import KeptOutput
 from ddp_kit.pool.wire.payload import pickle_whole
+from ddp_kit.pool.wire.torchrun_store import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport, encode
 from ddp_kit.trace import Board, Clock, InternTable, recording, unrecorded
 
 _environment: dict[str, str] = {}  # torchrun's; a pool replaces it with the notebook's
@@ -180,7 +180,7 @@ def _display(*values: object, **_options: object) -> None:
 def _send(report: RemoteReport, rank: int, how: str) -> None:
     """Put a report into the store. If the worker has returned, wait until all have."""
     store = environment.own_store()
-    store.set(f"report {rank}", pickle_whole(report))
+    store.set(f"report {rank}", encode(report))
     store.append(ENDS, f"{rank} {how}\n")
     if how == RETURNED:
         store.wait([OVER], GROUP_TIMEOUT)  # the observer ends this process if the host is lost
