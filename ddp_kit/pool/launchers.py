@@ -89,7 +89,6 @@ class Spawn(Launcher):
     separate = True
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
-        """Replace the broken processes and add the missing ones."""
         # One that owes a reply may wait for the dead one in the group they were to form, or run a
         # worker that a second interrupt has left behind.
         unusable = [n for n, rank in enumerate(ranks) if broken and (rank.owed or not rank.alive)]
@@ -215,7 +214,6 @@ class Program:
 
     @property
     def all_connected(self) -> bool:
-        """Every process has connected and waits to become a rank."""
         return len(self._calls) == self.count
 
     def wait(self, seconds: float, show: Show) -> None:
@@ -238,7 +236,6 @@ class Program:
             raise
 
     def explain_start(self, seconds: float) -> str:
-        """Return a sentence on why the processes did not come within `seconds`."""
         return f"{self.name} did not start {self.count} ranks: {self.in_one_line()}"
 
     def _accept(self) -> None:
@@ -254,7 +251,6 @@ class Program:
                 self._calls.append((rank, pid, line))
 
     def admit(self) -> list[RankHandle]:
-        """Return a handle on each process that has connected."""
         return [self._admit(*call) for call in sorted(self._calls)]
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankHandle:
@@ -270,7 +266,6 @@ class Program:
         """React to the end of a rank; called once for each rank that is stopped."""
 
     def close_listener(self) -> None:
-        """Accept no more connections."""
         if self._listener.fileno() >= 0:
             self._listener.close()
             with suppress(FileNotFoundError):
@@ -289,7 +284,6 @@ class Program:
         return "\n".join(end.decode(errors="replace") for end in ends)
 
     def in_one_line(self) -> str:
-        """Return what the program has printed, in one line."""
         if self._printed.closed:
             return "it was ended"
         lines = self.printed()[:4000].splitlines()
@@ -305,7 +299,6 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The process id of the program."""
         return self._program.pid
 
     @property
@@ -321,7 +314,6 @@ class Program:
         raise NotImplementedError
 
     def leave(self, seconds: float) -> None:
-        """Give the program `seconds` to end by itself."""
         with suppress(subprocess.TimeoutExpired):
             self._program.wait(seconds)
 
@@ -354,7 +346,6 @@ class _ConnectedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None: it runs."""
         if self._code is None and self._line.fileno() < 0:
             self._code = -signal.SIGKILL  # the program was ended from here
         elif self._code is None and (connection.wait([self._line], 0) or self._program.ended):
@@ -363,12 +354,10 @@ class _ConnectedProcess:
         return self._code
 
     def why_not_ready(self) -> str:
-        """Return the last error that was printed about its start; "" if there is none."""
         return self._program.reason()
 
     @property
     def was_ended_by_launcher(self) -> bool:
-        """Whether it was ended because another process of the program had ended."""
         return self._program.first_end()[0] not in (None, self._rank)
 
 
@@ -412,7 +401,6 @@ class MPIExec(Launcher):
         self._program.close_listener()
 
     def end(self) -> None:
-        """End mpiexec and everything it has started."""
         self._size = 0
         if self._program is not None:
             self._program.end()
@@ -431,7 +419,6 @@ class MPIExecProgram(Program):
         super().__init__(world_size, path, command, os.environ | mpi.environment())
 
     def on_rank_stopped(self) -> None:
-        """End the whole job with the first rank that is stopped."""
         self.end()
 
     def first_end(self) -> tuple[int | None, int | None]:

@@ -71,7 +71,7 @@ class WorkerPool:
         self._owner = os.getpid()
         self._looks_in: object = None  # the event loop that will look for unused ranks
         _all[next(_made)] = self
-        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        self._at_exit = partial(_call_if_alive, weakref.ref(self), WorkerPool.close)
         try:
             with holding_interrupt():
                 sweep()
@@ -152,7 +152,8 @@ class WorkerPool:
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
             if self._looks_in is not loop:  # an earlier one may have been closed
-                loop.call_later(seconds, partial(_end_unused, weakref.ref(self)))
+                look = partial(_call_if_alive, weakref.ref(self), WorkerPool._end_unused)
+                loop.call_later(seconds, look)
                 self._looks_in = loop
 
     def _end_unused(self) -> None:
@@ -208,16 +209,11 @@ class WorkerPool:
         return f"WorkerPool({ranks or self._world_size} ranks, {backend}, {state})"
 
 
-def _close_if_alive(reference: weakref.ref) -> None:
+def _call_if_alive(reference: weakref.ref, method: Callable[[WorkerPool], None]) -> None:
+    """Call a method of a pool that nobody else needs to keep alive."""
     pool = reference()
     if pool is not None:
-        pool.close()
-
-
-def _end_unused(reference: weakref.ref) -> None:
-    pool = reference()
-    if pool is not None:
-        pool._end_unused()
+        method(pool)
 
 
 _all: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()  # as made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,8 +18,14 @@ from ddp_kit.pool.launchers import Launcher, Show
 from ddp_kit.pool.private_folder import PrivateFolder
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
-from ddp_kit.pool.wire.log_settings import current_log_settings
-from ddp_kit.pool.wire.messages import CallWorker, Environment, JoinGroup, file_stamp
+from ddp_kit.pool.wire.messages import (
+    CallWorker,
+    Environment,
+    JoinGroup,
+    LogHandler,
+    LogSettings,
+    file_stamp,
+)
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 
@@ -104,18 +111,11 @@ class RankProcesses:
         self._in_run = self.is_used = True
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
-        encoded: dict[tuple, bytes] = {}
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
-            changed = None if environment == rank.environment else environment
-            message = CallWorker(packed, new, changed, number)
-            key = tuple(new), changed is None
-            if key not in encoded:
-                encoded[key] = payload.encode(message)
-            rank.send(message, encoded[key])
+            rank.send(CallWorker(packed, new, environment, number))
             rank.cells_seen |= new.keys()
-            rank.environment = environment
         packed.close()
 
     def end_run(self, intact: bool) -> None:
@@ -247,7 +247,7 @@ def current_environment() -> Environment:
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
     path, variables = tuple(map(str, sys.path)), dict(os.environ)
-    logs, in_notebook = current_log_settings(), view.current.show_displayed is not None
+    logs, in_notebook = _log_settings(), view.current.show_displayed is not None
     argv = _argv(in_notebook)
     return Environment(path, folder, argv, variables, logs, in_notebook, view.is_live())
 
@@ -258,3 +258,25 @@ def _argv(in_notebook: bool) -> tuple[str, ...]:
     if in_notebook and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
         return ("",)
     return tuple(map(str, sys.argv))
+
+
+def _log_settings() -> LogSettings:
+    """Return how logging is configured in this process, as far as it prints."""
+    root = logging.getLogger()
+    printing = [handler for handler in root.handlers if _prints(handler)]
+    handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
+    loggers = root.manager.loggerDict.items()
+    levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
+    return LogSettings(root.level, handlers, levels)
+
+
+def _prints(handler: logging.Handler) -> bool:
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    stream = getattr(handler, "stream", None)  # a subclass may have none
+    return isinstance(handler, logging.StreamHandler) and stream is not None and stream in streams
+
+
+def _pickle(formatter: logging.Formatter | None) -> bytes | None:
+    with suppress(Exception):  # a formatter of the learner's own may be impossible to pickle
+        return payload.pickle_whole(formatter) if formatter is not None else None
+    return None

@@ -45,7 +45,6 @@ class Reports:
 
     @property
     def failed(self) -> int:
-        """How many ranks will not return."""
         return len(self.raised) + len(self.died) + len(self.broken)
 
     @property
@@ -68,7 +67,6 @@ class Reports:
 
     @property
     def threads(self) -> dict[int, str]:
-        """The threads that workers have left running, by rank."""
         replies = self.returned | self.raised
         return {n: r.status.thread for n, r in replies.items() if r.status.thread}
 

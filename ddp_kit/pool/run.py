@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import nullcontext
 from typing import Any
 
 from ddp_kit.error_text import (
@@ -82,7 +81,7 @@ class Run:
                     self._collect(math.inf if timeout is None else timeout)
             finally:
                 intact = self._group_is_intact and not self._restarts
-                with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
+                with holding_interrupt():
                     output = self._close()
                     processes.end_run(intact)
                 interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)

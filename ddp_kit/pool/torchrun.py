@@ -129,7 +129,6 @@ class _Job:
         self.last: Run | None = None
 
     def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
-        """Start the agent, and print how to start those of the other hosts."""
         rendezvous = choose_rendezvous(self.hosts, address, port)
         with holding_interrupt():
             sweep()
@@ -350,18 +349,15 @@ class Torchrun(Launcher):
         self._program, self._timeout = program, timeout
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
-        """Return the processes of the next start, after `wait`."""
         if ranks or not self._program.all_connected:
             return False
         ranks += self._program.admit()
         return True
 
     def wait(self, show: Show) -> None:
-        """Wait for the processes of all hosts. Raise PoolError if they do not come."""
         self._program.wait(self._timeout, show)
 
     def end(self) -> None:
-        """End the agent."""
         self._program.end()
 
 
@@ -393,7 +389,6 @@ class TorchrunProgram(Program):
         super().__init__(count, folder.socket, command, environment)
 
     def explain_start(self, seconds: float) -> str:
-        """Return a sentence on why the ranks did not come within `seconds`."""
         reason = self.reason()
         printed = f"; torchrun's last error: {reason}" if reason else ""
         if self.ended:
@@ -407,7 +402,6 @@ class TorchrunProgram(Program):
         self._calls, self._first = [], None
 
     def first_end(self) -> tuple[int | None, int | None]:
-        """Return which rank failed first, and its exit code or minus its signal."""
         pids = {pid: rank for rank, pid, _ in self._calls}
         deadline = time.monotonic() + REPORT_TIMEOUT
         while self._first is None:

@@ -85,7 +85,6 @@ class TerminalView:
         self._shown = ""
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show all ranks in one line."""
         if not _on_terminal():
             return
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -109,7 +108,6 @@ class TerminalView:
         return next(printed, heading(self._world_size, lines))
 
     def close(self) -> None:
-        """Erase the line."""
         if self._shown:
             self._shown = ""
             sys.stderr.write("\r\x1b[K")
@@ -180,16 +178,12 @@ def _on_terminal() -> bool:
 
 
 class NoLiveView:
-    """Shows nothing while a run lasts."""
-
     def __init__(self, world_size: int) -> None:
         pass
 
-    def update(self, lines: Sequence[RankLine]) -> None:
-        """Do nothing."""
+    def update(self, lines: Sequence[RankLine]) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,6 @@ class _Capturing:
         self.from_gpu = False
 
     def frames(self, error: BaseException) -> list[FrameCopy]:
-        """Return copies of the learner's frames, the outermost first."""
         step, steps = error.__traceback__, []
         while step is not None:
             if is_own(step.tb_frame.f_code.co_filename):

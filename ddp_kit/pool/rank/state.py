@@ -13,6 +13,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import socket
@@ -36,8 +37,15 @@ from torch.optim import optimizer
 
 from ddp_kit import backends, torch_internals
 from ddp_kit.pool.rank import displayed
-from ddp_kit.pool.wire.log_settings import LogSettings, PrintingHandler
-from ddp_kit.pool.wire.messages import RANK_MARK, Environment, FileStamp, JoinGroup, file_stamp
+from ddp_kit.pool.wire.messages import (
+    RANK_MARK,
+    Environment,
+    FileStamp,
+    JoinGroup,
+    LogHandler,
+    LogSettings,
+    file_stamp,
+)
 from ddp_kit.trace import is_own, own_frame
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.rank.posted import own_line
@@ -119,13 +127,26 @@ class State:
     def _take_over(self, logs: LogSettings) -> None:
         """Configure logging as in the notebook, as far as that prints."""
         self._logs, self._log_level = logs, logs.level
-        self._log_handlers = [*self._own_handlers, *map(PrintingHandler, logs.handlers)]
+        self._log_handlers = [*self._own_handlers, *map(_PrintingHandler, logs.handlers)]
         for name in self._own_levels.keys() - logs.levels.keys():
             logging.getLogger(name).setLevel(self._own_levels.pop(name))
         for name, level in logs.levels.items():
             logger = logging.getLogger(name)
             self._own_levels.setdefault(name, logger.level)
             logger.setLevel(level)
+
+
+class _PrintingHandler(logging.StreamHandler):
+    """A handler of the notebook, in a rank. It prints to what `sys.stderr` is at the moment."""
+
+    def __init__(self, handler: LogHandler) -> None:
+        logging.Handler.__init__(self, handler.level)
+        with suppress(Exception):  # its class may be nowhere but in the notebook
+            self.setFormatter(pickle.loads(handler.formatter) if handler.formatter else None)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def _streams() -> list[object]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
-from ddp_kit.pool.wire.log_settings import LogSettings
 from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
@@ -40,6 +39,21 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
+class LogHandler(NamedTuple):
+    """A handler that prints."""
+
+    level: int
+    formatter: bytes | None  # pickled; None: it prints the message alone
+
+
+class LogSettings(NamedTuple):
+    """What is printed of the records of each logger."""
+
+    level: int  # of the root logger
+    handlers: tuple[LogHandler, ...]  # of the root logger
+    levels: dict[str, int]  # of the other loggers that have one
+
+
 class Environment(NamedTuple):
     """What a rank takes over from the notebook's process before each run."""
 
@@ -66,7 +80,7 @@ class CallWorker(NamedTuple):
 
     payload: Payload  # (worker, args)
     cells: dict[str, str]  # cells this rank has not seen yet: file name → source
-    environment: Environment | None  # None: unchanged since the previous run
+    environment: Environment
     number: int  # of the run in its pool
 
 
