@@ -64,7 +64,9 @@ class WorkerPool:
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
-        self._processes: RankProcesses | None = None
+        folder = PrivateFolder()
+        launcher = MPIExec(folder) if self._backend == "mpi" else Spawn()
+        self._processes = RankProcesses(launcher, folder, init)
         self._runs = 0
         self._running = False
         self._closed = False
@@ -75,9 +77,6 @@ class WorkerPool:
         try:
             with holding_interrupt():
                 sweep()
-                folder = PrivateFolder()
-                launcher = MPIExec(folder) if self._backend == "mpi" else Spawn()
-                self._processes = RankProcesses(launcher, folder, init)
                 atexit.register(self._at_exit)
                 self._start()
         except BaseException as error:
@@ -87,7 +86,6 @@ class WorkerPool:
             raise
 
     def _start(self) -> None:
-        assert self._processes is not None, "it exists since the pool does"
         # An idle pool uses no memory of a GPU: the first run forms that group. It also forms that
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
@@ -117,7 +115,7 @@ class WorkerPool:
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
-        living = len(self._processes.ranks) if self._processes else 0
+        living = len(self._processes.ranks)
         size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout, living)
         return self._run(packed, size, backend, timeout)
 
@@ -132,7 +130,6 @@ class WorkerPool:
     def _run(self, packed: Payload, world_size: int, backend: str, timeout: float | None) -> Result:
         if self._running:
             raise PoolError("this pool is already in a run; wait for it, or interrupt it")
-        assert self._processes is not None, "it exists since the pool does"
         self._running = True
         self._runs += 1
         try:
@@ -147,7 +144,7 @@ class WorkerPool:
 
         A notebook's kernel has one, which calls between two cells, so never in a run.
         """
-        if self._processes is None or not self._processes.ranks or "asyncio" not in sys.modules:
+        if not self._processes.ranks or "asyncio" not in sys.modules:
             return
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
@@ -158,7 +155,7 @@ class WorkerPool:
 
     def _end_unused(self) -> None:
         self._looks_in = None
-        if self._closed or self._owner != os.getpid() or self._processes is None:
+        if self._closed or self._owner != os.getpid():
             return
         seconds: float | None = UNUSED
         if not self._running:
@@ -170,7 +167,6 @@ class WorkerPool:
     def restart(self) -> None:
         """End every process and start fresh ones."""
         self._check_usable()
-        assert self._processes is not None, "it exists since the pool does"
         try:
             with holding_interrupt():
                 self._processes.end()
@@ -187,8 +183,7 @@ class WorkerPool:
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
             try:
-                if self._processes is not None:
-                    self._processes.end(remove=True)
+                self._processes.end(remove=True)
             finally:
                 atexit.unregister(self._at_exit)
 
@@ -199,14 +194,13 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_processes", None) is not None:
+        if hasattr(self, "_at_exit"):  # else it could not be created
             self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._running else "ready"
-        ranks = len(self._processes.ranks) if self._processes else 0
-        backend = (self._processes.backend if self._processes else None) or self._backend
-        return f"WorkerPool({ranks or self._world_size} ranks, {backend}, {state})"
+        ranks = len(self._processes.ranks) or self._world_size
+        return f"WorkerPool({ranks} ranks, {self._processes.backend or self._backend}, {state})"
 
 
 def _call_if_alive(reference: weakref.ref, method: Callable[[WorkerPool], None]) -> None:
@@ -275,7 +269,7 @@ def run(
 def living_ranks(backend: str = "auto") -> int:
     """Return how many ranks `run` has already for a backend, which it need not start."""
     pool = _shared.get(launcher_of(backend))
-    return len(pool._processes.ranks) if pool and pool._processes else 0
+    return len(pool._processes.ranks) if pool else 0
 
 
 def check_world_size(world_size: int) -> int:
@@ -302,8 +296,8 @@ def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool
 
     keep: False if they are to hold none any longer. Return whether there are any such ranks.
     """
-    processes = _shared[launcher]._processes if launcher in _shared else None
-    held = [rank for n, rank in enumerate(processes.ranks if processes else []) if n in ranks]
+    there = _shared[launcher]._processes.ranks if launcher in _shared else []
+    held = [rank for number, rank in enumerate(there) if number in ranks]
     for rank in held:
         rank.has_names = keep
     return bool(held)
@@ -312,7 +306,7 @@ def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool
 def _is_outdated(pool: WorkerPool) -> bool:
     """Return whether ranks that were started early are unused, and their variables have changed."""
     processes = pool._processes
-    if not pool._started_early or processes is None or processes.is_used:
+    if not pool._started_early or processes.is_used:
         return False
     now = start_variables()
     return any(rank.variables != now for rank in processes.ranks)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from ddp_kit.error_text import Frame
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.wire import payload
-from ddp_kit.pool.wire.messages import RANK_MARK, FileStamp
+from ddp_kit.pool.wire.messages import RANK_MARK, Environment, FileStamp
 from ddp_kit.pool.wire.output import RankOutput
 from ddp_kit.trace import Board, stacks
 
@@ -85,6 +85,7 @@ class RankHandle:
         self.variables = start_variables()
         self.owed = 0  # replies that this rank has not sent yet
         self.cells_seen: set[str] = set()
+        self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
         self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
         self.used = time.monotonic()  # when it was started, or its last run ended

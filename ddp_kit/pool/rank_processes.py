@@ -114,8 +114,10 @@ class RankProcesses:
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
-            rank.send(CallWorker(packed, new, environment, number))
+            changed = None if environment == rank.environment else environment
+            rank.send(CallWorker(packed, new, changed, number))
             rank.cells_seen |= new.keys()
+            rank.environment = environment
         packed.close()
 
     def end_run(self, intact: bool) -> None:

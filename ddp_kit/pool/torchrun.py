@@ -112,54 +112,53 @@ def torchrun(
         raise
     finally:
         with holding_interrupt():
-            job.end()
+            job.on_end.close()
 
 
 class _Job:
-    """torchrun's agent on this host, and the runs on its ranks."""
+    """torchrun's agent on this host, and the runs on its ranks.
+
+    on_end: ends what was started, and removes the files, each even if another one fails.
+    """
+
+    agent: TorchrunProgram
+    processes: RankProcesses
 
     def __init__(self, task: Task, nproc_per_node: int, nnodes: int, restarts: int) -> None:
         self.task, self.restarts = task, restarts
         self.here, self.hosts = nproc_per_node, nnodes  # ranks on this host; hosts
         self.world_size = nproc_per_node * nnodes
-        self.agent: TorchrunProgram | None = None
-        self.processes: RankProcesses | None = None
-        self.folder: PrivateFolder | None = None
-        self.file: Path | None = None
         self.last: Run | None = None
+        self.on_end = ExitStack()
 
     def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
         rendezvous = choose_rendezvous(self.hosts, address, port)
         with holding_interrupt():
             sweep()
-            self.folder = PrivateFolder()
-            file = self._write_script(rendezvous)
+            folder = PrivateFolder()
+            self.on_end.callback(folder.remove)
+            file = Path(folder.program)
+            if rendezvous.store is not None:
+                _, port = rendezvous.store
+                file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
+            _write(self.task, file)
+            self.on_end.callback(file.unlink, missing_ok=True)
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
             options = [*rendezvous.options, "--nproc-per-node", str(self.here)]
-            options += ["--max-restarts", str(self.restarts), "--log-dir", self.folder.logs]
+            options += ["--max-restarts", str(self.restarts), "--log-dir", folder.logs]
             self.agent = TorchrunProgram(
-                self.here, self.folder, options, str(file), variables, rendezvous.hint
+                self.here, folder, options, str(file), variables, rendezvous.hint
             )
             launcher = Torchrun(self.agent, rendezvous, join_timeout)
-            self.processes = RankProcesses(launcher, self.folder, init=False)
+            self.on_end.callback(launcher.end)
+            self.processes = RankProcesses(launcher, folder, init=False)
+            self.on_end.callback(self.processes.dismiss, patience=0.0)
         rendezvous.print_commands(self.here, file, join_timeout)
-
-    def _write_script(self, rendezvous: Rendezvous) -> Path:
-        assert self.folder is not None, "start has created it"
-        file = Path(self.folder.program)
-        if rendezvous.store is not None:
-            _, port = rendezvous.store
-            file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
-        _write(self.task, file)
-        self.file = file
-        return file
 
     def run(self, timeout: float | None) -> Result:
         """Call the worker, again for each restart; return the result of the last attempt."""
-        assert self.agent is not None, "start has created it"
-        assert self.processes is not None, "likewise"
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
             run = self.last = Run(self.processes, self.here, attempt + 1)
@@ -215,17 +214,6 @@ class _Job:
         others.release()
         output = (*result.output, *others.output())
         return Result((*result, *values), output, join_rank_traces(traces))
-
-    def end(self) -> None:
-        """End the agent and everything it has started; remove the files."""
-        with ExitStack() as stack:  # each of these happens even if another one raises
-            if self.folder is not None:
-                stack.callback(self.folder.remove)
-            if self.file is not None and self.hosts > 1:
-                stack.callback(self.file.unlink, missing_ok=True)
-            if self.processes is not None:
-                stack.callback(self.processes.launcher.end)
-                stack.callback(self.processes.dismiss, patience=0.0)
 
 
 def _check(

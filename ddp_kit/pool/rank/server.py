@@ -119,7 +119,7 @@ class RankServer:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
         rank, world_size = self._joined.rank, self._joined.world_size
         self._board.answer_with_stacks()  # an earlier run may have changed what its signal does
-        if call.environment != self._environment:
+        if call.environment is not None:
             self._environment, self._is_restored = call.environment, False
             progress.is_live = call.environment.is_live
         for name, source in call.cells.items():
@@ -132,14 +132,14 @@ class RankServer:
         with recorded as recorder, warnings.catch_warnings():
             try:
                 if not self._is_restored:
-                    self._state.restore(self._joined, call.environment)
+                    self._restore()
                 self._is_restored = False
                 try:
                     self._state.settings.remember()
                     worker, args = call.payload.unpack()
                     keeps_groups = getattr(worker, "keeps_groups", False)
                     value = call_worker(worker, rank, world_size, args)
-                    if call.environment.in_notebook:
+                    if self._in_notebook:
                         displayed.show_figures()
                 finally:
                     restart = self._state.put_back(is_cell=keeps_groups)
@@ -163,7 +163,11 @@ class RankServer:
         return Returned(packed, status, self._take_displayed())
 
     def _take_displayed(self) -> Sequence[Bundle]:
-        return displayed.take() if self._environment and self._environment.in_notebook else ()
+        return displayed.take() if self._in_notebook else ()
+
+    @property
+    def _in_notebook(self) -> bool:
+        return self._environment is not None and self._environment.in_notebook
 
     def _tidy(self) -> None:
         """Restore the process after a run, when the pool has the reply and nobody waits.
@@ -171,15 +175,20 @@ class RankServer:
         At once, because a file that is opened now may get the number of one that a worker closed.
         """
         self._is_restored = False
-        if self._environment and self._joined:
+        if self._environment:
             with suppress(Exception):  # the next run tries again, and reports it
-                self._state.restore(self._joined, self._environment)
+                self._restore()
                 self._is_restored = True
         # Cycles may keep a model's memory, and a process group, whose thread wakes up every 10 ms.
         if not self._control.poll(_IDLE):
             gc.collect()
             if hasattr(_C, "malloc_trim"):
                 _C.malloc_trim(0)  # glibc keeps what was freed
+
+    def _restore(self) -> None:
+        assert self._joined, "the pool sends JoinGroup before CallWorker"
+        assert self._environment, "and the environment with the first CallWorker"
+        self._state.restore(self._joined, self._environment)
 
     def _status(
         self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
