@@ -50,9 +50,6 @@ from ddp_kit.error_text import (
 )
 from ddp_kit.hints import hint_for
 
-# `ddp_kit.notebook` replaces this with a function that shows a picture above the error.
-draw_waits: Callable[[DeadlockError], object] = lambda error: None  # noqa: E731
-
 
 class KitError(Exception):
     """Base class of every error that ddp_kit raises.
@@ -310,6 +307,9 @@ class DeadlockError(_HintedError):
     failures: what ranks raised when a time limit had ended such a wait, by rank; settable.
     """
 
+    # Shows a picture above the error; the run sets it to that of its view.
+    draw_waits: Callable[[DeadlockError], object] | None = None
+
     def __init__(
         self,
         fact: str,
@@ -322,7 +322,6 @@ class DeadlockError(_HintedError):
         self.fact, self.hint, self.returned = fact, hint, tuple(sorted(returned))
         self.dropped = tuple(sorted(dropped, key=lambda one: (one.rank, str(one.where), one.op)))
         self.failures = dict(sorted((failures or {}).items()))
-        self._drawn = False
         waits = tuple(sorted(waits, key=lambda wait: wait.rank))
         super().__init__(waits, None, fact, waits, hint, self.returned, self.dropped, failures)
 
@@ -332,9 +331,9 @@ class DeadlockError(_HintedError):
         return [f"{self.fact}.", *shown, *format_returned(self.returned), self.hint]
 
     def _draw(self) -> None:
-        if not self._drawn:  # IPython may render an error twice
-            self._drawn = True
-            draw_waits(self)
+        draw, self.draw_waits = self.draw_waits, None  # IPython may render an error twice
+        if draw is not None:
+            draw(self)
 
 
 class MismatchError(_HintedError):

@@ -26,8 +26,7 @@ from ddp_kit.backends import LOOPBACK, count_cores, mpi, shm, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.error_text import count
 from ddp_kit.pool.memory import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
-from ddp_kit.pool.pool import living_ranks
-from ddp_kit.pool.warm_start import MEMORY
+from ddp_kit.pool.pool import WARM_MEMORY, living_ranks
 
 TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
 WIDTH = 100  # columns; a notebook shows that many without wrapping
@@ -288,12 +287,12 @@ def memory() -> Finding:
     if limit and limit[0] < total:
         found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
     ranks = ranks_by_memory(living_ranks())
-    if ranks >= RANKS and free < MEMORY:
+    if ranks >= RANKS and free < WARM_MEMORY:
         return Finding(
             found,
             f"Enough for {ranks} ranks that do little, but {RANKS} ranks that train need up to "
-            f"{_size(MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No ranks "
-            "start in the background.",
+            f"{_size(WARM_MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No "
+            "ranks start in the background.",
             ok=False,
         )
     if ranks >= RANKS:

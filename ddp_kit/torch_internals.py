@@ -1,4 +1,4 @@
-"""The undocumented names of PyTorch and cloudpickle that the kit uses, each looked up once, here.
+"""The undocumented names of PyTorch, cloudpickle and Python that the kit uses, looked up only here.
 
 Another release may rename any of them. The feature that needs such a name is then off, `notices`
 says so in a line, and everything else works.
@@ -6,9 +6,12 @@ says so in a line, and everything else works.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
+import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 import torch
@@ -432,3 +436,23 @@ def rpc_is_open() -> bool:
     """Return whether init_rpc was called, and shutdown was not."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     return getattr(rpc, "_is_current_rpc_agent_set", bool)()
+
+
+# --- what the kit asks Python --------------------------------------------------------------
+
+
+def run_exit_functions() -> None:
+    """Join threads, and call what is registered with atexit, as Python does before it ends."""
+    for owner, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(owner, name, _do_nothing)()  # the first also wakes executors that wait for work
+
+
+def leave_resource_tracker() -> None:
+    """Drop what a spawned rank has in place of multiprocessing's tracker of named memory.
+
+    What is tracked in this process from now on gets a tracker of its own.
+    """
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    if getattr(tracker, "_fd", None) is not None:
+        os.close(tracker._fd)
+        tracker._fd = tracker._pid = None

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import pytest
 import torch.multiprocessing as mp
 
+from ddp_kit.pool import launchers
 from ddp_kit.pool import pool as pool_module
-from ddp_kit.pool.launchers import spawn
 from ddp_kit.pool.wire.messages import RANK_MARK
 
 # Imported before the fork; DistributedDataParallel imports torch._dynamo, which takes a second.
@@ -39,7 +39,7 @@ def forked_ranks():
     # Now, because later it would get the mark of a rank, and be killed with that.
     multiprocessing.forkserver.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spawn, "mp", SimpleNamespace(spawn=_fork))
+        patch.setattr(launchers, "mp", SimpleNamespace(spawn=_fork))
         patch.setattr(pool_module, "_shared", shared_pools)
         yield
 

@@ -22,8 +22,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi, shm
-from ddp_kit.pool import view
-from ddp_kit.pool.launchers import mpiexec
+from ddp_kit.pool import launchers, view
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 needs_shm = pytest.mark.skipif(shm.missing() is not None, reason=str(shm.missing()))
@@ -225,11 +224,11 @@ def test_a_wait_that_only_its_timeout_can_end_is_not_explained(run):
 def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
     seen: list[str] = []
 
-    class Watching(view.NoView):
+    class Watching(view.NoLiveView):
         def update(self, lines):
             seen.extend(line.doing for line in lines)
 
-    monkeypatch.setattr(view, "open_view", Watching)
+    monkeypatch.setattr(view, "current", view.View(Watching))
     assert [value for value, _ in kit.run(total, world_size=3, backend="mpi")] == [6.0] * 3
     assert "starting under mpiexec" in seen[:3]
     assert set(seen[:3]) <= {"starting under mpiexec", "ready"}, "one may have been quick"
@@ -322,7 +321,7 @@ def test_an_mpi_that_cannot_be_loaded_is_reported_with_its_reason(monkeypatch):
 def test_a_missing_package_is_reported_before_anything_starts(monkeypatch):
     missing = 'backend="mpi" needs mpi4py, which is not installed; pip install "ddp_kit[mpi]"'
     monkeypatch.setattr(mpi, "missing", lambda: missing)
-    monkeypatch.setattr(mpiexec, "MPIExecProgram", None)
+    monkeypatch.setattr(launchers, "MPIExecProgram", None)
     with pytest.raises(kit.BackendError) as caught:
         kit.run(total, backend="mpi")
     assert str(caught.value) == missing

@@ -24,9 +24,10 @@ from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool import view as pool_view
 from ddp_kit.pool.view import (
     MOST_ROWS,
-    NoView,
+    NoLiveView,
     RankLine,
     TerminalView,
+    View,
     heading,
     in_short,
     newest_line,
@@ -366,7 +367,7 @@ def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
 def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatch, pool):
     titles: list[tuple[int, str]] = []
 
-    class Watching(NoView):
+    class Watching(NoLiveView):
         def __init__(self, world_size):
             self.world_size = world_size
 
@@ -378,7 +379,7 @@ def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatc
     for rank in ranks:
         rank.psutil.kill()
     wait_until(lambda: not any(rank.alive for rank in ranks), 100, "all ranks were killed")
-    monkeypatch.setattr(pool_view, "open_view", Watching)
+    monkeypatch.setattr(pool_view, "current", View(Watching))
     pool.run(lambda rank, world_size: None, world_size=2)
     assert set(titles) <= {(2, "2 ranks are starting"), (2, "2 ranks at work")}
     assert titles[0] == (2, "2 ranks are starting")
@@ -388,7 +389,7 @@ def test_ranks_that_are_lost_are_listed_beyond_those_that_are_counted(monkeypatc
 def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path):
     seen: list[list[str]] = []
 
-    class Watching(NoView):
+    class Watching(NoLiveView):
         def update(self, lines):
             seen.append([line.doing for line in lines])
             if seen[-1] == ["forming the group", "computing"]:
@@ -400,7 +401,7 @@ def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path
         store = f"file://{tmp_path}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
 
-    monkeypatch.setattr(pool_view, "open_view", Watching)
+    monkeypatch.setattr(pool_view, "current", View(Watching))
     with kit.WorkerPool(2, init=False) as bare:
         bare.run(meets, timeout=60)
     assert ["forming the group", "computing"] in seen
@@ -423,7 +424,7 @@ def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
             pass
 
     shown: list[str] = []
-    monkeypatch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+    monkeypatch.setattr(pool_view, "current", View(lambda world_size: Watching()))
     kit.run(flood, world_size=1, timeout=60)
     assert shown[-1] == "newest", "what is printed beyond the limit of the output is shown"
     assert set(shown) <= {"", "x" * 100, "newest"}
@@ -440,13 +441,10 @@ def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
         ("", []),
     ],
 )
-def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, text, shown):
-    said: list[str] = []
-    monkeypatch.setattr(pool_view, "most_lines", 4)
-    monkeypatch.setattr(pool_view, "most_characters", 40)
-    monkeypatch.setattr(pool_view, "say", said.append)
+def test_of_a_flood_the_first_and_last_are_shown(monkeypatch, capsys, text, shown):
+    monkeypatch.setattr(pool_view, "current", View(most_lines=4, most_characters=40))
     print_output(["", text], kept=False)
-    assert said == [f"[rank 1] {line}" for line in shown]
+    assert capsys.readouterr().out.splitlines() == [f"[rank 1] {line}" for line in shown]
 
 
 # --- what is read from the board -----------------------------------------------------------

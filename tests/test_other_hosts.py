@@ -16,8 +16,8 @@ from ddp_kit.errors import PoolError, RankDiedError, RankError
 from ddp_kit.pool import other_hosts
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.reports import Reports
-from ddp_kit.pool.wire import other_host
-from ddp_kit.pool.wire.other_host import Answer, RemoteReport, Sign
+from ddp_kit.pool.wire import torchrun_store
+from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
 from ddp_kit.trace import Board, Snapshot
 from ddp_kit.trace.board_copy import EVENTS, Head
 
@@ -28,23 +28,23 @@ class Far:
     def __init__(self):
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         at = "127.0.0.1", self.server.port
-        self.store = other_host.connect(*at, 0, timedelta(seconds=10))
+        self.store = torchrun_store.connect(*at, 0, timedelta(seconds=10))
         self.hosts = OtherHosts(*at, 2, 2, 0)
         self.signs = {2: 0, 3: 0}
 
     def sign(self, rank, shown=True, **head):
         self.signs[rank] += 1
         sign = Sign(self.signs[rank], shown, Head(**{"run": 1} | head))
-        self.store.set(f"sign {rank}", sign.encode())
+        self.store.set(f"sign {rank}", encode(sign))
         self.arrive()
 
     def show(self, rank, board):
-        self.store.set(f"board {rank}", other_host.encode_board(board.read()))
+        self.store.set(f"board {rank}", encode(board.read()))
         self.sign(rank, **board.head()._asdict())
 
     def end(self, rank, how, report=None):
         if report is not None:
-            self.store.set(f"report {rank}", pickle.dumps(report))
+            self.store.set(f"report {rank}", encode(report))
         self.store.append("ends", f"{rank} {how}\n")
         self.arrive()
         self.hosts.look()
@@ -77,20 +77,20 @@ def waiting_board(line="", rows=1):
 
 def test_a_board_changes_on_its_way():
     board = waiting_board().read()
-    assert other_host.decode_board(other_host.encode_board(board)) == board
+    assert decode(encode(board)) == board
     sign, answer = Sign(3, True, board.head), Answer(4, 0.5, STACKS)
-    assert Sign.decode(sign.encode()) == sign
-    assert Answer.decode(answer.encode()) == answer
+    assert decode(encode(sign)) == sign
+    assert decode(encode(answer)) == answer
 
 
 @pytest.mark.parametrize("rows", [10, EVENTS + 10])
 def test_a_board_travels_without_its_newest_events(rows):
     board = waiting_board(rows=rows).read()
-    kept = Snapshot(2, other_host.newest(board, 3))
+    kept = Snapshot(2, torchrun_store.newest(board, 3))
     assert [event.index for event in kept.events] == [rows - 3, rows - 2, rows - 1]
     assert kept.waiting == Snapshot(2, board).waiting
     earlier = board._replace(head=board.head._replace(waiting=rows - 5))
-    first = Snapshot(2, other_host.newest(earlier, 3))
+    first = Snapshot(2, torchrun_store.newest(earlier, 3))
     assert first.waiting.index == rows - 5
 
 
@@ -125,10 +125,10 @@ STACKS = [[Frame(__file__, 1, "worker", "recv()", own=True), LIBRARY]]
 
 
 def test_a_library_of_another_host_is_taken_for_the_worker(monkeypatch):
-    monkeypatch.setitem(other_host._NAMES, "/elsewhere/python", "<stdlib>")
+    monkeypatch.setitem(torchrun_store._NAMES, "/elsewhere/python", "<stdlib>")
     there = replace(LIBRARY, file="/elsewhere/python/threading.py")
-    sent = Answer(7, 1.0, [[STACKS[0][0], there]]).encode()
-    assert Answer.decode(sent).stacks == STACKS
+    sent = encode(Answer(7, 1.0, [[STACKS[0][0], there]]))
+    assert decode(sent).stacks == STACKS
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_library_of_another_host_is_taken_for_the_worker(monkeypatch):
 def test_a_rank_that_has_moved_is_called_stuck(answer, found, far):
     far.sign(2, moves=7)
     far.hosts.look()
-    far.store.set("answer 1 2", answer.encode())
+    far.store.set("answer 1 2", encode(answer))
     assert far.hosts.ask_for_stacks([2]) == found
 
 

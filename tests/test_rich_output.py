@@ -11,6 +11,7 @@ from kernels import Cell, Kernel
 
 import ddp_kit as kit
 from ddp_kit.notebook.displayed import show_displayed
+from ddp_kit.pool import view
 from ddp_kit.pool.rank.displayed import LIMIT
 from ddp_kit.pool.view import as_seen
 
@@ -141,7 +142,6 @@ def test_a_value_that_is_no_json_ends_the_rank(notebook):
 
 def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(notebook):
     notebook.run(
-        "from ddp_kit.notebook.displayed import show_displayed\n"
         "from ddp_kit.pool import view\n"
         "def worker(rank, world_size, fails):\n"
         "    display({'text/plain': 5}, raw=True)\n"
@@ -149,7 +149,10 @@ def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(note
     )
     cell = notebook.run("result = kit.run(worker, False, world_size=1)")
     assert cell.stdout == "rank 0: 5\n"
-    notebook.run("view.show_displayed = lambda displayed: displayed['none']")
+    notebook.run(
+        "before = view.current\n"
+        "view.use(view.View(show_displayed=lambda displayed: displayed['none']))"
+    )
     try:
         cell = notebook.run("result = kit.run(worker, False, world_size=1)")
         assert cell.stdout == "what the ranks displayed cannot be shown: KeyError('none')\n"
@@ -157,7 +160,7 @@ def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(note
         cell = notebook.raises("kit.run(worker, True, world_size=1)")
         assert "rank 0 raised ZeroDivisionError" in cell.rendered
     finally:
-        notebook.run("view.show_displayed = show_displayed")
+        notebook.run("view.use(before)")
 
 
 def test_an_update_without_an_id_replaces_what_has_none(notebook):
@@ -357,7 +360,7 @@ def test_a_bar_of_tqdm_is_text_between_the_prints(notebook, tmp_path):
 @pytest.fixture
 def live(monkeypatch):
     """A run has a live view, as on a terminal."""
-    monkeypatch.setattr(kit.pool.view, "open_view", kit.pool.view.NoView)
+    monkeypatch.setattr(view, "current", view.View(view.NoLiveView))
 
 
 @pytest.mark.usefixtures("live")
@@ -428,6 +431,6 @@ def test_a_terminal_shows_a_bar_of_tqdm_as_text(monkeypatch, tmp_path):
         def close(self):
             pass
 
-    monkeypatch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+    monkeypatch.setattr(view, "current", view.View(lambda world_size: Watching()))
     assert kit.run(worker, str(tmp_path), world_size=1, timeout=60).output == ("",)
     assert (tmp_path / "seen").exists()

@@ -61,7 +61,7 @@ def test_a_pool_shows_its_ranks_their_state_and_their_memory():
 def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
     seen: list[object] = []
 
-    class Watching(view.NoView):
+    class Watching(view.NoLiveView):
         def update(self, lines):
             seen.append(last())
             if {rank.state for rank in seen[-1].ranks} == {"running"}:
@@ -71,7 +71,7 @@ def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
         while not (tmp_path / "seen").exists():
             time.sleep(0.01)
 
-    monkeypatch.setattr(view, "open_view", Watching)
+    monkeypatch.setattr(view, "current", view.View(Watching))
     pool.run(until_seen, timeout=60)
     assert seen[-1].running
     assert str(seen[-1]).startswith("WorkerPool: 2 ranks, gloo, running")

@@ -100,14 +100,6 @@ ELSEWHERE = {  # other undocumented names
     ("lessons/_pipeline_parallel.py", "_schedule_visualizer"),
     ("lessons/_pipeline_parallel.py", "torch.distributed.pipelining._schedule_visualizer"),
     ("pool/ipython.py", "_ipython_cache"),
-    ("pool/wire/log_settings.py", "_cache"),
-    ("pool/wire/messages.py", "_data"),
-    ("pool/rank/state.py", "_count"),
-    ("pool/rank/settings.py", "_signal"),
-    *(
-        ("pool/rank/bootstrap.py", name)
-        for name in ("_resource_tracker", "_fd", "_pid", "_run_exitfuncs", "_shutdown")
-    ),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
 BY_ANY_NAME = [*torch_internals.COLLECTIVES.values(), *torch_internals.FUNCTIONAL]

@@ -65,7 +65,7 @@ def command(process):
         return ""
 
 
-class Shown(view.NoView):
+class Shown(view.NoLiveView):
     """A view that remembers what every rank was doing, and for how long."""
 
     def __init__(self, _world_size=0):
@@ -93,7 +93,7 @@ def a_run():
     numbers = {"nproc_per_node": 2, "nnodes": 1, "max_restarts": 0}
     numbers = {name: numpy.int64(number) for name, number in numbers.items()}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr(view, "open_view", lambda world_size: shown)
+        patch.setattr(view, "current", view.View(lambda world_size: shown))
         patch.setenv("PET_NNODES", "2")
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
         result = kit.torchrun(worker, 5, **numbers)

@@ -19,8 +19,8 @@ from IPython.display import display
 from ddp_kit import errors
 from ddp_kit.notebook.displayed import show_displayed
 from ddp_kit.pool import end_all, view
+from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
-from ddp_kit.pool.warm_start import start_after_cell
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
 OLD = 10  # seconds without an update after which a view says so; it has one every second
@@ -127,11 +127,9 @@ def take_over() -> None:
     """Show the runs of this process in the notebook, and start the first ranks."""
     # `%run -m` of a lesson that a cell has imported is fine; runpy warns about it on stderr.
     warnings.filterwarnings("ignore", r"'ddp_kit\.lessons\.\w+' found in sys\.modules")
-    view.show_displayed = show_displayed
+    view.use(view.View(show_displayed=show_displayed))
     get_ipython().events.register("post_run_cell", _explain_run)
-    if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's view
-        view.open_view = NotebookView
-        view.most_lines, view.most_characters = MOST_LINES, MOST_CHARACTERS
-        errors.draw_waits = _draw_waits
+    if hasattr(get_ipython(), "kernel"):  # IPython in a terminal has a terminal's live view
+        view.use(view.View(NotebookView, show_displayed, _draw_waits, MOST_LINES, MOST_CHARACTERS))
         get_ipython().observe(lambda change: end_all(change["new"]), "exit_now")
         start_after_cell()

@@ -1,12 +1,18 @@
 """Warm processes and the runs on them; the only home of processes and signals.
 
-pool.py          WorkerPool, and `run` on the notebook's shared pool
-run.py           one run: the only loop that waits for ranks
-status.py        what `kit.status` shows
-reports.py       what the ranks of a run have reported, and the error if some failed
-launchers/       who starts the processes: spawn, mpiexec, torchrun
-rank/            what runs in the process of a rank, and nowhere else
-wire/            what travels between the two
+pool.py            WorkerPool, and `run` on the notebook's shared pool, which may start early
+torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
+arguments.py       what can be run; memory.py: and on how many ranks
+run.py             one run: the only loop that waits for ranks, and its result or error
+deadlock_watch.py  when a run is judged
+reports.py         what the ranks have reported, and the error if some failed
+other_hosts.py     the same of ranks on other hosts, and when a host is lost
+rank_processes.py  the ranks of a pool: which are missing, replaced, or restarted for a changed file
+rank_handle.py     one rank's process: send to it, receive from it, end it
+launchers.py       who starts the processes: spawn or mpiexec
+view.py            what is shown while a run lasts, and printed after it
+rank/              what runs in the process of a rank, and nowhere else
+wire/              what travels between the two
 """
 
 from ddp_kit.pool.interrupts import interruptible

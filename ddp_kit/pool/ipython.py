@@ -75,5 +75,4 @@ def reloads_modules() -> bool:
 
 
 def source(name: str) -> str:
-    """Return the source of a cell by the name of the file it was compiled in."""
     return "".join(linecache.getlines(name))

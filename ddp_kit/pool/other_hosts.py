@@ -1,6 +1,6 @@
 """What the notebook knows of the ranks on other hosts; it reads it in torchrun's store.
 
-Each of these ranks has an observer beside it (`launch.rank.observer`), which writes there.
+Each of these ranks has an observer beside it (`rank/observer.py`), which writes there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ddp_kit.error_text import Frame, RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
 from ddp_kit.pool.reports import Reports, rebuild
-from ddp_kit.pool.wire import other_host
-from ddp_kit.pool.wire.other_host import (
+from ddp_kit.pool.wire.torchrun_store import (
     ASKED,
     CUT,
     DIED,
@@ -32,10 +31,11 @@ from ddp_kit.pool.wire.other_host import (
     RETURNED,
     STOPPED,
     TERMINATED,
-    Answer,
     RemoteReport,
     Sign,
     Silence,
+    connect,
+    decode,
 )
 from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot
 from ddp_kit.trace.board_copy import Head
@@ -66,7 +66,7 @@ class OtherHosts:
         self._agent_is_gone = False
         self._lost: tuple[float, list[int]] | None = None  # seconds, and ranks that were silent
         try:
-            self._store = other_host.connect(address, port, attempt, STORE_TIMEOUT)
+            self._store = connect(address, port, attempt, STORE_TIMEOUT)
         except RuntimeError as error:
             raise PoolError(
                 f"torchrun's store at {address}:{port} does not answer: it has ended, or this "
@@ -76,12 +76,10 @@ class OtherHosts:
 
     @property
     def unfinished(self) -> list[int]:
-        """The ranks that have not ended."""
         return [rank for rank in self._ranks if rank not in self.ended]
 
     @property
     def returned(self) -> set[int]:
-        """The ranks whose worker has returned."""
         return set(self._ended(RETURNED))
 
     @property
@@ -92,7 +90,6 @@ class OtherHosts:
 
     @property
     def failures(self) -> dict[int, RankFailure]:
-        """What ranks raised, by rank."""
         return self._failures(RAISED) | self._failures(CUT)
 
     def look(self) -> None:
@@ -112,8 +109,7 @@ class OtherHosts:
             rank, how = line.split()
             if int(rank) not in self.ended:
                 if how in (RETURNED, RAISED, CUT):
-                    sent = self._store.get(f"report {rank}")
-                    self._reports[int(rank)] = pickle.loads(sent)
+                    self._reports[int(rank)] = decode(self._store.get(f"report {rank}"))
                 else:
                     log = self.board(int(rank)) or EMPTY
                     self._reports[int(rank)] = RemoteReport(log=log)
@@ -127,7 +123,7 @@ class OtherHosts:
             if rank not in self._signs and self._store.check([f"sign {rank}"])
         ]
         signs = self._store.multi_get([f"sign {rank}" for rank in known]) if known else []
-        for rank, sign in zip(known, map(Sign.decode, signs), strict=True):
+        for rank, sign in zip(known, map(decode, signs), strict=True):
             heard = sign != self._signs.get(rank)
             self._signs[rank] = sign
             self._silences.setdefault(rank, Silence()).look(heard)
@@ -136,14 +132,12 @@ class OtherHosts:
         return self._silences[rank].seconds if rank in self._silences else 0.0
 
     def sign(self, rank: int) -> Sign | None:
-        """Return the newest sign of life; None if there was none."""
         return self._signs.get(rank)
 
     def board(self, rank: int) -> BoardCopy | None:
-        """Return the board that was shown last; None if none was."""
         try:
             if self._store.check([f"board {rank}"]):
-                return other_host.decode_board(self._store.get(f"board {rank}"))
+                return decode(self._store.get(f"board {rank}"))
         except RuntimeError:
             self._agent_is_gone = True
         return None
@@ -166,7 +160,7 @@ class OtherHosts:
                     return None
                 time.sleep(PERIOD / 10)
             passed = time.monotonic() - asked
-            answers = [Answer.decode(sent) for sent in self._store.multi_get(keys)]
+            answers = [decode(sent) for sent in self._store.multi_get(keys)]
         except RuntimeError:
             self._agent_is_gone = True
             return None
@@ -180,20 +174,16 @@ class OtherHosts:
         return rebuild(rank, functools.partial(pickle.loads, self._reports[rank].value))
 
     def output(self) -> list[str]:
-        """Return what these ranks have printed; "" for one that has not reported."""
         return [self._report(rank).output for rank in self._ranks]
 
     def snapshots(self) -> list[Snapshot]:
-        """Return what was on the boards of the ranks that have reported."""
         logs = {rank: report.log for rank, report in self._reports.items()}
         return [Snapshot(rank, _with_sources(log)) for rank, log in sorted(logs.items())]
 
     def clock(self, rank: int) -> Clock | None:
-        """Return the clock of a rank's host, compared with rank 0's."""
         return self._report(rank).clock
 
     def waits(self) -> list[Wait]:
-        """Return where the ranks are that have not ended, as far as it is known."""
         boards = ((rank, self.boards[rank - self._here].read()) for rank in self.unfinished)
         return [Snapshot(rank, log).as_wait() for rank, log in boards]
 
@@ -272,8 +262,6 @@ class OtherHosts:
 
 
 class RemoteBoard:
-    """The board of a rank on another host, as far as it was shown."""
-
     def __init__(self, hosts: OtherHosts, rank: int) -> None:
         self._hosts, self._rank = hosts, rank
 

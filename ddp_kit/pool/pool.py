@@ -24,19 +24,20 @@ from typing import Any
 
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
-from ddp_kit.pool import arguments
+from ddp_kit.pool import arguments, ipython
 from ddp_kit.pool.arguments import explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.launchers.mpiexec import MPIExec
-from ddp_kit.pool.launchers.spawn import Spawn
+from ddp_kit.pool.launchers import MPIExec, Spawn
+from ddp_kit.pool.memory import available_memory
+from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.rank_handle import start_variables
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.wire.payload import Payload
-from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
 
 UNUSED = 600.0  # seconds after which ranks end that no run has used
+WARM_MEMORY = 2 << 30  # bytes that must be available for ranks to start in the background
 
 
 class WorkerPool:
@@ -63,20 +64,19 @@ class WorkerPool:
         self._backend = choose_backend(backend, world_size)
         self._asked_backend = backend
         self._world_size = world_size
-        self._processes: RankProcesses | None = None
+        folder = PrivateFolder()
+        launcher = MPIExec(folder) if self._backend == "mpi" else Spawn()
+        self._processes = RankProcesses(launcher, folder, init)
         self._runs = 0
         self._running = False
         self._closed = False
         self._owner = os.getpid()
         self._looks_in: object = None  # the event loop that will look for unused ranks
         _all[next(_made)] = self
-        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        self._at_exit = partial(_call_if_alive, weakref.ref(self), WorkerPool.close)
         try:
             with holding_interrupt():
                 sweep()
-                folder = PrivateFolder()
-                launcher = MPIExec(folder) if self._backend == "mpi" else Spawn()
-                self._processes = RankProcesses(launcher, folder, init)
                 atexit.register(self._at_exit)
                 self._start()
         except BaseException as error:
@@ -86,7 +86,6 @@ class WorkerPool:
             raise
 
     def _start(self) -> None:
-        assert self._processes is not None, "it exists since the pool does"
         # An idle pool uses no memory of a GPU: the first run forms that group. It also forms that
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
@@ -116,7 +115,7 @@ class WorkerPool:
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
-        living = len(self._processes.ranks) if self._processes else 0
+        living = len(self._processes.ranks)
         size, backend, packed = prepare(worker, args, size, self._asked_backend, timeout, living)
         return self._run(packed, size, backend, timeout)
 
@@ -131,7 +130,6 @@ class WorkerPool:
     def _run(self, packed: Payload, world_size: int, backend: str, timeout: float | None) -> Result:
         if self._running:
             raise PoolError("this pool is already in a run; wait for it, or interrupt it")
-        assert self._processes is not None, "it exists since the pool does"
         self._running = True
         self._runs += 1
         try:
@@ -146,17 +144,18 @@ class WorkerPool:
 
         A notebook's kernel has one, which calls between two cells, so never in a run.
         """
-        if self._processes is None or not self._processes.ranks or "asyncio" not in sys.modules:
+        if not self._processes.ranks or "asyncio" not in sys.modules:
             return
         with suppress(RuntimeError):  # there is no loop
             loop = sys.modules["asyncio"].get_running_loop()
             if self._looks_in is not loop:  # an earlier one may have been closed
-                loop.call_later(seconds, partial(_end_unused, weakref.ref(self)))
+                look = partial(_call_if_alive, weakref.ref(self), WorkerPool._end_unused)
+                loop.call_later(seconds, look)
                 self._looks_in = loop
 
     def _end_unused(self) -> None:
         self._looks_in = None
-        if self._closed or self._owner != os.getpid() or self._processes is None:
+        if self._closed or self._owner != os.getpid():
             return
         seconds: float | None = UNUSED
         if not self._running:
@@ -168,7 +167,6 @@ class WorkerPool:
     def restart(self) -> None:
         """End every process and start fresh ones."""
         self._check_usable()
-        assert self._processes is not None, "it exists since the pool does"
         try:
             with holding_interrupt():
                 self._processes.end()
@@ -185,8 +183,7 @@ class WorkerPool:
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
             try:
-                if self._processes is not None:
-                    self._processes.end(remove=True)
+                self._processes.end(remove=True)
             finally:
                 atexit.unregister(self._at_exit)
 
@@ -197,26 +194,20 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_processes", None) is not None:
+        if hasattr(self, "_at_exit"):  # else it could not be created
             self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._running else "ready"
-        ranks = len(self._processes.ranks) if self._processes else 0
-        backend = (self._processes.backend if self._processes else None) or self._backend
-        return f"WorkerPool({ranks or self._world_size} ranks, {backend}, {state})"
+        ranks = len(self._processes.ranks) or self._world_size
+        return f"WorkerPool({ranks} ranks, {self._processes.backend or self._backend}, {state})"
 
 
-def _close_if_alive(reference: weakref.ref) -> None:
+def _call_if_alive(reference: weakref.ref, method: Callable[[WorkerPool], None]) -> None:
+    """Call a method of a pool that nobody else needs to keep alive."""
     pool = reference()
     if pool is not None:
-        pool.close()
-
-
-def _end_unused(reference: weakref.ref) -> None:
-    pool = reference()
-    if pool is not None:
-        pool._end_unused()
+        method(pool)
 
 
 _all: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()  # as made
@@ -278,7 +269,7 @@ def run(
 def living_ranks(backend: str = "auto") -> int:
     """Return how many ranks `run` has already for a backend, which it need not start."""
     pool = _shared.get(launcher_of(backend))
-    return len(pool._processes.ranks) if pool and pool._processes else 0
+    return len(pool._processes.ranks) if pool else 0
 
 
 def check_world_size(world_size: int) -> int:
@@ -305,8 +296,8 @@ def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool
 
     keep: False if they are to hold none any longer. Return whether there are any such ranks.
     """
-    processes = _shared[launcher]._processes if launcher in _shared else None
-    held = [rank for n, rank in enumerate(processes.ranks if processes else []) if n in ranks]
+    there = _shared[launcher]._processes.ranks if launcher in _shared else []
+    held = [rank for number, rank in enumerate(there) if number in ranks]
     for rank in held:
         rank.has_names = keep
     return bool(held)
@@ -315,7 +306,7 @@ def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool
 def _is_outdated(pool: WorkerPool) -> bool:
     """Return whether ranks that were started early are unused, and their variables have changed."""
     processes = pool._processes
-    if not pool._started_early or processes is None or processes.is_used:
+    if not pool._started_early or processes.is_used:
         return False
     now = start_variables()
     return any(rank.variables != now for rank in processes.ranks)
@@ -331,3 +322,18 @@ def start_shared_pool(world_size: int = 4) -> None:
         return
     with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
         _shared["spawn"] = _EarlyPool(world_size)
+
+
+def start_after_cell() -> None:
+    """Start the shared pool when the cell that runs now has ended.
+
+    Do nothing if DDP_KIT_WARM is 0, if too little memory is available, or if the cell has already
+    started ranks, as a lesson under `%run` may.
+    """
+
+    def start() -> None:
+        if available_memory() >= WARM_MEMORY:
+            start_shared_pool()
+
+    if os.environ.get("DDP_KIT_WARM") != "0":
+        ipython.after_cell(start)

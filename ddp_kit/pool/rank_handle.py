@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import time
 import uuid
 from collections import defaultdict
@@ -93,14 +93,13 @@ class RankHandle:
 
     @property
     def sentinel(self) -> int:
-        """A handle that becomes ready when the process ends."""
         return self.process.sentinel
 
-    def send(self, message: Any, encoded: bytes | None = None) -> None:
+    def send(self, message: Any) -> None:
         """Send one message; a rank that has died is detected by its sentinel, not here."""
         self.owed += 1
         with suppress(BrokenPipeError, ConnectionResetError):
-            payload.send(self.control, message, encoded)
+            payload.send(self.control, message)
 
     def receive(self) -> Any:
         """Return the next reply, or None if the rank ended before it sent one."""
@@ -116,10 +115,12 @@ class RankHandle:
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be talked to."""
-        if self.control.closed or self.process.exitcode is not None:
-            return False
+        return not self.control.closed and self.process.exitcode is None and self._exists()
+
+    def _exists(self) -> bool:
+        """Return whether there is such a process; other code may have fetched its exit code."""
         try:
-            os.kill(self.process.pid, 0)  # other code may have fetched its exit code
+            os.kill(self.process.pid, 0)
         except ProcessLookupError:
             return False
         return True
@@ -133,11 +134,8 @@ class RankHandle:
         deadline = time.monotonic() + seconds
         ended = False
         while self.process.exitcode is None and time.monotonic() < deadline:
-            try:
-                os.kill(self.process.pid, 0)  # raises once nobody has this pid any more
-            except ProcessLookupError:
-                if not ended:
-                    ended, deadline = True, min(deadline, time.monotonic() + _GRACE)
+            if not ended and not self._exists():
+                ended, deadline = True, min(deadline, time.monotonic() + _GRACE)
             time.sleep(0.005)
         return self.process.exitcode
 
@@ -150,7 +148,6 @@ class RankHandle:
 
     @property
     def is_released(self) -> bool:
-        """Whether `release` was called."""
         return self.output.pipe.closed
 
 
@@ -158,29 +155,27 @@ class Sources:
     """What can come from these ranks: a reply, what they print, or their end."""
 
     def __init__(self, ranks: list[RankHandle], numbers: Collection[int]) -> None:
-        self._poll = select.poll()  # `selectors` takes several times as long
-        self._at: dict[int, tuple[int, str]] = {}  # by descriptor
-        self._descriptors: dict[int, dict[str, int]] = {}  # by rank
+        self._selector = selectors.PollSelector()
+        self._descriptors: dict[tuple[int, str], int] = {}
         for number in numbers:
             rank = ranks[number]
-            mine = {"reply": rank.control.fileno(), "end": rank.sentinel}
+            self._add(number, "reply", rank.control.fileno())
+            self._add(number, "end", rank.sentinel)
             if rank.output.is_open:
-                mine["output"] = rank.output.pipe.fileno()
-            self._descriptors[number] = mine
-            for what, descriptor in mine.items():
-                self._at[descriptor] = number, what
-                self._poll.register(descriptor, select.POLLIN)
+                self._add(number, "output", rank.output.pipe.fileno())
+
+    def _add(self, number: int, what: str, descriptor: int) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, (number, what))
+        self._descriptors[number, what] = descriptor
 
     def wait(self, seconds: float) -> list[tuple[int, str]]:
-        """Return what has come, and from whom; nothing after `seconds`."""
-        return [self._at[descriptor] for descriptor, _ in self._poll.poll(1000 * seconds)]
+        return [key.data for key, _ in self._selector.select(seconds)]
 
     def remove(self, number: int, *whats: str) -> None:
         """Stop listening to a rank, or only for some of what can come from it."""
-        for what in whats or list(self._descriptors[number]):
-            descriptor = self._descriptors[number].pop(what, None)
-            if descriptor is not None:
-                self._poll.unregister(descriptor)
+        for what in whats or ("reply", "end", "output"):
+            if (number, what) in self._descriptors:
+                self._selector.unregister(self._descriptors.pop((number, what)))
 
 
 # What several ranks are asked for or must do happens at the same time: one after the other, the
@@ -268,7 +263,6 @@ def have_processes(ranks: Sequence[RankHandle]) -> bool:
 
 
 def kill_marked(mark: str) -> None:
-    """End every process with this mark in its environment."""
     import psutil
 
     for process in _find([], {mark}):

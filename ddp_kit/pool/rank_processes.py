@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 import weakref
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
-from ddp_kit.pool.launchers.base import Launcher, Show
+from ddp_kit.pool.launchers import Launcher, Show
+from ddp_kit.pool.private_folder import PrivateFolder
 from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
-from ddp_kit.pool.wire.log_settings import current_log_settings
 from ddp_kit.pool.wire.messages import (
     CallWorker,
     Environment,
     JoinGroup,
+    LogHandler,
+    LogSettings,
     file_stamp,
-    undecoded_variables,
 )
 from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
-from ddp_kit.pool.wire.private_folder import PrivateFolder
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
 
@@ -110,16 +111,11 @@ class RankProcesses:
         self._in_run = self.is_used = True
         drain([rank.output for rank in ranks])
         cells = ipython.cell_names()
-        encoded: dict[tuple, bytes] = {}
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
             new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
             changed = None if environment == rank.environment else environment
-            message = CallWorker(packed, new, changed, number)
-            key = tuple(new), changed is None
-            if key not in encoded:
-                encoded[key] = payload.encode(message)
-            rank.send(message, encoded[key])
+            rank.send(CallWorker(packed, new, changed, number))
             rank.cells_seen |= new.keys()
             rank.environment = environment
         packed.close()
@@ -244,35 +240,45 @@ def end_all(leaving: bool) -> None:
         processes.launcher.end()
 
 
-_last: tuple[Any, Environment] | None = None  # os.environ's own data, and what came of it
-
-
 def current_environment() -> Environment:
     """Return what a rank takes over from this process. Raise PoolError if its folder is gone."""
-    global _last
     try:
         folder = os.getcwd()
     except FileNotFoundError:
         raise PoolError(
             "the notebook's working directory no longer exists; os.chdir to one that does"
         ) from None
-    path, argv = tuple(map(str, sys.path)), _argv()
-    data = undecoded_variables()
-    logs, is_live = current_log_settings(), view.is_live()
-    if _last is not None and data == _last[0]:
-        last = _last[1]
-        if (path, folder, argv) == last[:3] and logs is last.logs and is_live == last.is_live:
-            return last
-    in_notebook = view.show_displayed is not None
-    environment = Environment(path, folder, argv, dict(os.environ), logs, in_notebook, is_live)
-    _last = None if data is None else (dict(data), environment)
-    return environment
+    path, variables = tuple(map(str, sys.path)), dict(os.environ)
+    logs, in_notebook = _log_settings(), view.current.show_displayed is not None
+    argv = _argv(in_notebook)
+    return Environment(path, folder, argv, variables, logs, in_notebook, view.is_live())
 
 
-def _argv() -> tuple[str, ...]:
+def _argv(in_notebook: bool) -> tuple[str, ...]:
     """Return sys.argv; that of an interactive Python if it is as the kernel was started."""
     given = len(sys.argv) - 1
-    is_kernel = view.show_displayed is not None
-    if is_kernel and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
+    if in_notebook and sys.argv[1:] == sys.orig_argv[len(sys.orig_argv) - given :]:
         return ("",)
     return tuple(map(str, sys.argv))
+
+
+def _log_settings() -> LogSettings:
+    """Return how logging is configured in this process, as far as it prints."""
+    root = logging.getLogger()
+    printing = [handler for handler in root.handlers if _prints(handler)]
+    handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
+    loggers = root.manager.loggerDict.items()
+    levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
+    return LogSettings(root.level, handlers, levels)
+
+
+def _prints(handler: logging.Handler) -> bool:
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    stream = getattr(handler, "stream", None)  # a subclass may have none
+    return isinstance(handler, logging.StreamHandler) and stream is not None and stream in streams
+
+
+def _pickle(formatter: logging.Formatter | None) -> bytes | None:
+    with suppress(Exception):  # a formatter of the learner's own may be impossible to pickle
+        return payload.pickle_whole(formatter) if formatter is not None else None
+    return None

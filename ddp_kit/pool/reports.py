@@ -20,7 +20,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers.base import was_ended_by_launcher, why_not_ready
+from ddp_kit.pool.launchers import was_ended_by_launcher, why_not_ready
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
 from ddp_kit.pool.rank_processes import START_TIMEOUT
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
@@ -45,7 +45,6 @@ class Reports:
 
     @property
     def failed(self) -> int:
-        """How many ranks will not return."""
         return len(self.raised) + len(self.died) + len(self.broken)
 
     @property
@@ -68,7 +67,6 @@ class Reports:
 
     @property
     def threads(self) -> dict[int, str]:
-        """The threads that workers have left running, by rank."""
         replies = self.returned | self.raised
         return {n: r.status.thread for n, r in replies.items() if r.status.thread}
 

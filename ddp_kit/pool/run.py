@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import nullcontext
+from typing import Any
 
 from ddp_kit.error_text import (
     TracebackFormatter,
@@ -51,7 +51,7 @@ class Run:
         self._processes, self._world_size, self._number = processes, world_size, number
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
-        self._view: view.View = view.NoView(world_size)
+        self._view: view.LiveView = view.NoLiveView(world_size)
         self._opened = time.monotonic()
         self._since: dict[int, tuple[tuple, float]] = {}  # what each rank is doing, and since when
         self._reports = Reports()
@@ -71,7 +71,7 @@ class Run:
         try:
             environment = current_environment()
             processes.restart_changed(self._world_size)
-            self._view = view.open_view(self._world_size * processes.launcher.hosts)
+            self._view = view.current.open_live(self._world_size * processes.launcher.hosts)
             processes.get_ready(self._world_size, backend, self._show_start)
             self._begin(processes.ranks)
             try:
@@ -81,7 +81,7 @@ class Run:
                     self._collect(math.inf if timeout is None else timeout)
             finally:
                 intact = self._group_is_intact and not self._restarts
-                with nullcontext() if intact else holding_interrupt():  # nothing is to be stopped
+                with holding_interrupt():
                     output = self._close()
                     processes.end_run(intact)
                 interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
@@ -277,42 +277,60 @@ class Run:
         return [rank.output.take() for rank in self._ranks]
 
     def _result(self, output: list[str]) -> Result:
-        """Return what the ranks returned, or raise the error that kept them from it."""
+        """Return what the ranks returned, or raise the error that kept them from it.
+
+        What ranks raised may be a consequence of what they did not agree on, so that is the error.
+        """
         if not self._has_begun:
             error = error_while_joining(self._reports, self._ranks)
             assert error is not None, "without one the worker is called"
             raise error
-        trace = join(self._snapshots)
-        failure = error_of_ranks(self._reports, self._ranks)
-        snapshots = self._snapshots
-        if self.others is not None:
-            failure = self.others.error(self._reports) or failure
-            snapshots = snapshots + self.others.snapshots()
-        error = self._verdict
-        if error is None and not self._reports.broken:
-            error = judge(snapshots, self._reports.returned, over=True)
-        if error is None and isinstance(failure, RankError) and self._watch is not None:
-            error = self._watch.why_raised(self._snapshots, self._reports.raised)
-        result = None
+        trace, result = join(self._snapshots), None
+        failure = self._failure()
+        disagreement = self._disagreement(failure)
         if failure is None and self._verdict is None:
-            replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
-            values = (rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
-            result = Result(tuple(values), tuple(output), trace)
-        if error is not None:  # what ranks raised is a consequence of it
-            elsewhere = {} if self.others is None else self.others.failures
-            error.failures = self._reports.own_failures | elsewhere
-        if isinstance(error, MismatchError):
-            error.result = result
-        error = error or failure
-        if error is None:
-            assert result is not None, "no rank has failed"
-            return result
+            result = Result(self._values(), tuple(output), trace)
+            if disagreement is None:
+                return result
+        if disagreement is not None:
+            self._complete(disagreement, result)
+        error = disagreement or failure
+        assert error is not None, "without one there is a result"
         error.trace, error.cell_names = trace, ipython.cell_names()
         error.handled = self._reports.handled
-        if error.handled and isinstance(error, DeadlockError | MismatchError):
-            rank, failure = min(error.handled.items())
-            error.hint = f"The {failure.type} of rank {rank} may be the reason. {error.hint}"
         raise error
+
+    def _failure(self) -> KitError | None:
+        """Return the error if ranks raised, died or were too slow; None if all have returned."""
+        elsewhere = self.others.error(self._reports) if self.others is not None else None
+        return elsewhere or error_of_ranks(self._reports, self._ranks)
+
+    def _disagreement(self, failure: KitError | None) -> DeadlockError | MismatchError | None:
+        """Return why the ranks' calls do not fit together; None if they do."""
+        error = self._verdict  # on ranks that were still waiting
+        if error is None and not self._reports.broken:
+            others = self.others.snapshots() if self.others is not None else []
+            error = judge(self._snapshots + others, self._reports.returned, over=True)
+        if error is None and isinstance(failure, RankError) and self._watch is not None:
+            error = self._watch.why_raised(self._snapshots, self._reports.raised)
+        return error
+
+    def _complete(self, error: DeadlockError | MismatchError, result: Result | None) -> None:
+        """Add to an error what ranks raised because of it, and what they have returned."""
+        error.failures = self._reports.own_failures
+        if self.others is not None:
+            error.failures |= self.others.failures
+        if isinstance(error, MismatchError):
+            error.result = result
+        else:
+            error.draw_waits = view.current.draw_waits
+        if self._reports.handled:
+            rank, handled = min(self._reports.handled.items())
+            error.hint = f"The {handled.type} of rank {rank} may be the reason. {error.hint}"
+
+    def _values(self) -> tuple[Any, ...]:
+        replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
+        return tuple(rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
 
     @property
     def _group_is_intact(self) -> bool:
@@ -345,7 +363,7 @@ class Run:
         once = [notice for rank in self._ranks for notice in rank.notices]
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
             once.append("tensors returned from a GPU were copied to the CPU")
-        for line in once if view.visible else []:
+        for line in once if view.current.visible else []:
             if line not in self._processes.notified:
                 self._processes.notified.add(line)
                 view.say(line)
@@ -354,9 +372,10 @@ class Run:
         """Show what ranks have displayed; of one that was stopped it is unknown."""
         replies = sorted((self._reports.returned | self._reports.raised).items())
         displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
-        if displayed and view.visible and view.show_displayed is not None:
+        show = view.current.show_displayed
+        if displayed and view.current.visible and show is not None:
             try:
-                view.show_displayed(displayed)
+                show(displayed)
             except Exception as error:  # the result or the error of the run matters more
                 view.say(f"what the ranks displayed cannot be shown: {error!r}")
 

@@ -86,13 +86,12 @@ def status() -> Status:
 
 
 def _is_open(one: pool.WorkerPool) -> bool:
-    return not one._closed and one._owner == os.getpid() and one._processes is not None
+    return not one._closed and one._owner == os.getpid()
 
 
 def _look_at(one: pool.WorkerPool, shared: bool) -> PoolStatus:
-    processes = one._processes
-    ranks = list(processes.ranks) if processes else []
-    backend = (processes.backend if processes else None) or one._backend
+    ranks = list(one._processes.ranks)
+    backend = one._processes.backend or one._backend
     found = (_look_at_rank(number, rank, one._running) for number, rank in enumerate(ranks))
     return PoolStatus(shared, backend, one._running, tuple(found))
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import random
 import re
+import shlex
+import socket
 import sys
 import textwrap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_kit.backends import LOOPBACK_ENVIRONMENT, choose_backend, threads_per_rank
 from ddp_kit.errors import (
@@ -31,24 +35,25 @@ from ddp_kit.pool.arguments import (
 )
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.launchers.torchrun import (
-    Rendezvous,
-    Torchrun,
-    TorchrunProgram,
-    choose_rendezvous,
-)
+from ddp_kit.pool.launchers import Launcher, Program, Show
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.pool import check_world_size
-from ddp_kit.pool.rank.torchrun_worker import Program, Script
-from ddp_kit.pool.rank.torchrun_worker import pack as pack_program
+from ddp_kit.pool.private_folder import PrivateFolder, sweep
+from ddp_kit.pool.rank.torchrun_worker import Script, Task
+from ddp_kit.pool.rank.torchrun_worker import pack as pack_task
+from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run import Run
 from ddp_kit.pool.view import print_output
-from ddp_kit.pool.wire.private_folder import PrivateFolder, sweep
+from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces
 
 LEAVE_TIMEOUT = 10.0  # seconds for ranks that have finished to end by themselves, and their agent
+REPORT_TIMEOUT = 10.0  # seconds for the agent to report which process failed first
+
+# How the agent names the process that failed first: exit code or minus the signal, process id.
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
 @explaining_arguments("kit.torchrun", "nproc_per_node=")
@@ -95,10 +100,10 @@ def torchrun(
     check_timeout(timeout)
     check_timeout(join_timeout, "join_timeout", optional=False)
     if isinstance(worker, str):
-        program = Program(_as_script(worker), args, None)
+        task = Task(_as_script(worker), args, None)
     else:
-        program = Program(worker, args, chosen)
-    job = _Job(program, nproc_per_node, nnodes, max_restarts)
+        task = Task(worker, args, chosen)
+    job = _Job(task, nproc_per_node, nnodes, max_restarts)
     try:
         job.start(master_addr, master_port, join_timeout)
         return job.run(timeout)
@@ -107,55 +112,53 @@ def torchrun(
         raise
     finally:
         with holding_interrupt():
-            job.end()
+            job.on_end.close()
 
 
 class _Job:
-    """torchrun's agent on this host, and the runs on its ranks."""
+    """torchrun's agent on this host, and the runs on its ranks.
 
-    def __init__(self, program: Program, nproc_per_node: int, nnodes: int, restarts: int) -> None:
-        self.program, self.restarts = program, restarts
+    on_end: ends what was started, and removes the files, each even if another one fails.
+    """
+
+    agent: TorchrunProgram
+    processes: RankProcesses
+
+    def __init__(self, task: Task, nproc_per_node: int, nnodes: int, restarts: int) -> None:
+        self.task, self.restarts = task, restarts
         self.here, self.hosts = nproc_per_node, nnodes  # ranks on this host; hosts
         self.world_size = nproc_per_node * nnodes
-        self.launcher: Torchrun | None = None
-        self.processes: RankProcesses | None = None
-        self.folder: PrivateFolder | None = None
-        self.file: Path | None = None
         self.last: Run | None = None
+        self.on_end = ExitStack()
 
     def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
-        """Start the agent, and print how to start those of the other hosts."""
         rendezvous = choose_rendezvous(self.hosts, address, port)
         with holding_interrupt():
             sweep()
-            self.folder = PrivateFolder()
-            file = self._write_script(rendezvous)
+            folder = PrivateFolder()
+            self.on_end.callback(folder.remove)
+            file = Path(folder.program)
+            if rendezvous.store is not None:
+                _, port = rendezvous.store
+                file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
+            _write(self.task, file)
+            self.on_end.callback(file.unlink, missing_ok=True)
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
             options = [*rendezvous.options, "--nproc-per-node", str(self.here)]
-            options += ["--max-restarts", str(self.restarts), "--log-dir", self.folder.logs]
-            agent = TorchrunProgram(
-                self.here, self.folder, options, str(file), variables, rendezvous.hint
+            options += ["--max-restarts", str(self.restarts), "--log-dir", folder.logs]
+            self.agent = TorchrunProgram(
+                self.here, folder, options, str(file), variables, rendezvous.hint
             )
-            self.launcher = Torchrun(agent, rendezvous, join_timeout)
-            self.processes = RankProcesses(self.launcher, self.folder, init=False)
+            launcher = Torchrun(self.agent, rendezvous, join_timeout)
+            self.on_end.callback(launcher.end)
+            self.processes = RankProcesses(launcher, folder, init=False)
+            self.on_end.callback(self.processes.dismiss, patience=0.0)
         rendezvous.print_commands(self.here, file, join_timeout)
-
-    def _write_script(self, rendezvous: Rendezvous) -> Path:
-        assert self.folder is not None, "start has created it"
-        file = Path(self.folder.program)
-        if rendezvous.store is not None:
-            _, port = rendezvous.store
-            file = Path(f"{_file_name(self.program.worker)}_for_port_{port}.py").absolute()
-        _write(self.program, file)
-        self.file = file
-        return file
 
     def run(self, timeout: float | None) -> Result:
         """Call the worker, again for each restart; return the result of the last attempt."""
-        assert self.launcher is not None, "start has created it"
-        assert self.processes is not None, "likewise"
         failed: KitError | None = None
         for attempt in range(self.restarts + 1):
             run = self.last = Run(self.processes, self.here, attempt + 1)
@@ -172,20 +175,20 @@ class _Job:
                 failed = error
                 print(f"{str(error).splitlines()[0]}")
                 print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
-                self.launcher.expect_restart()
+                self.agent.expect_restart()
             else:
                 if self.hosts > 1 or attempt < self.restarts:
                     self.processes.dismiss(LEAVE_TIMEOUT)
                 if self.hosts > 1:
-                    self.launcher.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
+                    self.agent.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
                 return result
         raise AssertionError("the last attempt returns or raises")
 
     def _execute(self, run: Run, timeout: float | None) -> Result:
         """Call the worker on the ranks of all hosts; print what those of other hosts printed."""
-        packed = pack_worker(self.program, ())
+        packed = pack_worker(self.task, ())
         try:
-            result = run.execute(packed, self.program.backend or "gloo", timeout)
+            result = run.execute(packed, self.task.backend or "gloo", timeout)
         except KitError as error:
             if run.others is not None:
                 here = error.output or ("",) * self.here
@@ -211,17 +214,6 @@ class _Job:
         others.release()
         output = (*result.output, *others.output())
         return Result((*result, *values), output, join_rank_traces(traces))
-
-    def end(self) -> None:
-        """End the agent and everything it has started; remove the files."""
-        with ExitStack() as stack:  # each of these happens even if another one raises
-            if self.folder is not None:
-                stack.callback(self.folder.remove)
-            if self.file is not None and self.hosts > 1:
-                stack.callback(self.file.unlink, missing_ok=True)
-            if self.processes is not None:
-                stack.callback(self.processes.launcher.end)
-                stack.callback(self.processes.dismiss, patience=0.0)
 
 
 def _check(
@@ -293,11 +285,11 @@ def _file_name(worker: Callable[..., Any]) -> str:
     return re.sub(r"\W", "", Path(name).stem) or "worker"
 
 
-def _write(program: Program, path: Path) -> None:
+def _write(task: Task, path: Path) -> None:
     """Write the file that torchrun runs. Raise PoolError, and leave nothing, if it cannot."""
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(_source(program))
+            file.write(_source(task))
     except FileExistsError:
         raise PoolError(f"a file {path.name!r} is in the way; move it") from None
     except OSError as error:
@@ -305,14 +297,14 @@ def _write(program: Program, path: Path) -> None:
         raise PoolError(f"cannot write {path.name!r} here: {error.strerror}") from error
 
 
-def _source(program: Program) -> str:
+def _source(task: Task) -> str:
     """Return the worker's source, for a reader, and the worker itself, for Python."""
     try:
-        source = inspect.getsource(program.worker)
+        source = inspect.getsource(task.worker)
     except (OSError, TypeError):
-        source = _file_name(program.worker)
+        source = _file_name(task.worker)
     source = textwrap.indent(source.rstrip(), "# ")
-    packed = "\n".join(f'    "{line}"' for line in textwrap.wrap(pack_program(program), 96))
+    packed = "\n".join(f'    "{line}"' for line in textwrap.wrap(pack_task(task), 96))
     return f'''"""Written by kit.torchrun, for torchrun to start on each host. It runs this:"""
 
 {source}
@@ -326,3 +318,158 @@ PACKED = (
 if __name__ == "__main__":
     torchrun_worker.run(PACKED)
 '''
+
+
+# --- the agent, and where it meets those of other hosts --------------------------------------
+
+
+class Torchrun(Launcher):
+    """Starts ranks by torchrun's agent, for one run, and again for each restart of that run.
+
+    program: the agent. rendezvous: where it meets those of other hosts. timeout: seconds for the
+    ranks of all hosts to come.
+    """
+
+    reusable = False
+
+    def __init__(self, program: TorchrunProgram, rendezvous: Rendezvous, timeout: float) -> None:
+        self.hosts, self.store = rendezvous.hosts, rendezvous.store
+        self._program, self._timeout = program, timeout
+
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        if ranks or not self._program.all_connected:
+            return False
+        ranks += self._program.admit()
+        return True
+
+    def wait(self, show: Show) -> None:
+        self._program.wait(self._timeout, show)
+
+    def end(self) -> None:
+        self._program.end()
+
+
+class TorchrunProgram(Program):
+    """The agent. When one of its processes fails, it ends all, and may start them again.
+
+    count: its processes. options: torchrun's. script: the file that each process runs. variables:
+    what is added to its environment. hint: what to do if ranks of other hosts do not come.
+    """
+
+    name = "torchrun"
+    start_error = PoolError
+
+    def __init__(
+        self,
+        count: int,
+        folder: PrivateFolder,
+        options: Sequence[str],
+        script: str,
+        variables: Mapping[str, str],
+        hint: str,
+    ) -> None:
+        self._hint = hint
+        command = [sys.executable, "-m", "torch.distributed.run", *options, script]
+        path = os.pathsep.join(filter(None, sys.path))
+        # torchrun also takes options from these variables, which some clusters set.
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
+        environment = own | variables | {SOCKET: folder.socket, "PYTHONPATH": path}
+        super().__init__(count, folder.socket, command, environment)
+
+    def explain_start(self, seconds: float) -> str:
+        reason = self.reason()
+        printed = f"; torchrun's last error: {reason}" if reason else ""
+        if self.ended:
+            return f"torchrun ended before its ranks had started{printed}"
+        if self._hint:
+            return f"not all ranks connected within {seconds:g} s: {self._hint}{printed}"
+        return f"torchrun did not start {self.count} ranks within {seconds:g} s{printed}"
+
+    def expect_restart(self) -> None:
+        """Forget the processes of this start: torchrun starts all of them again."""
+        self._calls, self._first = [], None
+
+    def first_end(self) -> tuple[int | None, int | None]:
+        pids = {pid: rank for rank, pid, _ in self._calls}
+        deadline = time.monotonic() + REPORT_TIMEOUT
+        while self._first is None:
+            over = self.ended or time.monotonic() > deadline
+            for code, pid in _FAILED.findall(self.printed()):
+                if int(pid) in pids:
+                    self._first = pids[int(pid)], int(code)
+            if self._first is None and over:
+                self._first = None, 0  # it reports every other exit code
+            elif self._first is None:
+                time.sleep(0.02)
+        return self._first
+
+
+class Rendezvous(NamedTuple):
+    """Where ranks meet.
+
+    hosts: how many. options: torchrun's, on each of them. store: the address and port of the store
+    that they share; None if torchrun chooses them. hint: what to do if ranks do not come.
+    """
+
+    hosts: int
+    options: tuple[str, ...]
+    store: tuple[str, int] | None = None
+    hint: str = ""
+
+    def print_commands(self, nproc_per_node: int, file: Path, seconds: float) -> None:
+        """Print the command that starts the ranks of each other host, within `seconds`."""
+        for host in range(1, self.hosts):
+            own = ["--node-rank", str(host), "--nproc-per-node", str(nproc_per_node)]
+            print(f"On host {host}, within {seconds:g} s; copy the file there if it is missing:")
+            print(f"  {shlex.join(['torchrun', *self.options, *own, str(file)])}", flush=True)
+
+
+def choose_rendezvous(hosts: int, address: str | None, port: int | None) -> Rendezvous:
+    """Return where the ranks of so many hosts meet. Raise PoolError if they cannot."""
+    if hosts == 1:
+        return Rendezvous(1, ("--standalone", "--local-addr", "127.0.0.1"))
+    address, port, doubt = _choose_address(address, port)
+    others = "host 1" if hosts == 2 else f"hosts 1 to {hosts - 1}"
+    hint = (
+        f"start those of {others} with the command above, each host with its own --node-rank, "
+        f"and check that they can reach the address in it{doubt}"
+    )
+    options = ("--nnodes", str(hosts), "--master-addr", address, "--master-port", str(port))
+    return Rendezvous(hosts, options, (address, port), hint)
+
+
+def _choose_address(address: str | None, port: int | None) -> tuple[str, int, str]:
+    """Return address, port, and what may be wrong with the address. Raise PoolError.
+
+    The port is free now, and is taken only when torchrun listens.
+    """
+    address = address or socket.gethostname()
+    doubt = ""
+    try:
+        family, *_ = socket.getaddrinfo(address, None)[0]
+        socket.create_server((address, 0), family=family).close()
+    except socket.gaierror:
+        raise PoolError(
+            f"this host cannot resolve the name {address!r}; set master_addr= to a name or an "
+            "address of this host that the other hosts can reach"
+        ) from None
+    except OSError:  # a router may still map it to this host
+        doubt = f"; {address!r} is not an address of this host's own interfaces"
+    # On Linux, outgoing connections take ports from 32768 on by default. SystemRandom leaves the
+    # learner's seed alone.
+    for chosen in [port] if port else random.SystemRandom().sample(range(20000, 30000), 20):
+        try:
+            socket.create_server(("", chosen)).close()
+        except OSError as error:
+            reason = error.strerror
+        else:
+            return address, chosen, doubt
+    if port:
+        raise PoolError(
+            f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "
+            "free one"
+        )
+    raise PoolError(
+        f"20 ports of this host between 20000 and 29999 are unavailable ({reason}); set "
+        "master_port= to a free one"
+    )

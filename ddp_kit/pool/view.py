@@ -9,9 +9,11 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from ddp_kit.error_text import count
+from ddp_kit.errors import DeadlockError
 from ddp_kit.pool.wire.messages import Bundle
 
 LONGEST_LINE = 100  # characters of a printed line that are shown
@@ -38,7 +40,7 @@ class RankLine(NamedTuple):
         return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,} s"
 
 
-class View(Protocol):
+class LiveView(Protocol):
     """Shows what each rank does while a run lasts."""
 
     def update(self, lines: Sequence[RankLine]) -> None:
@@ -83,7 +85,6 @@ class TerminalView:
         self._shown = ""
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show all ranks in one line."""
         if not _on_terminal():
             return
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -107,7 +108,6 @@ class TerminalView:
         return next(printed, heading(self._world_size, lines))
 
     def close(self) -> None:
-        """Erase the line."""
         if self._shown:
             self._shown = ""
             sys.stderr.write("\r\x1b[K")
@@ -170,15 +170,6 @@ def _cut(text: str, columns: int) -> str:
     return text
 
 
-# `ddp_kit.notebook` puts its own view here when the kit is imported in a notebook.
-open_view: Callable[[int], View] = TerminalView
-
-
-def is_live() -> bool:
-    """Return whether a run is shown while it lasts: in a notebook or on a terminal."""
-    return open_view is not TerminalView or _on_terminal()
-
-
 def _on_terminal() -> bool:
     try:
         return sys.stderr.isatty()
@@ -186,17 +177,66 @@ def _on_terminal() -> bool:
         return False
 
 
-visible = True  # False in a block of `unseen`
+class NoLiveView:
+    def __init__(self, world_size: int) -> None:
+        pass
 
-# Shows what ranks have displayed, by rank. `ddp_kit.notebook` sets it; None: ranks display nothing.
-show_displayed: Callable[[Mapping[int, Sequence[Bundle]]], None] | None = None
+    def update(self, lines: Sequence[RankLine]) -> None: ...
 
-# Prints a line below the cell: what a rank printed, or a notice of the kit.
-say: Callable[[str], None] = print
+    def close(self) -> None: ...
 
 
-# How much of a rank's output is shown. `ddp_kit.notebook` sets less, because a flood fills a page.
-most_lines = most_characters = sys.maxsize
+@dataclass(frozen=True)
+class View:
+    """How runs are shown: by default as in a script or on a terminal.
+
+    open_live: makes the live view of a run with so many ranks.
+    show_displayed: shows what ranks have displayed, by rank; None: ranks display nothing.
+    draw_waits: shows a picture above a DeadlockError.
+    most_lines, most_characters: how much of a rank's output is shown.
+    visible: False if nothing is printed.
+    """
+
+    open_live: Callable[[int], LiveView] = TerminalView
+    show_displayed: Callable[[Mapping[int, Sequence[Bundle]]], None] | None = None
+    draw_waits: Callable[[DeadlockError], object] | None = None
+    most_lines: int = sys.maxsize
+    most_characters: int = sys.maxsize
+    visible: bool = True
+
+
+current = View()  # of this process
+
+
+def use(view: View) -> None:
+    """Show the runs of this process in this way from now on."""
+    global current
+    current = view
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Show and print nothing of runs in this block, which belong to no cell.
+
+    What ranks printed is in the result.
+    """
+    before = current
+    use(replace(before, open_live=NoLiveView, visible=False))
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def is_live() -> bool:
+    """Return whether a run is shown while it lasts: in a notebook or on a terminal."""
+    return current.open_live is not TerminalView or _on_terminal()
+
+
+def say(line: str) -> None:
+    """Print a line below the cell: what a rank printed, or a notice of the kit."""
+    if current.visible:
+        print(line)
 
 
 def print_output(output: Sequence[str], kept: bool = True) -> None:
@@ -213,38 +253,10 @@ def print_output(output: Sequence[str], kept: bool = True) -> None:
 
 def _without_middle(lines: list[str], where: str) -> list[str]:
     """Return lines, of too many only the first and the last, with one between that says so."""
-    text = "\n".join(lines)
-    if len(lines) <= most_lines and len(text) <= most_characters:
+    text, most, most_lines = "\n".join(lines), current.most_characters, current.most_lines
+    if len(lines) <= most_lines and len(text) <= most:
         return lines
-    first = text[: most_characters // 2].split("\n")[: most_lines // 2]
-    last = text[-(most_characters // 2) :].split("\n")[-(most_lines // 2) :]
+    first = text[: most // 2].split("\n")[: most_lines // 2]
+    last = text[-(most // 2) :].split("\n")[-(most_lines // 2) :]
     left_out = len(text) - len("\n".join(first)) - len("\n".join(last))
     return [*first, f"... {left_out:,} characters are not shown here{where} ...", *last]
-
-
-class NoView:
-    """Shows nothing."""
-
-    def __init__(self, world_size: int) -> None:
-        pass
-
-    def update(self, lines: Sequence[RankLine]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Show and print nothing of runs in this block, which belong to no cell.
-
-    What ranks printed is in the result.
-    """
-    global open_view, say, visible
-    before = open_view, say, visible
-    open_view, say, visible = NoView, lambda line: None, False
-    try:
-        yield
-    finally:
-        open_view, say, visible = before

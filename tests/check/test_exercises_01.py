@@ -8,7 +8,6 @@ import torch.distributed as dist
 from answers import error_text
 
 import ddp_kit as kit
-from ddp_kit import errors
 
 
 def counting(add):
@@ -61,7 +60,7 @@ def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
     assert "rank 2 was waiting for rank 0 in recv(src=0)" in str(error)
     assert " of ping_pong: dist.recv(counter, src=turn % 2)" in str(error)
     drawn = []
-    monkeypatch.setattr(errors, "draw_waits", drawn.append)
+    monkeypatch.setattr(error.error, "draw_waits", drawn.append)
     shown = error._render_traceback_()  # what IPython shows
     assert drawn == [error.error]
     assert shown[1].startswith("DeadlockError: rank 2 waits for a message from rank 0")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from processes import assert_gone, ended
 
 import ddp_kit as kit
+from ddp_kit.pool import view
 from ddp_kit.trace.rank import recorder
 
 
@@ -69,7 +70,7 @@ def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kit.pool.view, "open_view", lambda world_size: Watching())
+        patch.setattr(view, "current", view.View(lambda world_size: Watching()))
         with pytest.raises(kit.RankDiedError):
             kit.run(loaders_in_use, name, world_size=2, timeout=60)
     assert len(found) == 2

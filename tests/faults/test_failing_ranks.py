@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_kit as kit
-from ddp_kit.pool.launchers import spawn
+from ddp_kit.pool import launchers
 from ddp_kit.pool.rank import bootstrap
 from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.run import Run
@@ -408,9 +408,9 @@ def test_only_the_ranks_that_had_to_be_stopped_are_replaced():
 
 
 NOTED = """
-from ddp_kit.pool.launchers import spawn
+from ddp_kit.pool import launchers
 
-def noted(*args, start=spawn.mp.spawn, **kwargs):
+def noted(*args, start=launchers.mp.spawn, **kwargs):
     print("a rank starts")
     return start(*args, **kwargs)
 
@@ -420,7 +420,7 @@ def zero_waits(rank, world_size):
     dist.recv(torch.zeros(1), src=1)
 
 kit.run(pid, world_size=2)
-spawn.mp.spawn = noted
+launchers.mp.spawn = noted
 """
 
 
@@ -443,13 +443,13 @@ def the_error_comes_first_and_then_the_replacements(kernel):
 
 def a_replacement_that_fails_to_start_is_reported_by_the_next_run_only(kernel):
     kernel.run("def refuse(*args, **kwargs): raise OSError(12, 'Cannot allocate memory')")
-    kernel.run("spawn.mp.spawn = refuse")
+    kernel.run("launchers.mp.spawn = refuse")
     cell = kernel.raises("kit.run(zero_waits, world_size=2)")
     assert cell.error["evalue"].startswith("rank 1 raised ValueError: boom")
     assert cell.stdout + cell.stderr == ""
     cell = kernel.raises("kit.run(pid, world_size=2)")
     assert cell.error["evalue"].startswith("cannot start another process here")
-    kernel.run("spawn.mp.spawn = noted")
+    kernel.run("launchers.mp.spawn = noted")
     assert len(kernel.ranks(2)) == 2
 
 
@@ -487,13 +487,13 @@ def test_a_machine_that_starts_no_process_says_so(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(spawn.mp, "spawn", refuse)
+    monkeypatch.setattr(launchers.mp, "spawn", refuse)
     with pytest.raises(kit.PoolError, match=r"cannot start another process here.*open files"):
         kit.WorkerPool(1)
 
 
 def test_a_pool_that_cannot_start_all_its_ranks_leaves_nothing(monkeypatch):
-    start, started = spawn.mp.spawn, []
+    start, started = launchers.mp.spawn, []
 
     def refuse_the_second(*args, **kwargs):
         if started:
@@ -501,7 +501,7 @@ def test_a_pool_that_cannot_start_all_its_ranks_leaves_nothing(monkeypatch):
         started.append(start(*args, **kwargs))
         return started[0]
 
-    monkeypatch.setattr(spawn.mp, "spawn", refuse_the_second)
+    monkeypatch.setattr(launchers.mp, "spawn", refuse_the_second)
     with pytest.raises(kit.PoolError, match="Cannot allocate memory") as caught:
         kit.WorkerPool(2)
     assert caught.value is not None, "it is held, and its traceback holds the pool"

@@ -21,7 +21,7 @@ from kernels import ENVIRONMENT, STUCK, Kernel, start_stuck
 from processes import BOUND, assert_gone, ended, wait_until, wait_until_calm
 
 import ddp_kit as kit
-from ddp_kit.pool.wire import private_folder
+from ddp_kit.pool import private_folder
 
 
 def pid(rank, world_size):

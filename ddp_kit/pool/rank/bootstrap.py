@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import io
@@ -15,13 +14,14 @@ import threading
 import traceback
 from contextlib import suppress
 from functools import cache, partial
-from multiprocessing import connection, parent_process, resource_tracker
+from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import NoReturn
 
+from ddp_kit import torch_internals
 from ddp_kit.pool.rank.server import RankServer
-from ddp_kit.pool.rank.state import open_stream
+from ddp_kit.pool.rank.state import print_to_descriptors
 from ddp_kit.pool.wire import messages, payload
 from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
 from ddp_kit.trace import SERVING, Board
@@ -69,7 +69,7 @@ def _serve(control: Connection, output: Connection, board: Board, parent: int, p
         # It came blocked; ignored is what this process's own children should inherit.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        _leave_resource_tracker()
+        torch_internals.leave_resource_tracker()
         if sys.platform == "linux":
             # A spawned process would itself spawn, and a DataLoader's workers would then need a
             # dataset that can be imported. Those of a torchrun process are forked.
@@ -93,8 +93,7 @@ def leave(code: int) -> NoReturn:
     threads are joined, functions registered with atexit are called, and open files are flushed. A
     compressed file that a worker has left open stays incomplete.
     """
-    threading._shutdown()  # it also wakes executors that wait for work
-    atexit._run_exitfuncs()
+    torch_internals.run_exit_functions()
     gc.unfreeze()  # frozen objects are not listed
     for each in gc.get_objects():  # files that a worker has left open
         if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
@@ -147,14 +146,6 @@ def end_with_parent() -> None:
     )
 
 
-def _leave_resource_tracker() -> None:
-    """Drop the pool's substitute for a resource tracker; what is tracked here gets a real one."""
-    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    if tracker._fd is not None:
-        os.close(tracker._fd)
-        tracker._fd = tracker._pid = None
-
-
 def _keep_descriptors_from_children() -> None:
     """Close the pool's pipes in programs that a worker starts: they would hide that ours closed."""
     if os.path.isdir("/proc/self/fd"):
@@ -169,7 +160,4 @@ def _redirect_prints(output: Connection) -> None:
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = open_stream(descriptor)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    print_to_descriptors()

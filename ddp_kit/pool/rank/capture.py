@@ -12,7 +12,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
@@ -44,13 +44,13 @@ MOST_ATTRIBUTES = 30
 DEEPEST = 4  # levels of values inside values
 LARGEST_INT = 10_000  # bits
 MOST_NUMBERS = 1 << 20  # elements in all tensors of which there are statistics
-CHUNK = 1 << 14  # elements in one operation: for more, PyTorch would wait for other threads
 GPU_PATIENCE = 0.01  # seconds for work on a GPU to end, after which its tensors are not read
 
 _PLAIN = frozenset(
     {bool, bytes, complex, float, int, range, str, timedelta, type(None), type(...), type(Path())}
     | {torch.device, torch.dtype, torch.Size}
 )
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 _TOOLS = (ModuleType, FunctionType, type)
 _INTERNALS_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 
@@ -84,7 +84,6 @@ class _Capturing:
         self.from_gpu = False
 
     def frames(self, error: BaseException) -> list[FrameCopy]:
-        """Return copies of the learner's frames, the outermost first."""
         step, steps = error.__traceback__, []
         while step is not None:
             if is_own(step.tb_frame.f_code.co_filename):
@@ -156,11 +155,8 @@ class _Capturing:
     def _copy(self, value: Any, kind: type, depth: int) -> Any:
         if kind in _PLAIN:
             return self._plain(value, kind)
-        if kind in (list, tuple, set, frozenset, dict, OrderedDict):
-            whole = len(value) <= MOST_ITEMS
-            copy = self._items(value, kind, len(value) if whole else BEGIN, depth)
-            note = f"of {count(len(value), 'item')}"
-            return copy if whole else Summary(kind.__name__, note, begin=copy)
+        if kind in (*_CONTAINERS, OrderedDict) and len(value) <= MOST_ITEMS:
+            return self._items(value, kind, len(value), depth)
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, kind, depth)
         numpy = sys.modules.get("numpy")
@@ -198,9 +194,8 @@ class _Capturing:
             items = islice(dict.items(value), many)
             taken = ((self.take(k, depth + 1), self.take(v, depth + 1)) for k, v in items)
             return OrderedDict(taken) if kind is OrderedDict else dict(taken)
-        base = next(b for b in (list, tuple, set, frozenset, deque) if issubclass(kind, b))
-        taken = (self.take(item, depth + 1) for item in islice(base.__iter__(value), many))
-        return list(taken) if base is deque else base(taken)
+        base = next(base for base in _CONTAINERS if issubclass(kind, base))
+        return base(self.take(item, depth + 1) for item in islice(base.__iter__(value), many))
 
     def _object(self, value: Any, kind: type, depth: int) -> Summary:
         attributes = _attributes(value, kind)
@@ -214,7 +209,7 @@ class _Capturing:
                 attributes |= group if type(group) in (dict, OrderedDict) else {}
         names = [name for name in islice(attributes, MOST_ATTRIBUTES) if type(name) is str]
         taken = {name: self.take(attributes[name], depth + 1) for name in names}
-        for base in (list, tuple, set, frozenset, deque, dict):
+        for base in _CONTAINERS:
             if issubclass(kind, base):
                 size = count(base.__len__(value), "item")
                 begin = self._items(value, kind, BEGIN, depth)
@@ -242,11 +237,17 @@ class _Capturing:
             if isinstance(grad, TensorCopy | None) and self._has_room(value.nbytes):
                 self.from_gpu |= value.is_cuda
                 return TensorCopy(value, grad)
-            if value.numel() <= self._numbers:
-                self._numbers -= value.numel()
-                with suppress(Exception):  # some dtypes support little
-                    values = f": {_describe_values(value.detach().cpu())}"
+            values = self._values(value.detach(), value.numel())
         return Summary(kind.__name__, _describe(value) + values, attributes)
+
+    def _values(self, numbers: Any, many: int) -> str:
+        """Return what is known of the values in a tensor or array, unless there were too many."""
+        if many > self._numbers:
+            return ""
+        self._numbers -= many
+        with suppress(Exception):  # some dtypes support little
+            return f": {_describe_values(torch.as_tensor(numbers, device='cpu'))}"
+        return ""
 
     def _can_read(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is there, and no GPU may keep us waiting for it."""
@@ -272,10 +273,7 @@ class _Capturing:
         if value.dtype.kind in "biufc":
             if self._has_room(value.nbytes):
                 return value.copy()
-            if value.size <= self._numbers:
-                self._numbers -= value.size
-                with suppress(Exception):
-                    values = f": {_describe_values(torch.from_numpy(value))}"
+            values = self._values(value, value.size)
         return Summary("ndarray", f"of shape {value.shape}, {value.dtype}{values}", attributes)
 
 
@@ -306,28 +304,15 @@ def _describe_values(tensor: torch.Tensor) -> str:
     flat = tensor.reshape(-1)
     first = flat[:3].tolist()
     shown = (f"{number:.4g}" if isinstance(number, float) else str(number) for number in first)
-    beginning = f"beginning with {', '.join(shown)}"
-    if tensor.is_complex():
-        return beginning
+    parts = [f"beginning with {', '.join(shown)}"]
     if tensor.dtype is torch.bool:
-        trues = sum(int(chunk.count_nonzero()) for chunk in flat.split(CHUNK))
-        return f"{trues:,} True, {beginning}"
-    lows, highs, total, missing = [], [], 0.0, 0
-    for chunk in flat.split(CHUNK):
-        if chunk.is_floating_point() and chunk.element_size() < 4:
-            chunk = chunk.float()
-        low, high = (number.item() for number in chunk.aminmax())
-        if low != low:  # there is a NaN
-            kept = chunk[~chunk.isnan()]
-            missing += chunk.numel() - kept.numel()
-            if not kept.numel():
-                continue
-            chunk, (low, high) = kept, (number.item() for number in kept.aminmax())
-        lows.append(low)
-        highs.append(high)
-        total += chunk.sum(dtype=torch.float64).item()
-    parts = [f"{missing:,} NaN"] if missing else []
-    if lows:
-        mean = total / (tensor.numel() - missing)
-        parts.insert(0, f"from {min(lows):.4g} to {max(highs):.4g}, mean {mean:.4g}")
-    return ", ".join([*parts, beginning])
+        parts.insert(0, f"{int(flat.count_nonzero()):,} True")
+    elif not tensor.is_complex():
+        numbers = flat.double()
+        known = numbers[~numbers.isnan()]
+        if missing := numbers.numel() - known.numel():
+            parts.insert(0, f"{missing:,} NaN")
+        if known.numel():
+            low, high, mean = known.min().item(), known.max().item(), known.mean().item()
+            parts.insert(0, f"from {low:.4g} to {high:.4g}, mean {mean:.4g}")
+    return ", ".join(parts)

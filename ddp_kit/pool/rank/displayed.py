@@ -32,13 +32,11 @@ class Displayed:
         self.size = self.left_out = 0
 
     def add(self, bundle: Bundle, name: str | None) -> None:
-        """Add a bundle if there is room for it."""
         if self._has_room(_size(bundle)):
             self.bundles.append(bundle)
             self.ids.append(name)
 
     def update(self, bundle: Bundle, name: str | None) -> None:
-        """Replace what has this id."""
         for at, other in enumerate(self.ids):
             if other == name and self._has_room(_size(bundle) - _size(self.bundles[at])):
                 self.bundles[at] = bundle

@@ -14,7 +14,7 @@ from ddp_kit import torch_internals
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.ipython import shell
 from ddp_kit.pool.rank.bootstrap import end_with_parent
-from ddp_kit.pool.wire.other_host import connect
+from ddp_kit.pool.wire.torchrun_store import connect
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to join, and for each of their collectives
@@ -32,7 +32,6 @@ class RankInfo(NamedTuple):
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -42,7 +42,6 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return how to load a module that has a hook; None for another one."""
         if name not in _hooks:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -25,8 +25,7 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.pool.rank import environment
-from ddp_kit.pool.wire import other_host
-from ddp_kit.pool.wire.other_host import (
+from ddp_kit.pool.wire.torchrun_store import (
     ASKED,
     DIED,
     ENDS,
@@ -37,6 +36,8 @@ from ddp_kit.pool.wire.other_host import (
     Answer,
     Sign,
     Silence,
+    encode,
+    newest,
 )
 from ddp_kit.trace import Board, stacks
 
@@ -73,7 +74,6 @@ class Observer:
         os.register_at_fork(after_in_child=lambda: os.dup2(nowhere, self._line))
 
     def end(self) -> None:
-        """End the observer, because the rank is about to leave."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # the worker has waited for any child
@@ -143,7 +143,7 @@ class _Observation:
                 self._answers += 1
                 if asked > answered:
                     answered = asked
-                    store.set(f"answer {asked} {self._rank}", self._answer().encode())
+                    store.set(f"answer {asked} {self._rank}", encode(self._answer()))
                 if not lived:
                     break
                 self._died.wait(PERIOD)
@@ -162,11 +162,11 @@ class _Observation:
         if rests and head.moves != self._shown and self._quiet() >= QUIET:
             self._show_board(store)
         sign = Sign(number, head.moves == self._shown or not rests, head)
-        store.set(f"sign {self._rank}", sign.encode())
+        store.set(f"sign {self._rank}", encode(sign))
 
     def _show_board(self, store: dist.Store) -> None:
-        copy = other_host.newest(self._board.read(), SHOWN)
-        store.set(f"board {self._rank}", other_host.encode_board(copy))
+        copy = newest(self._board.read(), SHOWN)
+        store.set(f"board {self._rank}", encode(copy))
         self._shown = copy.head.moves
 
     def _answer(self) -> Answer:

@@ -119,7 +119,7 @@ class RankServer:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
         rank, world_size = self._joined.rank, self._joined.world_size
         self._board.answer_with_stacks()  # an earlier run may have changed what its signal does
-        if call.environment:
+        if call.environment is not None:
             self._environment, self._is_restored = call.environment, False
             progress.is_live = call.environment.is_live
         for name, source in call.cells.items():
@@ -162,15 +162,18 @@ class RankServer:
         status = self._status(recorder, recorder.all_awaited, groups, restart)
         return Returned(packed, status, self._take_displayed())
 
+    def _take_displayed(self) -> Sequence[Bundle]:
+        return displayed.take() if self._in_notebook else ()
+
     @property
     def _in_notebook(self) -> bool:
         return self._environment is not None and self._environment.in_notebook
 
-    def _take_displayed(self) -> Sequence[Bundle]:
-        return displayed.take() if self._in_notebook else ()
-
     def _tidy(self) -> None:
-        """Restore the process after a run, when the pool has the reply and nobody waits."""
+        """Restore the process after a run, when the pool has the reply and nobody waits.
+
+        At once, because a file that is opened now may get the number of one that a worker closed.
+        """
         self._is_restored = False
         if self._environment:
             with suppress(Exception):  # the next run tries again, and reports it
@@ -191,7 +194,7 @@ class RankServer:
         self, recorder: Recorder, whole: bool, groups: object | None, restart: str | None
     ) -> RankStatus:
         intact = whole and self._group_is_intact(groups)
-        thread = thread_left_running(everywhere=recorder.may_call_back)
+        thread = thread_left_running()
         if thread:
             restart = f"the worker left its thread {thread!r} running"
         return RankStatus(self._imports.take(), intact, thread, restart)
@@ -237,8 +240,6 @@ def _end_fork(error: BaseException) -> NoReturn:
 
 def pack(value: object) -> payload.Payload:
     """Pickle what a worker returned. Raise TypeError, in one sentence, if that is impossible."""
-    if value is None or type(value) in (bool, int, float, str):
-        return payload.Payload(payload.encode(value))
     failed: Exception | None = None
     try:
         if not payload.holds_module(value):

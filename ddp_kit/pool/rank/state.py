@@ -1,35 +1,52 @@
-"""What a run may change in its rank's process, how it is restored, and what it has imported."""
+"""What a run may change in its rank's process, and how that is undone before the next run.
+
+Most of it is put back. What cannot be costs the rank a fresh process, and a line says so. Functions
+are looked at in the modules and classes of `_OWNERS` only.
+"""
 
 from __future__ import annotations
 
-import _thread
 import builtins
-import functools
+import decimal
+import faulthandler
+import gc
+import locale
 import logging
+import multiprocessing
 import os
+import pickle
 import random
+import resource
+import signal
 import socket
 import sys
 import threading
+import time
 import types
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
+import numpy
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.modules import module
+from torch.optim import optimizer
 
-from ddp_kit import backends
+from ddp_kit import backends, torch_internals
 from ddp_kit.pool.rank import displayed
-from ddp_kit.pool.rank.settings import Settings
-from ddp_kit.pool.wire.log_settings import LogSettings, PrintingHandler
 from ddp_kit.pool.wire.messages import (
     RANK_MARK,
     Environment,
     FileStamp,
     JoinGroup,
+    LogHandler,
+    LogSettings,
     file_stamp,
-    undecoded_variables,
 )
 from ddp_kit.trace import is_own, own_frame
 from ddp_kit.trace.rank import recorder
@@ -52,8 +69,6 @@ class State:
         # The pool finds what a rank has started by this variable.
         mark = {RANK_MARK: os.environ[RANK_MARK]} if RANK_MARK in os.environ else {}
         self._own_environment = mark | backends.LOOPBACK_ENVIRONMENT
-        self._restored: tuple[int, int, dict] | None = None  # for whom, and the result
-        self._threads = functools.cache(backends.threads_per_rank)  # by world size
         self._seed = torch.initial_seed()
         self.settings = Settings()
 
@@ -78,58 +93,62 @@ class State:
     def restore(self, joined: JoinGroup, environment: Environment) -> None:
         """Undo what earlier runs have changed, and take over the notebook's environment."""
         if _streams() != self._streams:
-            for number, name in enumerate(("stdout", "stderr"), start=1):
+            for number in (1, 2):
                 os.dup2(self._output, number)
-                stream = open_stream(number)  # the one before may be closed
-                setattr(sys, name, stream)
-                setattr(sys, f"__{name}__", stream)
+            print_to_descriptors()  # the streams before may be closed
             self._streams = _streams()
         sys.argv[:] = environment.argv
         # For the names of the next worker; processes that it spawns know them by the second one.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
-        if environment.logs is not self._logs:
+        if environment.logs != self._logs:
             self._take_over(environment.logs)
         if environment.in_notebook:
             displayed.restore()
         logging.root, self._log.handlers = self._log, list(self._log_handlers)
         if self._log.level != self._log_level:  # the setter empties a cache
             self._log.setLevel(self._log_level)
-        now = undecoded_variables()
-        if now is None or self._restored != (id(joined), id(environment), now):
-            wanted = environment.variables | self._own_environment
-            wanted |= rank_environment(joined.rank, joined.world_size)
-            for name in os.environ.keys() - wanted.keys():
-                del os.environ[name]
-            for name, value in wanted.items():
-                if os.environ.get(name) != value:
-                    os.environ[name] = value
-            self._restored = id(joined), id(environment), dict(now or {})
+        variables = environment.variables | self._own_environment
+        variables |= rank_environment(joined.rank, joined.world_size)
+        if os.environ != variables:
+            os.environ.clear()
+            os.environ.update(variables)
         socket.setdefaulttimeout(None)
         sys.path[:] = environment.path
         os.chdir(environment.folder)
         backends.take_device(joined.backend, joined.rank)
-        if torch.get_num_threads() != (threads := self._threads(joined.world_size)):
-            torch.set_num_threads(threads)  # takes longer than the question
+        backends.share_cores(joined.world_size)
         torch.set_printoptions(profile="default")
         # Each run begins with the seed of this process, as the first one did.
         torch.default_generator.manual_seed(self._seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(self._seed)
-        # Python's and NumPy's are seeded from the system. A number takes half the time of none.
-        random.seed(int.from_bytes(os.urandom(8), "little"))
+        random.seed()  # Python's and NumPy's are seeded from the system
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
 
     def _take_over(self, logs: LogSettings) -> None:
         """Configure logging as in the notebook, as far as that prints."""
         self._logs, self._log_level = logs, logs.level
-        self._log_handlers = [*self._own_handlers, *map(PrintingHandler, logs.handlers)]
+        self._log_handlers = [*self._own_handlers, *map(_PrintingHandler, logs.handlers)]
         for name in self._own_levels.keys() - logs.levels.keys():
             logging.getLogger(name).setLevel(self._own_levels.pop(name))
         for name, level in logs.levels.items():
             logger = logging.getLogger(name)
             self._own_levels.setdefault(name, logger.level)
             logger.setLevel(level)
+
+
+class _PrintingHandler(logging.StreamHandler):
+    """A handler of the notebook, in a rank. It prints to what `sys.stderr` is at the moment."""
+
+    def __init__(self, handler: LogHandler) -> None:
+        logging.Handler.__init__(self, handler.level)
+        with suppress(Exception):  # its class may be nowhere but in the notebook
+            self.setFormatter(pickle.loads(handler.formatter) if handler.formatter else None)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def _streams() -> list[object]:
@@ -141,11 +160,14 @@ def _streams() -> list[object]:
     return []
 
 
-def open_stream(descriptor: int) -> TextIO:
-    """Return a stream for what this process prints; closing it leaves the descriptor open."""
-    return open(
-        descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
+def print_to_descriptors() -> None:
+    """Let Python print to file descriptors 1 and 2, which stay open if a worker closes a stream."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream: TextIO = open(  # noqa: SIM115 - it is open as long as the process lives
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
@@ -155,14 +177,251 @@ def _refuse_input(*_args: object, **_kwargs: object) -> NoReturn:
     )
 
 
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+# --- functions that a worker has replaced ----------------------------------------------------
+
+_OWNERS = (
+    *(builtins, dist, os, sys, random, socket, time, threading, torch, torch.cuda),
+    *(torch.nn.functional, torch.nn.Module, torch.Tensor),
+)
+
+
+class Functions:
+    """The functions of a module or class, of which a worker's replacements must not last."""
+
+    def __init__(self, owner: types.ModuleType | type) -> None:
+        self._owner, self._there = owner, vars(owner)
+        self._values = [*self._there.values()]
+        self._originals = {
+            # Some classes are settings: `set_default_dtype` replaces `torch.Storage`.
+            name: value
+            for name, value in self._there.items()
+            if callable(value) and not isinstance(value, type)
+        }
+
+    def put_back(self) -> list[str]:
+        """Put back the functions that were replaced; return their names."""
+        try:
+            if [*self._there.values()] == self._values:  # nearly always
+                return []
+        except Exception:  # two cannot be compared
+            pass
+        replaced = {}
+        for name in self._originals:  # without a function of Python's: it may be among them
+            value = self._there.get(name)
+            if value is not self._originals[name]:
+                _setattr(self._owner, name, self._originals[name])
+                replaced[name] = value
+        for name, value in list(replaced.items()):
+            if _is_by_library(name, value):
+                self._originals[name] = replaced.pop(name)
+                _setattr(self._owner, name, value)
+        self._values = [*self._there.values()]
+        prefix = "" if self._owner is builtins else f"{self._owner.__name__}."
+        return [f"{prefix}{name}" for name in replaced]
+
+
+_setattr = setattr  # a worker may replace it
+
+
+def _is_by_library(name: str, value: object) -> bool:
+    """Return whether a library has wrapped a function, as `torch.compile` does."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    if value.__name__ != name and "<locals>" not in value.__qualname__:
+        return False
+    while isinstance(value, types.FunctionType):
+        if is_own(value.__code__.co_filename):
+            return False
+        value = getattr(value, "__wrapped__", None)
+    return True
+
+
+# --- settings that can be asked for ----------------------------------------------------------
+
+_SIGNALS = sorted(signal.valid_signals())
+
+
+def _handlers() -> list[Any]:
+    """Return the handlers of signals; one that a library has set may stay."""
+    found = [signal.getsignal(number) for number in _SIGNALS]
+    for at, handler in enumerate(found):
+        code = getattr(handler, "__code__", None)
+        if code and not is_own(code.co_filename):
+            found[at] = signal.SIG_DFL
+    return found
+
+
+def _decimal() -> tuple:
+    context = decimal.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax, str(context.traps)
+
+
+def _limits() -> list[object]:
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    limits = map(resource.getrlimit, _LIMITS)
+    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *limits]
+
+
+_LIMITS = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
+
+
+def _umask() -> int:
+    os.umask(mask := os.umask(0o77))  # the only way to ask
+    return mask
+
+
+def _hooks() -> list[int]:
+    return [len(hooks) for hooks in _HOOKS]
+
+
+_HOOKS = [
+    value
+    for owner in (module, optimizer)
+    for name, value in vars(owner).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
+
+
+# Changes after which a rank needs a fresh process, unless _PUT_BACK undoes them.
+_FACTS: dict[str, Callable[[], object]] = {
+    "set a handler for a signal": _handlers,
+    "left a timer running": lambda: [signal.getitimer(number)[0] > 0 for number in range(3)],
+    "blocked a signal": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    "changed a limit of its process": _limits,
+    "changed the umask": _umask,
+    "enabled faulthandler": faulthandler.is_enabled,
+    "set a trace function": lambda: (sys.gettrace(), sys.getprofile()),
+    "changed the recursion limit": sys.getrecursionlimit,
+    "changed the switch interval": sys.getswitchinterval,
+    "changed decimal's context": _decimal,
+    "changed the locale": lambda: (locale.setlocale(locale.LC_ALL), time.tzname),
+    "changed the garbage collector": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
+    "changed the start method": lambda: (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    ),
+    "changed the sharing strategy": torch.multiprocessing.get_sharing_strategy,
+    "changed NumPy's settings": lambda: (numpy.geterr(), numpy.get_printoptions()),
+    "disabled logging": lambda: logging.Logger.manager.disable,
+    "left a hook on all modules or optimizers": _hooks,
+    "changed autocast": lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda"))),
+    "set flush_denormal": lambda: sys.float_info.min / 2 == 0,
+    "changed a backend of torch": lambda: (
+        torch.backends.opt_einsum.enabled,
+        torch.backends.opt_einsum.strategy,
+        torch.backends.mha.get_fastpath_enabled(),
+    ),
+    "changed the debug level": dist.get_debug_level,
+    "left rpc open": torch_internals.rpc_is_open,
+}
+
+_PUT_BACK: dict[str, Callable[[Any], object]] = {
+    "changed NumPy's settings": lambda was: (
+        numpy.seterr(**was[0]),
+        numpy.set_printoptions(**was[1]),
+    ),
+    "changed decimal's context": lambda was: decimal.setcontext(decimal.Context(*was[:4])),
+    "disabled logging": logging.disable,
+    "changed the recursion limit": sys.setrecursionlimit,
+    "changed the garbage collector": lambda was: (
+        (gc.enable if was[0] else gc.disable)(),
+        gc.set_threshold(*was[1]),
+        gc.set_debug(was[2]),
+    ),
+    "changed the sharing strategy": torch.multiprocessing.set_sharing_strategy,
+    "set flush_denormal": torch.set_flush_denormal,
+    "changed the debug level": dist.set_debug_level,
+}
+
+
+class Settings:
+    """The settings of this process, as the run before has left them."""
+
+    def __init__(self) -> None:
+        self._functions = [Functions(owner) for owner in _OWNERS]
+        # By what they are: how to ask for each of PyTorch's, how to set it, and its value.
+        self._plain = {
+            f"torch's {what}": (get, put, get()) for what, get, put in torch_internals.settings()
+        }
+        self._facts: dict[str, object] = {}
+
+    def remember(self) -> None:
+        """Let the first run begin with the settings as they are now."""
+        self._facts = self._facts or _ask()
+
+    def put_back_functions(self) -> list[str]:
+        """Put back functions that were replaced; return their names: others may hold them, too."""
+        return [name for functions in self._functions for name in functions.put_back()]
+
+    def put_back(self, is_cell: bool) -> str | None:
+        """Put back the settings; return what was done to one that cannot be put back.
+
+        is_cell: what was set outside PyTorch is for the next cell, too.
+        """
+        if not self._facts:
+            return None  # the worker never began
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)  # tells the compiler, too
+        torch.set_default_device(None)
+        faulthandler.cancel_dump_traceback_later()  # nobody can ask whether there is one
+        before, now = self._facts, _ask()
+        if now != before and not is_cell:
+            for what in _PUT_BACK:
+                if now[what] != before[what]:
+                    with suppress(Exception):  # then the process is fresh instead
+                        _PUT_BACK[what](before[what])
+            now = _ask()
+        self._facts = now
+        done = [f"changed {what}" for what in self._put_back_plain()]
+        done += [what for what in _FACTS if now[what] != before[what]]
+        return done[0] if done else None
+
+    def _put_back_plain(self) -> list[str]:
+        """Put back PyTorch's settings; return those that cannot be."""
+        changed = [what for what, (get, _, value) in self._plain.items() if _differs(get, value)]
+        left = []
+        for what in changed:
+            get, put, value = self._plain[what]
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                put(*value) if isinstance(value, tuple) else put(value)
+        for what in changed:  # after all, because some settings set others
+            get, put, value = self._plain[what]
+            if _differs(get, value):
+                left.append(what)
+                with suppress(RuntimeError):
+                    self._plain[what] = get, put, get()  # the next run is not to blame for it
+        return left
+
+
+def _ask() -> dict[str, object]:
+    return {what: ask() for what, ask in _FACTS.items()}
+
+
+def _differs(get: Callable[[], Any], value: object) -> bool:
+    try:
+        return get() != value
+    except RuntimeError:  # two settings contradict each other
+        return True
+
+
+# --- threads that a worker has left running --------------------------------------------------
+
 _learners: list[weakref.ref[threading.Thread]] = []  # started by own code
-_others = 0  # threads that were there before any of the learner's code
 
 
 def watch_threads() -> None:
     """Record from now on which threads the learner's code starts, whatever they call."""
-    global _others
-    _others = _thread._count()
     start = threading.Thread.start
 
     def start_and_record(thread: threading.Thread) -> None:
@@ -179,10 +438,8 @@ def watch_threads() -> None:
     threading.Thread.start = start_and_record  # type: ignore[method-assign]
 
 
-def thread_left_running(everywhere: bool) -> str | None:
+def thread_left_running() -> str | None:
     """Return the name of a thread that the learner's code started, or that runs it.
-
-    everywhere: look at threads that C++ has started, too, which takes much longer.
 
     Libraries' own threads, which wait for work or watch something, may stay. None: there is no
     such thread.
@@ -191,10 +448,6 @@ def thread_left_running(everywhere: bool) -> str | None:
         if (thread := reference()) and thread.is_alive():
             return thread.name
     _learners.clear()
-    if (
-        not everywhere and _thread._count() <= _others
-    ):  # nearly always; to look at frames takes much longer
-        return None
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.main_thread().ident and own_frame(frame):
@@ -202,14 +455,7 @@ def thread_left_running(everywhere: bool) -> str | None:
     return None
 
 
-def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a process."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-    }
+# --- the learner's files ---------------------------------------------------------------------
 
 
 class Imports:
@@ -220,8 +466,8 @@ class Imports:
 
     def __init__(self) -> None:
         self._new: dict[str, FileStamp] = {}
-        for module in list(sys.modules.values()):
-            self._record(getattr(module, "__file__", None))
+        for loaded in list(sys.modules.values()):
+            self._record(getattr(loaded, "__file__", None))
         path_stats = SourceFileLoader.path_stats
 
         def path_stats_of_learner(loader: SourceFileLoader, path: str) -> dict:

@@ -31,9 +31,9 @@ from ddp_kit.pool.rank.observer import Observer
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
 from ddp_kit.pool.wire.messages import CALL, SOCKET
-from ddp_kit.pool.wire.other_host import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport
 from ddp_kit.pool.wire.output import KeptOutput
 from ddp_kit.pool.wire.payload import pickle_whole
+from ddp_kit.pool.wire.torchrun_store import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport, encode
 from ddp_kit.trace import Board, Clock, InternTable, recording, unrecorded
 
 _environment: dict[str, str] = {}  # torchrun's; a pool replaces it with the notebook's
@@ -60,7 +60,7 @@ class Script:
 
 
 @dataclass
-class Program:
+class Task:
     """A worker as each rank calls it: in a process group that the ranks form first.
 
     backend: None if the worker forms its group itself.
@@ -117,7 +117,7 @@ def _leave_group() -> None:
 
 
 def run(packed: str) -> None:
-    """Run as a rank of the program in `packed`; exit with 1 if its worker has failed."""
+    """Run as a rank of the task in `packed`; exit with 1 if its worker has failed."""
     _environment.update(os.environ)
     path = _environment.pop(SOCKET, None)
     rank = environment.rank_info().rank
@@ -133,13 +133,13 @@ def run(packed: str) -> None:
     leave(int(_failed))
 
 
-def pack(program: Program) -> str:
-    """Return a program as text, for the file that torchrun runs."""
-    return base64.b64encode(pickle_whole(program, for_ranks=True)).decode()
+def pack(task: Task) -> str:
+    """Return a task as text, for the file that torchrun runs."""
+    return base64.b64encode(pickle_whole(task, for_ranks=True)).decode()
 
 
 def _run_elsewhere(packed: str, rank: int) -> None:
-    """Run the program on another host; put a report of it into the store."""
+    """Run the task on another host; put a report of it into the store."""
     world_size = environment.rank_info().world_size
     board, report, printed = Board(), RemoteReport(), KeptOutput()
     observer = Observer(board, rank)  # a fork, which shares the board
@@ -155,8 +155,8 @@ def _run_elsewhere(packed: str, rank: int) -> None:
             redirect_stdout(out),
             redirect_stderr(err),
         ):
-            program: Program = pickle.loads(base64.b64decode(packed))
-            value, report.clock = program.call(rank, world_size)
+            task: Task = pickle.loads(base64.b64decode(packed))
+            value, report.clock = task.call(rank, world_size)
             report.value = pickle_whole(value)
     except BaseException as error:
         report.failure = describe(rank, error)
@@ -180,7 +180,7 @@ def _display(*values: object, **_options: object) -> None:
 def _send(report: RemoteReport, rank: int, how: str) -> None:
     """Put a report into the store. If the worker has returned, wait until all have."""
     store = environment.own_store()
-    store.set(f"report {rank}", pickle_whole(report))
+    store.set(f"report {rank}", encode(report))
     store.append(ENDS, f"{rank} {how}\n")
     if how == RETURNED:
         store.wait([OVER], GROUP_TIMEOUT)  # the observer ends this process if the host is lost

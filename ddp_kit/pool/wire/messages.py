@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ddp_kit.error_text import RankFailure, Wait
-from ddp_kit.pool.wire.log_settings import LogSettings
 from ddp_kit.pool.wire.payload import Payload
 
 # An environment variable that a rank and everything it starts inherit, to find them by.
@@ -40,12 +39,19 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-def undecoded_variables() -> dict | None:
-    """Return what CPython's `os.environ` itself holds; None if it is unknown.
+class LogHandler(NamedTuple):
+    """A handler that prints."""
 
-    It is quick to compare, where decoding it all takes 20 times as long.
-    """
-    return getattr(os.environ, "_data", None)
+    level: int
+    formatter: bytes | None  # pickled; None: it prints the message alone
+
+
+class LogSettings(NamedTuple):
+    """What is printed of the records of each logger."""
+
+    level: int  # of the root logger
+    handlers: tuple[LogHandler, ...]  # of the root logger
+    levels: dict[str, int]  # of the other loggers that have one
 
 
 class Environment(NamedTuple):

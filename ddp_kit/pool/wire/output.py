@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -71,12 +70,7 @@ class RankOutput:
 
 def drain(outputs: Sequence[RankOutput]) -> None:
     """Read all that is in the pipes, but not what a flood keeps adding."""
-    poll = select.poll()
-    is_open = [output for output in outputs if output.is_open and not output.pipe.closed]
-    at = {output.pipe.fileno(): output for output in is_open}
-    for descriptor in at:
-        poll.register(descriptor, select.POLLIN)
-    for descriptor, _ in poll.poll(0):
+    for output in outputs:
         for _ in range(32):
-            if not at[descriptor].read():
+            if not output.is_open or output.pipe.closed or not output.read():
                 break

@@ -51,12 +51,8 @@ class Payload:
     file: BinaryIO | None = None  # sent after the message
     shared: list[BinaryIO] = field(default_factory=list)  # files of shared memory, sent after it
 
-    def __getstate__(self) -> tuple:
-        return self.pickled, self.spans, self.from_gpu
-
-    def __setstate__(self, state: tuple) -> None:
-        self.pickled, self.spans, self.from_gpu = state
-        self.file, self.shared = None, []
+    def __reduce__(self) -> tuple:
+        return Payload, (self.pickled, self.spans, self.from_gpu)  # without the files
 
     def unpack(self) -> Any:
         """Return the value. Raise whatever the value's own classes raise."""
@@ -74,11 +70,9 @@ class Payload:
             self.close()
 
     def files(self) -> list[BinaryIO]:
-        """Return the files that are sent after the message."""
         return [self.file, *self.shared] if self.file else self.shared
 
     def close(self) -> None:
-        """Close the files once they have been sent."""
         for file in self.files():
             file.close()
 
@@ -135,11 +129,6 @@ def pickle_whole(value: Any, for_ranks: bool = False) -> bytes:
     return pickled.getvalue()
 
 
-# The names of the module whose functions rebuild a function in the rank.
-_CLOUDPICKLE = vars(sys.modules[cloudpickle.Pickler.__module__])
-_CODE = {types.BuiltinFunctionType, types.CodeType, types.FunctionType, types.ModuleType}
-
-
 class _Pickler(cloudpickle.Pickler):
     """Cloudpickle that takes tensors' memory as buffers and refuses open files.
 
@@ -155,9 +144,6 @@ class _Pickler(cloudpickle.Pickler):
             super().dump(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in _CODE:  # most objects of a worker; the checks below take longer
-            own = isinstance(obj, types.FunctionType) and obj.__globals__ is _CLOUDPICKLE
-            return NotImplemented if own else super().reducer_override(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
             buffer = _buffer_of(obj.cpu())
@@ -285,14 +271,9 @@ def _storage(buffer: Any) -> torch.UntypedStorage:
     return storage if len(buffer) >= LARGE else storage.clone()  # a clone can be resized
 
 
-def encode(message: Any) -> bytes:
-    """Return a message as bytes, so that it is pickled once for all ranks."""
-    return pickle.dumps(message, protocol=5)
-
-
-def send(control: Connection, message: Any, encoded: bytes | None = None) -> None:
-    """Send a message and the files of its payload. encoded: the message, if encoded already."""
-    control.send_bytes(encode(message) if encoded is None else encoded)
+def send(control: Connection, message: Any) -> None:
+    """Send a message and the files of its payload."""
+    control.send_bytes(pickle.dumps(message, protocol=5))
     for file in _payload(message).files():
         # After the message, because a descriptor travels with a byte of its own.
         with _no_default_timeout():
@@ -300,7 +281,6 @@ def send(control: Connection, message: Any, encoded: bytes | None = None) -> Non
 
 
 def receive(control: Connection) -> Any:
-    """Receive a message and the files of its payload."""
     message = control.recv()
     payload = _payload(message)
     shared = [offset == SHARED for offset, _ in payload.spans]

@@ -50,17 +50,14 @@ class PrivateFolder:
             os.close(lock)  # likewise
 
     def store(self, number: int) -> str:
-        """Return the path of the FileStore of one process group."""
         return os.path.join(self.path, f"{STORE}{number}")
 
     @property
     def socket(self) -> str:
-        """The path of a socket that only this user can open."""
         return os.path.join(self.path, f"{STORE}socket")
 
     @property
     def logs(self) -> str:
-        """The folder in which a launcher's program may keep its own files."""
         return os.path.join(self.path, f"{STORE}logs")
 
     @property
@@ -69,7 +66,6 @@ class PrivateFolder:
         return os.path.join(self.path, f"{STORE}program.py")
 
     def remove(self) -> None:
-        """Remove the folder and its contents."""
         if self._lock is not None:
             _remove(self.path)
             os.close(self._lock)

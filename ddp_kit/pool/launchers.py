@@ -1,11 +1,13 @@
-"""What all launchers have in common, and what those share that start ranks through a program.
+"""How the processes of ranks are started: by spawn, one by one, or by a program such as mpiexec.
 
-A further launcher is one more module: a `Launcher` that starts processes itself, or a `Program`
-whose processes connect to a socket and become ranks (`rank.bootstrap.serve_connected`).
+A further launcher is one more class: a `Launcher` that starts processes itself, or a `Program`
+whose processes connect to a socket and become ranks (`rank.bootstrap.serve_connected`). That of
+torchrun is in `torchrun.py`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,14 +16,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from multiprocessing import connection
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
 
-from ddp_kit.errors import KitError, PoolError
-from ddp_kit.pool.rank_handle import Ends, Process, RankHandle
-from ddp_kit.pool.wire.messages import CALL
+import torch.multiprocessing as mp
 
+from ddp_kit.backends import mpi
+from ddp_kit.errors import BackendError, KitError, PoolError
+from ddp_kit.pool.interrupts import holding_interrupt
+from ddp_kit.pool.private_folder import PrivateFolder
+from ddp_kit.pool.rank import bootstrap, mpiexec_main
+from ddp_kit.pool.rank_handle import Ends, Process, RankHandle, stop_ranks
+from ddp_kit.pool.wire.messages import CALL, RANK_MARK
+
+FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
+CONNECT_TIMEOUT = 60.0  # seconds until all processes of mpiexec must have connected
 KEPT = 8000  # bytes of a program's output that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
 LONGEST_PATH = 100  # bytes in the path of a socket; some systems allow a few more
@@ -66,6 +79,85 @@ def why_not_ready(process: Process) -> str:
     """Return what the launcher's program printed about ranks that never came; "" if nothing."""
     return getattr(process, "why_not_ready", str)()
 
+
+# --- spawn -----------------------------------------------------------------------------------
+
+
+class Spawn(Launcher):
+    """Starts each process by itself, so that one can be replaced, added or left out."""
+
+    separate = True
+
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        # One that owes a reply may wait for the dead one in the group they were to form, or run a
+        # worker that a second interrupt has left behind.
+        unusable = [n for n, rank in enumerate(ranks) if broken and (rank.owed or not rank.alive)]
+        stop_ranks([ranks[number] for number in unusable])
+        for number in unusable:
+            ranks[number] = RankHandle(_spawn)
+        new = bool(unusable) or len(ranks) < world_size
+        while len(ranks) < world_size:
+            ranks.append(RankHandle(_spawn))
+        return new
+
+
+def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
+    with (
+        holding_interrupt(),
+        _main_module(FIRST),
+        _no_resource_tracker(),
+        _variable(RANK_MARK, ends.mark),
+    ):
+        args = ends.control, ends.printed, ends.board, os.getpid()
+        started = mp.spawn(bootstrap.serve_spawned, args, nprocs=1, join=False)
+    # torch writes these if `serve_spawned` fails.
+    return started.processes[0], partial(_remove, getattr(started, "error_files", ()))
+
+
+def _remove(files: Sequence[str]) -> None:
+    for file in files:
+        Path(file).unlink(missing_ok=True)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable for the processes that are started in this block."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def _no_resource_tracker() -> Iterator[None]:
+    """Start processes without multiprocessing's tracker of named memory, which is not used here.
+
+    The tracker outlives SIGTERM, and a kernel that is shut down waits seconds for it, is then
+    killed, and cannot clean up.
+    """
+    getfd = resource_tracker.getfd
+    with open(os.devnull, "wb") as nowhere:
+        resource_tracker.getfd = nowhere.fileno
+        try:
+            yield
+        finally:
+            resource_tracker.getfd = getfd
+
+
+@contextmanager
+def _main_module(file: Path) -> Iterator[None]:
+    """Let spawn run `file` first in each rank, and not the notebook's script again."""
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__file__ = str(file)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
+
+
+# --- programs that start ranks ---------------------------------------------------------------
 
 # The program must end with this process, even if that is killed. The ranks watch for it too.
 _END_WITH_PARENT = """
@@ -122,7 +214,6 @@ class Program:
 
     @property
     def all_connected(self) -> bool:
-        """Every process has connected and waits to become a rank."""
         return len(self._calls) == self.count
 
     def wait(self, seconds: float, show: Show) -> None:
@@ -145,7 +236,6 @@ class Program:
             raise
 
     def explain_start(self, seconds: float) -> str:
-        """Return a sentence on why the processes did not come within `seconds`."""
         return f"{self.name} did not start {self.count} ranks: {self.in_one_line()}"
 
     def _accept(self) -> None:
@@ -161,7 +251,6 @@ class Program:
                 self._calls.append((rank, pid, line))
 
     def admit(self) -> list[RankHandle]:
-        """Return a handle on each process that has connected."""
         return [self._admit(*call) for call in sorted(self._calls)]
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankHandle:
@@ -177,7 +266,6 @@ class Program:
         """React to the end of a rank; called once for each rank that is stopped."""
 
     def close_listener(self) -> None:
-        """Accept no more connections."""
         if self._listener.fileno() >= 0:
             self._listener.close()
             with suppress(FileNotFoundError):
@@ -196,7 +284,6 @@ class Program:
         return "\n".join(end.decode(errors="replace") for end in ends)
 
     def in_one_line(self) -> str:
-        """Return what the program has printed, in one line."""
         if self._printed.closed:
             return "it was ended"
         lines = self.printed()[:4000].splitlines()
@@ -212,7 +299,6 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The process id of the program."""
         return self._program.pid
 
     @property
@@ -228,7 +314,6 @@ class Program:
         raise NotImplementedError
 
     def leave(self, seconds: float) -> None:
-        """Give the program `seconds` to end by itself."""
         with suppress(subprocess.TimeoutExpired):
             self._program.wait(seconds)
 
@@ -261,7 +346,6 @@ class _ConnectedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None: it runs."""
         if self._code is None and self._line.fileno() < 0:
             self._code = -signal.SIGKILL  # the program was ended from here
         elif self._code is None and (connection.wait([self._line], 0) or self._program.ended):
@@ -270,10 +354,85 @@ class _ConnectedProcess:
         return self._code
 
     def why_not_ready(self) -> str:
-        """Return the last error that was printed about its start; "" if there is none."""
         return self._program.reason()
 
     @property
     def was_ended_by_launcher(self) -> bool:
-        """Whether it was ended because another process of the program had ended."""
         return self._program.first_end()[0] not in (None, self._rank)
+
+
+# --- mpiexec ---------------------------------------------------------------------------------
+
+# How Open MPI names the process that ended first: after a signal, with an exit code, with 0.
+_SIGNAL = re.compile(r"process rank (\d+) with PID .* on signal (\d+)")
+_CODE = re.compile(r"Process name: \[\S*,(\d+)\] Exit code: +(\d+)")
+_LEFT = re.compile(r"process rank (\d+) with PID .* exiting improperly")
+
+
+class MPIExec(Launcher):
+    """Starts all processes with one mpiexec, which can neither replace nor add one later."""
+
+    def __init__(self, folder: PrivateFolder) -> None:
+        self._folder = folder
+        self._program: MPIExecProgram | None = None
+        self._size = 0  # of the last job whose processes connected
+
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        """Start a new job if this one is broken or too small; return its processes after `wait`."""
+        size = max(world_size, self._size)
+        broken = broken and any(rank.owed or not rank.alive for rank in ranks)
+        program = self._program
+        if program is None or program.ended or size > program.count or broken:
+            stop_ranks(ranks)
+            ranks.clear()
+            if program is not None:
+                program.end()
+            program = self._program = MPIExecProgram(size, self._folder.socket)
+        if ranks or not program.all_connected:
+            return False
+        ranks += program.admit()
+        self._size = size
+        return True
+
+    def wait(self, show: Show) -> None:
+        """Wait for the processes. Raise BackendError with mpiexec's output if they do not start."""
+        assert self._program is not None, "provide has started it"
+        self._program.wait(CONNECT_TIMEOUT, show)
+        self._program.close_listener()
+
+    def end(self) -> None:
+        self._size = 0
+        if self._program is not None:
+            self._program.end()
+
+
+class MPIExecProgram(Program):
+    """One mpiexec. It ends all of its processes when one has ended."""
+
+    name = "mpiexec"
+    start_error = BackendError
+
+    def __init__(self, world_size: int, path: str) -> None:
+        passed = json.dumps([sys.path, sys.argv, CALL.format])
+        script = [sys.executable, mpiexec_main.__file__, path, passed]
+        command = [*mpi.mpiexec(world_size), *script]
+        super().__init__(world_size, path, command, os.environ | mpi.environment())
+
+    def on_rank_stopped(self) -> None:
+        self.end()
+
+    def first_end(self) -> tuple[int | None, int | None]:
+        """Return which rank ended first, and how, as Open MPI prints when it ends."""
+        if self._first is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._program.wait(PATIENCE)
+            self._first = self._parse_first()
+        return self._first
+
+    def _parse_first(self) -> tuple[int | None, int | None]:
+        text = self.in_one_line()
+        for pattern, sign in ((_SIGNAL, -1), (_CODE, 1)):
+            if found := pattern.search(text):
+                return int(found[1]), sign * int(found[2])
+        found = _LEFT.search(text)
+        return (int(found[1]), 0) if found else (None, None)

@@ -14,16 +14,16 @@ The store is that of torchrun's agent on the notebook's host, so nothing else ne
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sysconfig
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -48,7 +48,7 @@ _FOLDERS = {
 _NAMES = {folder: name for name, folder in _FOLDERS.items()}
 
 
-def _replace(beginnings: Mapping[str, str], file: str) -> str:
+def _rename(beginnings: Mapping[str, str], file: str) -> str:
     """Replace the folder at the beginning of a file's name, if it is one of these."""
     for old, new in beginnings.items():
         if file.startswith(old + os.sep):
@@ -67,16 +67,6 @@ class Sign(NamedTuple):
     shown: bool
     head: Head
 
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return json.dumps([self.number, self.shown, *self.head]).encode()
-
-    @staticmethod
-    def decode(sent: bytes) -> Sign:
-        """Return what was encoded."""
-        number, shown, *head = json.loads(sent)
-        return Sign(number, shown, Head(*head))
-
 
 class Answer(NamedTuple):
     """What a rank was doing when it was asked.
@@ -89,22 +79,13 @@ class Answer(NamedTuple):
     quiet: float
     stacks: list[list[Frame]]
 
-    def encode(self) -> bytes:
-        """Return it as bytes."""
+    def renamed(self, beginnings: Mapping[str, str]) -> Answer:
+        """Return it with other names for the folders of Python and the kit."""
         stacks = [
-            [[_replace(_NAMES, frame.file), *astuple(frame)[1:]] for frame in stack]
+            [replace(frame, file=_rename(beginnings, frame.file)) for frame in stack]
             for stack in self.stacks
         ]
-        return json.dumps([self.moves, self.quiet, stacks]).encode()
-
-    @staticmethod
-    def decode(sent: bytes) -> Answer:
-        """Return what was encoded, with this host's folders for Python and the kit."""
-        moves, quiet, stacks = json.loads(sent)
-        frames = [
-            [Frame(_replace(_FOLDERS, file), *rest) for file, *rest in stack] for stack in stacks
-        ]
-        return Answer(moves, quiet, frames)
+        return self._replace(stacks=stacks)
 
 
 def newest(copy: BoardCopy, many: int) -> BoardCopy:
@@ -119,21 +100,6 @@ def newest(copy: BoardCopy, many: int) -> BoardCopy:
     return copy._replace(rows=bytes(rows))
 
 
-def encode_board(copy: BoardCopy) -> bytes:
-    """Return the copy of a board as compressed bytes."""
-    head, *parts = copy
-    line = json.dumps([head, *map(len, parts)]).encode() + b"\n"
-    return zlib.compress(b"".join([line, *parts]), 1)
-
-
-def decode_board(sent: bytes) -> BoardCopy:
-    """Return what was encoded."""
-    line, _, rest = zlib.decompress(sent).partition(b"\n")
-    head, counts, texts, _ = json.loads(line)
-    at = counts + texts
-    return BoardCopy(Head(*head), rest[:counts], rest[counts:at], rest[at:])
-
-
 @dataclass
 class RemoteReport:
     """What a rank on another host reports when its worker has returned or raised.
@@ -146,6 +112,18 @@ class RemoteReport:
     failure: RankFailure | None = None
     log: BoardCopy = EMPTY
     clock: Clock | None = None
+
+
+def encode(value: Sign | Answer | BoardCopy | RemoteReport) -> bytes:
+    """Return it as bytes, without the names of this host's folders."""
+    value = value.renamed(_NAMES) if isinstance(value, Answer) else value
+    return zlib.compress(pickle.dumps(value), 1)
+
+
+def decode(sent: bytes) -> Any:
+    """Return what was encoded, with the names of this host's folders."""
+    value = pickle.loads(zlib.decompress(sent))
+    return value.renamed(_FOLDERS) if isinstance(value, Answer) else value
 
 
 class Silence:
