@@ -19,7 +19,7 @@ from ddp_kit.pool.reports import Reports
 from ddp_kit.pool.wire import other_host
 from ddp_kit.pool.wire.other_host import Answer, RemoteReport, Sign
 from ddp_kit.trace import Board, Snapshot
-from ddp_kit.trace.board_copy import EVENTS, Head
+from ddp_kit.trace.board import EVENTS, Head
 
 
 class Far:

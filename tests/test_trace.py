@@ -700,7 +700,7 @@ def test_a_wait_is_read_as_it_was_written(page):
 
 
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
-    for module in ("board", "board_copy", "snapshot"):
+    for module in ("board", "snapshot"):
         monkeypatch.setattr(f"ddp_kit.trace.{module}.EVENTS", 8)
     for index in range(11):
         add(page, index)

@@ -14,7 +14,7 @@ from reference_executor import Machine, Tape, random_program, run
 
 import ddp_kit as kit
 from ddp_kit.error_text import Frame
-from ddp_kit.trace import Board, Snapshot, board, board_copy
+from ddp_kit.trace import Board, Snapshot, board
 from ddp_kit.trace.calls import Call, InternTable
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.trace.rank.recorder import Recorder
@@ -956,8 +956,8 @@ def snapshot(rank, *calls, waits=False, limited=False, group=TWO, dropped=0):
         given = {"outputs" if method == "recv" else "inputs": (tensor,)}
         posted = recorder.post((group.name, group.ranks), Call(method, **given), peer, op=op)
         if posted.index < dropped:
-            page.write_bits(posted.index, board_copy.GIVEN_UP)
-            recorder.table.change(posted.count, given_up=1)
+            page.write_bit(posted.index, board.RowBits.GIVEN_UP)
+            recorder.table.change(posted.site.count, given_up=1)
     if waits:
         page.begin_wait(posted.index, 2000, limited, shown=True)
     return Snapshot(rank, page.read())

@@ -17,7 +17,7 @@ from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board_copy import EVENTS, Head
+from ddp_kit.trace.board import EVENTS, Head
 from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library

@@ -10,7 +10,7 @@ from typing import Any
 from ddp_kit.error_text import Call, count, name_ranks
 from ddp_kit.errors import MismatchError
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board_copy import VOID
+from ddp_kit.trace.board import RowBits
 from ddp_kit.trace.events import Event, Group, Shape, format_root
 from ddp_kit.verdict.explanation import format_operation, ranks_do
 
@@ -44,7 +44,7 @@ def plainly_agree(snapshots: Iterable[Snapshot]) -> bool:
         known: dict[int, tuple] = {}
         rank = snapshot.rank
         for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
-            if bits & VOID or not what:
+            if bits & RowBits.VOID.value or not what:
                 continue
             if what not in known:
                 call = snapshot.call(what)

@@ -19,10 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import torch_internals
-from ddp_kit.trace.calls import Call, describe
+from ddp_kit.trace.calls import Call, Line, describe
 from ddp_kit.trace.rank import recorder
-from ddp_kit.trace.rank.posted import Line, Posted, own_line
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 
 
 class _Wrapped:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.calls import Call, describe
-from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.rank.gloo_limits import refuse_on_gpus
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Recorder, while_recorded
 from ddp_kit.trace.stacks import is_own
 
 _DEVICES = ("CPU", "CUDA")  # whose kernels are replaced
@@ -45,20 +44,10 @@ def replace_kernels() -> list[torch.library.Library]:
 def _library(namespace: str, recorded: Mapping[str, Callable]) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
     for name, record in recorded.items():
-        kernel = _either(torch_internals.kernel_of(name, namespace), record)
+        kernel = while_recorded(torch_internals.kernel_of(name, namespace), record)
         for device in _DEVICES:
             library.impl(name, kernel, device)
     return library
-
-
-def _either(original: Callable, record: Callable) -> Callable:
-    def either(*args: Any, **kwargs: Any) -> Any:
-        current = recorder.current  # read once: another thread may end the run
-        if current is None:
-            return original(*args, **kwargs)
-        return record(current, original, *args, **kwargs)
-
-    return either
 
 
 def _start(
@@ -121,7 +110,7 @@ def _wait(now: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tens
     done = now.block_as_one(posted, original, tensor)
     if posted is not None:
         now.results.pop(memory, None)
-        if len(posted.call.inputs) > 1:  # a batch: its results have one Work
+        if len(posted.site.call.inputs) > 1:  # a batch: its results have one Work
             for place in [at for at, started in now.results.items() if posted in started]:
                 del now.results[place]
     return done
