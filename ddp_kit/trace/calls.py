@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -112,16 +113,17 @@ def facts(method: str, args: tuple) -> tuple:
     arguments, options = _arguments(method), args[-1] if args else None
     root = getattr(options, "rootRank", None) if arguments.rooted else None
     reduce_op = hash(getattr(options, "reduceOp", None)) if arguments.reducing else None
-    return root, reduce_op, *map(_fact, args)
+    splits = args[2:4] if arguments.splitting and len(args) > 3 else ()
+    # NumPy's integers and tensors of one are splits, too.
+    rows = [tuple(map(operator.index, one)) for one in splits]
+    return root, reduce_op, *rows, *map(_fact, args)
 
 
 def _fact(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         order = value.layout is torch.strided and (value.is_contiguous() or value.stride())
         return value.shape, value.dtype, value.is_cpu or value.device.type, order
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_fact, value))
-    return value if isinstance(value, int) else None
+    return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else None
 
 
 def _device(values: Iterable[Any]) -> str:

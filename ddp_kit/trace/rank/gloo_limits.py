@@ -80,7 +80,7 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tensor, a list or a list of lists; those that have no strides not."""
+    """Return the tensors with strides that are in a tensor, a list or a list of lists."""
     if isinstance(value, torch.Tensor):
         return [value] if value.layout is torch.strided else []
     if not isinstance(value, (list, tuple)):
