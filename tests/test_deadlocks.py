@@ -8,14 +8,20 @@ import itertools
 import math
 import os
 import pickle
+import queue
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import process as futures_process
+from concurrent.futures import thread as futures_thread
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pool, Queue
+from multiprocessing import Pool, Queue, queues, resource_sharer
+from multiprocessing import pool as mp_pool
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -666,6 +672,46 @@ def test_a_thread_that_watches_for_a_package_may_communicate():
     assert deadlock_watch._may_act(
         [[], [run, Frame(distributed_c10d.__file__, 1, "send", "", False), run]]
     )
+
+
+def stack_of(thread):
+    """Return what a thread runs, as a rank answers it: the innermost line first."""
+    frame, lines = sys._current_frames()[thread.ident], []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(stacks.describe_line(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return lines
+
+
+def test_the_threads_of_the_standard_library_have_the_names_that_are_known():
+    known = (
+        *(queues.Queue._feed, resource_sharer._ResourceSharer._serve),
+        *(mp_pool.Pool._handle_workers, mp_pool.Pool._handle_tasks, mp_pool.Pool._handle_results),
+        futures_process._ExecutorManagerThread.wait_result_broken_or_wakeup,
+        *(threading.Condition.wait, futures_thread._worker, mp_pool.worker, queue.Queue.get),
+    )
+    codes = [function.__code__ for function in known]
+    places = {(Path(code.co_filename).name, code.co_name) for code in codes}
+    assert places == deadlock_watch._ROLES.keys()
+
+
+def test_a_thread_that_waits_for_work_is_idle_and_one_that_works_in_c_is_not():
+    tasks = queue.Queue()
+    reader = threading.Thread(target=tasks.get, daemon=True)
+    reader.start()
+    with ThreadPoolExecutor(1) as executor, ThreadPool(1) as pool:
+        executor.submit(int).result()
+        for busy in (False, True):
+            if busy:
+                executor.submit(time.sleep, 1)
+                pool.apply_async(time.sleep, (1,))
+            time.sleep(0.3)
+            workers = [*executor._threads, *pool._pool]
+            idle = [deadlock_watch._is_idle(stack_of(each), False) for each in workers]
+            assert idle == [not busy] * 2
+        assert deadlock_watch._is_idle(stack_of(reader), False)
+    tasks.put(None)
 
 
 def test_a_thread_counts_as_waiting_although_the_board_knows_of_no_such_wait():

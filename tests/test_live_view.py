@@ -34,7 +34,7 @@ from ddp_kit.pool.view import (
     print_output,
 )
 from ddp_kit.trace import Board, Snapshot, read_wait
-from ddp_kit.trace.board_copy import EVENTS
+from ddp_kit.trace.board import EVENTS
 
 # --- in a notebook -------------------------------------------------------------------------
 

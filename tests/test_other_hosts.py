@@ -19,7 +19,7 @@ from ddp_kit.pool.reports import Reports
 from ddp_kit.pool.wire import torchrun_store
 from ddp_kit.pool.wire.torchrun_store import Answer, RemoteReport, Sign, decode, encode
 from ddp_kit.trace import Board, Snapshot
-from ddp_kit.trace.board_copy import EVENTS, Head
+from ddp_kit.trace.board import EVENTS, Head
 
 
 class Far:

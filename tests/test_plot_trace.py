@@ -1,4 +1,4 @@
-"""Pictures of traces: order and time, bytes, wait-for graphs, buckets; and the logical order."""
+"""Pictures of traces: order and time, bytes, wait-for graphs, buckets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ddp_kit.plot.timeline_lanes import by_steps, by_time
 from ddp_kit.plot.timeline_marks import count_arrows, flight_levels, shares
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
-from ddp_kit.trace.logical import steps
 
 MS, NONE, TIMES = traces.MS, "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
@@ -189,66 +188,6 @@ def arrows(picture):
         for patch in ax.patches
         if isinstance(patch, FancyArrowPatch)
     ]
-
-
-# ---- the logical order
-
-
-def test_receive_comes_after_its_send_and_a_collective_at_one_step():
-    trace = traces.pipeline(3, batches=1)
-    at = steps(trace)
-    # rank 0: send, all_reduce, barrier; rank 1: recv, send, ...; rank 2: recv, ...
-    assert at == {
-        **{(0, 0): 0, (0, 1): 4, (0, 2): 5},
-        **{(1, 0): 1, (1, 1): 2, (1, 2): 4, (1, 3): 5},
-        **{(2, 0): 3, (2, 1): 4, (2, 2): 5},
-    }
-
-
-def test_receive_is_drawn_where_it_is_waited_for():
-    at = steps(traces.ring(3, rounds=2))
-    for rank in range(3):
-        assert [at[rank, index] for index in range(4)] == [1, 0, 3, 2]
-
-
-def test_logical_order_does_not_know_how_long_things_took():
-    script, slow = traces.Script(2), traces.Script(2)
-    slow.compute(0, 500)
-    for each in (script, slow):
-        each.message(0, 1)
-        each.message(1, 0)
-        each.collective("barrier")
-    assert steps(script.trace()) == steps(slow.trace())
-
-
-def test_collectives_in_opposite_orders_end_and_keep_each_ranks_order():
-    script = traces.Script(2)
-    one, two = Group("1", (0, 1)), Group("2", (0, 1))
-    for rank, groups in ((0, (one, two)), (1, (two, one))):
-        for group in groups:
-            script.add(rank, "all_reduce", "collective", group=group)
-    script.message(0, 1)
-    at = steps(script.trace())
-    assert at[0, 0] < at[0, 1] < at[0, 2] < at[1, 2]
-    assert at[1, 0] < at[1, 1] < at[1, 2]
-    assert at == steps(script.trace())
-
-
-def test_receives_that_wait_for_later_sends_of_each_other_end():
-    script = traces.Script(2)
-    for rank in (0, 1):
-        script.recv(1 - rank, rank)  # stuck, and yet a send follows: no real run does this
-        script.send(rank, 1 - rank)
-    at = steps(script.trace())
-    assert sorted(at.values()) == [0, 1, 2, 3]
-    assert at[0, 0] == 0  # the lowest rank goes ahead
-
-
-def test_message_to_its_own_rank_ends():
-    script = traces.Script(1)
-    script.recv(0, 0)
-    script.send(0, 0)
-    assert steps(script.trace()) == {(0, 0): 0, (0, 1): 1}
 
 
 # ---- the figure

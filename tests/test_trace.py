@@ -30,6 +30,7 @@ from ddp_kit.trace import (
     recording,
     stacks,
 )
+from ddp_kit.trace.calls import facts
 from ddp_kit.trace.rank import recorder
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -699,8 +700,20 @@ def test_a_wait_is_read_as_it_was_written(page):
     assert not Snapshot(3, page.read()).waits_forever
 
 
+def test_equal_tensors_with_other_splits_strides_or_roots_are_other_calls():
+    square, root = torch.ones(4, 4), dist.BroadcastOptions()
+    first, second = (facts("broadcast", ([square], root)) for root.rootRank in (0, 1))
+    assert first != second
+    assert facts("allreduce", ([square],)) == facts("allreduce", ([torch.zeros(4, 4)],))
+    assert facts("allreduce", ([square],)) != facts("allreduce", ([square.t()],))
+    for kind in (int, np.int64, torch.tensor):
+        splits = ([kind(1), kind(3)], [kind(3), kind(1)])
+        both = (facts("alltoall_base", (square, square, rows, rows, None)) for rows in splits)
+        assert len(set(both)) == 2
+
+
 def test_older_events_make_room_and_the_trace_says_so(page, monkeypatch):
-    for module in ("board", "board_copy", "snapshot"):
+    for module in ("board", "snapshot"):
         monkeypatch.setattr(f"ddp_kit.trace.{module}.EVENTS", 8)
     for index in range(11):
         add(page, index)

@@ -10,7 +10,7 @@ import torch
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
-from ddp_kit.trace.logical import steps
+from ddp_kit.trace.schedule import START, WAIT, schedule
 
 ROUNDS = "no more rounds than needed"
 
@@ -76,9 +76,9 @@ def _tree_reduce(grader: Grader, world_size: int) -> None:
 
 def rounds(trace: Trace) -> int:
     """Return how many rounds a run needs if a rank takes part in one message per round."""
-    order = steps(trace)
+    at = schedule(trace).at
     taken = [message for message in trace.messages() if message.recv is not None]
-    taken.sort(key=lambda m: (order[m.recv.rank, m.recv.index], m.dst))
+    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.dst))
     busy = [0] * trace.world_size  # rounds that a rank has finished
     for message in taken:
         busy[message.src] = busy[message.dst] = max(busy[message.src], busy[message.dst]) + 1
@@ -166,9 +166,18 @@ def known_at_the_end(trace: Trace) -> list[set[int]]:
     """
     known = [{rank} for rank in range(trace.world_size)]
     carried: dict[tuple[int, int], set[int]] = {}  # what a receive will bring, by (rank, index)
-    order = steps(trace)
     receives = {(m.send.rank, m.send.index): m.recv for m in trace.messages()}
-    for event in sorted(trace, key=lambda e: (order[e.rank, e.index], e.rank)):
+    found = schedule(trace)
+    moments = []  # when each message was sent, and when it had been received
+    for rank, actions in enumerate(found.actions):
+        for place, action in enumerate(actions):
+            event = action.event
+            if event.kind == "send" and action.what != WAIT:
+                moments.append((action.begin, rank, place, event))
+            elif event.kind == "recv" and (action.what != START or event.waited is None):
+                over = found.at.get((rank, event.index), -1) + 1
+                moments.append((max(action.end, over), rank, place, event))
+    for *_, event in sorted(moments, key=lambda moment: moment[:3]):
         if event.kind == "recv":
             known[event.rank] |= carried.pop((event.rank, event.index), set())
         elif event.kind == "send" and (recv := receives[event.rank, event.index]) is not None:

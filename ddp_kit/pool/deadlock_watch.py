@@ -17,7 +17,7 @@ from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board_copy import EVENTS, Head
+from ddp_kit.trace.board import EVENTS, Head
 from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
@@ -30,10 +30,10 @@ QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged wh
 AGAIN = 1.2
 SHARE = 0.05  # of the time, at most, is spent on judging a run in which something moves
 HELD = 5.0  # seconds after which a line names the thread that keeps ranks from being judged
-PATIENCE = 0.3  # seconds in which a rank notices that a key was set, after it has answered
+KEY_NOTICED = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
-class Others(Protocol):
+class RemoteRanks(Protocol):
     """The ranks of other hosts; see `pool.other_hosts`."""
 
     boards: Sequence[Any]  # one for each rank, with the methods of Board that only read
@@ -45,12 +45,14 @@ class Others(Protocol):
 class DeadlockWatch:
     """Watches the boards of a run's ranks, and judges the ranks on whose boards nothing moves.
 
-    ranks: those of this host. others: those of other hosts, whose numbers follow.
+    ranks: those of this host. remote: those of other hosts, whose numbers follow.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], run: int, others: Others | None = None) -> None:
-        self._ranks, self._others = ranks, others
-        self._boards = [*(rank.board for rank in ranks), *(others.boards if others else ())]
+    def __init__(
+        self, ranks: Sequence[RankHandle], run: int, remote: RemoteRanks | None = None
+    ) -> None:
+        self._ranks, self._remote = ranks, remote
+        self._boards = [*(rank.board for rank in ranks), *(remote.boards if remote else ())]
         self._run = run
         self._seen: list[object] = [None] * len(self._boards)  # on the board of each rank
         self._since = [math.inf] * len(self._boards)  # when that was seen first
@@ -190,10 +192,10 @@ class DeadlockWatch:
         numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
         here = range(len(self._ranks))
         answers = ask_for_stacks([self._ranks[number] for number in numbers if number in here])
-        if self._others is not None:
+        if self._remote is not None:
             # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
             # of these ranks may have moved.
-            far = self._others.ask_for_stacks([number for number in numbers if number not in here])
+            far = self._remote.ask_for_stacks([number for number in numbers if number not in here])
             if far is None or any(self._boards[number].head() != heads[number] for number in quiet):
                 self._seen = [None] * len(self._boards)  # look again soon
                 return None
@@ -232,7 +234,7 @@ class DeadlockWatch:
         if have_processes(self._ranks):
             return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
-        time.sleep(PATIENCE)
+        time.sleep(KEY_NOTICED)
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
 
 
@@ -252,11 +254,11 @@ def _may_act(
     waits until threads go on, so it counts whatever another one does. has_tasks: tasks in pools
     have callbacks.
     """
-    others = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
-    if len(stacks) - 1 - len(others) != waits:
-        others = stacks[1:]
+    rest = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
+    if len(stacks) - 1 - len(rest) != waits:
+        rest = stacks[1:]
     passes = joins or has_tasks
-    return [s for s in others if _may_communicate(s, passes) or (joins and not _is_idle(s, passes))]
+    return [s for s in rest if _may_communicate(s, passes) or (joins and not _is_idle(s, passes))]
 
 
 def _may_communicate(stack: list[Frame], passes: bool) -> bool:
@@ -278,24 +280,25 @@ def _is_idle(stack: list[Frame], passes: bool) -> bool:
 
     passes: somebody waits for the result of a task, or is called with it.
     """
-    places = list(map(_place, stack))
-    if any(place in _PASSING for place in places):
+    if any(f.file == _WATCHES_PARENT or _place(f) in _OF_GROUPS for f in stack):
+        return True
+    roles = [_ROLES.get((os.path.basename(frame.file), frame.function)) for frame in stack]
+    if PASSES_ON in roles:
         return not passes
-    if any(place in _HELPERS for place in places):
+    if HELPS in roles:
         return True
-    if any(f.file == _WATCHES_PARENT or (f.file, f.function) in _OF_GROUPS for f in stack):
-        return True
-    inner = [frame for at, frame in zip(places, stack, strict=True) if at != _WAITS][:1]
-    # A function of C, which a pool's thread calls, has no frame of its own.
-    return any(_place(frame) in _IDLE and "func(" not in frame.source for frame in inner)
+    for role, frame in zip(roles, stack, strict=True):
+        if role != WAITS:  # the line tells a wait for work from a call of C, which has no frame
+            return role == IDLES and any(text in frame.source for text in _GETS)
+    return False
 
 
 def _place(frame: Frame) -> tuple[str, str]:
-    return os.path.basename(frame.file), frame.function
+    return frame.file, frame.function
 
 
 def _is_wait(frame: Frame) -> bool:
-    return frame.function == "block" and frame.file.startswith(_RECORDER)
+    return _place(frame) == _WAIT
 
 
 def _name_thread(acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot]) -> str:
@@ -330,21 +333,34 @@ def _polls(stack: list[Frame]) -> bool:
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
+_WAIT = recorder.__file__, recorder.Recorder.block.__name__  # in which every recorded wait is
 # Threads of process groups in Python, which move operations that are on the boards.
 _OF_GROUPS = {
-    *((engine.__file__, "_move_alone"), (mpi_work.__file__, "_watch")),
-    (work.__file__, "_call_back"),
+    (engine.__file__, engine._move_alone.__name__),
+    (mpi_work.__file__, mpi_work._watch.__name__),
+    (work.__file__, work._call_back.__name__),
 }
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
 _CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"
-# File and function of threads of the standard library: of those that only move data for others, of
-# those that pass on the results of processes, and of those that wait for work, which the rank's
-# stuck main thread cannot give them. It is a guess: a rank that is stuck cannot be asked.
-_HELPERS = {
-    *(("queues.py", "_feed"), ("resource_sharer.py", "_serve")),
-    *(("pool.py", "_handle_workers"), ("pool.py", "_handle_tasks")),
+
+# What a thread does that runs nothing but the standard library, by the files and functions on its
+# stack. It is a guess, because a rank that is stuck cannot be asked; tests/test_deadlocks.py
+# compares the names with the threads of the Python that runs it.
+HELPS = "only moves data for other threads"
+PASSES_ON = "passes on the results of other processes"
+WAITS = "waits for the function that called this"
+IDLES = "waits for work, which the rank's stuck main thread cannot give it"
+_ROLES = {
+    ("queues.py", "_feed"): HELPS,
+    ("resource_sharer.py", "_serve"): HELPS,
+    ("pool.py", "_handle_workers"): HELPS,
+    ("pool.py", "_handle_tasks"): HELPS,
+    ("pool.py", "_handle_results"): PASSES_ON,
+    ("process.py", "wait_result_broken_or_wakeup"): PASSES_ON,
+    ("threading.py", "wait"): WAITS,
+    ("thread.py", "_worker"): IDLES,
+    ("pool.py", "worker"): IDLES,
+    ("queue.py", "get"): IDLES,
 }
-_PASSING = {("pool.py", "_handle_results"), ("process.py", "wait_result_broken_or_wakeup")}
-_WAITS = "threading.py", "wait"
-_IDLE = {("thread.py", "_worker"), ("pool.py", "worker"), ("queue.py", "get")}
+_GETS = ("get(", ".wait(")  # in the line of a thread that waits for work

@@ -38,7 +38,7 @@ from ddp_kit.pool.wire.torchrun_store import (
     decode,
 )
 from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot
-from ddp_kit.trace.board_copy import Head
+from ddp_kit.trace.board import Head
 
 STORE_TIMEOUT = timedelta(seconds=30)  # for torchrun's agent on this host to answer
 CONFIRM = 3.0  # seconds for other hosts to confirm that nothing moves there

@@ -1,7 +1,7 @@
-"""One run of a worker on the ranks of a pool: the only loop that waits for ranks.
+"""One run of a worker on the ranks of a pool, from the call to its result or its error.
 
-It serves every launcher. The cell's own thread does all the work: it waits on the ranks' pipes and
-on the sentinels of their processes, updates the live view, and has a quiet run judged.
+The thread of the cell does all the work: it waits on the ranks' pipes and on the sentinels of their
+processes, updates the live view, and has ranks judged that have not moved for a while.
 """
 
 from __future__ import annotations

@@ -8,9 +8,16 @@ the InternTable which texts were written already. The Board is memory that both 
 A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has those of all ranks.
 """
 
-from ddp_kit.trace.anonymous_file import anonymous_file
-from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import EMPTY, FORMING, IMPORTING, RAISED, SERVING, BoardCopy
+from ddp_kit.trace.board import (
+    EMPTY,
+    FORMING,
+    IMPORTING,
+    RAISED,
+    SERVING,
+    Board,
+    BoardCopy,
+    anonymous_file,
+)
 from ddp_kit.trace.calls import InternTable
 from ddp_kit.trace.events import Event, Group, Message, Trace
 from ddp_kit.trace.rank.progress import progress

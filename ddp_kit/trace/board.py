@@ -24,47 +24,144 @@ import mmap
 import operator
 import os
 import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import IntFlag
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from ddp_kit.trace import stacks
-from ddp_kit.trace.anonymous_file import anonymous_file
-from ddp_kit.trace.board_copy import (
-    CALLS_BACK,
-    CALLS_BACK_SOON,
-    COUNT,
-    CROWDED,
-    EVENTS,
-    IN_THREAD,
-    JOINS,
-    LIMITED,
-    LIMITED_THERE,
-    POLLED,
-    RENUMBERED,
-    ROW,
-    TASKS,
-    BoardCopy,
-    Head,
-    Row,
-)
 
+# What a rank's process is doing: importing torch, serving its pool, forming a process group,
+# reading the variables of a worker that raised.
+IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
+
+EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
+_COUNT = struct.Struct("=II")  # how many operations were posted, and how many given up
+_ROW = struct.Struct("=IIiB3xqqQQQ")
 COUNTED = EVENTS  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
-_HEAD = struct.Struct("=QQqQQQQqq")
-_HEAD_OF_ROW, _HEAD_OF_WAIT = struct.Struct("=QQqQQ"), struct.Struct("=QQq")  # its first fields
+_HEAD, _HEAD_OF_EVENT = struct.Struct("=QQqQQQQqq"), struct.Struct("=QQqQQ")  # its first fields
 _PROGRESS, _LABEL = struct.Struct("=QQ"), struct.Struct("=256s")  # numbers plus one; 0: none
-_PEER, _BITS, _SEQUENCE = struct.Struct("=i"), struct.Struct("=I"), struct.Struct("=q")
+_PEER, _SEQUENCE = struct.Struct("=i"), struct.Struct("=q")
 _WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
 _PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
 _PHASE_AT, _PROGRESS_AT = 1023, 1024
 _HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
 _LABEL_AT, _COUNTS_AT = 512, 4096
-_TEXTS_AT = _COUNTS_AT + COUNTED * COUNT.size
+_TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
-_STACKS_AT = _ROWS_AT + EVENTS * ROW.size
+_STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
+
+
+class HeadBits(IntFlag):
+    """What holds for a rank at this moment."""
+
+    LIMITED = 1  # The worker's wait ends by itself after a time.
+    CROWDED = 2  # Not everything could be counted.
+    POLLED = 4  # The worker's wait is a loop that polls.
+    JOINS = 8  # The worker's own thread waits for other threads.
+    RENUMBERED = 16  # In its world, this rank has another number than in the pool.
+    TASKS = 32  # A task of a thread pool has a callback.
+
+
+class RowBits(IntFlag):
+    """What holds for one event."""
+
+    LOOKED_AFTER = 1  # Somebody asked whether it is complete, or for its future.
+    VOID = 2  # The call raised.
+    GIVEN_UP = 4  # A message whose Work was deleted before anybody had waited for it.
+    IN_THREAD = 8  # Another thread than the worker's own waits for it.
+    LIMITED_THERE = 16  # That wait ends by itself after a time.
+    CALLS_BACK = 32  # A callback runs once it is complete.
+    CALLS_BACK_SOON = 64  # That callback runs after a time even if it is not complete.
+    BLOCKING = 128  # The call itself waits, and returns no Work or future to wait for.
+
+
+# As plain numbers, because each event needs them and operators of flags are slow.
+_LIMITED, _POLLED = HeadBits.LIMITED.value, HeadBits.POLLED.value
+_NOT_OF_WAITS = (HeadBits.CROWDED | HeadBits.RENUMBERED | HeadBits.TASKS).value
+_BLOCKING = RowBits.BLOCKING.value
+
+
+class Head(NamedTuple):
+    """How much of a board is in use, and what its worker is doing."""
+
+    moves: int = 0  # how often anything was written
+    bits: int = 0
+    waiting: int = -1  # the event that the worker waits for; -1: none
+    run: int = 0  # the pool's number of the run
+    events: int = 0  # how many there were
+    texts: int = 0  # bytes
+    counted: int = 0  # channels and groups
+    began: int = 0  # nanoseconds of the monotonic clock, when the worker was called
+    ended: int = 0  # when it ended; 0: it is still running
+
+    @property
+    def waits(self) -> bool:
+        """Whether the worker waits for an operation, or for threads of its own."""
+        return self.waiting >= 0 or self.has(HeadBits.JOINS)
+
+    def has(self, bit: HeadBits) -> bool:
+        """Return whether a bit holds for the rank."""
+        return bool(self.bits & bit.value)
+
+
+class Row(NamedTuple):
+    """One event, in numbers. Texts have numbers from 1; 0: there was no room for the text."""
+
+    what: int  # the text of its call
+    where: int  # the text of its line of code
+    peer: int  # rank in the world; -1: none, or any
+    bits: int
+    tag: int
+    sequence: int
+    start: int
+    waited: int
+    end: int
+
+    def has(self, bit: RowBits) -> bool:
+        """Return whether a bit holds for this event."""
+        return bool(self.bits & bit.value)  # `&` of a flag takes ten times as long
+
+
+class BoardCopy(NamedTuple):
+    """A copy of what was on a board. `trace.snapshot` makes events of it."""
+
+    head: Head
+    counts: bytes
+    texts: bytes
+    rows: bytes
+
+    def row(self, index: int) -> Row:
+        """Return the row of an event that is still kept."""
+        return Row(*_ROW.unpack_from(self.rows, index % EVENTS * _ROW.size))
+
+    def kept(self) -> Iterator[tuple]:
+        """Yield the values of all rows that are kept, in no particular order."""
+        return _ROW.iter_unpack(self.rows)
+
+    def count(self, slot: int) -> tuple[int, int]:
+        """Return how many operations were posted, and how many of them were given up."""
+        return _COUNT.unpack_from(self.counts, slot * _COUNT.size)
+
+
+EMPTY = BoardCopy(Head(), b"", b"", b"")
+
+
+def anonymous_file(purpose: str) -> BinaryIO:
+    """Return an open file that has no name and is gone when its last descriptor is closed.
+
+    Two processes can share it, and one that is killed leaves nothing behind.
+    """
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):  # some sandboxes refuse it
+            return open(os.memfd_create(f"ddp_kit {purpose}"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 class Board:
@@ -105,9 +202,10 @@ class Board:
             self._texts = self._counted = self._lines = 0
         self._run, self._events, self._bits = run, 0, 0
         self._waiting, self._began, self._ended = -1, now, 0
-        counts = self._counted * COUNT.size
+        counts = self._counted * _COUNT.size
         self._page[_COUNTS_AT : _COUNTS_AT + counts] = bytes(counts)
-        self._forget_stacks()
+        if self._page[_STACKS_AT]:
+            self._forget_stacks()
         self.write_progress(None, None)
         self.write_handled(b"")
         self._write_head()
@@ -115,9 +213,8 @@ class Board:
 
     def _forget_stacks(self) -> None:
         """Remove old answers, because the pool asks again in the next wait."""
-        if self._page[_STACKS_AT]:
-            self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
-            os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
+        self._page[_STACKS_AT:] = bytes(_SIZE - _STACKS_AT)
+        os.lseek(self._file.fileno(), _STACKS_AT, os.SEEK_SET)
 
     def end(self, now: int) -> None:
         """Write that the worker has ended."""
@@ -141,7 +238,7 @@ class Board:
     def add_count(self, text: Any) -> int:
         """Return a slot for the count of a channel or group; -1 if there is no room left."""
         if self._counted == COUNTED or not self.add_text(text):
-            self._bits |= CROWDED
+            self._bits |= HeadBits.CROWDED.value
             return -1
         self._counted += 1
         self.write_count(self._counted - 1, 0, 0)
@@ -151,38 +248,45 @@ class Board:
     def write_count(self, slot: int, posted: int, given_up: int) -> None:
         """Write how many operations of a channel or group were posted and given up."""
         if slot >= 0:
-            COUNT.pack_into(self._page, _COUNTS_AT + slot * COUNT.size, posted, given_up)
+            _COUNT.pack_into(self._page, _COUNTS_AT + slot * _COUNT.size, posted, given_up)
 
     def add_row(self, *row: int) -> int:
         """Write an event and return its index. row: the values of a Row."""
         index = self._events
-        ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * ROW.size, *row)
+        _ROW.pack_into(self._page, _row_at(index), *row)
         self._events = index + 1
-        self._moves += 1
-        _HEAD_OF_ROW.pack_into(
-            self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events
-        )
+        self._write_move()
         return index
 
     def begin_wait(
-        self, index: int, now: int, limited: bool, shown: bool, polled: bool = False
+        self,
+        index: int,
+        now: int,
+        limited: bool,
+        shown: bool,
+        polled: bool = False,
+        blocking: bool = False,
     ) -> None:
         """Write that a thread waits for an event.
 
         limited: the wait ends by itself after a time. shown: the thread is the worker's own.
-        polled: it is a loop that does nothing but ask whether the event is complete.
+        polled: it is a loop that does nothing but ask whether the event is complete. blocking: the
+        call itself waits.
         """
         if self._is_kept(index):
-            _WAITED_END.pack_into(self._page, _row_at(index) + _WAITED_AT, now, 0)
-        if not shown:
-            self._change_bits(index, LIMITED_THERE, IN_THREAD | limited * LIMITED_THERE)
+            at = _row_at(index)
+            _WAITED_END.pack_into(self._page, at + _WAITED_AT, now, 0)
+            if blocking:
+                self._page[at + _BITS_AT] |= _BLOCKING
         if shown:
-            self._forget_stacks()
+            if self._page[_STACKS_AT]:
+                self._forget_stacks()
             self._waiting = index
-            self._bits &= CROWDED | RENUMBERED | TASKS
-            self._bits |= limited * LIMITED | polled * POLLED
-        self._moves += 1
-        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+            self._bits = self._bits & _NOT_OF_WAITS | limited * _LIMITED | polled * _POLLED
+        else:
+            there = RowBits.IN_THREAD | limited * RowBits.LIMITED_THERE
+            self._change_bits(index, RowBits.LIMITED_THERE, there)
+        self._write_move()
 
     def end_wait(self, index: int, now: int, shown: bool) -> None:
         """Write that the wait has ended. now: 0 if the event did not complete."""
@@ -190,22 +294,20 @@ class Board:
         if shown:
             self._waiting = -1
         else:
-            self._change_bits(index, IN_THREAD | LIMITED_THERE)
-        self._moves += 1
-        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+            self._change_bits(index, RowBits.IN_THREAD | RowBits.LIMITED_THERE)
+        self._write_move()
 
-    def write_state(self, bit: int, holds: bool = True) -> None:
+    def write_state(self, bit: HeadBits, holds: bool = True) -> None:
         """Write whether a bit of the head holds: JOINS, RENUMBERED or TASKS."""
-        self._bits = self._bits & ~bit | holds * bit
-        self._moves += 1
-        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+        self._bits = self._bits & ~bit.value | holds * bit.value
+        self._write_move()
 
     def write_callbacks(self, index: int, left: int, limited: bool) -> None:
         """Write whether callbacks of an event are left. limited: they run after a time anyway."""
-        bits = CALLS_BACK | limited * CALLS_BACK_SOON
-        self._change_bits(index, CALLS_BACK | CALLS_BACK_SOON, bits if left else 0)
-        self._moves += 1
-        _HEAD_OF_WAIT.pack_into(self._page, 0, self._moves, self._bits, self._waiting)
+        bits = RowBits.CALLS_BACK | limited * RowBits.CALLS_BACK_SOON
+        both = RowBits.CALLS_BACK | RowBits.CALLS_BACK_SOON
+        self._change_bits(index, both, bits if left else 0)
+        self._write_move()
 
     def write_phase(self, phase: int) -> None:
         """Write what the process is doing: IMPORTING, SERVING, FORMING or RAISED."""
@@ -245,15 +347,15 @@ class Board:
         if self._is_kept(index):
             _END.pack_into(self._page, _row_at(index) + _END_AT, now)
 
-    def write_bits(self, index: int, bits: int) -> None:
-        """Add bits to those of an event."""
-        self._change_bits(index, 0, bits)
+    def write_bit(self, index: int, bit: RowBits) -> None:
+        """Add a bit to those of an event."""
+        self._change_bits(index, 0, bit.value)
 
     def _change_bits(self, index: int, old: int, new: int = 0) -> None:
         """Remove some bits of an event, and add new ones."""
         if self._is_kept(index):
-            (bits,) = _BITS.unpack_from(self._page, _row_at(index) + _BITS_AT)
-            _BITS.pack_into(self._page, _row_at(index) + _BITS_AT, bits & ~old | new)
+            at = _row_at(index) + _BITS_AT
+            self._page[at] = self._page[at] & ~old | new
 
     def write_source(self, index: int, source: int, sequence: int) -> None:
         """Write who sent a message that was received from any source."""
@@ -263,6 +365,13 @@ class Board:
 
     def _is_kept(self, index: int) -> bool:
         return index >= self._events - EVENTS
+
+    def _write_move(self) -> None:
+        """Write the part of the head that an event or a wait changes."""
+        self._moves += 1
+        _HEAD_OF_EVENT.pack_into(
+            self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events
+        )
 
     def _write_head(self) -> None:
         self._moves += 1
@@ -279,9 +388,9 @@ class Board:
         """Copy the board. If it changes all the time, the rank does not wait in the copy."""
         for _ in range(100):
             head = self.head()
-            counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * COUNT.size]
+            counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
-            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * ROW.size]
+            rows = self._page[_ROWS_AT : _ROWS_AT + min(head.events, EVENTS) * _ROW.size]
             if self.head() == head:
                 return BoardCopy(head, counts, texts, rows)
         return BoardCopy(head._replace(waiting=-1), counts, texts, rows)
@@ -289,8 +398,8 @@ class Board:
     def read_counts(self) -> BoardCopy:
         """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
         head = self.head()
-        head = head._replace(waiting=-1, events=0, bits=head.bits & ~JOINS)
-        counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * COUNT.size]
+        head = head._replace(waiting=-1, events=0, bits=head.bits & ~HeadBits.JOINS.value)
+        counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         return BoardCopy(head, counts, texts, b"")
 
@@ -302,7 +411,7 @@ class Board:
         head = self.head()
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
             return None
-        row = Row(*ROW.unpack_from(self._page, _row_at(head.waiting)))
+        row = Row(*_ROW.unpack_from(self._page, _row_at(head.waiting)))
         texts = b""
         if row.waited <= since and self._found[:2] != (run, row.what):
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
@@ -336,4 +445,4 @@ class Board:
 
 
 def _row_at(index: int) -> int:
-    return _ROWS_AT + index % EVENTS * ROW.size
+    return _ROWS_AT + index % EVENTS * _ROW.size

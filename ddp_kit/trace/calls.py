@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -26,11 +27,7 @@ from ddp_kit.trace.board import Board
 from ddp_kit.trace.events import Group, format_call
 from ddp_kit.trace.stacks import describe_line
 
-_IN_PLACE = ("broadcast", "reduce", "allreduce", "allreduce_coalesced")  # their input is the output
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any", "key": "key"}
-_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-_REDUCING = ("reduce", "_reduce", "allreduce")  # how their names begin
-_SPLITTING = {"alltoall_base", "all_to_all_single"}
 _REDUCE_OPS = {
     hash(getattr(ReduceOp, name)): name
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
@@ -39,6 +36,9 @@ _REDUCE_OPS = {
 # Who asks for less wants to see the time go by. PyTorch's own default is 30 minutes.
 _SHORT = timedelta(minutes=25)
 _NO_GROUP = Group("", ())  # of an event whose group did not fit on the board
+
+
+Line = tuple[CodeType, int]  # a line of code
 
 
 class Call(NamedTuple):
@@ -64,27 +64,66 @@ def is_short(*args: Any) -> bool:
     return any(isinstance(arg, timedelta) and timedelta(0) < arg < _SHORT for arg in args)
 
 
+class _Arguments(NamedTuple):
+    """Where the arguments of a method of ProcessGroup are."""
+
+    receives: bool  # the first argument is what it receives into
+    in_place: bool  # the first argument is what it sends, and there are no other tensors
+    rooted: bool
+    reducing: bool
+    splitting: bool
+
+
+@functools.cache
+def _arguments(method: str) -> _Arguments:
+    return _Arguments(
+        method.startswith("recv"),
+        method in ("send", "broadcast", "reduce", "allreduce", "allreduce_coalesced"),
+        method in ("broadcast", "reduce", "gather", "scatter"),
+        method.startswith(("reduce", "_reduce", "allreduce")),
+        method in ("alltoall_base", "all_to_all_single"),
+    )
+
+
 def describe(method: str, args: tuple) -> Call:
     """Return what the arguments of a method of ProcessGroup say."""
+    receives, in_place, rooted, reducing, splitting = _arguments(method)
     root = reduce_op = None
-    splits: tuple = ()
+    inputs: tuple = ()  # a barrier has no tensors
     outputs: tuple = ()
-    if method.startswith("recv"):
-        inputs, outputs = (), _tensors(args[0])
-    elif method == "send" or method in _IN_PLACE:
+    splits: tuple = ()
+    if receives:
+        outputs = _tensors(args[0])
+    elif in_place:
         inputs = _tensors(args[0])
     elif len(args) > 1:
         inputs, outputs = _tensors(args[1]), _tensors(args[0])
-    else:
-        inputs = ()  # a barrier has no tensors
-    if method in _ROOTED:
+    if rooted:
         root = getattr(args[-1], "rootRank", None)
-    if method.startswith(_REDUCING):
+    if reducing:
         reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None)))
-    if method in _SPLITTING and len(args) > 3:
+    if splitting and len(args) > 3:
         rows_from, rows_to = args[2:4]
         splits = (tuple(rows_to), tuple(rows_from)) if len(rows_to) or len(rows_from) else ()
     return Call(method, root, reduce_op, splits, inputs, outputs, _device(args))
+
+
+def facts(method: str, args: tuple) -> tuple:
+    """Return what a collective is called with; equal for calls that differ in numbers only."""
+    arguments, options = _arguments(method), args[-1] if args else None
+    root = getattr(options, "rootRank", None) if arguments.rooted else None
+    reduce_op = hash(getattr(options, "reduceOp", None)) if arguments.reducing else None
+    splits = args[2:4] if arguments.splitting and len(args) > 3 else ()
+    # NumPy's integers and tensors of one are splits, too.
+    rows = [tuple(map(operator.index, one)) for one in splits]
+    return root, reduce_op, *rows, *map(_fact, args)
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        order = value.layout is torch.strided and (value.is_contiguous() or value.stride())
+        return value.shape, value.dtype, value.is_cpu or value.device.type, order
+    return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else None
 
 
 def _device(values: Iterable[Any]) -> str:
@@ -134,6 +173,20 @@ class Count:
         self.slot, self.posted, self.given_up = slot, 0, 0
 
 
+class CallSite(NamedTuple):
+    """What all events of the same call in the same line have in common."""
+
+    op: str
+    call: Call
+    peer: int | None  # rank in the world
+    tag: int
+    line: Line | None  # the learner's own
+    group: GroupInfo
+    count: Count
+    row: tuple[int, int, int, int, int]  # how their rows begin
+    summed: int  # how many numbers it sums, if it does
+
+
 class InternTable:
     """Writes each text once and returns its number; 0: there is no room left for it.
 
@@ -143,8 +196,7 @@ class InternTable:
     def __init__(self, board: Board) -> None:
         self.board = board
         self._numbers: dict[Any, int] = {}  # of the texts that are on the board
-        self._lines: dict[tuple[int, int], int] = {}  # of the lines of code of this run
-        self._codes: list[CodeType] = []  # whose lines these are
+        self._sites: dict[tuple, CallSite] = {}  # of this run
         self._groups: dict[Any, GroupInfo] = {}
         self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
@@ -155,7 +207,7 @@ class InternTable:
         """Begin a run on the board."""
         if not self.board.begin(run, now, keep_texts=True):
             self._numbers, self._counts, self._left = {}, {}, []
-        self._lines, self._codes = {}, []  # a recording inside another one begins without an end
+        self._sites = {}  # a recording inside another one begins without an end
         for count in self._counts.values():
             count.posted = count.given_up = 0
         self._worlds, self._world = Counter(), ""
@@ -171,6 +223,27 @@ class InternTable:
         self._world = f" of world {self._worlds[size]} with {size} ranks"
         groups = self._groups.items()
         self._groups = {key: info for key, info in groups if not isinstance(key, tuple)}
+        self._sites = {}
+
+    def site(
+        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Line | None
+    ) -> CallSite:
+        """Write a call of an operation in a line of code. peer: rank in the group.
+
+        Raises ValueError, as PyTorch does, for a rank that does not exist.
+        """
+        code, number = line or (None, 0)
+        key = group, call, peer, tag, op, id(code), number  # the hash of code is slow
+        if (known := self._sites.get(key)) is not None:  # it keeps the code alive
+            return known
+        info = self.group(group)
+        to = None if peer is None else info.rank(peer)
+        count = self.count(kind_of(call.method), to, tag, info)
+        row = self.call(op, info, call), self.line(line), -1 if to is None else to, 0, tag
+        sizes = [math.prod(shape) for shape, _ in call.inputs] if call.reduce_op else []
+        summed = max(sizes, default=0)
+        self._sites[key] = CallSite(op, call, to, tag, line, info, count, row, summed)
+        return self._sites[key]
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
@@ -192,18 +265,16 @@ class InternTable:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
         groups = [] if self._world else self._groups.items()  # the next run counts worlds anew
         self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
-        self._groups, self._lines, self._codes = {}, {}, []
+        self._groups, self._sites = {}, {}
 
-    def line(self, code: CodeType, line: int) -> int:
-        """Write a line of code."""
-        key = id(code), line  # the hash of code is slow; _codes keeps it alive
-        if known := self._lines.get(key):
-            return known
-        frame = describe_line(code.co_filename, line, code.co_name)
-        self._codes.append(code)
+    def line(self, line: Line | None) -> int:
+        """Write a line of code; return 0 for None."""
+        if line is None:
+            return 0
+        code, number = line
+        frame = describe_line(code.co_filename, number, code.co_name)
         text = ["line", frame.file, frame.line, frame.function, frame.source]
-        number = self._lines[key] = self._write(tuple(text), text)
-        return number
+        return self._write(tuple(text), text)
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
@@ -222,19 +293,19 @@ class InternTable:
             count = self._counts[key] = Count(self.board.add_count(["count", *key]))
         return count
 
-    def thread(self, ident: int, name: str, line: tuple[CodeType, int] | None) -> None:
+    def thread(self, ident: int, name: str, line: Line | None) -> None:
         """Write the name of a thread, and the learner's line that has started it."""
-        text = ["thread", ident, name, self.line(*line) if line else 0]
+        text = ["thread", ident, name, self.line(line)]
         self._write(tuple(text), text)
 
-    def note(self, run: int, sentence: str, line: tuple[CodeType, int] | None) -> None:
+    def note(self, run: int, sentence: str, line: Line | None) -> None:
         """Write what is to be said after a run."""
-        self.board.add_text(["note", run, sentence, self.line(*line) if line else 0])
+        self.board.add_text(["note", run, sentence, self.line(line)])
 
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
         """Count operations that were posted or given up; return how many were posted before."""
         before = count.posted
-        count.posted += posted
+        count.posted = before + posted
         count.given_up += given_up
         self.board.write_count(count.slot, count.posted, count.given_up)
         return before

@@ -97,8 +97,8 @@ def _generated(test: ast.expr, function: str, found: Loop) -> ast.GeneratorExp |
     made = test.args[0]  # a list would ask all operations, not only as long as it must
     if test.func.id != function or test.keywords or not isinstance(made, ast.GeneratorExp):
         return None
-    first, *others = made.generators
-    if others or first.ifs or first.is_async or not isinstance(first.target, ast.Name):
+    first, *more = made.generators
+    if more or first.ifs or first.is_async or not isinstance(first.target, ast.Name):
         return None
     found.calls.add(function)
     found.collections.append(first.iter)

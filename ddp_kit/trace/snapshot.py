@@ -7,26 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ddp_kit.error_text import Frame, Wait
-from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import (
-    BLOCKING,
-    CALLS_BACK,
-    CALLS_BACK_SOON,
-    CROWDED,
-    EVENTS,
-    GIVEN_UP,
-    IN_THREAD,
-    JOINS,
-    LIMITED,
-    LIMITED_THERE,
-    LOOKED_AFTER,
-    POLLED,
-    RENUMBERED,
-    TASKS,
-    VOID,
-    BoardCopy,
-    Row,
-)
+from ddp_kit.trace.board import EVENTS, Board, BoardCopy, HeadBits, Row, RowBits
 from ddp_kit.trace.calls import read_call, read_texts
 from ddp_kit.trace.events import Event, Trace
 
@@ -60,7 +41,9 @@ class Snapshot:
     def events(self) -> list[Event]:
         """The events that were kept, in the order in which the rank called them."""
         rows = ((i, self.log.row(i)) for i in range(self._older, self.log.head.events))
-        return [self._event(index, row) for index, row in rows if row.what and not row.bits & VOID]
+        return [
+            self._event(index, row) for index, row in rows if row.what and not row.has(RowBits.VOID)
+        ]
 
     @property
     def dropped(self) -> int:
@@ -87,22 +70,22 @@ class Snapshot:
     @cached_property
     def thread_waits(self) -> list[Event]:
         """What other threads than the worker's own wait for."""
-        return self._events_where(lambda row: row.bits & IN_THREAD)
+        return self._events_where(lambda row: row.has(RowBits.IN_THREAD))
 
     @cached_property
     def callbacks(self) -> list[Event]:
         """The operations with callbacks that are still to run, or running."""
-        return self._events_where(lambda row: row.bits & CALLS_BACK)
+        return self._events_where(lambda row: row.has(RowBits.CALLS_BACK))
 
     @property
     def joins(self) -> bool:
         """Whether the worker's own thread waits for other threads, and for nothing else."""
-        return self.waiting is None and bool(self.log.head.bits & JOINS)
+        return self.waiting is None and self.log.head.has(HeadBits.JOINS)
 
     @property
     def has_tasks(self) -> bool:
         """Whether a thread of a pool may run a callback, once a task is done."""
-        return bool(self.log.head.bits & TASKS)
+        return self.log.head.has(HeadBits.TASKS)
 
     @property
     def threads(self) -> dict[int, tuple[str, Frame | None]]:
@@ -126,15 +109,15 @@ class Snapshot:
     @property
     def waits_forever(self) -> bool:
         """Whether it waits, and no wait has a timeout that would end it."""
-        limited = self.waiting is not None and bool(self.log.head.bits & LIMITED)
+        limited = self.waiting is not None and self.log.head.has(HeadBits.LIMITED)
         return bool(self.waits) and not (limited or self.is_limited_elsewhere)
 
     @property
     def is_limited_elsewhere(self) -> bool:
         """Whether a timeout ends a wait of another thread, or lets a callback run."""
-        limited = any(self.log.row(e.index).bits & LIMITED_THERE for e in self.thread_waits)
+        limited = any(self.log.row(e.index).has(RowBits.LIMITED_THERE) for e in self.thread_waits)
         return limited or any(
-            self.log.row(each.index).bits & CALLS_BACK_SOON for each in self.callbacks
+            self.log.row(each.index).has(RowBits.CALLS_BACK_SOON) for each in self.callbacks
         )
 
     @property
@@ -146,17 +129,17 @@ class Snapshot:
     @property
     def polls(self) -> bool:
         """Whether its wait is a loop that asks whether an operation is complete."""
-        return self.waiting is not None and bool(self.log.head.bits & POLLED)
+        return self.waiting is not None and self.log.head.has(HeadBits.POLLED)
 
     @property
     def is_renumbered(self) -> bool:
         """Whether it has another number in its world than in the pool, so no peer is known."""
-        return bool(self.log.head.bits & RENUMBERED)
+        return self.log.head.has(HeadBits.RENUMBERED)
 
     @property
     def is_crowded(self) -> bool:
         """Whether it has used more channels than can be counted, or waits for too old an event."""
-        return bool(self.log.head.bits & CROWDED) or 0 <= self.log.head.waiting < self._older
+        return self.log.head.has(HeadBits.CROWDED) or 0 <= self.log.head.waiting < self._older
 
     @property
     def unawaited(self) -> list[Event]:
@@ -165,7 +148,8 @@ class Snapshot:
             # In a blocking call a thread was about to wait when the worker returned.
             lambda row: (
                 not row.waited
-                and not row.bits & (LOOKED_AFTER | VOID)
+                and not row.has(RowBits.LOOKED_AFTER)
+                and not row.has(RowBits.VOID)
                 and self.call(row.what)["op"] not in _BLOCKING
             )
         )
@@ -184,7 +168,7 @@ class Snapshot:
     def given_up(self) -> list[Event]:
         """The messages whose Work was dropped before anybody had waited for them."""
         some = any(given_up for _, given_up in self.counts().values())
-        if not some or not any(row[3] & GIVEN_UP for row in self.log.kept()):
+        if not some or not any(Row(*row).has(RowBits.GIVEN_UP) for row in self.log.kept()):
             return []  # events take longer to make
         return [event for event in self.events if event.given_up]
 
@@ -215,8 +199,8 @@ class Snapshot:
             waited=row.waited or None,
             end=row.end or None,
             where=self._texts[row.where],
-            given_up=bool(row.bits & GIVEN_UP),
-            blocking=bool(row.bits & BLOCKING),
+            given_up=row.has(RowBits.GIVEN_UP),
+            blocking=row.has(RowBits.BLOCKING),
             **self._texts[row.what],
         )
 

@@ -157,18 +157,17 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     with_ddp = any(call.is_backward for call in calls)
     fewest = 2 if with_ddp else 3
     numbers: dict[Hashable, int] = {}
-    values = [numbers.setdefault(call.what, len(numbers)) for call in calls]
-    text = "".join(map(chr, values))  # whose methods are fast
+    values = tuple(numbers.setdefault(call.what, len(numbers)) for call in calls)
     total = [0, *accumulate(call.nbytes for call in calls)]
     found: list[tuple[int, list[int], int]] = []  # bytes, starts, period
-    seen: set[str] = set()
+    seen: set[tuple[int, ...]] = set()
     for period in range(1, min(len(calls) // fewest, LONGEST) + 1):
-        for start in _runs(text, period, (fewest - 1) * period):
-            part = text[start : start + period]
-            if part in seen or (part + part).find(part, 1) < period:  # repeats of a shorter one
+        for start in _runs(values, period, (fewest - 1) * period):
+            part = values[start : start + period]
+            if part in seen or _repeats_a_shorter_one(part):
                 continue
             seen.add(part)
-            starts = list(_places_of(part, text))
+            starts = list(_places_of(part, values))
             if len(starts) >= fewest and _is_whole(calls, starts, period, with_ddp):
                 nbytes = sum(total[start + period] - total[start] for start in starts)
                 found.append((nbytes, starts, period))
@@ -178,40 +177,44 @@ def _find_repeats(calls: Sequence[_Call]) -> tuple[list[int], int]:
     )
 
 
-def _runs(text: str, period: int, shortest: int) -> Iterator[int]:
-    """Yield where `text` begins to equal itself a period later, `shortest` times in a row."""
+def _runs(values: Sequence, period: int, shortest: int) -> Iterator[int]:
+    """Yield where `values` begin to equal themselves a period later, `shortest` times in a row."""
     over = 0  # the end of the run before
-    for place in range(0, len(text) - period, shortest):  # every run has one of these places
-        if place < over or text[place] != text[place + period]:
+    for place in range(0, len(values) - period, shortest):  # every run has one of these places
+        if place < over or values[place] != values[place + period]:
             continue
-        begin, over = place, _end_of_run(text, period, place)
-        while begin and text[begin - 1] == text[begin - 1 + period]:
+        begin, over = place, _end_of_run(values, period, place)
+        while begin and values[begin - 1] == values[begin - 1 + period]:
             begin -= 1
         if over - begin >= shortest:
             yield begin
 
 
-def _end_of_run(text: str, period: int, place: int) -> int:
-    """Return up to where `text` from `place` equals itself a period later."""
-    size, grows, limit = 1, True, len(text) - period
-    while size:
-        end = min(place + size, limit)
-        equal = text[place:end] == text[place + period : end + period]
-        if equal and end == limit:
-            return limit
-        if equal:
-            place = end
-        grows &= equal
-        size = 2 * size if grows else size // 2
+def _end_of_run(values: Sequence, period: int, place: int) -> int:
+    """Return up to where `values` from `place` equal themselves a period later."""
+    last = len(values) - period
+    while place + period <= last and (
+        values[place : place + period] == values[place + period : place + 2 * period]
+    ):
+        place += period
+    while place < last and values[place] == values[place + period]:
+        place += 1
     return place
 
 
-def _places_of(part: str, text: str) -> Iterator[int]:
-    """Yield where `part` is in `text`, without overlaps."""
-    place = text.find(part)
-    while place >= 0:
-        yield place
-        place = text.find(part, place + len(part))
+def _repeats_a_shorter_one(part: tuple[int, ...]) -> bool:
+    divisors = (n for n in range(1, len(part)) if len(part) % n == 0)
+    return any(part == part[:n] * (len(part) // n) for n in divisors)
+
+
+def _places_of(part: tuple[int, ...], values: tuple[int, ...]) -> Iterator[int]:
+    """Yield where `part` is in `values`, without overlaps."""
+    place, size = 0, len(part)
+    while place <= len(values) - size:
+        found = values[place] == part[0] and values[place : place + size] == part
+        if found:
+            yield place
+        place += size if found else 1
 
 
 def _is_whole(calls: Sequence[_Call], starts: Sequence[int], period: int, with_ddp: bool) -> bool:

@@ -37,8 +37,11 @@ _Waits = Mapping[int, tuple[int, ...]]
 _Explanation = tuple[str, str]  # the fact and the hint
 
 
-def explain(states: Sequence[RankState], waits: _Waits) -> _Explanation:
-    """Return why ranks are stuck, and a hint. waits: what `stuck` has returned for the states."""
+def explain(states: Sequence[RankState], waits: _Waits, forever: bool = True) -> _Explanation:
+    """Return why ranks are stuck, and a hint.
+
+    waits: what `stuck` has returned for the states. forever: no time limit ends their waits.
+    """
     at = {state.rank: state for state in states}
     returned = {state.rank for state in states if state.status == "returned"}
     # A receive from any of several ranks waits for none of them in particular.
@@ -51,7 +54,9 @@ def explain(states: Sequence[RankState], waits: _Waits) -> _Explanation:
         if len(peers) == 1 and (dropped := _dropped_work(at, rank, peers[0])):
             return dropped
     cycle = shortest_cycle(edges)
-    return _cycle(at, waits, cycle) if cycle else _nobody_left(at, waits, min(free), returned)
+    return (
+        _cycle(at, waits, cycle, forever) if cycle else _nobody_left(at, waits, min(free), returned)
+    )
 
 
 def _event(state: RankState) -> Event:
@@ -174,7 +179,7 @@ def _wrong_address(src: int, receiver: RankState, channel: Channel) -> _Explanat
     return fact, _ADDRESS
 
 
-def _cycle(at: _Ranks, waits: _Waits, cycle: list[int]) -> _Explanation:
+def _cycle(at: _Ranks, waits: _Waits, cycle: list[int], forever: bool) -> _Explanation:
     """Explain ranks each of which waits for the next, and the last for the first."""
     links = list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
     if len(cycle) == 2:
@@ -201,12 +206,13 @@ def _cycle(at: _Ranks, waits: _Waits, cycle: list[int]) -> _Explanation:
         clauses[2:-1] = ["and so on"]
     named = {other for rank in cycle for other in _together(at, waits, rank)}
     nobody = "neither can" if len(named) == 2 else "none of them can"
+    nobody += " ever" if forever else ""
     verb, hint = {
         frozenset({"recv"}): ("send", _RECV_FIRST),
         frozenset({"send"}): ("receive", _SEND_FIRST),
         frozenset({"send", "recv"}): ("continue", _SEND_FIRST),
     }.get(frozenset(kinds), ("continue", _KEY if "key" in kinds else _COLLECTIVE))
-    return f"{', '.join(clauses)}: {nobody} ever {verb}", hint
+    return f"{', '.join(clauses)}: {nobody} {verb}", hint
 
 
 def _nobody_left(at: _Ranks, waits: _Waits, rank: int, returned: set[int]) -> _Explanation:

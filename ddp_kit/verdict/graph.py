@@ -37,8 +37,8 @@ class RankState:
     any_source: dict[tuple[int, Group], int] = field(default_factory=dict)  # (tag, group): open
     collectives: dict[Group, int] = field(default_factory=dict)
     given_up: dict[Channel, dict[int, Event]] = field(default_factory=dict)  # by their sequence
-    # Of its other threads and callbacks: it can go on after any of these, even if it has returned.
-    others: tuple[Event, ...] = ()
+    # Of its threads and callbacks: it can go on after any of these, even if it has returned.
+    alternatives: tuple[Event, ...] = ()
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, returned: bool, limits: bool = True) -> RankState:
@@ -49,11 +49,11 @@ class RankState:
         rank = snapshot.rank
         waits = snapshot.waits if snapshot.waits_forever or not limits else ()
         status = "waiting" if waits else "running"
-        state = cls(rank, status, waits[0] if waits else None, others=waits[1:])
+        state = cls(rank, status, waits[0] if waits else None, alternatives=waits[1:])
         if returned:  # its callbacks are still to come
-            others = tuple(snapshot.callbacks)
-            soon = limits and bool(others) and snapshot.is_limited_elsewhere
-            state = cls(rank, "running" if soon else "returned", others=others)
+            callbacks = tuple(snapshot.callbacks)
+            soon = limits and bool(callbacks) and snapshot.is_limited_elsewhere
+            state = cls(rank, "running" if soon else "returned", alternatives=callbacks)
         for (kind, peer, tag, group), (posted, given_up) in snapshot.counts().items():
             if kind == "send":
                 state.sends[rank, peer, tag, group] = posted
@@ -82,7 +82,7 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
     }
     # A rank without a state may do anything, so it is never dead.
     gone = {rank for rank in at if at[rank].status == "returned"}
-    dead = {rank for rank in gone if not at[rank].others} | waiting.keys()
+    dead = {rank for rank in gone if not at[rank].alternatives} | waiting.keys()
     freed = True
     while freed:
         freed = {
@@ -103,10 +103,10 @@ def stuck(states: Sequence[RankState]) -> dict[int, tuple[int, ...]]:
 
 def _ways(state: RankState) -> list[RankState]:
     """Return a state for each way in which a rank may go on: one for each wait or callback."""
-    events = state.others
+    events = state.alternatives
     if state.status == "waiting":
         events = (state.waits_for, *events) if state.waits_for is not None else ()
-    return [replace(state, status="waiting", waits_for=event, others=()) for event in events]
+    return [replace(state, status="waiting", waits_for=event, alternatives=()) for event in events]
 
 
 def _can_go(state: RankState, peers: tuple[int, ...], dead: set[int]) -> bool:
@@ -139,10 +139,12 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
         return None
     if event.kind == "collective":
         ranks = needed(event)
-        ranks = _others(state, event) if ranks is None else ranks
+        ranks = _other_members(state, event) if ranks is None else ranks
         missing = tuple(r for r in ranks if not _has_joined(at.get(r), event))
         if missing and event.method == "new_group":  # ranks that are no members must call it, too
-            missing = tuple(r for r in _others(state, event) if not _has_joined(at.get(r), event))
+            missing = tuple(
+                r for r in _other_members(state, event) if not _has_joined(at.get(r), event)
+            )
         return missing or None
     if event.kind == "send":
         return None if _has_receive(at.get(event.peer), event) else (event.peer,)
@@ -150,11 +152,11 @@ def _needs(state: RankState, at: Mapping[int, RankState]) -> tuple[int, ...] | N
         return tuple(rank for rank in sorted(at) if rank != state.rank)
     if event.kind != "recv":
         return None
-    sources = _others(state, event) if event.peer is None else (event.peer,)
+    sources = _other_members(state, event) if event.peer is None else (event.peer,)
     return None if any(_has_sent(at.get(rank), state, event) for rank in sources) else sources
 
 
-def _others(state: RankState, event: Event) -> tuple[int, ...]:
+def _other_members(state: RankState, event: Event) -> tuple[int, ...]:
     return tuple(rank for rank in event.group.ranks if rank != state.rank)
 
 

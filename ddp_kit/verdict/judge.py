@@ -1,4 +1,8 @@
-"""Whether a run gets a DeadlockError, a MismatchError or neither; decided only here."""
+"""Whether the boards of a run's ranks show that it can never end, or that the ranks disagree.
+
+`pool.deadlock_watch` decides when to ask, and drops the answer if a thread that is on no board
+may still act. `pool.run` adds what the ranks raised, and raises the error.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from ddp_kit.trace import Snapshot
 from ddp_kit.trace.events import Event
 from ddp_kit.verdict.explanation import dropped_on, explain, explain_blocked, format_operation
 from ddp_kit.verdict.graph import RankState, blocked, stuck
-from ddp_kit.verdict.mismatches import half_created, mismatch, plainly_agree
+from ddp_kit.verdict.mismatches import half_created, mismatch, mismatch_of
 
 
 def judge(
@@ -28,21 +32,16 @@ def judge(
     if any(snapshot.is_renumbered for snapshot in snapshots):
         return None
     if over:
-        error = None if plainly_agree(snapshots) else mismatch(_events(snapshots))
-        return error or (half_created(snapshots) if len(returned) == len(snapshots) else None)
+        everywhere = len(returned) == len(snapshots)
+        return mismatch_of(snapshots) or (half_created(snapshots) if everywhere else None)
     if any(snapshot.is_crowded for snapshot in snapshots):
         return None  # not everything was counted
     states = [RankState.from_snapshot(each, each.rank in returned) for each in snapshots]
     error = deadlock(states) or (_blocked(snapshots, states) if long else None)
-    if plainly_agree(snapshots):
-        return error
     # Stuck ranks may be stuck because of something earlier. If none is stuck, a rank may still
     # be held up by the call in which it waits, and only that call counts.
-    events = _events(snapshots)
-    if error is None:
-        waited_for = {event.match_key for each in snapshots for event in each.waits}
-        events = [event for event in events if event.match_key in waited_for]
-    return mismatch(events) or error
+    waits = [event for each in snapshots for event in each.waits]
+    return mismatch_of(snapshots, waits if error is None else None) or error
 
 
 def ends_by_its_limit(
@@ -57,24 +56,26 @@ def ends_by_its_limit(
     if all(each.waits_forever or not each.waits for each in snapshots):
         return None
     states = [RankState.from_snapshot(s, s.rank in returned, limits=False) for s in snapshots]
-    error = deadlock(states)
+    error = deadlock(states, forever=False)
     if not isinstance(error, DeadlockError):
         return None
     limited = [w.rank for w in error.waits if not snapshots[w.rank].waits_forever]
     ends = f"the wait of {name_ranks(limited)} ends by its own time limit"
     if len(limited) > 1:  # the other waits may then end in another way
         ends = f"one of the waits of {name_ranks(limited)} must reach its time limit first"
-    fact = f"{error.fact.replace(' can ever ', ' can ')}; {ends}"
-    return DeadlockError(fact, error.waits, error.hint, error.returned)
+    return DeadlockError(f"{error.fact}; {ends}", error.waits, error.hint, error.returned)
 
 
 def _events(snapshots: Sequence[Snapshot]) -> list[Event]:
     return [event for snapshot in snapshots for event in snapshot.events]
 
 
-def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | None:
+def deadlock(
+    states: Sequence[RankState], forever: bool = True
+) -> DeadlockError | MismatchError | None:
     """Return the error of ranks that can never continue; None if every rank still could.
 
+    forever: no time limit ends their waits.
     Stuck ranks that wait in collectives that disagree get a MismatchError, which comes first.
     """
     waits = stuck(states)
@@ -85,7 +86,7 @@ def deadlock(states: Sequence[RankState]) -> DeadlockError | MismatchError | Non
     wrong = mismatch(event for event in events.values() if event.kind == "collective")
     if wrong is not None:
         return wrong
-    fact, hint = explain(states, waits)
+    fact, hint = explain(states, waits, forever)
     returned = [state.rank for state in states if state.status == "returned"]
     shown = [_wait(event, waits[rank], list(at)) for rank, event in events.items()]
     peers = ((event, at[peer]) for rank, event in events.items() for peer in waits[rank])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from operator import attrgetter, itemgetter
 from typing import Any
 
 from ddp_kit.error_text import Call, count, name_ranks
 from ddp_kit.errors import MismatchError
 from ddp_kit.trace import Snapshot
-from ddp_kit.trace.board_copy import VOID
-from ddp_kit.trace.events import Event, Group, Shape, format_root
+from ddp_kit.trace.board import RowBits
+from ddp_kit.trace.events import Event, Shape, format_root
 from ddp_kit.verdict.explanation import format_operation, ranks_do
 
+_VOID = RowBits.VOID.value
 _SAME_CALLS = "All ranks of a group must call the same collectives, in the same order."
 _SAME_TENSORS = "All ranks must pass tensors of the same shape and dtype to a collective."
 _SAME_CHUNKS = "What one rank sends to another must have the shape that the other expects."
@@ -33,63 +33,7 @@ _CREATED_BY_ALL = (
 )
 
 
-def plainly_agree(snapshots: Iterable[Snapshot]) -> bool:
-    """Return True if no two ranks differ in anything; False if `mismatch` must look closer.
-
-    It takes a tenth of the time of `mismatch`, because it makes no events.
-    """
-    numbers: dict[Any, int] = {}  # to compare, and to hash, numbers instead of shapes
-    met: dict[tuple, int] = {}
-    for snapshot in snapshots:
-        known: dict[int, tuple] = {}
-        rank = snapshot.rank
-        for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
-            if bits & VOID or not what:
-                continue
-            if what not in known:
-                call = snapshot.call(what)
-                group, common = call["group"], _in_common(call)
-                number = numbers.setdefault(group, len(numbers))
-                known[what] = call["kind"], number, numbers.setdefault(common, len(numbers))
-            kind, group, common = known[what]
-            if kind == "collective":
-                key: tuple = group, sequence
-            else:
-                key = group, sequence, tag, *((rank, peer) if kind == "send" else (peer, rank))
-            if met.setdefault(key, common) != common:
-                return False
-    return True
-
-
-# The fields of an Event that a message's two ends, or the calls of one collective, have in common.
-_END_FIELDS = ("nbytes", "dtype", "device")
-_CALL_FIELDS = (
-    "method",
-    "splits",
-    "inputs",
-    "outputs",
-    "root",
-    "reduce_op",
-    "dtype",
-    "device",
-    "strides",
-)
-_of_message, _of_collective = attrgetter(*_END_FIELDS), attrgetter(*_CALL_FIELDS)
-
-
-def _in_common(call: Mapping[str, Any]) -> tuple:
-    """Return what the ranks of a call have in common. call: the fields of its Event by name."""
-    if call["kind"] != "collective":
-        return itemgetter(*_END_FIELDS)(call)
-    common = itemgetter(*_CALL_FIELDS)(call)
-    if _equal_may_be_wrong(*common[:4]):
-        return (*common, object())  # equals nothing, so `mismatch` looks closer
-    return common
-
-
-def _equal_may_be_wrong(method: str, splits: tuple, inputs: tuple, outputs: tuple) -> bool:
-    """Return whether ranks may disagree although all of them make this very call."""
-    return bool(splits) or (method in _CHUNKS and len({*inputs, *outputs}) > 1)
+_Wrong = tuple[str, str, list[Event]]  # the fact, the hint, and the calls to show
 
 
 def mismatch(events: Iterable[Event]) -> MismatchError | None:
@@ -98,40 +42,82 @@ def mismatch(events: Iterable[Event]) -> MismatchError | None:
     Only calls that were made are compared: it does not matter that a rank is missing.
     """
     events = list(events)
-    for calls in _suspects(events):
+    return _first_mismatch(events, _ranks_of(events))
+
+
+def mismatch_of(
+    snapshots: Sequence[Snapshot], waits: Collection[Event] | None = None
+) -> MismatchError | None:
+    """Return the first disagreement of these ranks, as `mismatch` does.
+
+    waits: only these operations are compared; None: all.
+    """
+    events, world = _doubtful(snapshots)
+    if waits is not None:
+        waited_for, world = {event.match_key for event in waits}, _ranks_of(waits)
+        events = [event for event in events if event.match_key in waited_for]
+    return _first_mismatch(events, world)
+
+
+def _ranks_of(events: Iterable[Event]) -> set[int]:
+    return {rank for event in events for rank in (event.rank, *event.group.ranks)}
+
+
+def _first_mismatch(events: Sequence[Event], world: set[int]) -> MismatchError | None:
+    together: dict[tuple, list[Event]] = {}
+    for event in events:
+        together.setdefault(event.match_key, []).append(event)
+    for calls in together.values():
         wrong = _message(calls) if calls[0].kind != "collective" else _collective(calls)
         if wrong:
             fact, hint, shown = wrong
-            world = {rank for event in events for rank in (event.rank, *event.group.ranks)}
             return MismatchError(fact, [_call(event, world) for event in shown], hint)
     return None
 
 
-_Wrong = tuple[str, str, list[Event]]  # the fact, the hint, and the calls to show
+def _doubtful(snapshots: Sequence[Snapshot]) -> tuple[list[Event], set[int]]:
+    """Return the events of the calls that differ between ranks, and all ranks that may call.
+
+    Nearly all calls are the same on all ranks. The rows of the boards show that, and to make events
+    of all rows would take ten times as long.
+    """
+    numbers: dict[Any, int] = {}  # to compare, and to hash, numbers instead of shapes
+    met: dict[tuple, int] = {}
+    doubtful: set[tuple] = set()
+    world: set[int] = set()
+    for snapshot in snapshots:
+        known: dict[int, tuple] = {}
+        rank = snapshot.rank
+        for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
+            if bits & _VOID or not what:
+                continue
+            if what not in known:
+                call = snapshot.call(what)
+                group, common = call["group"], _in_common(call)
+                world |= {rank, *group.ranks}
+                number = numbers.setdefault(group, len(numbers))
+                known[what] = call["kind"], group, number, numbers.setdefault(common, len(numbers))
+            kind, group, number, common = known[what]
+            ends = (rank, peer) if kind == "send" else (peer, rank)
+            channel = () if kind == "collective" else (*ends, tag)
+            if met.setdefault((*channel, number, sequence), common) != common:
+                doubtful.add(((*channel, group) if channel else group, sequence))
+    if not doubtful:
+        return [], world
+    events = (event for snapshot in snapshots for event in snapshot.events)
+    return [event for event in events if event.match_key in doubtful], world
 
 
-def _suspects(events: list[Event]) -> list[list[Event]]:
-    """Return the calls that belong together and are not plainly alike, in the order of events."""
-    # Hashing a group takes longer than all the rest, so each object is hashed once.
-    numbers: dict[Group, int] = {}
-    by_id = {id(event.group): event.group for event in events}
-    number = {key: numbers.setdefault(group, len(numbers)) for key, group in by_id.items()}
-    together: dict[tuple, list[Event]] = {}
-    for event in events:
-        key: tuple = number[id(event.group)], event.sequence
-        if event.kind != "collective":
-            ends = (event.rank, event.peer) if event.kind == "send" else (event.peer, event.rank)
-            key = (*key, event.tag, *ends)
-        together.setdefault(key, []).append(event)
-    return [calls for calls in together.values() if len(calls) > 1 and not _alike(calls)]
-
-
-def _alike(calls: list[Event]) -> bool:
-    """Return whether calls plainly agree. Nearly all do, so this is quick."""
-    if calls[0].kind != "collective":
-        return len({_of_message(call) for call in calls}) == 1
-    first, *others = map(_of_collective, calls)
-    return all(other == first for other in others) and not _equal_may_be_wrong(*first[:4])
+def _in_common(call: Mapping[str, Any]) -> tuple:
+    """Return what the ranks of a call have in common. call: the fields of its Event by name."""
+    if call["kind"] != "collective":
+        return call["nbytes"], call["dtype"], call["device"]
+    names = ("method", "splits", "inputs", "outputs", "root", "reduce_op", "dtype", "device")
+    common = *(call[name] for name in names), call["strides"]
+    in_chunks = call["method"] in _CHUNKS and len({*call["inputs"], *call["outputs"]}) > 1
+    if call["splits"] or in_chunks:
+        return (*common, object())  # ranks may disagree although all make this very call
+    return common
 
 
 def _message(calls: list[Event]) -> _Wrong | None:

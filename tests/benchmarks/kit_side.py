@@ -51,6 +51,24 @@ def many_all_reduces(rank, world_size, traced):
     return time.perf_counter() - began
 
 
+def recorder_time(rank, world_size):
+    """Return the processor time of this thread for an all_reduce that is recorded, beyond one that
+    is not; both take turns.
+    """
+    number, recorded, added = torch.ones(1), recorder.current, []
+    for _ in range(11):
+        took = []
+        for recorder.current in (recorded, None):
+            dist.barrier()
+            began = time.thread_time()
+            for _ in range(500):
+                dist.all_reduce(number)
+            took.append((time.thread_time() - began) / 500)
+        added.append(took[0] - took[1])
+    recorder.current = recorded
+    return statistics.median(added)
+
+
 def timed_all_reduces(rank, world_size, nbytes, repeats, how):
     """Time all_reduces of a tensor, or only a copy of it, which all ranks do at once.
 
@@ -130,6 +148,14 @@ def traced(yes: bool):
         yield "ready"
         while True:
             yield [pool.run(many_all_reduces, yes)[0]]
+
+
+def recording():
+    """The processor time that recording adds to an all_reduce on 2 ranks; rank 0's."""
+    with kit.WorkerPool(2) as pool:
+        yield "ready"
+        while True:
+            yield [pool.run(recorder_time)[0]]
 
 
 def all_reduces(backend: str, world_size: int, nbytes: int, how: str = "all_reduce"):
@@ -273,6 +299,7 @@ if __name__ == "__main__":
             "larger": lambda: resize(2, 4),
             "traced": lambda: traced(True),
             "untraced": lambda: traced(False),
+            "recording": recording,
             "values": values,
             **{
                 f"all_reduce {backend} {ranks} {nbytes}": partial(

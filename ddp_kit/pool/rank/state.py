@@ -50,7 +50,7 @@ from ddp_kit.pool.wire.messages import (
 )
 from ddp_kit.trace import is_own, own_frame
 from ddp_kit.trace.rank import recorder
-from ddp_kit.trace.rank.posted import own_line
+from ddp_kit.trace.rank.recorder import own_line
 
 
 class State:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ddp_kit.error_text import Frame, RankFailure
 from ddp_kit.trace import EMPTY, BoardCopy, Clock
-from ddp_kit.trace.board_copy import EVENTS, Head
+from ddp_kit.trace.board import EVENTS, Head
 
 PERIOD = 0.25  # seconds between two signs of life
 LOST = 30.0  # seconds without one after which a host is given up

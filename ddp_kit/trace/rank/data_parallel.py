@@ -19,10 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import torch_internals
-from ddp_kit.trace.calls import Call, describe
+from ddp_kit.trace.calls import Call, Line, describe
 from ddp_kit.trace.rank import recorder
-from ddp_kit.trace.rank.posted import Line, Posted, own_line
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 
 
 class _Wrapped:
@@ -36,7 +35,7 @@ class _Wrapped:
         # By their names: how many numbers each has, and whether the reducer has it.
         self._trained: dict[str, tuple[int, bool]] = {}
 
-    def note(self, now: Recorder, model: torch.nn.Module, has_gradient: Callable) -> None:
+    def note(self, recorder: Recorder, model: torch.nn.Module, has_gradient: Callable) -> None:
         """Note which parameters have gradients after a backward pass."""
         ddp = self._ddp()
         if ddp is not None and not ddp.require_backward_grad_sync:
@@ -47,7 +46,7 @@ class _Wrapped:
             self._is_frozen |= given and not parameter.requires_grad
             if new and parameter.requires_grad and has_gradient(parameter):
                 self._trained[name] = parameter.numel(), given
-                now.at_end.add(self.tell)
+                recorder.at_end.add(self.tell)
 
     def tell(self, summed: int) -> tuple[str, Line | None]:
         """Return a sentence on the parameters that DDP never reduced, "" if there are none.
@@ -71,15 +70,15 @@ _AROUND = (
 _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, _Wrapped] = weakref.WeakKeyDictionary()
 
 
-def note_backward(now: Recorder, original: Callable, *args: Any, **kwargs: Any) -> None:
+def note_backward(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any) -> None:
     """Note which parameters have gradients after a backward pass."""
     original(*args, **kwargs)
     for model, wrapped in list(_wrapped.items()):
-        wrapped.note(now, model, lambda parameter: parameter.grad is not None)
+        wrapped.note(recorder, model, lambda parameter: parameter.grad is not None)
 
 
 def note_grad(
-    now: Recorder, original: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+    recorder: Recorder, original: Callable, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Note which parameters have gradients that never reach DDP."""
     if not isinstance(inputs, (torch.Tensor, dict, tuple)):
@@ -88,7 +87,7 @@ def note_grad(
     several = inputs.values() if isinstance(inputs, dict) else inputs
     given = set(map(id, [inputs] if isinstance(inputs, torch.Tensor) else several))
     for model, wrapped in list(_wrapped.items()):
-        wrapped.note(now, model, lambda parameter: id(parameter) in given)
+        wrapped.note(recorder, model, lambda parameter: id(parameter) in given)
     return found
 
 
@@ -111,27 +110,27 @@ class _Hook:
         self._posted: Posted | None = None  # the last operation that the hook called
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future:
-        now = recorder.current
+        current = recorder.current
         self.wrapped.is_reduced = True
-        if now is None:
+        if current is None:
             return self.inside(self.state, bucket)
         if bucket.index() == 0:
             self._open, self._posted = [], None
-        before, newest, now.prefix = now.prefix, now.newest, "DDP "
+        before, newest, current.prefix = current.prefix, current.newest, "DDP "
         try:
             future = self.inside(self.state, bucket)
         finally:
-            now.prefix = before
+            current.prefix = before
         self._open.append(future)
-        if now.newest is not newest:
-            self._posted = now.newest
+        if current.newest is not newest:
+            self._posted = current.newest
         if bucket.is_last() and self._posted is not None:
             # DDP would wait in its C++ code in a moment; a wait here is on the board, and only for
             # the last bucket, whichever is complete last.
             with suppress(Exception):  # DDP itself waits again and raises
-                now.block_as_one(self._posted, torch.futures.wait_all, self._open)
+                current.block_as_one(self._posted, torch.futures.wait_all, self._open)
         if bucket.is_last() and self.finds_unused:
-            self._follow_unused(now)
+            self._follow_unused(current)
         return future
 
     @property
@@ -143,14 +142,14 @@ class _Hook:
             return False
         return model.find_unused_parameters and not model.static_graph
 
-    def _follow_unused(self, now: Recorder) -> None:
+    def _follow_unused(self, recorder: Recorder) -> None:
         """Record what DDP calls when this hook has returned, and waits for after the backward."""
         try:
             torch_internals.after_backward(lambda: torch_internals.after_backward(begin()))
         except RuntimeError:  # a rank that has joined has no backward: see _match_unused
             return
-        posted = now.post(self.group, self.unused, op="DDP find_unused_parameters")
-        begin = functools.partial(now.begin_wait, posted)
+        posted = recorder.post(self.group, self.unused, op="DDP find_unused_parameters")
+        begin = functools.partial(recorder.begin_wait, posted)
 
     def divisor(self) -> int:
         """Return the number of ranks over which DDP averages."""
@@ -204,28 +203,28 @@ def _register(_: Recorder, original: Callable, reducer: Any, *given: Any) -> Non
 
 
 def _count_live(
-    now: Recorder, original: Callable, reducer: Any, work: dist.Work, divide_by_all: bool
+    recorder: Recorder, original: Callable, reducer: Any, work: dist.Work, divide_by_all: bool
 ) -> None:
     original(reducer, work, divide_by_all)
-    now.look_after(work)  # PyTorch's C++ code waits for it, if anybody has to
+    recorder.look_after(work)  # PyTorch's C++ code waits for it, if anybody has to
     if (hook := _hooks.get(reducer)) is not None:
         hook.live = None if divide_by_all else work
 
 
-def _match_in_forward(now: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _match_in_forward(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call what starts a collective only for ranks that have joined; PyTorch drops its Work."""
-    newest = now.newest
+    newest = recorder.newest
     done = original(*args, **kwargs)
-    if now.newest is not newest:
-        now.expect_no_wait(now.newest)
+    if recorder.newest is not newest:
+        recorder.expect_no_wait(recorder.newest)
     return done
 
 
-def _match_unused(now: Recorder, original: Callable, *args: Any) -> Any:
+def _match_unused(recorder: Recorder, original: Callable, *args: Any) -> Any:
     if torch_internals.DDP_UNUSED.is_on:
-        return _match_in_forward(now, original, *args)
+        return _match_in_forward(recorder, original, *args)
     # The ranks that have not joined make this call in C++ code, where it is not recorded.
-    return now.block_as_one(None, original, *args)
+    return recorder.block_as_one(None, original, *args)
 
 
 def _compare_models(

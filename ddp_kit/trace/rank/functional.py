@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from ddp_kit import torch_internals
 from ddp_kit.trace.calls import Call, describe
-from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.rank.gloo_limits import refuse_on_gpus
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Recorder, while_recorded
 from ddp_kit.trace.stacks import is_own
 
 _DEVICES = ("CPU", "CUDA")  # whose kernels are replaced
@@ -45,25 +44,15 @@ def replace_kernels() -> list[torch.library.Library]:
 def _library(namespace: str, recorded: Mapping[str, Callable]) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
     for name, record in recorded.items():
-        kernel = _either(torch_internals.kernel_of(name, namespace), record)
+        kernel = while_recorded(torch_internals.kernel_of(name, namespace), record)
         for device in _DEVICES:
             library.impl(name, kernel, device)
     return library
 
 
-def _either(original: Callable, record: Callable) -> Callable:
-    def either(*args: Any, **kwargs: Any) -> Any:
-        current = recorder.current  # read once: another thread may end the run
-        if current is None:
-            return original(*args, **kwargs)
-        return record(current, original, *args, **kwargs)
-
-    return either
-
-
 def _start(
     name: str,
-    now: Recorder,
+    recorder: Recorder,
     original: Callable,
     tensors: Any,
     *given: Any,
@@ -73,57 +62,57 @@ def _start(
     called = _called_by_learner(sys._getframe(), function)
     group = torch_internals.resolve_group(given[-1])
     refuse_on_gpus(group, function, [tensors] if isinstance(tensors, torch.Tensor) else tensors)
-    posted = now.post(
+    posted = recorder.post(
         group,
         _describe(function, tensors, *given[:-1]),
-        op=now.prefix + (called or function),
+        op=recorder.prefix + (called or function),
     )
     try:
         # A backend that is written in Python is called from C++, and its methods are recorded too.
         call = functools.partial(original, tensors, *given, **out)
-        results = now.block_as_one(None, call)
+        results = recorder.block_as_one(None, call)
     except BaseException:
-        now.take_back(posted)
+        recorder.take_back(posted)
         raise
     if posted is not None:
         if not called:  # as in DTensor, where nobody sees that a result was never used
-            now.expect_no_wait(posted)
+            recorder.expect_no_wait(posted)
         for result in [results] if isinstance(results, torch.Tensor) else results:
             in_place = function != name  # several may be in flight
             if memory := _memory(result):  # a result without elements has none
-                earlier = now.results.get(memory, []) if in_place else []
-                now.results[memory] = [*earlier, posted]
+                earlier = recorder.results.get(memory, []) if in_place else []
+                recorder.results[memory] = [*earlier, posted]
             else:
-                now.expect_no_wait(posted)
+                recorder.expect_no_wait(posted)
     return results
 
 
 def _start_and_wait(
-    now: Recorder, original: Callable, tensor: torch.Tensor, *dims_and_group: Any
+    recorder: Recorder, original: Callable, tensor: torch.Tensor, *dims_and_group: Any
 ) -> torch.Tensor:
     group = torch_internals.resolve_group(dims_and_group[-1])
     call = describe("allreduce", (tensor.reshape(-1),))  # it sends equal parts to all ranks
     method = torch_internals.method_of("all_to_all_single")
     call = call._replace(method=method, outputs=call.inputs)
-    posted = now.post(group, call, op=now.prefix + "shard_dim_alltoall")
+    posted = recorder.post(group, call, op=recorder.prefix + "shard_dim_alltoall")
     try:
-        return now.block_as_one(posted, original, tensor, *dims_and_group)
+        return recorder.block_as_one(posted, original, tensor, *dims_and_group)
     except BaseException:
-        now.take_back(posted)
+        recorder.take_back(posted)
         raise
 
 
-def _wait(now: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tensor:
+def _wait(recorder: Recorder, original: Callable, tensor: torch.Tensor) -> torch.Tensor:
     memory = _memory(tensor)
-    *earlier, posted = now.results.get(memory) or [None]
+    *earlier, posted = recorder.results.get(memory) or [None]
     for each in earlier:  # PyTorch waits for all of them
-        now.expect_no_wait(each)
-    done = now.block_as_one(posted, original, tensor)
+        recorder.expect_no_wait(each)
+    done = recorder.block_as_one(posted, original, tensor)
     if posted is not None:
-        now.results.pop(memory, None)
-        if len(posted.call.inputs) > 1:  # a batch: its results have one Work
-            for place in [at for at, started in now.results.items() if posted in started]:
-                del now.results[place]
+        recorder.results.pop(memory, None)
+        if len(posted.site.call.inputs) > 1:  # a batch: its results have one Work
+            for place in [at for at, started in recorder.results.items() if posted in started]:
+                del recorder.results[place]
     return done
 
 
@@ -165,4 +154,4 @@ def _describe(function: str, tensors: Any, *given: Any) -> Call:
 def _resized(inputs: Sequence[tuple], rows: Callable[[int], int]) -> tuple:
     """Return the (shape, dtype) of outputs that differ from the inputs in the number of rows."""
     sizes = (((*shape, 1)[0], shape[1:], dtype) for shape, dtype in inputs)
-    return tuple(((rows(size), *others), dtype) for size, others, dtype in sizes)
+    return tuple(((rows(size), *shape), dtype) for size, shape, dtype in sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def refuse_on_gpus(group: Any, method: str, tensors: Iterable[torch.Tensor]) -> 
 _IN_MEMORY_ORDER = {"broadcast", "allreduce", "reduce", "scatter", "reduce_scatter"}
 _IN_MEMORY_ORDER |= {"alltoall_base", "all_to_all_single"}  # its name in newer releases
 _TO_ONE_TENSOR = set(torch_internals.COLLECTIVES["reduce_scatter_tensor"].found)  # it is copied
+_IGNORING_STRIDES = _IN_MEMORY_ORDER | _TO_ONE_TENSOR
 
 
 def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
@@ -52,9 +53,9 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
 
     Raises ValueError if gloo would take numbers beside those of the tensor, or mix orders.
     """
-    if method not in _IN_MEMORY_ORDER | _TO_ONE_TENSOR:
+    if method not in _IGNORING_STRIDES:
         return ()
-    outputs, inputs = list(_flat(args[0])), list(_flat(args[1] if len(args) > 1 else ()))
+    outputs, inputs = _flat(args[0]), _flat(args[1]) if len(args) > 1 else []
     if all(map(torch.Tensor.is_contiguous, outputs + inputs)):
         return ()
     if not _is_gloo(group, outputs[0].device.type):
@@ -78,13 +79,13 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
     return orders[0]
 
 
-def _flat(value: Any) -> Iterator[torch.Tensor]:
+def _flat(value: Any) -> list[torch.Tensor]:
+    """Return the tensors with strides that are in a tensor, a list or a list of lists."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _flat(inner)
+        return [value] if value.layout is torch.strided else []
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for inner in value for tensor in _flat(inner)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

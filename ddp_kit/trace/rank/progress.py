@@ -46,15 +46,15 @@ def progress(iterable: Iterable[T], total: int | None = None) -> Iterator[T]:
 
 
 def _with_progress(iterable: Iterable[T], total: int | None) -> Iterator[T]:
-    now = recorder.current
+    current = recorder.current
     try:
         for done, item in enumerate(iterable):
-            if now is not None:
-                now.show_progress(done, total)
+            if current is not None:
+                current.show_progress(done, total)
             yield item
     finally:
-        if now is not None:
-            now.show_progress(None, None)
+        if current is not None:
+            current.show_progress(None, None)
 
 
 def take_over_tqdm(std: ModuleType) -> None:
@@ -109,14 +109,14 @@ def _is_shown(bar: Any) -> bool:
 
 
 def _show_bar(bar: Any) -> None:
-    if (now := recorder.current) is None:
+    if (current := recorder.current) is None:
         return
     if bar is None:
-        now.show_progress(None, None)
+        current.show_progress(None, None)
         return
     label = ", ".join(filter(None, [bar.desc.rstrip(": "), str(bar.postfix or "")]))
     # The numbers may be fractions, as of bytes.
-    now.show_progress(max(0, int(bar.n)), None if bar.total is None else int(bar.total), label)
+    current.show_progress(max(0, int(bar.n)), None if bar.total is None else int(bar.total), label)
 
 
 def fill_tqdm_notebook(_own: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import os
 import sys
 import threading
@@ -11,28 +11,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from time import monotonic_ns
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Work
 
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
-from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import (
-    BLOCKING,
-    GIVEN_UP,
-    JOINS,
-    LOOKED_AFTER,
-    RENUMBERED,
-    TASKS,
-    VOID,
-)
-from ddp_kit.trace.calls import Call, Count, InternTable, is_short, kind_of
+from ddp_kit.trace.board import Board, HeadBits, RowBits
+from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, Line, is_short, kind_of
+from ddp_kit.trace.events import format_call
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.rank.posted import C10D, Line, Posted, find_caller
-from ddp_kit.trace.stacks import write_handled
+from ddp_kit.trace.stacks import describe_line, own_frame, write_handled
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
@@ -42,7 +34,57 @@ _FORKED = (
     "rank's process groups: make this call in the rank itself"
 )
 
-current: Recorder | None = None  # of the run that is on; None: there is none
+C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
+# What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
+_DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
+_OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
+
+current: Recorder | None = None  # the recorder of the run in progress; None outside of a run
+_forks = 0  # how many forks lie between this process and the rank
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def while_recorded(original: Callable, recorded: Callable) -> Callable:
+    """Return a function that calls `recorded(recorder, original, ...)` while a run is recorded."""
+
+    @functools.wraps(original)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        recorder = current  # read once: another thread may end the run
+        if recorder is None:
+            return original(*args, **kwargs)
+        return recorded(recorder, original, *args, **kwargs)
+
+    return either
+
+
+def own_line(frame: FrameType | None) -> Line | None:
+    """Return the learner's own line at `frame`, or at the nearest of its callers."""
+    own = own_frame(frame)
+    return own and (own.f_code, own.f_lineno)
+
+
+class Posted(NamedTuple):
+    """An operation that was called and may not be complete yet."""
+
+    index: int  # of its event
+    site: CallSite
+
+    def as_wait(self) -> Wait:
+        """Return the operation as what a rank waits in; the rank is not known here."""
+        op, call, peer, tag, line, group, *_ = self.site
+        root = None if call.root is None else group.ranks[call.root]
+        called = format_call(op, call.method, peer, tag, root)
+        if line is None:
+            return Wait(0, called)
+        code, number = line
+        return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
 
 
 class Recorder:
@@ -62,7 +104,7 @@ class Recorder:
         self.batching = False  # nccl starts the next operations as one, with one Work for all
         self.table, self.run = table, run
         self._board: Board | None = table.board  # None: the run is over
-        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._thread, self._forks = threading.get_ident(), _forks
         self._lock = threading.RLock()  # the learner's threads may communicate too
         self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
         # Receives from any source in the order of their calls, by tag and group: the index of each
@@ -85,6 +127,7 @@ class Recorder:
         self.at_end: set[Callable[[int], tuple[str, Line | None]]] = set()
         self.summed = 0  # the most numbers that the worker itself has summed in one call
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
+        self.calls: dict[tuple, Call] = {}  # collectives, by what they were called with
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
 
@@ -108,16 +151,17 @@ class Recorder:
                         self.table.note(self.run, text, line)
                 self._board.end(monotonic_ns())
             self._board = None
+            self.calls.clear()  # with their process groups, as in the table
             self.table.end()
 
     def begin_world(self, size: int, rank: int) -> None:
         """Note that the worker has formed a default process group of `size` ranks, as `rank`."""
         with self._lock:
-            self._process = os.getpid()
+            self._forks = _forks
             if self._board is not None:
                 self.table.begin_world(size)
                 if self.rank not in (None, rank):
-                    self._board.write_state(RENUMBERED)
+                    self._board.write_state(HeadBits.RENUMBERED)
 
     def post(
         self,
@@ -136,35 +180,29 @@ class Recorder:
         process that the rank has forked.
         """
         start = monotonic_ns()
-        if call.reduce_op and not self.prefix:
-            self.summed = max([self.summed, *(math.prod(shape) for shape, _ in call.inputs)])
-        if threading.get_ident() in self._hidden:
+        if self._hidden and threading.get_ident() in self._hidden:
             return None
-        if os.getpid() != self._process and not isinstance(group, tuple):
+        if self._forks != _forks and not isinstance(group, tuple):
             raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
-        caller, name, of_dtensor = find_caller(sys._getframe(2))
+        line, name, of_dtensor = _find_caller(sys._getframe(2))
         op = of_dtensor + (op or self.prefix + (name or call.method))
         with self._lock:
             board = self._board
             if board is None:
                 return None
-            table, line = self.table, caller and (caller.f_code, caller.f_lineno)
             if line is None and (me := threading.get_ident()) != self._thread:
                 lines = dict(self.lines)  # other threads may add theirs
                 line = {thread.ident: started for thread, started in lines.items()}.get(me)
-            info = table.group(group)
-            to = None if peer is None else info.rank(peer)
-            count = table.count(kind_of(call.method), to, tag, info)
-            index = board.add_row(
-                table.call(op, info, call),
-                table.line(*line) if line else 0,
-                -1 if to is None else to,
-                *(blocking * BLOCKING, tag, table.change(count, posted=1), start, 0, 0),
-            )
+            site = self.table.site(group, call, peer, tag, op, line)
+            if site.summed > self.summed and not self.prefix:
+                self.summed = site.summed
+            index = board.add_row(*site.row, self.table.change(site.count, 1), start, 0, 0)
+            if blocking:
+                board.write_bit(index, RowBits.BLOCKING)
             if call.method == "recv_anysource":
-                self._from_any.setdefault(count, {})[index] = _OPEN
-        self.newest = Posted(index, op, call, to, tag, line, info, count)
-        return self.newest
+                self._from_any.setdefault(site.count, {})[index] = _OPEN
+        posted = self.newest = Posted(index, site)
+        return posted
 
     def note_thread(self, thread: threading.Thread) -> None:
         """Write the name of a thread, and where it was started."""
@@ -184,9 +222,9 @@ class Recorder:
         """Write that an operation was not posted after all: its call raised."""
         with self._lock:
             if posted and self._board is not None:
-                self._board.write_bits(posted.index, VOID)
-                self.table.change(posted.count, posted=-1)
-                self._from_any.get(posted.count, {}).pop(posted.index, None)
+                self._board.write_bit(posted.index, RowBits.VOID)
+                self.table.change(posted.site.count, posted=-1)
+                self._from_any.get(posted.site.count, {}).pop(posted.index, None)
 
     def track(self, work: Work | None, posted: Posted | None) -> None:
         """Remember the Work of an operation until it is complete."""
@@ -196,19 +234,18 @@ class Recorder:
             self.expect_no_wait(posted)
             return
         key = id(work)
-        ends_alone = getattr(work, "ends_alone", False)  # a message of MPI is not lost
+        # A message ends with its Work, sent or not, except on MPI. A collective goes on: the
+        # backend keeps it in a queue.
+        goes_on = kind_of(posted.site.call.method) == "collective" or hasattr(work, "ends_alone")
 
         def drop(_: weakref.ref) -> None:
-            # A message ends with its Work, sent or not. A collective goes on: the backend keeps
-            # it in a queue.
             with self._lock:
                 if self._started.pop(key, None):
                     self._dropped += 1
-                    goes_on = ends_alone or kind_of(posted.call.method) == "collective"
                     if self._board is not None and not goes_on:
-                        self.table.change(posted.count, given_up=1)
-                        self._board.write_bits(posted.index, GIVEN_UP)
-                        if posted.call.method == "recv_anysource":
+                        self.table.change(posted.site.count, given_up=1)
+                        self._board.write_bit(posted.index, RowBits.GIVEN_UP)
+                        if posted.site.call.method == "recv_anysource":
                             self._place(posted, None)
 
         # A strong reference would keep the Work alive: the recorder must not change what happens.
@@ -219,29 +256,37 @@ class Recorder:
         posted = self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
-        if sys._getframe(2).f_code.co_filename == C10D and (board := self._board) is not None:
-            board.write_bits(posted.index, BLOCKING)
-        limited = is_short(*args, *kwargs.values())
-        done = self.block(posted, limited, original, work, *args, **kwargs)
-        if posted.call.method == "recv_anysource" and id(work) in self._started:
+        itself = sys._getframe(2).f_code.co_filename == C10D  # the call that started it waits
+        limited = bool(args or kwargs) and is_short(*args, *kwargs.values())
+        done = self.block(posted, limited, original, work, *args, itself=itself, **kwargs)
+        if posted.site.call.method == "recv_anysource" and id(work) in self._started:
             self._note_source(posted, work)
         self._started.pop(id(work), None)  # not before: a thread may be left in the wait
         return done
 
     def block(
-        self, posted: Posted | None, limited: bool, blocking: Callable, *args: Any, **kwargs: Any
+        self,
+        posted: Posted | None,
+        limited: bool,
+        blocking: Callable,
+        *args: Any,
+        itself: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """Call a function that may block, with the wait on the board meanwhile."""
-        if posted is None or threading.get_ident() in self._hidden:
+        """Call a function that may block, with the wait on the board meanwhile.
+
+        itself: the call of the operation waits, and returns no Work that somebody else waits for.
+        """
+        me = threading.get_ident()
+        if posted is None or me in self._hidden:
             return blocking(*args, **kwargs)
-        limited = limited or posted.group.limited
-        shown = threading.get_ident() == self._thread
+        limited, shown = limited or posted.site.group.limited, me == self._thread
         if (board := self._board) is not None:
             error = sys.exc_info()[1]  # what hides it may be this very wait, in a `finally`
             if shown and (error is not None or self._handles):
                 self._handles = error is not None
                 board.write_handled(write_handled(error))
-            board.begin_wait(posted.index, monotonic_ns(), limited, shown)
+            board.begin_wait(posted.index, monotonic_ns(), limited, shown, False, itself)
         end = 0
         try:
             done = blocking(*args, **kwargs)
@@ -251,7 +296,7 @@ class Recorder:
             # Only its id: the exception's frames hold this recorder and the process group, which
             # would then live until a garbage collection, and end in the middle of another run.
             self.broken = id(error), posted.as_wait()
-            self._is_cut |= posted.call.method != "key"
+            self._is_cut |= posted.site.call.method != "key"
             raise
         finally:
             if (board := self._board) is not None:
@@ -261,7 +306,7 @@ class Recorder:
         """Write that a wait in C++ code begins; return a function that writes its end."""
         shown = threading.get_ident() == self._thread
         if posted is not None and (board := self._board) is not None:
-            board.begin_wait(posted.index, monotonic_ns(), posted.group.limited, shown)
+            board.begin_wait(posted.index, monotonic_ns(), posted.site.group.limited, shown)
 
         def end() -> None:
             if posted is not None and (board := self._board) is not None:
@@ -287,18 +332,18 @@ class Recorder:
         board = self._board
         if board is None or threading.get_ident() != self._thread:
             return blocking(*args)
-        board.write_state(JOINS)
+        board.write_state(HeadBits.JOINS)
         try:
             return blocking(*args)
         finally:
             if self._board is not None:
-                board.write_state(JOINS, False)
+                board.write_state(HeadBits.JOINS, False)
 
     def begin_poll(self, posted: Posted) -> None:
         """Write that a loop of the worker does nothing but ask whether an operation is complete."""
         if (board := self._board) is not None:
             self.polled = posted
-            limited = posted.group.limited
+            limited = posted.site.group.limited
             board.begin_wait(posted.index, monotonic_ns(), limited, shown=True, polled=True)
 
     def look_after(self, work: Work) -> None:
@@ -310,14 +355,14 @@ class Recorder:
         entry = self._started.pop(id(work), None)
         if entry and self._board is not None:
             self._board.write_end(entry[1].index, monotonic_ns())
-            self._board.write_bits(entry[1].index, LOOKED_AFTER)
-            if entry[1].call.method == "recv_anysource":
+            self._board.write_bit(entry[1].index, RowBits.LOOKED_AFTER)
+            if entry[1].site.call.method == "recv_anysource":
                 self._note_source(entry[1], work)
 
     def expect_no_wait(self, posted: Posted | None) -> None:
         """Write that PyTorch itself has started an operation and will not wait for it."""
         if posted is not None and self._board is not None:
-            self._board.write_bits(posted.index, LOOKED_AFTER)
+            self._board.write_bit(posted.index, RowBits.LOOKED_AFTER)
 
     def follow(self, work: Work, future: torch.futures.Future, wanted: bool) -> None:
         """Write that somebody can wait for `future` instead of `work`.
@@ -333,10 +378,10 @@ class Recorder:
         if entry is None or self._board is None:
             return
         if wanted:
-            self._board.write_bits(entry[1].index, LOOKED_AFTER)
+            self._board.write_bit(entry[1].index, RowBits.LOOKED_AFTER)
         with self._lock:
             self._futures += 1
-            if entry[1].call.method == "recv_anysource":
+            if entry[1].site.call.method == "recv_anysource":
                 self._place(entry[1], None)
 
         def complete(_: torch.futures.Future) -> None:
@@ -356,9 +401,9 @@ class Recorder:
             if self._board is None:
                 return
             if posted is None:
-                self._board.write_state(TASKS, left > 0)
+                self._board.write_state(HeadBits.TASKS, left > 0)
             else:
-                self._board.write_callbacks(posted.index, left, posted.group.limited)
+                self._board.write_callbacks(posted.index, left, posted.site.group.limited)
 
     def remember(self, waitable: Any, posted: Posted) -> None:
         """Remember that who waits for this Work or future waits for an operation."""
@@ -377,8 +422,8 @@ class Recorder:
         with self._lock:
             if self._board is None:
                 return
-            self.table.change(posted.count, given_up=1)  # it is no longer open
-            self._place(posted, None if sender is None else posted.group.ranks[sender])
+            self.table.change(posted.site.count, given_up=1)  # it is no longer open
+            self._place(posted, None if sender is None else posted.site.group.ranks[sender])
 
     def _place(self, posted: Posted, source: int | None) -> None:
         """Give receives from any source their places among the messages of their senders.
@@ -386,7 +431,7 @@ class Recorder:
         The messages of a sender fill them in the order of their calls. So one that ends has its
         place when all earlier ones have ended. source: None if it is unknown.
         """
-        received = self._from_any[posted.count]
+        received = self._from_any[posted.site.count]
         if posted.index in received:
             received[posted.index] = source
         for index, source in list(received.items()):
@@ -394,5 +439,23 @@ class Recorder:
                 return
             del received[index]
             if source is not None:
-                count = self.table.count("recv", source, posted.tag, posted.group)
+                count = self.table.count("recv", source, posted.site.tag, posted.site.group)
                 self._board.write_source(index, source, self.table.change(count, posted=1))
+
+
+def _find_caller(frame: FrameType | None) -> tuple[Line | None, str, str]:
+    """Return the learner's own line, and the function of `torch.distributed` that it called.
+
+    The last value is a prefix: the function of DTensor that called it for the learner, as in
+    "redistribute "; "" if there is none.
+    """
+    name, of_dtensor, own = "", "", own_frame(frame)
+    while frame is not own:
+        code = frame.f_code
+        if code.co_filename == C10D:
+            name = code.co_name
+        elif code.co_filename == _DTENSOR and code.co_name in _OF_DTENSOR:
+            of_dtensor = f"{code.co_name} "
+        frame = frame.f_back
+    line = own and (own.f_code, own.f_lineno)
+    return line, "" if name.startswith("_") else name, of_dtensor

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ddp_kit import torch_internals
-from ddp_kit.trace.board import Board
-from ddp_kit.trace.board_copy import FORMING, SERVING
-from ddp_kit.trace.calls import Call, InternTable, describe, is_short
+from ddp_kit.trace.board import FORMING, SERVING, Board
+from ddp_kit.trace.calls import Call, InternTable, describe, facts, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpus
-from ddp_kit.trace.rank.posted import C10D, Posted
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import C10D, Posted, Recorder, while_recorded
 from ddp_kit.trace.stacks import is_own
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
@@ -117,7 +115,7 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
     """
     below = _subclasses(owner) if isinstance(owner, type) else set()
     for place in [owner, *(cls for cls in below if name in vars(cls))]:
-        either = _either(getattr(place, name), recorded)
+        either = while_recorded(getattr(place, name), recorded)
         if isinstance(owner, type):
             torch_internals.never_compile(either)
         setattr(place, name, either)
@@ -125,17 +123,6 @@ def _replace(owner: Any, name: str, recorded: Callable) -> None:
 
 def _subclasses(cls: type) -> set[type]:
     return set(cls.__subclasses__()).union(*map(_subclasses, cls.__subclasses__()))
-
-
-def _either(original: Callable, recorded: Callable) -> Callable:
-    @functools.wraps(original)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        current = recorder.current  # read once: another thread may end the run
-        if current is None:
-            return original(*args, **kwargs)
-        return recorded(current, original, *args, **kwargs)
-
-    return either
 
 
 def _collective(
@@ -146,14 +133,20 @@ def _collective(
     *args: Any,
     **kwargs: Any,
 ) -> Work | None:
-    if method in CPU_ONLY:
-        refuse_on_gpus(group, method, args[1])
     given = (*args, *kwargs.values())
-    call = describe(method, given)
-    if strides := memory_order(group, method, given):
-        call = call._replace(strides=strides)
+    key = group, method, facts(method, given)
+    call = recorder.calls.get(key)
+    if call is None:
+        call = recorder.calls[key] = _describe(group, method, given)
     posted = recorder.post(group, call)
     return _start(recorder, posted, original, group, *args, **kwargs)
+
+
+def _describe(group: ProcessGroup, method: str, args: tuple) -> Call:
+    """Return what a collective is called with. Raises an exception if gloo cannot do it."""
+    if method in CPU_ONLY:
+        refuse_on_gpus(group, method, args[1])
+    return describe(method, args)._replace(strides=memory_order(group, method, args))
 
 
 def _point_to_point(

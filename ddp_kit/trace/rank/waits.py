@@ -25,8 +25,7 @@ from torch.futures import Future
 
 from ddp_kit.trace.calls import Call, is_short
 from ddp_kit.trace.polling import find_polling_loop, is_plain_number
-from ddp_kit.trace.rank.posted import Posted, own_line
-from ddp_kit.trace.rank.recorder import Recorder
+from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 from ddp_kit.trace.stacks import is_kit, is_own
 
 _DISTRIBUTED = os.path.join(os.path.dirname(dist.__file__), "")
@@ -113,7 +112,7 @@ def _first_open(recorder: Recorder, futures: Sequence[Future]) -> Posted | None:
     known = [posted for posted in found if posted is not None]
     if len(known) != len(found):
         return None  # an error in an unknown one ends the wait, too
-    limited = [posted for posted in known if posted.group.limited]
+    limited = [posted for posted in known if posted.site.group.limited]
     return next(reversed(known + limited), None)  # operations mostly end in order
 
 
