@@ -336,7 +336,7 @@ _RECORDER = os.path.join(os.path.dirname(recorder.__file__), "")
 _WAIT = recorder.__file__, recorder.Recorder.block.__name__  # in which every recorded wait is
 # Threads of process groups in Python, which move operations that are on the boards.
 _OF_GROUPS = {
-    (engine.__file__, engine._move_alone.__name__),
+    (engine.__file__, engine.Engine._move_alone.__name__),
     (mpi_work.__file__, mpi_work._watch.__name__),
     (work.__file__, work._call_back.__name__),
 }
