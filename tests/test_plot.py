@@ -311,22 +311,6 @@ def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_table():
     assert "rank" not in " ".join(texts(picture))
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        ([{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
-        ([{}], "rank 0 must return a dict .* got {}"),
-        ([{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
-        ([{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
-        ([{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two dim.*\(2, 3, 4\)"),
-    ],
-)
-def test_tensors_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        tensors(result)
-
-
 # ---- placements
 
 WHOLE = torch.arange(1.0, 9).view(4, 2)
@@ -408,22 +392,10 @@ def test_a_vector_has_one_index():
     ("held", "more", "message"),
     [
         ([], {}, "the result is empty"),
-        (
-            [t(7, 8)],
-            {},
-            r"rank 0 holds a tensor of shape \(1, 2\) that is in no place of the whole",
-        ),
+        ([t(7, 8)], {}, r"rank 0 holds a tensor of shape \(1, 2\) that is in no place"),
         ([t(1)], {"whole": t(1, 1)}, "that is in 2 places of the whole"),
-        (
-            [t(1)],
-            {"whole": torch.zeros(2, 2, 2)},
-            "the whole tensor must be a tensor of at most two",
-        ),
-        (
-            [t(1)],
-            {"mesh": (2, 2)},
-            r"mesh must have a place for each of 1 rank .* got \(2, 2\)",
-        ),
+        ([t(1)], {"whole": torch.zeros(2, 2, 2)}, "the whole tensor must be a tensor of at most"),
+        ([t(1)], {"mesh": (2, 2)}, r"mesh must have a place for each of 1 rank .* got \(2, 2\)"),
         ([{"a": t(1)}, {"b": t(1)}], {}, "every rank must have the same stages"),
         (["one"], {}, "what rank 0 holds must be a tensor of at most two dimensions, got 'one'"),
     ],
@@ -493,23 +465,6 @@ def test_losses_that_still_carry_their_gradient_are_drawn():
     assert repr(losses([[2 * loss, loss]])).endswith("rank 0         0.50        0.25")
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
-        ([None], "rank 0 must return a sequence of losses, got None"),
-        ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
-        ([[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
-        ({}, "result is empty"),
-        ({"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
-    ],
-)
-def test_losses_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        losses(result)
-
-
 # ---- ring
 
 
@@ -563,24 +518,6 @@ def test_ring_of_one_is_one_panel():
     picture = ring([torch.tensor([[1]])])
     assert repr(picture).split("\n")[1:] == ["       rank 0", "start  1"]
     assert outlines(picture) == []
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        (
-            [torch.ones(3, 2), torch.ones(2, 2)],
-            r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
-        ),
-        ([None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 rank, got None"),
-        ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is not a sum of powers of ten"),
-        ([t(float("nan")).view(1, 1)], "rank 0 holds nan"),
-    ],
-)
-def test_ring_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        ring(result)
 
 
 # ---- bandwidth
@@ -681,7 +618,7 @@ def test_dashed_series_have_other_colours_than_those_they_share():
     assert [label.get_text() for label in below.get_yticklabels()] == ["0.5", "1", "2"]
 
 
-def test_residuals_of_a_single_series_are_not_drawn():
+def test_residuals_of_a_single_series_are_drawn():
     picture = bandwidth({"a": [(4, 1.0)]}, model={"a": [(4, 2.0)]}, residuals=True)
     assert list(picture.axes[2].lines[1].get_ydata()) == pytest.approx([0.5])
 
@@ -721,28 +658,6 @@ def test_series_wear_no_colour_of_a_rank():
     drawn = {to_hex(line.get_color()) for line in picture.axes[1].lines}
     assert len(drawn) == 6
     assert not drawn & {rank_color(rank) for rank in range(16)}
-
-
-@pytest.mark.parametrize(
-    ("series", "message"),
-    [
-        ({}, "series is empty"),
-        ({"a": []}, "'a' has no points"),
-        ({"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
-        ({"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
-        ({"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
-        ({"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
-        ({"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
-        ({"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
-        ({"a": [(4, "fast")]}, "'a' has 'fast' for 4 bytes"),
-        ({"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
-        ({"a": [(4, t([1.0, 2.0]))]}, r"'a' has \[1.0, 2.0\] for 4 bytes"),
-        ({"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
-    ],
-)
-def test_bandwidth_says_what_it_cannot_draw(series, message):
-    with pytest.raises(PlotError, match=message):
-        bandwidth(series)
 
 
 # ---- scaling
@@ -853,22 +768,6 @@ def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
     assert ax.get_xlabel() == "time of one step (ms)"
 
 
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        ({}, "times is empty"),
-        ({"DDP": []}, "'DDP' has no samples"),
-        ({"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
-        ({"DDP": [10**400]}, "'DDP' has a step of 1000"),
-        ({"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
-        ({"DDP": None}, "'DDP' has a step of None seconds"),
-    ],
-)
-def test_step_times_says_what_it_cannot_draw(times, message):
-    with pytest.raises(PlotError, match=message):
-        step_times(times)
-
-
 # ---- memory
 
 HELD = {
@@ -963,23 +862,6 @@ def test_memory_of_ranks_speaks_of_ranks_and_counts_tokens():
     assert {"rank 0", "rank 1"} <= set(texts(picture))
     assert "device" not in " ".join(texts(picture))
     assert [text.get_text() for text in picture.axes[1].texts] == ["1,200"]
-
-
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        ({}, "held is empty"),
-        ([{"parameters": 4}], "held must map the name of each step"),
-        ({"a": [dict.fromkeys(range(13), 1)]}, "at most 12 kinds can be drawn, got 13"),
-        ({"a": [{}]}, "held has no kind"),
-        ({"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
-        ({"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
-        ({"a": [1, 2]}, r"one mapping per device, such as .*, got \[1, 2\]$"),
-    ],
-)
-def test_memory_says_what_it_cannot_draw(held, message):
-    with pytest.raises(PlotError, match=message):
-        memory(held)
 
 
 # ---- numbers
@@ -1085,18 +967,6 @@ def test_outcomes_wear_no_colour_of_a_rank_or_a_series():
     assert not fills & {series_color(index) for index in range(6)}
 
 
-@pytest.mark.parametrize(
-    ("places", "message"),
-    [
-        ({}, "places is empty"),
-        ({"gloo": {("send", "bool"): "maybe"}}, "'gloo' has 'maybe' for ('send', 'bool')"),
-    ],
-)
-def test_support_says_what_it_cannot_draw(places, message):
-    with pytest.raises(PlotError, match=re.escape(message)):
-        support(places)
-
-
 CAUSAL = [
     [(0, range(0, 4), range(0, 4), 16)],
     [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
@@ -1142,22 +1012,6 @@ def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
         assert words in caption(*CAUSAL)
         assert words not in caption(everything, everything)
     assert "Dashed: all ranks are done." in caption(everything, everything)
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "there is no rank to draw"),
-        ([[], []], "no rank computes anything"),
-        ([CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. with ranges, got 3"),
-        ([[(-1, range(4), range(4), 16)]], "rank 0 must list"),
-        ([[(0, "0-4", range(4), 16)]], "rank 0 must list"),
-        ([[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
-    ],
-)
-def test_attention_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        attention(result)
 
 
 # ---- pipeline
@@ -1231,26 +1085,75 @@ def test_a_longer_axis_does_not_change_the_bubble():
     assert "Blank is the bubble, here 40.0 %" in " ".join(texts(shorter))
 
 
-@pytest.mark.parametrize(
-    ("cells", "message"),
-    [
-        ([], "the result is empty"),
-        ([[], []], "no rank has a cell: there is nothing to draw"),
-        ([[("G", 0, 0, 1)]], r"with the kind \"F\", \"B\", \"I\" or \"W\", got \('G', 0, 0, 1\)"),
-        ([[7]], "a cell must be .* got 7"),
-        ([7], "a rank's cells must be a list, got 7"),
-        ([[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
-        ([[("F", 0, 2, 1)]], "must follow each other"),
-        ([[("F", 0, 0, 2), ("F", 1, 1, 3)]], "begins before 2, or ends before it begins"),
-    ],
-)
-def test_a_pipeline_says_what_it_cannot_draw(cells, message):
-    with pytest.raises(PlotError, match=message):
-        pipeline(cells)
-
-
 @pytest.mark.parametrize("until", ["3", float("inf"), None])
 def test_a_pipeline_asks_for_a_number_to_reach(until):
     message = f"until must be a finite number, such as 33, got {until!r}"
     with pytest.raises(PlotError, match=message):
         pipeline([[("F", 0, 0, 1)]], until=until)
+
+
+# ---- what cannot be drawn
+
+
+@pytest.mark.parametrize(
+    ("draw", "given", "message"),
+    [
+        (tensors, [], "the result is empty"),
+        (tensors, [{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
+        (tensors, [{}], "rank 0 must return a dict .* got {}"),
+        (tensors, [{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
+        (tensors, [{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
+        (tensors, [{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two .*\(2, 3, 4\)"),
+        (losses, [], "the result is empty"),
+        (losses, [[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
+        (losses, [None], "rank 0 must return a sequence of losses, got None"),
+        (losses, [[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
+        (losses, {"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
+        (ring, [], "the result is empty"),
+        (
+            ring,
+            [torch.ones(3, 2), torch.ones(2, 2)],
+            r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
+        ),
+        (ring, [None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 rank, got None"),
+        (ring, [t(0.5).view(1, 1)], "rank 0 holds 0.5, which is not a sum of powers of ten"),
+        (bandwidth, {}, "series is empty"),
+        (bandwidth, {"a": []}, "'a' has no points"),
+        (bandwidth, {"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
+        (bandwidth, {"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
+        (bandwidth, {"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
+        (bandwidth, {"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
+        (bandwidth, {"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
+        (bandwidth, {"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
+        (bandwidth, {"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
+        (bandwidth, {"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
+        (step_times, {}, "times is empty"),
+        (step_times, {"DDP": []}, "'DDP' has no samples"),
+        (step_times, {"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
+        (step_times, {"DDP": [10**400]}, "'DDP' has a step of 1000"),
+        (step_times, {"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
+        (memory, {}, "held is empty"),
+        (memory, [{"parameters": 4}], "held must map the name of each step"),
+        (memory, {"a": [dict.fromkeys(range(13), 1)]}, "at most 12 kinds can be drawn, got 13"),
+        (memory, {"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
+        (memory, {"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
+        (memory, {"a": [1, 2]}, r"one mapping per device, such as .*, got \[1, 2\]$"),
+        (support, {}, "places is empty"),
+        (support, {"gloo": {("send", "bool"): "maybe"}}, r"'gloo' has 'maybe' for \('send',"),
+        (attention, [], "there is no rank to draw"),
+        (attention, [CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. .* got 3"),
+        (attention, [[(-1, range(4), range(4), 16)]], "rank 0 must list"),
+        (attention, [[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
+        (pipeline, [], "the result is empty"),
+        (pipeline, [[], []], "no rank has a cell: there is nothing to draw"),
+        (pipeline, [[("G", 0, 0, 1)]], r"with the kind .*, got \('G', 0, 0, 1\)"),
+        (pipeline, [[7]], "a cell must be .* got 7"),
+        (pipeline, [7], "a rank's cells must be a list, got 7"),
+        (pipeline, [[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
+        (pipeline, [[("F", 0, 2, 1)]], "must follow each other"),
+        (pipeline, [[("F", 0, 0, 2), ("F", 1, 1, 3)]], "begins before 2, or ends before it begins"),
+    ],
+)
+def test_a_picture_says_what_it_cannot_draw(draw, given, message):
+    with pytest.raises(PlotError, match=message):
+        draw(given)
