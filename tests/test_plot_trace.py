@@ -59,9 +59,9 @@ def ddp(*backwards):
     return script.trace()
 
 
-def thirty(n=4):
+def thirty():
     """A loop of 30 all_reduces."""
-    script = traces.Script(n)
+    script = traces.Script(4)
     for _ in range(30):
         script.collective("all_reduce")
     return script.trace()
@@ -81,12 +81,11 @@ def irregular(n, rounds):
     return script.trace()
 
 
-def training(n, steps=20, buckets=8, pause=0, late=0, after=0):
+def training(n, steps=20, buckets=8, pause=0, late=0):
     """A run of DDP: its ranks start late, compute in each step, and end with a barrier.
 
     The gradients of the first step are in one bucket. pause: ms before the first call of every
     rank, and as many after the last one. late: ms until the last rank comes to its first call.
-    after: calls between the last step and the barrier.
     """
     script = traces.Script(n)
     for rank in range(n):
@@ -103,9 +102,6 @@ def training(n, steps=20, buckets=8, pause=0, late=0, after=0):
                 for rank in range(n):
                     given = {"waited": None, "inputs": ((bucket, step > 0),), "where": line(2)}
                     script.add(rank, "DDP all_reduce", "collective", 1, **given)
-    for number in range(after):
-        script.compute(0, 5)
-        script.collective("broadcast", where=line(number + 4))
     script.collective("barrier", where=line(3))
     for rank in range(n):
         script.compute(rank, pause)
@@ -410,17 +406,6 @@ def test_timed_picture_of_silent_ranks_is_their_spans():
     assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")
 
 
-def distinct(n=4):
-    """Twelve steps, of which none repeats another one, with names of different lengths."""
-    script = traces.Script(n)
-    ops = ("all_reduce", "broadcast", "all_gather_into_tensor", "barrier")
-    for step in range(12):
-        for op in ops[: 1 + step % 4]:
-            script.collective(op, inputs=((step,),), where=line(step))
-            script.compute(step % n, step)
-    return script.trace()
-
-
 def blocks(picture):
     """Return (begin, end) of the training steps in small, in order, and of the dark one."""
     drawn = [c for c in picture.axes[1].collections if isinstance(c, PolyCollection)]
@@ -476,7 +461,7 @@ def test_step_that_is_asked_for_is_shown():
     [
         (lambda: training(2, steps=4), 4, "from -4 to 3, where 0 is the first .* step; got 4"),
         (lambda: training(2, steps=4), "1", "step must be from -4 to 3, where 0 .* got '1'"),
-        (distinct, 0, "step must be None, got 0: no training steps were found"),
+        (lambda: traces.pipeline(2), 0, "step must be None, got 0: no training steps were found"),
     ],
 )
 def test_training_step_that_does_not_exist_is_an_error(make, step, message):
