@@ -652,13 +652,6 @@ def test_one_series_has_no_ratio():
     assert picture.axes[1].get_xlabel() == "size of the tensor"
 
 
-def test_series_wear_no_colour_of_a_rank():
-    picture = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)})
-    drawn = {to_hex(line.get_color()) for line in picture.axes[1].lines}
-    assert len(drawn) == 6
-    assert not drawn & {rank_color(rank) for rank in range(16)}
-
-
 # ---- scaling
 
 PREDICTED = {"ring": [(2, 0.001), (1024, 0.5)], "tree": [(2, 0.004), (1024, 0.04)]}
@@ -797,14 +790,13 @@ def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
 
 
 def test_a_kind_has_its_look_whatever_the_others_hold():
-    full, less = (
-        memory({"a": [{"x": 1, "y": 2, "z": 3}]}),
-        memory({"a": [{"x": 1, "y": 0, "z": 3}]}),
-    )
+    full = memory({"a": [{"x": 1, "y": 2, "z": 3}]})
+    less = memory({"a": [{"x": 1, "y": 0, "z": 3}]})
     x, y, z = full.axes[1].patches
-    assert (to_hex(x.get_facecolor()), bool(x.get_hatch())) == (to_hex(y.get_facecolor()), False)
+    assert x.get_facecolor() == y.get_facecolor()
     assert y.get_hatch()
-    assert to_hex(less.axes[1].patches[1].get_facecolor()) == to_hex(z.get_facecolor())
+    assert not x.get_hatch()
+    assert less.axes[1].patches[1].get_facecolor() == z.get_facecolor()
     assert "y" not in texts(less)
 
 
@@ -836,15 +828,6 @@ def test_a_kind_named_after_a_known_one_has_its_hue_and_others_have_none_of_thei
     known = "parameters", "gradients", "optimizer states", "activations"
     assert len({*map(fill, known)}) == 4
     assert not {fill(kind) for kind in known} & {fill(kind, "batch") for kind in ("tokens", "x")}
-
-
-def test_a_device_wears_its_own_colour_and_its_memory_none_of_a_ranks():
-    picture = memory(HELD)
-    chips = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
-    assert chips == [rank_color(0), rank_color(1)]
-    fills = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
-    assert not fills & {rank_color(rank) for rank in range(16)}
-    assert not fills & {series_color(index) for index in range(6)}
 
 
 def test_devices_that_hold_nothing_at_all_are_drawn():
@@ -957,15 +940,6 @@ def test_places_that_are_all_missing_are_listed_in_words():
     assert not drawn.axes[0].patches
 
 
-def test_outcomes_wear_no_colour_of_a_rank_or_a_series():
-    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
-    drawn = support(PLACES | {"nccl": untried})
-    fills = {to_hex(patch.get_facecolor()) for patch in drawn.axes[0].patches}
-    assert len(fills) == 9
-    assert not fills & {rank_color(rank) for rank in range(16)}
-    assert not fills & {series_color(index) for index in range(6)}
-
-
 CAUSAL = [
     [(0, range(0, 4), range(0, 4), 16)],
     [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
@@ -1072,8 +1046,6 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     assert half not in (first, later)
     key = {text for text in texts(picture) if "ward" in text}
     assert key == {"forward", "backward of the input"}
-    fills = {fill for *_, fill in cells_of(picture)}
-    assert not fills & {rank_color(rank) for rank in range(16)}
 
 
 def test_a_longer_axis_does_not_change_the_bubble():
@@ -1091,7 +1063,27 @@ def test_a_pipeline_asks_for_a_number_to_reach(until):
         pipeline([[("F", 0, 0, 1)]], until=until)
 
 
-# ---- what cannot be drawn
+# ---- all pictures
+
+
+def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
+    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
+    held, works = memory(HELD), support(PLACES | {"nccl": untried})
+    series = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)}).axes[1].lines
+    fills = [
+        {to_hex(patch.get_facecolor()) for patch in held.axes[1].patches},
+        {to_hex(patch.get_facecolor()) for patch in works.axes[0].patches},
+        {fill for *_, fill in cells_of(pipeline(CELLS))},
+    ]
+    assert [len(each) for each in fills] == [2, 9, 2]
+    lines = {to_hex(line.get_color()) for line in series}
+    assert lines == {series_color(i) for i in range(6)}
+    ranks = {rank_color(rank) for rank in range(16)}
+    assert not ranks & lines
+    for each in fills:
+        assert not each & (lines | ranks)
+    chips = [to_hex(patch.get_facecolor()) for patch in held.axes[0].patches]
+    assert chips == [rank_color(0), rank_color(1)]
 
 
 @pytest.mark.parametrize(
