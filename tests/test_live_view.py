@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -225,25 +226,27 @@ def test_a_terminal_has_one_line_that_is_wiped(tmp_path):
     assert "\n" not in shown
 
 
-class Terminal:
-    """A fake stderr: a terminal this many columns wide that records what is written to it."""
-
-    def __init__(self, columns: int) -> None:
-        self.ours, self.theirs = pty.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.written = ""
+class Terminal(io.StringIO):
+    """A fake stderr: a terminal."""
 
     def isatty(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self.theirs
+        return 2
 
-    def write(self, text: str) -> None:
-        self.written += text
 
-    def flush(self) -> None:
-        pass
+@pytest.fixture
+def terminal(monkeypatch):
+    """Make stderr a terminal of a number of columns; return what records what is written to it."""
+
+    def terminal(columns: int) -> Terminal:
+        size = os.terminal_size((columns, 24))
+        monkeypatch.setattr(os, "get_terminal_size", lambda _: size)
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        return sys.stderr
+
+    return terminal
 
 
 @pytest.mark.parametrize(
@@ -267,31 +270,25 @@ class Terminal:
         (0, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 70}"),  # nobody knows
     ],
 )
-def test_the_line_of_a_terminal_shows_one_thing_and_fits(monkeypatch, columns, lines, line):
-    terminal = Terminal(columns)
-    monkeypatch.setattr(sys, "stderr", terminal)
+def test_the_line_of_a_terminal_shows_one_thing_and_fits(terminal, columns, lines, line):
+    shown = terminal(columns)
     view = TerminalView(len(lines))
     view.update(lines)
     view.update(lines)  # the same is not written again
     view.close()
     view.close()
-    assert terminal.written == f"\r\x1b[K{line}\r\x1b[K"
-    os.close(terminal.ours)
-    os.close(terminal.theirs)
+    assert shown.getvalue() == f"\r\x1b[K{line}\r\x1b[K"
 
 
-def test_a_terminal_shows_since_when_a_run_lasts(monkeypatch):
-    terminal, now = Terminal(80), [0.0]
-    monkeypatch.setattr(sys, "stderr", terminal)
+def test_a_terminal_shows_since_when_a_run_lasts(terminal, monkeypatch):
+    shown, now = terminal(80), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     view = TerminalView(2)
     for now[0], line in ((0.9, RankLine("importing torch")), (61.5, RankLine("computing", 60))):
         view.update([line] * 2)
     view.close()
-    shown = ["2 ranks: 2 importing torch", "61 s  2 ranks at work", ""]
-    assert terminal.written.split("\r\x1b[K")[1:] == shown
-    os.close(terminal.ours)
-    os.close(terminal.theirs)
+    lines = ["2 ranks: 2 importing torch", "61 s  2 ranks at work", ""]
+    assert shown.getvalue().split("\r\x1b[K")[1:] == lines
 
 
 # --- as plain data -------------------------------------------------------------------------
