@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import pickle
 import re
@@ -64,19 +63,6 @@ def test_nbval_does_not_compare_what_depends_on_the_processor():
     assert compared[0] == compared[1] != compared[2]
 
 
-def in_order(terms):
-    """Add one after another, each sum rounded."""
-    total = torch.zeros_like(terms[0])
-    for term in terms:
-        total = total + term
-    return total
-
-
-def by_ranks(terms, n=N):
-    """Add the terms of each rank, then the sums of the ranks."""
-    return in_order([in_order(part) for part in terms.tensor_split(n)])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("terms", [4, 7, 64, 500])
 @pytest.mark.parametrize("signs", ["mixed", "positive"])
@@ -86,7 +72,8 @@ def test_a_sum_in_another_order_is_never_a_bug(dtype, terms, signs):
         numbers = torch.randn((terms, 8), generator=generator, dtype=torch.float64)
         numbers = (numbers if signs == "mixed" else numbers.abs()).to(dtype)
         shuffled = numbers[torch.randperm(terms, generator=generator)]
-        found = kit.compare([by_ranks(shuffled)] * N, in_order(numbers), terms=terms)
+        by_ranks = sum(sum(part) for part in shuffled.tensor_split(N))  # one after another
+        found = kit.compare([by_ranks] * N, sum(numbers), terms=terms)
         assert found, (seed, found)
         assert found.cause is None
 
@@ -133,16 +120,10 @@ def test_a_difference_that_more_terms_would_explain_says_how_many():
     needed = int(str(found).split("terms=")[1].split()[0])
     assert kit.compare(torch.tensor([1.0 + 1e-4]), torch.tensor([1.0]), terms=needed)
     assert not kit.compare(torch.tensor([1.0 + 1e-4]), torch.tensor([1.0]), terms=needed // 2)
-
-
-def test_a_difference_far_beyond_rounding_says_so():
-    found = kit.compare({"x": random(20)}, {"x": random(20, seed=1)})
-    assert_differs(found, None, "It is none of the mistakes that kit.compare recognizes.", name="x")
-
-
-def test_drift_within_what_more_terms_would_explain_says_both():
-    found = kit.compare([1.0, 1.0 + 1e-4], 1.0)
-    assert_differs(found, "drift", "rank 0 equals the reference", "pass terms=")
+    drifted = kit.compare([1.0, 1.0 + 1e-4], 1.0)
+    assert_differs(drifted, "drift", "rank 0 equals the reference", "pass terms=")
+    far = kit.compare({"x": random(20)}, {"x": random(20, seed=1)})
+    assert_differs(far, None, "It is none of the mistakes that kit.compare recognizes.", name="x")
 
 
 def test_noise_where_zeros_should_be_says_so():
@@ -293,12 +274,6 @@ def test_a_shard_on_each_rank():
     assert kit.compare([*whole.tensor_split(N)], ranks(*whole.tensor_split(N)))
 
 
-def mixture(*counts):
-    parts = [random(6, seed=rank) for rank in range(len(counts))]
-    mixed = sum(often * part for often, part in zip(counts, parts, strict=True)) / len(counts)
-    return mixed, sum(parts) / len(counts), parts
-
-
 @pytest.mark.parametrize(
     ("counts", "cause", "words"),
     [
@@ -309,17 +284,14 @@ def mixture(*counts):
         ((1, 2, 1, 1), "weights", "count 1, 2, 1, 1 times as much"),
     ],
 )
-def test_parts_show_whose_part_is_wrong(counts, cause, words):
-    mixed, mean, parts = mixture(*counts)
+def test_parts_show_whose_part_is_wrong_if_they_explain_it(counts, cause, words):
+    parts = [random(6, seed=rank) for rank in range(N)]
+    mean = sum(parts) / N
+    mixed = sum(often * part for often, part in zip(counts, parts, strict=True)) / N
     assert_differs(kit.compare([mixed] * N, mean, parts=parts), cause, words)
     assert_differs(kit.compare(mixed, mean, parts=ranks(*parts)), cause, words)
     assert kit.compare([mixed] * N, mean).cause is None
-
-
-def test_parts_that_do_not_explain_it_explain_nothing():
-    mixed, mean, parts = mixture(1, 1, 0, 1)
     assert kit.compare([mixed + random(6, seed=9)] * N, mean, parts=parts).cause is None
-    assert kit.compare([mixed] * N, mean, parts=[parts[0]] * N).cause is None
     assert kit.compare([mixed] * N, mean, parts=[part.repeat(2) for part in parts]).cause is None
 
 
@@ -485,6 +457,10 @@ def test_optimizers_are_compared_by_their_state():
 # --- arguments, and the object -------------------------------------------------------------
 
 
+ENDLESS = {}
+ENDLESS["x"] = ENDLESS
+
+
 class Sharded(torch.Tensor):
     def full_tensor(self):
         raise AssertionError("it communicates")
@@ -494,23 +470,19 @@ class Sharded(torch.Tensor):
     ("arguments", "options", "message"),
     [
         ((1.0, 1.0), {"rtol": -1}, "rtol must be a number of at least 0, got -1"),
-        ((1.0, 1.0), {"atol": math.nan}, "atol must be a number of at least 0, got nan"),
-        ((1.0, 1.0), {"atol": True}, "atol must be a number of at least 0, got True"),
         ((1.0, 1.0), {"rtol": "1"}, "rtol must be a number of at least 0, got '1'"),
         ((1.0, 1.0), {"terms": 0}, "terms must be a whole number of at least 1, got 0"),
-        ((1.0, 1.0), {"terms": 2.5}, "terms must be a whole number of at least 1, got 2.5"),
         ((1.0, 1.0), {"terms": 2, "atol": 1}, "terms has no effect with rtol or atol"),
         ((1.0, 1.0), {"parts": 3}, "parts must be a Result or a list .* got int"),
         (([1.0, 1.0], 1.0), {"parts": [1.0]}, "parts has 1 value, but mine has 2"),
         (([], 1.0), {}, "mine is an empty list"),
+        ((ENDLESS, ENDLESS), {}, "contains itself"),
         (({}, {}), {}, "there is nothing to compare"),
-        (([None, None], None), {}, "there is nothing to compare"),
         ((1.0, ranks(1.0, 2.0)), {}, r"reference has values of 2 ranks, .* reference\[0\]"),
         ((ranks(1.0), ranks(1.0, 2.0)), {}, "mine has 1 value and reference has 2"),
         (({"x": Trace((), 1)}, {"x": np.ones(2, dtype=object)}), {}, "'x' is of type"),
         (({"w": torch.ones(2).as_subclass(Sharded)}, {"w": torch.ones(2)}), {}, "'w' is a DTensor"),
         (({"w": torch.ones(2, device="meta")}, {"w": torch.ones(2)}), {}, "'w' cannot be read"),
-        ((nn.LazyLinear(3), nn.LazyLinear(3)), {}, "'weight' cannot be read"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, options, message):
@@ -519,34 +491,13 @@ def test_arguments_that_make_no_sense(arguments, options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_list_that_contains_itself():
-    endless = {}
-    endless["x"] = endless
-    with pytest.raises(kit.CompareError, match="contains itself"):
-        kit.compare(endless, endless)
-    endless = []
-    endless.append(endless)
-    with pytest.raises(kit.CompareError, match="contains itself"):
-        kit.compare(endless, 1.0)
-
-
-def test_check_raises_what_str_says():
+def test_check_raises_what_str_says_also_after_a_rank_has_returned_it():
     kit.compare(1.0, 1.0).check()
     found = kit.compare([1.0, 2.0], 1.0)
+    assert pickle.loads(pickle.dumps(found)) == found
     with pytest.raises(kit.ProofError) as caught:
         found.check()
     assert str(caught.value) == str(found) == repr(found)
-
-
-def test_a_comparison_can_be_returned_by_a_rank():
-    found = kit.compare([1.0, 2.0], 1.0)
-    assert pickle.loads(pickle.dumps(found)) == found
-
-
-def test_importing_the_package_leaves_the_function():
-    package = importlib.import_module("ddp_kit.comparison")
-    assert kit.compare is package.compare
-    assert callable(kit.compare)
 
 
 def test_nothing_that_was_passed_is_changed():

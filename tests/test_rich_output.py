@@ -1,4 +1,4 @@
-"""What ranks display, log and count in bars. Tests are named after what a learner would miss."""
+"""What ranks display, log and count in bars."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ FIGURE = "<Figure size 640x480 with 1 Axes>"
 # --- figures, HTML, tables -------------------------------------------------------------------
 
 
-def test_a_rank_that_displays_nothing_loads_ipython(notebook):
+def test_a_rank_that_displays_nothing_does_not_load_ipython(notebook):
     notebook.run(
         "with kit.WorkerPool(1) as own:\n    kinds = own.run(lambda r, w: set(sys.modules))"
     )
     assert notebook.value("{'IPython', 'matplotlib'} & kinds[0]") == "set()"
 
 
-def test_what_ranks_display_is_not_shown_below_their_names(notebook):
+def test_what_ranks_display_is_shown_below_their_names(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
         "    display(Table(rank), HTML('<b>same</b>'))\n"
@@ -85,7 +85,7 @@ def test_what_ranks_display_is_not_shown_below_their_names(notebook):
     assert notebook.value("result.output") == "('printed\\n', 'printed\\n', 'printed\\n')"
 
 
-def test_what_was_displayed_before_an_error_is_lost(notebook):
+def test_what_was_displayed_before_an_error_is_shown(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
         "    from IPython.display import HTML, display\n"
@@ -100,9 +100,15 @@ def test_what_was_displayed_before_an_error_is_lost(notebook):
     assert kinds.index("error") > max(at for at, kind in enumerate(kinds) if kind == "display_data")
     after = notebook.run("kit.run(lambda rank, world_size: None, world_size=2)")
     assert shown(after) == [], "nothing of one run is shown in the next"
+    unseen = notebook.run(
+        "from ddp_kit.pool import view\n"
+        "with view.unseen():\n"
+        "    kit.run(lambda rank, world_size: display('unseen'), world_size=1)"
+    )
+    assert shown(unseen) == []
 
 
-def test_a_display_that_is_updated_or_cleared_keeps_its_first_content(notebook):
+def test_a_display_that_is_updated_or_cleared_has_its_last_content(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
         "    display('gone')\n"
@@ -117,7 +123,7 @@ def test_a_display_that_is_updated_or_cleared_keeps_its_first_content(notebook):
     assert "widget" not in str(cell.contents("display_data")), "its model is not in the notebook"
 
 
-def test_a_flood_of_displays_reaches_the_notebook(notebook):
+def test_of_a_flood_of_displays_the_first_are_shown(notebook):
     notebook.run(
         "def worker(rank, world_size, size):\n"
         "    for _ in range(3):\n"
@@ -135,12 +141,12 @@ def test_a_flood_of_displays_reaches_the_notebook(notebook):
     )
 
 
-def test_a_value_that_is_no_json_ends_the_rank(notebook):
+def test_a_value_that_is_no_json_is_an_error_of_the_rank(notebook):
     cell = notebook.raises("kit.run(lambda r, w: display({'a/b': {1, 2}}, raw=True), world_size=1)")
     assert "rank 0 raised TypeError: Object of type set is not JSON serializable" in cell.rendered
 
 
-def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(notebook):
+def test_a_display_that_fails_in_the_notebook_leaves_the_result_and_the_error(notebook):
     notebook.run(
         "from ddp_kit.pool import view\n"
         "def worker(rank, world_size, fails):\n"
@@ -163,7 +169,7 @@ def test_a_display_that_fails_in_the_notebook_costs_the_result_or_the_error(note
         notebook.run("view.use(before)")
 
 
-def test_an_update_without_an_id_replaces_what_has_none(notebook):
+def test_an_update_without_an_id_is_an_error(notebook):
     notebook.run(
         "def worker(rank, world_size, publish):\n"
         "    from IPython.display import publish_display_data\n"
@@ -178,12 +184,12 @@ def test_an_update_without_an_id_replaces_what_has_none(notebook):
         assert shown(cell) == ["rank 0: 'first'"]
 
 
-@pytest.mark.parametrize("module", ["None", "types.ModuleType('half imported')"])
-def test_a_strange_pyplot_ends_the_rank(notebook, module):
+def test_a_pyplot_that_is_half_imported_does_not_hide_the_error(notebook):
     notebook.run(
         "import types\n"
         "def worker(rank, world_size):\n"
-        f"    sys.modules['matplotlib'] = sys.modules['matplotlib.pyplot'] = {module}\n"
+        "    half = types.ModuleType('half imported')\n"
+        "    sys.modules['matplotlib'] = sys.modules['matplotlib.pyplot'] = half\n"
         "    raise ValueError('boom')"
     )
     code = (
@@ -196,16 +202,7 @@ def test_a_strange_pyplot_ends_the_rank(notebook, module):
     assert notebook.run(code).stdout == "boom\n"
 
 
-def test_a_run_that_is_not_to_be_seen_shows_what_it_displays(notebook):
-    cell = notebook.run(
-        "from ddp_kit.pool import view\n"
-        "with view.unseen():\n"
-        "    kit.run(lambda rank, world_size: display(HTML('unseen')), world_size=1)"
-    )
-    assert shown(cell) == []
-
-
-def test_a_rank_of_torchrun_displays_and_logs_nothing(notebook):
+def test_a_rank_of_torchrun_displays_and_logs(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
         "    plt.plot([0, 1])\n"
@@ -221,7 +218,7 @@ def test_a_rank_of_torchrun_displays_and_logs_nothing(notebook):
     assert shown(cell) == [*logged, "ranks 0 and 1:", FIGURE]
 
 
-def test_a_rank_of_a_script_displays_more_than_text():
+def test_a_rank_of_a_script_displays_text():
     def worker(rank, world_size):
         import matplotlib.pyplot as plt
         from IPython.display import HTML, display
@@ -234,7 +231,7 @@ def test_a_rank_of_a_script_displays_more_than_text():
     assert result.output[0].splitlines()[-1] == "<IPython.core.display.HTML object>"
 
 
-def test_a_long_text_such_as_a_state_dict_is_shown_whole(capsys):
+def test_a_long_text_such_as_a_state_dict_is_cut(capsys):
     show_displayed({rank: [({"text/plain": "weight " * 2_000}, {})] for rank in (0, 1)})
     shown = capsys.readouterr().out.splitlines()
     assert [line[:14] for line in shown] == ["rank 0: weight", "rank 1: weight"]
@@ -249,7 +246,7 @@ def test_equal_displays_are_folded_across_different_ones(capsys):
     assert heads == ["ranks 0, 1 and 3:", "rank 1:"]
 
 
-def test_a_figure_of_all_ranks_appears_again_after_a_table_of_one(notebook):
+def test_a_figure_of_all_ranks_appears_once_after_a_table_of_one(notebook):
     notebook.run(
         "def worker(rank, world_size):\n"
         "    if rank == 0:\n"
@@ -272,7 +269,7 @@ def worker(rank, world_size):
 """
 
 
-def test_logging_is_configured_in_the_notebook_only(notebook):
+def test_logging_is_configured_in_the_ranks_as_in_the_notebook(notebook):
     notebook.run(LOGS)
     run = "kit.run(worker, world_size=2)"
     assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
@@ -297,7 +294,7 @@ def test_logging_is_configured_in_the_notebook_only(notebook):
     assert notebook.run(run).stdout == "".join(f"[rank {rank}] quiet\n" for rank in range(2))
 
 
-def test_a_handler_without_a_stream_ends_each_run(monkeypatch):
+def test_a_handler_without_a_stream_is_ignored(monkeypatch):
     class Own(logging.StreamHandler):
         def __init__(self):
             logging.Handler.__init__(self)
@@ -336,7 +333,7 @@ def worker(rank, world_size, go):
 """
 
 
-def test_a_bar_of_tqdm_is_text_between_the_prints(notebook, tmp_path):
+def test_a_bar_of_tqdm_is_a_bar_of_the_live_view(notebook, tmp_path):
     notebook.run(BARS)
     cell = notebook.send(f"kit.run(worker, {str(tmp_path)!r}, world_size=4)")
     three, two = f"{'█' * 15}{'░' * 5} 3 of 4", f"{'█' * 8}{'░' * 12} 2 of 5  epochs, loss=0.5"
@@ -364,7 +361,7 @@ def live(monkeypatch):
 
 
 @pytest.mark.usefixtures("live")
-def test_a_bar_that_is_left_or_written_to_a_file_is_printed_or_lost(tmp_path):
+def test_a_bar_in_a_file_is_written_and_one_that_is_left_does_not_hide_an_error(tmp_path):
     def worker(rank, world_size, path):
         from tqdm import tqdm
 
@@ -387,7 +384,7 @@ def test_a_bar_that_is_left_or_written_to_a_file_is_printed_or_lost(tmp_path):
 
 
 @pytest.mark.usefixtures("live")
-def test_a_bar_with_strange_numbers_ends_the_worker():
+def test_a_bar_may_have_strange_numbers():
     def worker(rank, world_size):
         from tqdm import tqdm
 
@@ -401,7 +398,7 @@ def test_a_bar_with_strange_numbers_ends_the_worker():
     assert kit.run(worker, world_size=1)[0] == "fine"
 
 
-def test_a_script_without_a_terminal_loses_a_bar_of_tqdm():
+def test_a_script_without_a_terminal_prints_a_bar_of_tqdm():
     def worker(rank, world_size):
         from tqdm import tqdm
         from tqdm.notebook import tqdm as in_notebook
@@ -415,7 +412,7 @@ def test_a_script_without_a_terminal_loses_a_bar_of_tqdm():
     assert ["3/3" in line and line.split(":")[0] for line in last] == ["tqdm", "tqdm_notebook"]
 
 
-def test_a_terminal_shows_a_bar_of_tqdm_as_text(monkeypatch, tmp_path):
+def test_a_terminal_shows_a_bar_of_tqdm_in_its_line(monkeypatch, tmp_path):
     def worker(rank, world_size, go):
         from tqdm import tqdm
 

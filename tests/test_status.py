@@ -78,7 +78,7 @@ def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_ranks_that_were_killed_or_are_unreadable_raise_nothing(monkeypatch, pool):
+def test_ranks_that_were_killed_or_are_unreadable_are_shown_as_far_as_is_known(monkeypatch, pool):
     first, second = map(psutil.Process, pool.run(pid))
     first.kill()
     wait_until(lambda: last().ranks[0].state == "ended", 100, "rank 0 was killed")
@@ -137,7 +137,7 @@ def test_ranks_that_no_run_has_used_for_a_while_end_and_the_next_run_starts_new_
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_ranks_were_used_hold_names_or_are_together_and_end_all_the_same(monkeypatch):
+def test_ranks_that_were_used_or_hold_names_or_must_end_together_are_kept(monkeypatch):
     with kit.WorkerPool(1) as pool:
         processes = pool._processes
         pool.run(pid, world_size=4)
@@ -176,7 +176,7 @@ def test_a_rank_gives_back_the_memory_of_a_training_step():
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_loop_looks_although_an_earlier_one_was_closed(monkeypatch):
+def test_unused_ranks_end_in_a_loop_after_one_that_was_closed(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
         in_loop(lambda: pool.run(pid), lambda: True)  # closed long before UNUSED is over
@@ -200,7 +200,7 @@ def test_ranks_are_kept_for_names_only_as_long_as_they_have_any(monkeypatch):
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_nobody_looks_in_a_script_or_during_a_run(monkeypatch):
+def test_unused_ranks_stay_in_a_script_and_during_a_run(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
         pool.run(pid)

@@ -122,7 +122,7 @@ def test_the_live_view_moves_while_a_run_lasts_and_goes_with_it(open_notebook, s
     assert document.shown(1).strip() == printed.strip()
 
 
-def test_a_restart_or_the_stop_button_leaves_a_stuck_rank(open_notebook):
+def test_a_restart_and_the_stop_button_end_stuck_ranks(open_notebook):
     document = open_notebook(lab.stuck_notebook())
     stuck = lab.get_stuck(document)
     old = document.cell(2).get_by_text(STALE)

@@ -155,7 +155,7 @@ def test_a_learner_zooms_hovers_and_marks_a_collective(open_notebook, server):
     assert "all_reduce on rank 3" in timeline.hover(3, sum(waits[3]) / 2)
 
 
-def test_a_hundred_thousand_events_take_long_to_draw(open_notebook):
+def test_a_hundred_thousand_events_are_drawn_in_little_time(open_notebook):
     document = open_notebook(lab.notebook(MANY))
     document.run()
     timeline = Timeline(document.page)
@@ -222,7 +222,7 @@ def test_keys_do_what_the_pointer_does(open_page):
     assert timeline.marked == ("", "")
 
 
-def test_what_never_was_is_named(open_page):
+def test_what_never_came_is_named(open_page):
     timeline = open_page(traces.broken(3))
     assert "never sent" in timeline.hover(0, 1.6e6)
     timeline.click(2, 2e6)
@@ -245,7 +245,7 @@ def test_events_that_are_too_close_are_counted_and_a_click_parts_them(open_page)
 @pytest.mark.parametrize(
     "also", ["", "; --jp-layout-color0: white", "; --jp-ui-font-color1: black"]
 )
-def test_a_dark_and_narrow_page_of_vs_code(open_page, also):
+def test_a_timeline_wears_the_colours_of_a_dark_and_narrow_page_of_vs_code(open_page, also):
     # Its Jupyter extension sets --jp- colours, too, but in high contrast leaves one of them white.
     colors = "--vscode-editor-background: #1e1e1e; --vscode-editor-foreground: #d4d4d4"
     timeline = open_page(traces.pipeline(3), f"width: 320px; {colors}{also}")
