@@ -49,7 +49,7 @@ def test_an_order_that_is(wrong, words):
     assert text.endswith(' (B3 is short for ("B", 3).)')
 
 
-@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"]])
+@pytest.mark.parametrize("value", [7, ["F0", "B0"]])
 def test_what_is_no_order(value):
     text = error_text(kit.check.exercise_17_1, lambda rank, p, m: value)
     assert 'Return a list of ("F", i) and ("B", i)' in text or "some are missing" in text
@@ -173,7 +173,7 @@ def test_a_long_order_shows_the_first_difference():
     assert text.endswith(' (2B3 is short for ("B", 3, 2).)')
 
 
-@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"], [("F", 0)] * 16])
+@pytest.mark.parametrize("value", [7, [("F", 0)] * 16])
 def test_what_is_no_interleaved_order(value):
     text = error_text(kit.check.exercise_17_4, lambda rank, p, v, m: value)
     assert "in each stage" in text or "Make the list of the backwards" in text
