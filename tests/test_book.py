@@ -46,7 +46,7 @@ def markdown(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("parts", [ALL, GRADED], ids=["all", "without solutions"])
-def test_a_notebook_is_missing_or_not_in_the_contents(parts):
+def test_each_notebook_is_a_page_and_in_the_contents(parts):
     found = pages(*parts)
     committed = {path.relative_to(ROOT).as_posix() for path in all_notebooks()}
     wanted = {name for name in committed if "solutions" in parts or "/solutions/" not in name}
@@ -63,7 +63,7 @@ def test_a_notebook_is_missing_or_not_in_the_contents(parts):
 
 
 @pytest.mark.parametrize("parts", [ALL, GRADED], ids=["all", "without solutions"])
-def test_a_link_leads_to_no_page_and_to_no_file(parts):
+def test_each_link_leads_to_a_page_or_a_file(parts):
     found = pages(*parts)
     known = set(found) | build.linked_files(found)
     links = [
@@ -76,7 +76,7 @@ def test_a_link_leads_to_no_page_and_to_no_file(parts):
 
 
 @pytest.mark.parametrize("parts", [ALL, GRADED], ids=["all", "without solutions"])
-def test_an_old_name_leads_nowhere_or_hides_a_page(parts):
+def test_an_old_name_leads_to_the_new_page(parts):
     found = build.redirects(parts)
     assert {posixpath.basename(name) for name in found} == {f"{old}.html" for old in build.MOVED}
     for name, text in found.items():
@@ -86,7 +86,7 @@ def test_an_old_name_leads_nowhere_or_hides_a_page(parts):
         assert f"{posixpath.splitext(name)[0]}.ipynb" not in pages(*parts)
 
 
-def test_a_page_has_no_minutes_or_its_notebook_cannot_be_downloaded():
+def test_a_page_says_its_minutes_and_offers_its_notebook():
     readme = (ROOT / "README.md").read_text("utf-8")
     row = re.compile(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", re.MULTILINE)
     lessons = {name: f"{minutes} minutes" for name, minutes in row.findall(readme)}
@@ -103,7 +103,7 @@ def test_a_page_has_no_minutes_or_its_notebook_cannot_be_downloaded():
     assert all(re.fullmatch(r"\d+ minutes", said) for said in exercises.values())
 
 
-def test_a_picture_comes_without_words():
+def test_each_picture_comes_with_words():
     pictures = 0
     for path in build.notebooks(ALL):
         for cell in json.loads(path.read_text("utf-8"))["cells"]:
@@ -115,13 +115,13 @@ def test_a_picture_comes_without_words():
     assert pictures > 100
 
 
-def test_a_solution_can_be_found_by_the_search():
+def test_the_search_finds_no_solution():
     for path in build.part("solutions"):
         assert build.page(path, ALL)["metadata"]["nosearch"] is True
     assert "nosearch" not in build.page(build.lessons()[0], ALL)["metadata"]
 
 
-def test_the_site_is_built_with_other_versions_than_tested():
+def test_the_site_is_built_with_exact_versions():
     lines = (ROOT / "docs" / "requirements.txt").read_text("utf-8").splitlines()
     for line in lines:
         if line and not line.startswith("#"):
@@ -129,7 +129,7 @@ def test_the_site_is_built_with_other_versions_than_tested():
             assert specifier.operator == "==", line
 
 
-def test_publishing_needs_a_secret_or_builds_something_else():
+def test_publishing_builds_the_book_without_a_secret():
     text = (ROOT / ".github" / "workflows" / "book.yml").read_text("utf-8")
     assert "secrets." not in text
     (job,) = yaml.safe_load(text)["jobs"].values()

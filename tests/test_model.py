@@ -115,38 +115,30 @@ def complete(held):
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_a_chunked_ring_differs_from_messages_sent_one_by_one(n):
-    rounds = ring_rounds(range(n), [[i] for i in range(n)])
-    seconds, held = send_all(n, n, 840, rounds)
+@pytest.mark.parametrize("cost", ALL_REDUCES[1:], ids=NAMES[1:])
+def test_an_all_reduce_costs_its_messages_sent_one_by_one(cost, n):
+    pieces, rounds = {
+        model.chunked_ring: (n, ring_rounds(range(n), [[i] for i in range(n)])),
+        model.tree: (n, tree_rounds(n)),
+        model.halving_doubling: (2 ** (n.bit_length() - 1), halving_rounds(n)),
+    }[cost]
+    rounds = list(rounds)
+    seconds, held = send_all(n, pieces, 840, rounds)
     assert complete(held)
-    assert model.chunked_ring(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
+    assert cost(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
+    assert [many for many, _ in model.rounds(cost, n, 840)] == [len(sent) for sent in rounds]
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_a_naive_ring_differs_from_messages_sent_one_by_one(n):
+def test_a_naive_ring_costs_its_messages_sent_one_by_one(n):
     rounds = [[(r, (r + 1) % n, [(r - s) % n], "copy") for r in range(n)] for s in range(n - 1)]
     seconds, held = send_all(n, n, n * 840, rounds)  # a piece: what one rank brought
     assert all(held[rank][piece] == {piece} for rank in range(n) for piece in range(n))
     assert model.naive_ring(n, 840, 0.3, 0.01) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_a_tree_differs_from_messages_sent_one_by_one(n):
-    seconds, held = send_all(n, n, 840, tree_rounds(n))
-    assert complete(held)
-    assert model.tree(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_halving_and_doubling_differs_from_messages_sent_one_by_one(n):
-    core = 2 ** (n.bit_length() - 1)
-    seconds, held = send_all(n, core, 840, halving_rounds(n))
-    assert complete(held)
-    assert model.halving_doubling(n, 840, 0.3, 0.01, GAMMA) == pytest.approx(seconds)
-
-
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (4, 1), (2, 2), (3, 2), (2, 5), (4, 8)])
-def test_two_levels_differ_from_messages_sent_one_by_one(hosts, per_host):
+def test_two_levels_cost_their_messages_sent_one_by_one(hosts, per_host):
     slow, n = Link(2.0, 0.1), hosts * per_host
 
     def link(src, dst):
@@ -160,9 +152,7 @@ def test_two_levels_differ_from_messages_sent_one_by_one(hosts, per_host):
 
 @pytest.mark.parametrize("near_first", [False, True])
 @pytest.mark.parametrize(("n", "per_host"), [(2, 1), (4, 2), (8, 8), (16, 4), (32, 8)])
-def test_halving_and_doubling_on_hosts_differs_from_messages_sent_one_by_one(
-    n, per_host, near_first
-):
+def test_halving_and_doubling_on_hosts_costs_its_messages_sent_one_by_one(n, per_host, near_first):
     slow = Link(2.0, 0.1)
 
     def link(src, dst):
@@ -177,23 +167,12 @@ def test_halving_and_doubling_on_hosts_differs_from_messages_sent_one_by_one(
 
 @pytest.mark.parametrize("n", RANKS)
 @every_cost
-def test_rounds_with_a_core_for_each_rank_differ_from_the_formula(cost, n):
+def test_rounds_with_a_core_for_each_rank_cost_what_the_formula_says(cost, n):
     alone = model.on_cores(cost, n, 840, 0.3, 0.01, cores=n)
     assert alone == pytest.approx(cost(n, 840, 0.3, 0.01))
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_rounds_differ_from_messages_sent_one_by_one(n):
-    for cost, schedule in (
-        (model.chunked_ring, list(ring_rounds(range(n), [[i] for i in range(n)]))),
-        (model.tree, list(tree_rounds(n))),
-        (model.halving_doubling, list(halving_rounds(n))),
-    ):
-        counted = [many for many, _ in model.rounds(cost, n, 840)]
-        assert counted == [len(messages) for messages in schedule]
-
-
-def test_ranks_that_share_cores_do_not_take_turns():
+def test_ranks_that_share_cores_take_turns():
     on_two = partial(model.on_cores, alpha=1, beta=0, cores=2)
     assert on_two(model.chunked_ring, 2, 0) == 2
     assert on_two(model.chunked_ring, 8, 0) == 14 * 8 / 2
@@ -220,7 +199,7 @@ def test_ranks_that_share_cores_do_not_take_turns():
         (model.halving_doubling, 5, 60 + 3 / 2 * 800 + 2 * 800),
     ],
 )
-def test_a_formula_differs_from_its_value_by_hand(cost, n, seconds):
+def test_formulas_are_worked_out_by_hand(cost, n, seconds):
     assert cost(n, 400, alpha=10, beta=2) == pytest.approx(seconds)
 
 
@@ -233,45 +212,12 @@ def test_a_formula_differs_from_its_value_by_hand(cost, n, seconds):
         (model.halving_doubling, 200 + 100),
     ],
 )
-def test_gamma_counts_bytes_that_are_not_added(cost, bytes_added):
+def test_gamma_counts_bytes_that_are_added(cost, bytes_added):
     assert cost(4, 400, 0, 0, gamma=1) == pytest.approx(bytes_added)
     assert model.two_level(4, 400, 2, Link(0, 0), Link(0, 0), gamma=1) == 200 + 100
 
 
-@every_cost
-def test_one_rank_pays_for_nothing(cost):
-    assert cost(1, 1e9, 1, 1, 1) == 0
-
-
-@every_cost
-def test_more_bytes_are_cheaper(cost):
-    for n in RANKS[1:]:
-        assert cost(n, 2000, 1, 1) > cost(n, 1000, 1, 1)
-
-
-@pytest.mark.parametrize("cost", ALL_REDUCES[:3], ids=NAMES[:3])
-def test_more_ranks_are_cheaper(cost):
-    times = [cost(n, 1000, 1, 1) for n in range(1, 70)]
-    assert times == sorted(times)
-
-
-def test_halving_and_doubling_gets_cheaper_with_ranks_or_charges_leftover_ranks_wrongly():
-    times = [model.halving_doubling(2**level, 1000, 1, 1) for level in range(13)]
-    assert times == sorted(times)
-    for n in (3, 5, 6, 7, 4097):
-        core = 2 ** (n.bit_length() - 1)
-        partners = 2 * (1 + 1000)
-        assert model.halving_doubling(n, 1000, 1, 1) == pytest.approx(
-            model.halving_doubling(core, 1000, 1, 1) + partners
-        )
-
-
-def test_many_ranks_send_more_than_twice_the_tensor():
-    for cost in (model.chunked_ring, model.halving_doubling):
-        assert 0.999 * 2000 < cost(4096, 1000, 0, 1) < 2000
-
-
-def test_two_levels_of_one_differ_from_a_plain_ring():
+def test_two_levels_of_one_cost_a_plain_ring():
     fast, slow = Link(1, 0.1), Link(10, 1)
     assert model.two_level(6, 600, 1, fast, slow) == model.chunked_ring(6, 600, 10, 1)
     for per_host in (6, 8):
@@ -290,9 +236,7 @@ def test_two_levels_of_one_differ_from_a_plain_ring():
         (4, 8, False, 2 * (1 + 20) + 2 * (1 + 10)),
     ],
 )
-def test_halving_and_doubling_pays_for_links_that_it_shares_in_another_way(
-    n, per_host, near_first, seconds
-):
+def test_halving_and_doubling_pays_for_links_that_it_shares(n, per_host, near_first, seconds):
     found = model.halving_doubling_on_hosts(n, 400, per_host, Link(1, 0.1), Link(10, 1), near_first)
     assert found == pytest.approx(seconds)
 
@@ -307,39 +251,20 @@ def test_a_hierarchy_loses_against_ranks_that_all_send_their_halves_away():
     assert far == pytest.approx(16.8e-3, rel=0.01)
 
 
-def test_two_levels_do_not_save_latency_between_hosts():
-    fast, slow = Link(1, 0), Link(100, 0)
-    assert model.two_level(32, 0, 8, fast, slow) == 2 * 7 * 1 + 2 * 3 * 100
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: model.tree(0, 1, 1, 1), "n must be a whole number of at least 1, got 0"),
         (lambda: model.tree(2.0, 1, 1, 1), "n must be a whole number of at least 1, got 2.0"),
         (lambda: model.naive_ring(2, -1, 1, 1), "nbytes must be a number of at least 0, got -1"),
-        (lambda: model.chunked_ring(2, 1, -1, 1), "alpha must be a number of at least 0, got -1"),
         (lambda: model.tree(2, 1, 1, "x"), "beta must be a number of at least 0, got 'x'"),
-        (
-            lambda: model.halving_doubling(2, 1, 1, 1, float("nan")),
-            "gamma must be a number of at least 0, got nan",
-        ),
         (lambda: Link(1, float("inf")), "beta must be a number of at least 0, got inf"),
         (
             lambda: model.two_level(6, 1, 4, LINK, LINK),
             "n must be a multiple of per_host=4, got 6",
         ),
         (
-            lambda: model.two_level(4, 1, 0, LINK, LINK),
-            "per_host must be a whole number of at least 1, got 0",
-        ),
-        (
             lambda: model.halving_doubling_on_hosts(6, 1, 2, LINK, LINK),
             "n and per_host must be powers of two, got 6 and 2",
-        ),
-        (
-            lambda: model.on_cores(model.tree, 2, 1, 1, 1, cores=0),
-            "cores must be a whole number of at least 1, got 0",
         ),
         (
             lambda: model.rounds("ring", 2, 1),
@@ -348,16 +273,8 @@ def test_two_levels_do_not_save_latency_between_hosts():
         ),
         (lambda: model.buckets(8, 0), "bucket_cap_mb must be more than 0"),
         (
-            lambda: model.ddp_step(2, [1, -2], 1, 1, lambda n, size: 0),
-            "bucket must be a number of at least 0, got -2",
-        ),
-        (
             lambda: model.ddp_step(2, [1, 2], 1, 1, lambda n, size: 0, [1.0]),
             "ready must hold 2 shares from 0 to 1, got [1.0]",
-        ),
-        (
-            lambda: model.ddp_step(2, [1], 1, 1, lambda n, size: 0, [1.5]),
-            "ready must hold 1 shares from 0 to 1, got [1.5]",
         ),
         (lambda: model.fit([(4, 1), (4, 2)]), "a line needs at least two sizes, got [4]"),
         (
@@ -367,7 +284,7 @@ def test_two_levels_do_not_save_latency_between_hosts():
         (lambda: model.fit([(4, 1), (8, 0)]), "a measured time must be more than 0, got 0"),
     ],
 )
-def test_bad_input_returns_a_number(call, message):
+def test_bad_input_is_refused_in_a_sentence(call, message):
     with pytest.raises(ModelError) as caught:
         call()
     assert str(caught.value) == message
@@ -398,12 +315,12 @@ def per_byte(n, nbytes):
         ([], 1, []),
     ],
 )
-def test_buckets_lose_bytes_or_are_cut_elsewhere(nbytes, bucket_cap_mb, sizes):
+def test_buckets_are_worked_out_by_hand(nbytes, bucket_cap_mb, sizes):
     assert model.buckets(nbytes, bucket_cap_mb) == sizes
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 25, 1, 0.5])
-def test_buckets_differ_from_those_of_ddp(bucket_cap_mb):
+def test_buckets_are_those_of_ddp(bucket_cap_mb):
     def of_ddp(rank, world_size):
         layers = [nn.Linear(300, 300) for _ in range(9)]
         module = nn.Sequential(*layers, nn.Linear(300, 3_000))
@@ -446,16 +363,11 @@ def test_buckets_differ_from_those_of_ddp(bucket_cap_mb):
         ([1, 2, 3], 8, [1, 1, 1], 2 + 8 + 6),  # no overlap
     ],
 )
-def test_a_step_differs_from_its_value_by_hand(buckets, backward, ready, seconds):
+def test_a_step_is_worked_out_by_hand(buckets, backward, ready, seconds):
     assert model.ddp_step(4, buckets, 2, backward, per_byte, ready) == pytest.approx(seconds)
 
 
-def test_a_step_of_one_rank_waits_for_somebody():
-    cost = partial(model.chunked_ring, alpha=1, beta=1)
-    assert model.ddp_step(1, [100, 100], 2, 3, cost) == 5
-
-
-def test_overlap_costs_time_or_wins_more_than_there_is():
+def test_overlap_saves_at_most_what_there_is():
     for n in RANKS:
         for cap in (None, 0.1, 1, 25, 1000):
             buckets = model.buckets(1e8, cap)
@@ -471,19 +383,19 @@ def test_overlap_costs_time_or_wins_more_than_there_is():
 # ---- alpha and beta out of times
 
 
-def test_a_line_is_not_found_in_points_that_lie_on_it():
+def test_the_fit_finds_a_line_in_points_that_lie_on_it():
     alpha, beta = model.fit([(n, 5e-5 + 2e-9 * n) for n in (4, 1_000, 256_000, 64_000_000)])
     assert alpha == pytest.approx(5e-5, rel=1e-6)
     assert beta == pytest.approx(2e-9, rel=1e-6)
 
 
-def test_large_messages_drown_small_ones_in_the_fit():
+def test_small_messages_count_in_the_fit_as_large_ones_do():
     sizes = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)
     points = [(n, (1.1 if n > 1e6 else 1) * (5e-5 + 2e-9 * n)) for n in sizes]
     assert model.fit(points)[0] == pytest.approx(5e-5, rel=0.02)
 
 
-def test_half_and_twice_the_time_are_not_equally_wrong_in_the_fit():
+def test_half_and_twice_the_time_are_equally_wrong_in_the_fit():
     sizes = (4, 64, 1_000, 16_000, 256_000, 4_000_000, 64_000_000)
     noise = (0.25, 4, 1, 1, 1, 0.5, 2)
     points = [(n, up * (5e-5 + 2e-9 * n)) for n, up in zip(sizes, noise, strict=True)]
@@ -496,7 +408,7 @@ def test_half_and_twice_the_time_are_not_equally_wrong_in_the_fit():
         assert sum(miss**2 for miss in other) > by_hand
 
 
-def test_a_latency_or_a_time_a_byte_is_negative():
+def test_no_latency_and_no_time_a_byte_is_negative():
     alpha, beta = model.fit([(4, 1e-3), (4_000, 0.5e-3)])
     assert alpha > 0
     assert beta == 0
@@ -506,7 +418,7 @@ def test_a_latency_or_a_time_a_byte_is_negative():
 
 
 @every_cost
-def test_a_link_is_not_found_in_times_of_its_own(cost):
+def test_a_link_is_found_in_times_of_its_own(cost):
     points = [(n, size, cost(n, size, 5e-5, 2e-9)) for n in (2, 4) for size in (1e3, 1e6)]
     link = model.fit_link(points, cost)
     assert link.alpha == pytest.approx(5e-5)
@@ -514,7 +426,7 @@ def test_a_link_is_not_found_in_times_of_its_own(cost):
     assert model.fit_link([*points, (1, 1e3, 5e-6)], cost) == link  # one rank sends nothing
 
 
-def test_the_model_loads_torch_or_another_package():
+def test_the_model_loads_math_alone():
     for path in Path(model.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):

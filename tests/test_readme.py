@@ -53,7 +53,7 @@ def test_the_picture_is_the_one_the_kit_draws():
     assert PICTURE.read_bytes() == kit.plot.ring(kit.run(ring_allreduce.watch))._repr_png_()
 
 
-def test_the_moving_picture_is_still_or_takes_long_to_load():
+def test_the_moving_picture_moves_and_is_small():
     moving = ROOT / re.search(r"!\[.+\]\((.+\.gif)\)\n\n## Start", README)[1]
     assert moving.stat().st_size < 2e6
     assert Image.open(moving).n_frames > 5
@@ -67,7 +67,7 @@ def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
         assert (ROOT / link).exists(), link
 
 
-def test_a_lesson_and_the_table_name_different_minutes():
+def test_the_table_has_the_minutes_of_each_lesson():
     rows = re.findall(r"^\| \[\w+\]\((notebooks/\w+\.ipynb)\) \| (\d+) \|", README, re.MULTILINE)
     lessons = (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")
     assert sorted(path for path, _ in rows) == sorted(f"notebooks/{path.name}" for path in lessons)
@@ -77,14 +77,14 @@ def test_a_lesson_and_the_table_name_different_minutes():
         assert {"Thirty": "30", "Forty": "40"}.get(said, said) == minutes, path
 
 
-def test_contributing_names_a_file_or_folder_that_does_not_exist():
+def test_each_file_and_folder_that_contributing_names_exists():
     paths = re.findall(r"[\w./]+\.py\b|`(?:ddp_kit|pool|notebooks|tests)/[\w/]*`", CONTRIBUTING)
     named = {path.strip("`") for path in paths if "NAME" not in path}
     assert len(named) > 20
     assert not {n for n in named if not any((top / n).exists() for top in (ROOT, ROOT / "ddp_kit"))}
 
 
-def test_contributing_leaves_a_folder_or_module_out_of_its_map():
+def test_the_map_of_contributing_has_each_folder_and_module():
     package = ROOT / "ddp_kit"
     folders = {f"`ddp_kit/{file.parent.name}/`" for file in package.glob("*/__init__.py")}
     modules = {f"`ddp_kit/{file.name}`" for file in package.glob("[!_]*.py")}

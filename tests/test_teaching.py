@@ -92,25 +92,25 @@ def modules() -> dict[Path, list[str]]:
     return found
 
 
-def test_an_exercise_is_missing_or_without_a_mistake():
+def test_each_exercise_is_there_with_a_mistake():
     assert list(rows()) == EXERCISES
     assert [number for number, found in rows().items() if not found] == []
 
 
-def test_a_notebook_is_missing():
+def test_each_lesson_is_linked():
     lessons = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     linked = set(re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", GUIDE))
     assert lessons == sorted(linked)
 
 
-def test_a_lesson_has_other_minutes_than_in_the_readme():
+def test_lessons_have_the_minutes_of_the_readme():
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", readme, re.MULTILINE)
     said = [(name.removesuffix(".ipynb"), took) for name, took in LESSON.findall(GUIDE)]
     assert sorted(said) == sorted(table)
 
 
-def test_exercises_have_other_minutes_than_their_missing_lines_suggest():
+def test_exercises_have_the_minutes_that_their_missing_lines_suggest():
     for name, each in minutes().items():
         text = (ROOT / "notebooks" / "exercises" / name).read_text("utf-8")
         first = "".join(json.loads(text)["cells"][0]["source"])
@@ -121,7 +121,7 @@ def test_exercises_have_other_minutes_than_their_missing_lines_suggest():
     assert sorted(number for each in minutes().values() for number in each) == sorted(EXERCISES)
 
 
-def test_a_session_is_longer_than_it_may_be_or_has_other_minutes_than_its_notebooks():
+def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
     known = {number: took for each in minutes().values() for number, took in each.items()}
     planned = 0
     for plan in re.findall(r"^\| session \|.*?\n\n", GUIDE, re.MULTILINE | re.DOTALL):
@@ -146,14 +146,14 @@ def between(first: str, last: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
-def test_a_hint_of_a_check_is_not_in_the_guide(path):
+def test_each_hint_of_a_check_is_in_the_guide(path):
     quoted = [hint for number in EXERCISES for _, hint in rows()[number]]
     sentences = hints(path.read_text("utf-8"))
     missing = [text for text, one in sentences.items() if not any(map(one.search, quoted))]
     assert missing == []
 
 
-def test_a_hint_of_the_guide_is_in_no_check():
+def test_each_hint_of_the_guide_is_in_a_check():
     texts = [path.read_text("utf-8") for path in (ROOT / "ddp_kit" / "check").glob("*.py")]
     patterns = [pattern for text in texts for pattern in hints(text).values()]
     invented = []
@@ -164,7 +164,7 @@ def test_a_hint_of_the_guide_is_in_no_check():
     assert invented == []
 
 
-def test_a_question_names_no_lesson_or_has_no_answer():
+def test_each_question_names_its_lesson_and_has_an_answer():
     section = GUIDE.split("## Questions for an exam\n")[1].split("\n## ")[0]
     questions = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
     assert len(questions) >= 30

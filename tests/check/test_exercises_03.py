@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from answers import error_text
@@ -20,78 +21,79 @@ def digits_of_all(digits):
     return total
 
 
-def test_the_plain_mean_counts_every_rank_alike():
-    def average_weighted(model, digits):
-        for gradient in gradients(model):
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+def each_gradient(change):
+    """Return an answer to 3.1; change: what it does with a gradient, of digits, of total."""
 
-    text = error_text(kit.check.exercise_3_1, average_weighted)
+    def average_weighted(model, digits):
+        total = digits_of_all(digits)
+        for gradient in gradients(model):
+            change(gradient, digits, total)
+
+    return average_weighted
+
+
+def summed(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def by_rank_0(gradient, digits, total):
+    gradient *= digits / total
+    dist.reduce(gradient, dst=0)
+    dist.broadcast(gradient, src=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda gradient, digits, total: summed(gradient).div_(dist.get_world_size()),
+            "That is the plain mean: it counts every rank alike. Weigh each gradient",
+        ),
+        (
+            lambda gradient, digits, total: summed(gradient),
+            "That is the sum: it counts every rank alike. Weigh each gradient",
+        ),
+        (
+            lambda gradient, digits, total: summed(gradient.mul_(digits)),
+            "That is 4 times the mean: divide by the number of digits of all ranks.",
+        ),
+        (
+            lambda gradient, digits, total: summed(
+                gradient.mul_(digits / total / dist.get_world_size())
+            ),
+            "add up to 1: do not divide by the world size as well.",
+        ),
+        (
+            lambda gradient, digits, total: gradient.mul_(digits / total),
+            "has its own part of the mean: add them up with all_reduce.",
+        ),
+        (lambda gradient, digits, total: None, "Each rank still has its own gradient."),
+        (
+            lambda gradient, digits, total: summed(gradient).mul_(digits / total),
+            "is the sum of digits / total * gradient over the ranks.",
+        ),
+        (by_rank_0, "on 2 ranks: right, but reduce was called\nOne all_reduce for each"),
+        (
+            lambda gradient, digits, total: gradient.copy_(
+                summed(gradient.double() * digits / total)
+            ),
+            "right, but 108 bytes were sent in all_reduces by rank 0 where 60 would be enough",
+        ),
+        (
+            lambda gradient, digits, total: ring_allreduce.chunked_ring(
+                gradient.mul_(digits / total)
+            ),
+            "on 2 ranks: right, but it sends messages\nOne all_reduce for each",
+        ),
+    ],
+)
+def test_a_weighted_mean_that_is(change, words):
+    text = error_text(kit.check.exercise_3_1, each_gradient(change))
     assert text.startswith(
-        "exercise 3.1, average_weighted(model, digits) with 1 and 3 digits on 2 ranks: wrong result"
+        "exercise 3.1, average_weighted(model, digits) with 1 and 3 digits on 2 ranks: "
     )
-    assert "rank 1 should hold [105, 106, 107, 108, 109, 110] in 0.weight.grad but holds [90," in (
-        text
-    )
-    assert "\nThat is the plain mean: it counts every rank alike. Weigh each gradient" in text
-
-
-def test_the_plain_sum_counts_every_rank_alike():
-    def average_weighted(model, digits):
-        for gradient in gradients(model):
-            dist.all_reduce(gradient)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "with 1 and 3 digits on 2 ranks: wrong result\n" in text
-    assert "\nThat is the sum: it counts every rank alike. Weigh each gradient" in text
-
-
-def test_a_weighted_sum_that_is_not_divided():
-    def average_weighted(model, digits):
-        for gradient in gradients(model):
-            gradient *= digits
-            dist.all_reduce(gradient)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "with 1 and 3 digits on 2 ranks: wrong result\n" in text
-    assert text.endswith("That is 4 times the mean: divide by the number of digits of all ranks.")
-
-
-def test_a_weighted_mean_that_is_divided_by_the_world_size_too():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            gradient *= digits / total / dist.get_world_size()
-            dist.all_reduce(gradient)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert text.endswith("add up to 1: do not divide by the world size as well.")
-
-
-def test_parts_of_the_mean_that_nobody_adds_up():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            gradient *= digits / total
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert text.endswith("has its own part of the mean: add them up with all_reduce.")
-
-
-def test_gradients_that_are_left_alone():
-    text = error_text(kit.check.exercise_3_1, lambda model, digits: None)
-    assert "\nEach rank still has its own gradient." in text
-
-
-def test_a_weight_after_the_sum_is_too_late():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            dist.all_reduce(gradient)
-            gradient *= digits / total
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert text.endswith("is the sum of digits / total * gradient over the ranks.")
+    assert words in text
 
 
 def test_a_mean_that_ends_at_a_frozen_layer():
@@ -138,32 +140,6 @@ def test_a_mean_of_the_parameters_too():
     assert "the gradients are right, but rank 0 changed 0.weight\n" in text
 
 
-def test_a_mean_by_reduce_and_broadcast():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            gradient *= digits / total
-            dist.reduce(gradient, dst=0)
-            dist.broadcast(gradient, src=0)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "on 2 ranks: right, but reduce was called\nOne all_reduce for each" in text
-
-
-def test_a_mean_that_moves_twice_the_bytes():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            wide = gradient.double() * digits / total
-            dist.all_reduce(wide)
-            gradient.copy_(wide)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "right, but 108 bytes were sent in all_reduces by rank 0 where 60 would be enough" in (
-        text
-    )
-
-
 def test_digits_that_are_counted_again_for_each_gradient():
     def average_weighted(model, digits):
         for gradient in gradients(model):
@@ -189,17 +165,6 @@ def test_a_mean_that_nobody_waits_for(capsys):
     )
     assert "never waited for all_reduce, which may still be in flight; keep what it returns" in text
     assert capsys.readouterr().out == ""  # reported once
-
-
-def test_a_mean_by_messages():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            gradient *= digits / total
-            ring_allreduce.chunked_ring(gradient)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "on 2 ranks: right, but it sends messages\nOne all_reduce for each" in text
 
 
 def test_one_flat_mean_is_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):

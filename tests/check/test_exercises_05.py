@@ -27,12 +27,9 @@ def placing(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"number": "RANK"}, "gpus=2), 2 hosts on 4 ranks: wrong result\nrank 2 should return"),
         ({"number": "RANK"}, "RANK counts the ranks of all hosts. Choose the GPU by LOCAL_RANK."),
-        ({"ranks": None}, "gpus=1), 2 hosts on 4 ranks: wrong result\nrank 0 should return ('cpu'"),
         ({"ranks": None}, "nccl needs a GPU for each rank: compare gpus with LOCAL_WORLD_SIZE."),
         ({"ranks": "WORLD_SIZE"}, "There is a GPU for each rank on this host"),
-        ({"alone": False}, "place({}, gpus=2) on 1 rank: it raised an error"),
         ({"alone": False}, "a process alone has none of them."),
         ({"convert": False}, "The values in environ are strings"),
         ({"parts": 1}, 'Return two strings: the device, such as "cuda:1", and the backend.'),
@@ -51,11 +48,6 @@ def test_a_place_of_a_process_that_expects_company():
     text = error_text(kit.check.exercise_5_1, place)
     assert "place({}, gpus=2) on 1 rank: wrong result\nrank 0 should return ('cuda:0', " in text
     assert text.endswith("it is the only rank on its host.")
-
-
-def test_a_place_is_right(capsys):
-    kit.check.exercise_5_1(placing())
-    assert capsys.readouterr().out.startswith("Exercise 5.1: right on one host and on two")
 
 
 def test_a_device_may_be_a_torch_device():
@@ -82,9 +74,7 @@ def sharing(ranks="LOCAL_WORLD_SIZE", least=1, divide=int.__floordiv__, sets=Tru
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"sets": False}, "rank 0 should have 4 threads but has 7\n"),
         ({"sets": False}, "The number of threads did not change: call torch.set_num_threads."),
-        ({"ranks": "WORLD_SIZE"}, "2 hosts on 4 ranks: wrong result\nrank 0 should have 4 threads"),
         ({"ranks": "WORLD_SIZE"}, "LOCAL_WORLD_SIZE of them share cores."),
         ({"ranks": None}, "All 2 ranks of a host take all of its cores, so it is oversubscribed."),
         ({"least": 0}, "share_cores(environ, cores=4), 1 host on 5 ranks: it raised an error"),

@@ -125,7 +125,6 @@ def calling(waits=True, catches=RuntimeError, sleeps=False, present=False):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"waits": False}, "where all came on 2 ranks: wrong result\n"),
         (
             {"waits": False},
             "\nSome ranks come late: first wait for all keys, for at most `seconds`",

@@ -74,18 +74,8 @@ def test_shards_that_are_cut_in_other_places():
     assert text.endswith("cut in other places: sizes[r] is the number for rank r.")
 
 
-def test_a_scatter_that_returns_nothing():
-    def scatter_batch(batch, sizes, width):
-        scattering()(batch, sizes, width)
-
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert text.endswith("Every rank returns its own shard, of shape (sizes[rank], width).")
-
-
-@pytest.mark.parametrize(
-    "value", [torch.tensor(5.0), torch.zeros(2), torch.zeros(0)], ids=["scalar", "vector", "empty"]
-)
-def test_shards_of_another_number_of_dimensions(value):
+@pytest.mark.parametrize("value", [None, torch.tensor(5.0), torch.zeros(2)])
+def test_a_scatter_that_returns_something_else(value):
     def scatter_batch(batch, sizes, width):
         scattering()(batch, sizes, width)
         return value
@@ -101,11 +91,6 @@ def test_shards_of_different_widths():
     text = error_text(kit.check.exercise_7_1, scatter_batch)
     assert "rank 0 should return [0, 1, 2, 3, 4, 5] but returns [0, 3] (float32 of shape" in text
     assert text.endswith("Every rank returns its own shard, of shape (sizes[rank], width).")
-
-
-def test_a_scatter_is_right(capsys):
-    kit.check.exercise_7_1(scattering())
-    assert capsys.readouterr().out.startswith("Exercise 7.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +122,3 @@ def test_a_part_that_is(part_of_loss, words):
     text = error_text(kit.check.exercise_7_2, part_of_loss)
     assert text.startswith("exercise 7.2, part_of_loss(outputs, targets, total) for shards of [2, ")
     assert words in text
-
-
-def test_a_part_is_right(capsys):
-    kit.check.exercise_7_2(lambda o, t, total: F.mse_loss(o, t, reduction="sum") / total)
-    assert capsys.readouterr().out.startswith("Exercise 7.2: right on 1, 2, 3, 4 and 5 ranks")

@@ -242,11 +242,6 @@ def test_accumulated_gradients_that_are(wrong, words):
     assert words in text
 
 
-def test_accumulated_gradients_are_right(capsys):
-    kit.check.exercise_8_3(accumulating())
-    assert capsys.readouterr().out.startswith("Exercise 8.3: right on 1, 2, 3, 4 and 5 ranks")
-
-
 def averaging(which="buffers", divide=True):
     """Return an answer to 8.4; each argument can make it wrong in one way."""
 
@@ -288,11 +283,6 @@ def test_statistics_with_changed_weights():
 
     text = error_text(kit.check.exercise_8_4, average_statistics)
     assert "in weight but holds [2, 2]\nParameters are equal already." in text
-
-
-def test_statistics_are_right(capsys):
-    kit.check.exercise_8_4(averaging())
-    assert capsys.readouterr().out.startswith("Exercise 8.4: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def saving(what=lambda model: model.module.state_dict(), who=(0,), wait=True, strict=True):
@@ -400,11 +390,6 @@ def test_a_checkpoint_that_nobody_writes():
     assert "there is no file at `path`\nRank 0 saves: torch.save(..., path)." in text
 
 
-def test_a_checkpoint_is_right(capsys):
-    kit.check.exercise_8_5(saving())
-    assert capsys.readouterr().out == "Exercise 8.5: right on 1, 2, 3, 4 and 5 ranks.\n"
-
-
 def own_ddp(
     hooked=lambda module: [p for p in module.parameters() if p.requires_grad],
     broadcast=lambda module: (*module.parameters(), *module.buffers()),
@@ -447,10 +432,6 @@ def by_every_name(module):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (
-            {"divide": False},
-            "in first.weight.grad after backward 1 but holds ",
-        ),
         ({"divide": False}, "\nThat is the sum. Divide it by the world size in place"),
         ({"waits": False}, "never waited for all_reduce, which may still be in flight; keep what"),
         (

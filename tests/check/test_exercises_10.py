@@ -31,10 +31,6 @@ def timing(together=True, op="MAX", warm_up=False, as_list=True):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (
-            {"together": False},
-            "rank 0 should return [21.0, 22.0, 23.0, 24.0] but returns [11.0, 22.0, 13.0, 24.0]\n",
-        ),
         ({"together": False}, "Each rank returns its own times."),
         ({"warm_up": True}, "The first round warms up. Leave it out."),
         ({"op": "SUM"}, "That is the sum over the ranks."),
@@ -46,11 +42,6 @@ def test_rounds_that_are(wrong, words):
     text = error_text(kit.check.exercise_10_1, timing(**wrong))
     assert text.startswith("exercise 10.1, slowest_rounds(operation, clock, rounds) on 2 ranks: ")
     assert words in text
-
-
-def test_rounds_are_right(capsys):
-    kit.check.exercise_10_1(timing())
-    assert capsys.readouterr().out.startswith("Exercise 10.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
@@ -69,7 +60,6 @@ def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"both": "nccl"}, "backend_for({'cpu', 'cuda'}, 1) on 1 rank: it returns 'nccl', which "),
         ({"both": "nccl"}, "which serves no tensors on the CPU\nnccl alone is for GPUs."),
         ({"cpu": "nccl"}, "serves no tensors on the CPU"),
         ({"cpu": "cpu:gloo,cuda:nccl"}, "which needs a GPU\nAll tensors are on the CPU: gloo is"),
@@ -78,15 +68,9 @@ def choosing(cpu="gloo", gpu="nccl", shared="gloo", both="cpu:gloo,cuda:nccl"):
         ({"both": "gloo"}, "Each rank has its own GPU: use nccl."),
         ({"both": "cpu:nccl,cuda:nccl"}, "nccl moves tensors of GPUs only."),
         ({"shared": "nccl"}, "but 2 ranks share a GPU\nnccl refuses a GPU that another rank has."),
-        ({"shared": "cpu:gloo,cuda:nccl"}, "but 2 ranks share a GPU"),
         ({"shared": "cuda:gloo"}, "({'cpu', 'cuda'}, 2) on 1 rank: it returns 'cuda:gloo', which"),
         ({"gpu": "NCLL"}, "it returns 'NCLL', which PyTorch does not know\nReturn a string"),
-        ({"gpu": "cuda:"}, "which PyTorch does not know"),
         ({"cpu": "mpi"}, "it returns 'mpi', which names mpi\nChoose gloo for the CPU, and nccl"),
-        ({"cpu": "cpu:gloo,cuda:mpi"}, "which names mpi"),
-        ({"gpu": "ucc"}, "which names ucc"),
-        ({"both": "fake"}, "which names fake"),
-        ({"both": "cpu:gloo,cuda:mpi"}, "which names mpi"),
         ({"shared": "cpu:ucc,cuda:gloo"}, "which names ucc"),
         ({"gpu": None}, "it returns None, which is not a string"),
     ],
@@ -145,10 +129,3 @@ def test_a_compressed_all_reduce_that_changes_the_dtype():
     text = error_text(kit.check.exercise_10_3, compressed_all_reduce)
     assert "(bfloat16 of shape (8,) instead of float32 of shape (8,))\n" in text
     assert "into the tensor, which stays float32." in text
-
-
-def test_a_compressed_all_reduce_is_right(capsys):
-    kit.check.exercise_10_3(compressing())
-    assert capsys.readouterr().out.startswith(
-        "Exercise 10.3: right on 1, 2, 3, 4 and 5 ranks, with"
-    )

@@ -1,4 +1,4 @@
-"""The graders of lesson 15: right answers pass, and wrong ones are explained."""
+"""Wrong answers to the exercises of lesson 15, and the errors that the learner gets."""
 
 from __future__ import annotations
 
@@ -62,19 +62,16 @@ def add(tensor, src):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"steps": 0}, "in parameter 0 after step 1 but holds [1, 2, 3, 4, 5, 6]\nrank 1"),
         ({"steps": 0}, "Nothing has changed: call the optimizer's step()."),
         ({"send": lambda tensor, src: None}, "own parameters and lacks the others': after"),
         ({"first": "send"}, "own parameters and lacks the others': after the optimizer's step,"),
         ({"src": lambda owner, rank: 0}, "All ranks have what rank 0 has, which has updated its"),
-        ({"src": lambda owner, rank: rank}, "calls do not match\n"),
         ({"src": lambda owner, rank: rank}, "All ranks must call the same broadcasts in the same"),
         ({"sent": lambda owner, rank: owner == rank}, "All ranks must call the same broadcasts in"),
         ({"sent": lambda owner, rank: rank == 0}, "All ranks must call the same broadcasts in the"),
         ({"send": add}, "That is the sum over the ranks. A broadcast copies what the owner has."),
         ({"scale": 2}, "with the gradients as they are: they are means already."),
         ({"anew": True}, "The second step began without the states of the first one."),
-        ({"mine": lambda owner, rank: True}, "rank 0 keeps 17 numbers as the optimizer's states "),
         ({"mine": lambda owner, rank: True}, "Give the optimizer only the parameters that this"),
     ],
 )
@@ -109,11 +106,6 @@ def test_a_step_that_does_not_wait():
 
     text = error_text(kit.check.exercise_15_1, maker(send=start))
     assert "some operations were started but never waited for" in text
-
-
-def test_a_step_is_right(capsys):
-    kit.check.exercise_15_1(maker())
-    assert capsys.readouterr().out.startswith("Exercise 15.1: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def averager(
@@ -174,7 +166,6 @@ def summed(gradient):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (averager(lambda g, rows: g), "4 rows) on 2 ranks: wrong result\nrank 0 should return [15"),
         (averager(lambda g, rows: g), "That is the sum over the ranks: divide by the number of"),
         (averager(lambda g, rows: g / 4), "That is divided by the number of ranks twice."),
         (averager(lambda g, rows: g / rows / 5), "Fill up with zeros, divide by the number of "),
@@ -184,7 +175,6 @@ def summed(gradient):
         (averager(place=lambda rank: 0, reduce="all"), "These are rows, but not the right ones."),
         (turned, "Rank r has 2 of them, from row 2r on, and the last ranks may have fewer."),
         (strided, "Rank r has 2 of them, from row 2r on, and the last ranks may have fewer."),
-        (averager(cut=False), "gradient of 5 rows) on 2 ranks: wrong result\nrank 1 should return"),
         (averager(cut=False), "The rows of zeros that fill up the last parts are no rows of the"),
         (
             averager(fill=False),
@@ -195,10 +185,6 @@ def summed(gradient):
             "gradient of 5 rows) on 2 ranks: it raised an error\nreduce_scatter needs parts",
         ),
         (averager(fill=False), "reduce_scatter needs parts of equal shape: append rows of zeros"),
-        (
-            averager(reduce="all"),
-            "right, but 32 bytes were sent by rank 0 where 16 would be enough",
-        ),
         (averager(reduce="all"), "An all_reduce sends twice as much."),
         (lambda gradient: None, "Fill up with zeros, divide by the number of ranks, pass this"),
     ],
@@ -312,12 +298,7 @@ def own(tensor):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (
-            with_rows_in(forward=True),
-            "as y but returns [68, 167, 266, 86, 212, 338, 104, 257, ...]",
-        ),
         (with_rows_in(forward=True), "y = x @ W.T needs all rows of W: gather(rows) returns them."),
-        (with_rows_in(backward=True), "it raised an error"),
         (with_rows_in(backward=True), "This rank's rows are not the whole weight: call gather(row"),
         (returning(to_x=mean), "That is the mean over the ranks. Each rank has its own x, so the"),
         (
@@ -356,11 +337,6 @@ def test_a_layer_with_another_fault_shows_it_without_a_hint():
     text = error_text(kit.check.exercise_15_3, lambda x, rows, gather, average: x.nothing)
     assert "no attribute 'nothing'" in text
     assert "gather(rows)" not in text
-
-
-def test_a_layer_is_right(capsys):
-    kit.check.exercise_15_3(sharded_linear)
-    assert capsys.readouterr().out.startswith("Exercise 15.3: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def held_and_sent(stage, parameters, n, sharded=None, times=(2, 3, 2, 3)):
@@ -427,8 +403,3 @@ def test_bytes_that_are(answer, call, words):
     text = error_text(kit.check.exercise_15_4, answer)
     assert text.startswith(f"exercise 15.4, held_and_sent{call} on 1 rank: it ")
     assert words in text
-
-
-def test_bytes_are_right(capsys):
-    kit.check.exercise_15_4(held_and_sent)
-    assert capsys.readouterr().out.startswith("Exercise 15.4: right for DDP and the three stages")

@@ -1,4 +1,4 @@
-"""The graders of lesson 16: right answers pass, and wrong ones are explained."""
+"""Wrong answers to the exercises of lesson 16, and the errors that the learner gets."""
 
 from __future__ import annotations
 
@@ -61,11 +61,6 @@ def test_heads_that_are(answer, words):
     assert words in text
 
 
-def test_heads_are_right(capsys):
-    kit.check.exercise_16_1(own_heads)
-    assert capsys.readouterr().out == "Exercise 16.1: right on 1, 2, 3, 4 and 5 ranks.\n"
-
-
 def scattered(summand, dim=1):
     parts = [part.contiguous() for part in summand.chunk(dist.get_world_size(), dim)]
     mine = torch.empty_like(parts[0])
@@ -94,11 +89,6 @@ def test_a_row_parallel_layer_that_is(answer, words):
     text = error_text(kit.check.exercise_16_2, lambda x, weight, bias: answer(x, weight, bias))
     assert text.startswith("exercise 16.2, row_parallel(x, weight, bias) on 2 ranks: ")
     assert words in text
-
-
-def test_a_row_parallel_layer_is_right(capsys):
-    kit.check.exercise_16_2(lambda x, weight, bias: scattered(x @ weight.T) + bias)
-    assert capsys.readouterr().out.startswith("Exercise 16.2: right on 1, 2, 3, 4 and 5 ranks")
 
 
 def in_its_place(gradient):
@@ -138,11 +128,6 @@ def test_a_backward_that_is(answer, words):
     text = error_text(kit.check.exercise_16_3, lambda ctx, gradient: answer(gradient))
     assert text.startswith("exercise 16.3, backward(ctx, gradient) on 2 ranks: ")
     assert words in text
-
-
-def test_a_backward_is_right(capsys):
-    kit.check.exercise_16_3(lambda ctx, gradient: gathered(gradient, 1))
-    assert capsys.readouterr().out == "Exercise 16.3: right on 1, 2, 3, 4 and 5 ranks.\n"
 
 
 def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
@@ -199,8 +184,3 @@ def test_a_gradient_of_gathered_logits():
 
     text = error_text(kit.check.exercise_16_4, answer)
     assert "right, but 1,920 bytes were sent by rank 0 where 960 would be enough\nTwo" in text
-
-
-def test_a_gradient_of_the_loss_is_right(capsys):
-    kit.check.exercise_16_4(loss_gradient())
-    assert capsys.readouterr().out.startswith("Exercise 16.4: right on 1, 2, 3, 4 and 5 ranks")

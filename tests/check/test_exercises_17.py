@@ -1,4 +1,4 @@
-"""The graders of lesson 17: right answers pass, and wrong ones are explained."""
+"""Wrong answers to the exercises of lesson 17, and the errors that the learner gets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_order_that_is(wrong, words):
     assert text.endswith(' (B3 is short for ("B", 3).)')
 
 
-@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"]])
+@pytest.mark.parametrize("value", [7, ["F0", "B0"]])
 def test_what_is_no_order(value):
     text = error_text(kit.check.exercise_17_1, lambda rank, p, m: value)
     assert 'Return a list of ("F", i) and ("B", i)' in text or "some are missing" in text
@@ -61,11 +61,6 @@ def test_an_order_of_fewer_micro_batches_than_ranks():
 
     text = error_text(kit.check.exercise_17_1, answer)
     assert text.startswith("exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result")
-
-
-def test_an_order_is_right(capsys):
-    kit.check.exercise_17_1(ordering())
-    assert capsys.readouterr().out.startswith("Exercise 17.1: right on 1, 2, 3 and 4 ranks")
 
 
 def going_back(
@@ -133,11 +128,6 @@ def test_a_backward_with_a_wrong_loss():
     assert "Compute y = stage(x) again" in error_text(kit.check.exercise_17_2, answer)
 
 
-def test_a_backward_is_right(capsys):
-    kit.check.exercise_17_2(going_back())
-    assert capsys.readouterr().out == "Exercise 17.2: right on 1, 2, 3 and 4 ranks.\n"
-
-
 def interleaving(stride=2, more=0, back=-1, rest=True):
     """Return an answer to 17.4; each argument can make it wrong in one way."""
 
@@ -183,16 +173,10 @@ def test_a_long_order_shows_the_first_difference():
     assert text.endswith(' (2B3 is short for ("B", 3, 2).)')
 
 
-@pytest.mark.parametrize("value", [None, 7, ["F0", "B0"], [("F", 0)] * 16])
+@pytest.mark.parametrize("value", [7, [("F", 0)] * 16])
 def test_what_is_no_interleaved_order(value):
     text = error_text(kit.check.exercise_17_4, lambda rank, p, v, m: value)
     assert "in each stage" in text or "Make the list of the backwards" in text
-
-
-def test_an_interleaved_order_is_right(capsys):
-    kit.check.exercise_17_4(interleaving())
-    printed = capsys.readouterr().out
-    assert printed == "Exercise 17.4: right on 1, 2, 3 and 4 ranks, with 2 and 3 stages each.\n"
 
 
 def enough(p, most):
@@ -217,8 +201,3 @@ def test_a_number_that_is_wrong(answer, words):
     assert text.startswith("exercise 17.3, micro_batches(")
     assert "), called on 1 rank: it should return " in text
     assert words in text
-
-
-def test_a_number_is_right(capsys):
-    kit.check.exercise_17_3(enough)
-    assert capsys.readouterr().out == "Exercise 17.3: right for 1 to 16 ranks.\n"

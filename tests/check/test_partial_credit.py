@@ -39,7 +39,7 @@ def broadcast(tensor, src):
             dist.recv(tensor, src)
 
 
-def test_a_right_answer_has_less_than_all(capsys):
+def test_a_right_answer_has_all_parts(capsys):
     credit = kit.check.exercise_2_1(broadcast)
     shown = capsys.readouterr().out
     assert (credit, type(credit)) == (1.0, Credit)
@@ -52,7 +52,7 @@ def test_a_right_answer_has_less_than_all(capsys):
     assert (copy, copy.parts) == (credit, credit.parts)
 
 
-def test_an_error_lacks_what_passed_before():
+def test_an_error_has_its_credit():
     def only_from_0(tensor, src):
         broadcast(tensor, 0)
 
@@ -64,7 +64,7 @@ def test_an_error_lacks_what_passed_before():
     assert copy.credit.parts == caught.value.credit.parts
 
 
-def test_a_part_that_needs_right_results_holds_though_one_is_wrong(capsys):
+def test_a_part_that_needs_right_results_fails_with_one_of_them(capsys):
     def all_but_the_last_of_five(tensor, src):
         if dist.get_world_size() == 5 and src == 4:
             return
@@ -78,7 +78,7 @@ def test_a_part_that_needs_right_results_holds_though_one_is_wrong(capsys):
     assert parts == ["yes src=0", "no  every other src", f"no  {SENT}"]
 
 
-def test_a_wasteful_answer_loses_other_parts(capsys):
+def test_a_wasteful_answer_loses_one_part(capsys):
     def twice(tensor, src):
         print("src is", src)
         broadcast(tensor, src)
@@ -90,7 +90,7 @@ def test_a_wasteful_answer_loses_other_parts(capsys):
     assert capsys.readouterr().out.count("src is") == 2  # of the first run that sent too much
 
 
-def test_a_stub_has_points_where_its_gap_is_not_reached():
+def test_a_stub_has_no_points_though_its_gap_is_not_always_reached():
     def gap(tensor, src):
         if dist.get_world_size() == 4:
             raise NotImplementedError("Exercise 2.1: send")
@@ -105,19 +105,19 @@ def test_a_stub_has_points_where_its_gap_is_not_reached():
 
 
 @pytest.mark.parametrize("answer", [None, lambda tensor: None])
-def test_an_answer_that_cannot_be_called_raises(answer):
+def test_an_answer_that_cannot_be_called_has_no_points(answer):
     assert kit.check.credit(kit.check.exercise_2_1, answer) == 0.0
 
 
-@pytest.mark.parametrize("seconds", ["soon", "0", "nan", "inf"])
-def test_a_limit_that_is_no_time_is_taken(seconds, monkeypatch):
+@pytest.mark.parametrize("seconds", ["soon", "0", "inf"])
+def test_a_limit_that_is_no_time_is_refused(seconds, monkeypatch):
     monkeypatch.setenv("DDP_KIT_CHECK_SECONDS", seconds)
     with pytest.raises(kit.ExerciseError) as caught:
         kit.check.credit(kit.check.exercise_2_1, broadcast)
     assert str(caught.value) == f"DDP_KIT_CHECK_SECONDS must be a number above 0, got '{seconds}'"
 
 
-def test_an_answer_that_never_ends_takes_longer_than_the_limit(monkeypatch):
+def test_an_answer_that_never_ends_is_stopped_at_the_limit(monkeypatch):
     def endless(tensor, src):
         if dist.get_world_size() > 1:
             while True:
@@ -132,7 +132,7 @@ def test_an_answer_that_never_ends_takes_longer_than_the_limit(monkeypatch):
     assert "there was no time left for it" in credit.wrong["every other src"]
 
 
-def test_a_rank_that_dies_costs_more_than_its_part():
+def test_a_rank_that_dies_costs_its_part():
     def dies(tensor, src):
         if src == 1:
             os._exit(1)
@@ -143,7 +143,7 @@ def test_a_rank_that_dies_costs_more_than_its_part():
     assert kit.check.credit(kit.check.exercise_2_1, broadcast) == 1.0
 
 
-def test_an_exercise_has_no_parts_or_too_many():
+def test_each_exercise_has_two_to_five_parts():
     for name in kit.check.__all__:
         if name != "credit":
             assert 2 <= len(getattr(kit.check, name).exercise.parts) <= 5, name
@@ -153,7 +153,7 @@ def test_an_exercise_has_no_parts_or_too_many():
     "exercise",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ANSWERS],
 )
-def test_a_half_right_answer_gets_other_points(exercise, tmp_path):
+def test_a_half_right_answer_gets_its_points(exercise, tmp_path):
     name = next(
         path.stem for path in NOTEBOOKS.glob(f"exercises/{int(exercise.split('_')[1]):02}*")
     )

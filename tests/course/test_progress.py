@@ -57,7 +57,7 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_check_records_something_else_than_what_happened(recorded, monkeypatch):
+def test_a_check_records_what_happened(recorded, monkeypatch):
     check(stub)
     check(wrong)
     check(deadlocked)
@@ -82,20 +82,20 @@ def test_a_check_records_something_else_than_what_happened(recorded, monkeypatch
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_partial_credit_records_every_run_or_no_part(recorded):
+def test_partial_credit_records_one_line_with_its_parts(recorded):
     found = kit.check.credit(kit.check.exercise_2_1, wrong)
     (line,) = lines(recorded)
     assert (line["exercise"], line["passed"], line["parts"]) == ("2.1", False, found.parts)
     assert line["hint"].startswith("Every rank still holds what it started with.")
 
 
-def test_a_check_records_although_no_file_is_named(monkeypatch):
+def test_a_check_records_nothing_where_no_file_is_named(monkeypatch):
     monkeypatch.delenv("DDP_KIT_PROGRESS", raising=False)
     monkeypatch.setattr(progress_file, "_append", lambda *given: pytest.fail("recorded"))
     check(None)
 
 
-def test_a_hint_that_names_a_variable_is_recorded(recorded):
+def test_a_hint_that_names_a_variable_is_not_recorded(recorded):
     error = kit.RankError({}, ())
     error.hint = "secret is defined in the notebook, but not on the ranks"
     with pytest.raises(kit.RankError), progress_file.recording("%%ranks"):
@@ -103,7 +103,7 @@ def test_a_hint_that_names_a_variable_is_recorded(recorded):
     assert "secret" not in recorded.read_text()
 
 
-def test_a_file_that_cannot_be_written_stops_the_check_or_is_reported_twice(
+def test_a_file_that_cannot_be_written_is_reported_once_and_stops_no_check(
     recorded, monkeypatch, capsys
 ):
     pipe = recorded.parent / "pipe"
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_stops_the_check_or_is_reported_twice(
         assert sentence.startswith(f"DDP_KIT_PROGRESS: nothing is recorded in {path}: ")
 
 
-def test_a_teacher_sees_other_numbers_than_were_recorded(tmp_path, capsys):
+def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
     def line(exercise: str, passed: bool, **more) -> str:
         return json.dumps({"exercise": exercise, "passed": passed, "seconds": 2.0, **more}) + "\n"
 
@@ -152,7 +152,7 @@ def test_a_teacher_sees_other_numbers_than_were_recorded(tmp_path, capsys):
     assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_line_that_no_check_writes_stops_the_teacher_or_reaches_the_terminal(tmp_path, capsys):
+def test_a_line_that_no_check_writes_is_left_out_and_harms_no_terminal(tmp_path, capsys):
     def line(**changes) -> str:
         right = {"exercise": "2.1", "passed": False, "seconds": 1.0}
         return json.dumps(right | changes) + "\n"
@@ -175,7 +175,7 @@ def test_a_line_that_no_check_writes_stops_the_teacher_or_reaches_the_terminal(t
     assert "\n5 lines left out: not written by a check.\n" in out
 
 
-def test_a_folder_without_checks_gets_a_traceback(tmp_path, capsys):
+def test_a_folder_without_checks_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("nonsense\n")
     for folder, reason in [
         (tmp_path, "has no line of a check"),

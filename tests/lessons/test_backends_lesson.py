@@ -97,7 +97,7 @@ def test_a_refusal_is_no_fault_where_no_answer_is_right():
     }
 
 
-def test_gloo_does_less_or_more_than_the_lesson_says():
+def test_gloo_does_what_the_lesson_says():
     cells = backends.probe(GLOO)
     assert len(cells) == 19 * 10 + 2
     for (name, kind), outcome in cells.items():
@@ -110,7 +110,7 @@ def test_gloo_does_less_or_more_than_the_lesson_says():
 
 
 @needs_mpi
-def test_mpi_refuses_what_it_could_do_or_is_wrong():
+def test_mpi_does_all_but_one_operation_that_pytorch_refuses():
     cells = backends.probe(partial(kit.run, world_size=2, backend="mpi", timeout=60))
     bad = {cell for cell, outcome in cells.items() if outcome.partition(":")[0] not in FINE}
     assert bad == {("all_reduce PRODUCT", "complex64")}  # PyTorch refuses it itself
@@ -165,18 +165,6 @@ def test_a_backends_message_shows_no_path_and_no_address(message, kept):
     assert _backends._first_line(message) == (kept or "Connection closed by peer")
 
 
-def test_refusals_of_many_dtypes_are_counted_apart():
-    cells = {
-        (
-            "all_reduce BAND",
-            "float32",
-        ): "no answer: ReduceOp.BAND needs integers, got torch.float32",
-        ("all_reduce BOR", "float16"): "no answer: ReduceOp.BOR needs integers, got torch.float16",
-        ("broadcast", "float16"): "works",
-    }
-    assert backends.refusals(cells) == {"ReduceOp.OP needs integers, got DTYPE": 2}
-
-
 def test_an_unavailable_backend_is_not_probed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(mpi, "missing", lambda: "it needs mpi4py")
@@ -198,18 +186,13 @@ def test_nccl_is_probed_with_no_more_ranks_than_gpus(monkeypatch):
     assert found["gloo on GPUs"] == 2
 
 
-def test_bools_stay_true_under_gloo():
-    assert list(kit.run(backends.true_until, world_size=2, backend="gloo")) == [8, 8]
-    assert list(kit.run(backends.true_until, 7, world_size=2, backend="gloo")) == [None, None]
-
-
-def test_two_sends_that_cross_end_under_gloo():
+def test_two_sends_that_cross_deadlock_under_gloo():
     with pytest.raises(kit.DeadlockError):
         kit.run(backends.both_send_first, 4, world_size=2, backend="gloo")
 
 
 @needs_mpi
-def test_mpi_differs_from_gloo_in_points_that_the_lesson_does_not_name():
+def test_mpi_differs_from_gloo_in_the_points_that_the_lesson_names():
     run = partial(kit.run, world_size=2, backend="mpi")
     assert list(run(backends.true_until)) == [None, None]
     assert list(run(backends.both_send_first, 4)) == [1.0, 0.0]
@@ -221,20 +204,6 @@ def test_mpi_differs_from_gloo_in_points_that_the_lesson_does_not_name():
     assert 0.0 in rounded[0]
     assert kit.run(backends.started_by, world_size=3, backend="gloo")[0] == "Python"
     assert kit.run(backends.started_by, world_size=3, backend="mpi")[0] != "Python"
-
-
-@pytest.mark.parametrize(
-    ("backend", "outcome"),
-    [
-        ("gloo", "works"),
-        ("cpu:gloo", "works"),
-        ("cuda:gloo", "refused: No backend type associated with device type cpu"),
-        ("cpu:gloo,cuda:gloo", "works"),
-    ],
-)
-def test_a_cpu_tensor_is_sent_by_a_backend_for_gpus_or_by_none_of_two(backend, outcome):
-    run = partial(kit.run, world_size=2, backend="gloo")
-    assert list(run(backends.accepts, backend)) == [outcome] * 2
 
 
 def test_documented_cells_of_nccl_have_the_shape_of_probed_ones_and_show_the_gaps():
@@ -254,7 +223,7 @@ def test_documented_cells_of_nccl_have_the_shape_of_probed_ones_and_show_the_gap
         assert cells[cell] == "not run"
 
 
-def test_the_header_of_pytorch_has_another_dtype_for_nccl_than_the_lesson():
+def test_the_header_of_pytorch_has_the_dtypes_of_nccl():
     folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     header = (folder / "NCCLUtils.hpp").read_text()
     mapped = header.split("ncclDataType = {")[1].split("};")[0]
@@ -269,7 +238,7 @@ def test_the_header_of_pytorch_has_another_dtype_for_nccl_than_the_lesson():
     assert "{at::kBool, ncclUint8}" in mapped
 
 
-def test_the_fit_by_hand_is_further_off_than_its_steps():
+def test_the_fit_by_hand_is_as_near_as_its_steps():
     beta = 2e-4 / 10**5.51  # half a step away from a ratio that is tried
     points = [(n, 2e-4 + beta * n) for n in backends.SIZES]
     assert backends.fit_by_hand(points) == pytest.approx((2e-4, beta), rel=0.05)
@@ -278,19 +247,11 @@ def test_the_fit_by_hand_is_further_off_than_its_steps():
 
 
 @needs_mpi
-def test_native_mpi_is_not_measured_or_not_by_all_ranks():
+def test_native_mpi_is_measured_by_all_ranks():
     kit.run(backends.started_by, world_size=3, backend="mpi")  # mpiexec starts three ranks
     times = list(kit.run(backends.direct_and_wrapped, 20, world_size=2, backend="mpi"))
     assert [len(each) for each in times] == [2, 2]
     assert all(0 < seconds < 1 for each in times for seconds in each)
-
-
-def test_each_size_of_each_operation_is_measured():
-    run = partial(kit.run, world_size=2, backend="gloo")
-    for operation in (dist.all_reduce, backends.broadcast, backends.there_and_back):
-        points = backends.samples(run, operation, (4, 4_000), torch.float16)
-        assert [nbytes for nbytes, _ in points] == [4, 4_000]
-        assert all(min(rounds) > 0 for _, rounds in points)
 
 
 def test_the_slowest_rank_counts_and_the_first_round_does_not():
@@ -316,7 +277,7 @@ def test_one_size_is_measured_after_the_other():
     assert called == [4, 1_000_000, 64] * 6 + [4, 64] * 4
 
 
-def test_the_script_prints_other_lines_than_one_for_each_size_and_the_fit(tmp_path):
+def test_the_script_prints_a_line_for_each_size_and_the_fit(tmp_path):
     path = tmp_path / "10_backends.py"
     path.write_text(text_of(path.name))
     command = [sys.executable, str(path)]

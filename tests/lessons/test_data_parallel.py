@@ -87,53 +87,6 @@ def test_buffers_remember_the_shard_of_device_0_only():
     assert model[0].num_batches_tracked.item() == 1
 
 
-@pytest.mark.parametrize(("devices", "batch"), [(1, 30), (2, 30), (3, 30), (4, 30), (4, 5)])
-def test_bytes_that_devices_hold_are_those_worked_out_by_hand(devices, batch):
-    held = data_parallel.held_by_net(data_parallel.virtual(devices), batch)
-    shards = [len(chunk) for chunk in torch.arange(batch).chunk(devices)]
-    expected = bytes_by_hand(devices, batch)
-    for step, here in held.items():
-        kept = [device.pop("kept for backward") for device in here]
-        working = step in ("parallel apply", "gather", "loss")
-        # 49,480 bytes a digit: both convolutions, pools with their indices, relus.
-        assert kept == [49_480 * shard * working for shard in shards] + [0] * (
-            devices - len(shards)
-        )
-        nonzero = [{kind: n for kind, n in device.items() if n} for device in here]
-        assert nonzero == expected[step], step
-
-
-def bytes_by_hand(devices, batch):
-    """What `held_by_net` must find: float32 has 4 bytes, a label 8; a digit has 784 numbers."""
-    network = 4 * 21_840
-    after = {}
-    for step, number in zip(STEPS, range(1, 9), strict=True):
-        after[step] = []
-        sizes = [len(chunk) for chunk in torch.arange(batch).chunk(devices)]
-        sizes += [0] * (devices - len(sizes))
-        for device, size in enumerate(sizes):
-            first = device == 0
-            gathered = 4 * 10 * batch if number >= 4 else 0
-            held = {
-                "parameters": network * first,
-                "optimizer state": network * first,
-                "batch": batch * (4 * 784 + 8) * first,
-                "shard": 4 * 784 * size * (not first and number <= 5),
-                "replica": network * (not first and size > 0 and 2 <= number <= 6),
-                "outputs": 4 * 10 * size * (3 <= number <= 5),
-                "gathered, loss": (gathered + 4 * (number >= 5)) * first,
-                "gradients": network * (number >= 6 and size > 0 and (first or number == 6)),
-            }
-            after[step].append({kind: n for kind, n in held.items() if n})
-    return after
-
-
-STEPS = (
-    *("scatter", "replicate", "parallel apply", "gather"),
-    *("loss", "backward", "reduce", "update"),
-)
-
-
 @pytest.mark.parametrize(("world_size", "count"), [(3, 30), (4, 30), (4, 5)])
 def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_size, count):
     whole = data_parallel.train(steps=1, count=count)["gradient"]
@@ -144,13 +97,6 @@ def test_plain_mean_is_wrong_and_weighted_mean_right_for_unequal_shards(world_si
         torch.testing.assert_close(weighted[rank], whole, atol=1e-6, rtol=0)
         difference = (mean[rank] - whole).abs().max()
         assert difference < 1e-6 if equal else difference > 1e-3
-
-
-def test_main_fails_when_outputs_are_gathered_in_another_order(monkeypatch):
-    gather = data_parallel.gather
-    monkeypatch.setattr(data_parallel, "gather", lambda outputs, at: gather(outputs[::-1], at))
-    with pytest.raises(kit.ProofError, match="the gradient of 2 devices and of one are the same"):
-        data_parallel.main(["--world-size", "2"])
 
 
 def test_the_wrapper_and_the_eight_steps_leave_the_same_gradient():
@@ -207,13 +153,6 @@ def test_threads_come_back_after_an_interrupt():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_both_ranks_of_ddp_are_timed():
-    result = kit.run(data_parallel.ddp_seconds, 8, world_size=2)
-    assert [len(seconds) for seconds in result] == [30, 30]
-    assert any(event.op == "DDP all_reduce" for event in result.trace)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch replicates GPU tensors only")

@@ -1,4 +1,4 @@
-"""DDP: buckets, sums and means, buffers, and the sampler."""
+"""DDP: buckets, DDP by hand, an unused parameter, and the sampler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ddp_kit as kit
-from ddp_kit.lessons import ddp, partitioned_sgd
-from ddp_kit.lessons.ddp_mistakes import Heads
+from ddp_kit.lessons import ddp
+from ddp_kit.lessons.ddp_mistakes import Heads, use_heads
 
 
 def test_the_first_backward_has_one_bucket_and_later_ones_send_while_they_compute():
@@ -23,12 +23,6 @@ def test_the_first_backward_has_one_bucket_and_later_ones_send_while_they_comput
     ]
 
 
-def test_buckets_follow_the_registration_forever_where_unused_parameters_are_looked_for():
-    first, second = kit.run(ddp.watch, 1, True, (2, 0, 3, 1), True, world_size=2)[0]
-    assert first == second
-    assert second.index("-> bucket 0: layer1.bias") > second.index("layer2.weight")
-
-
 def test_the_typical_backward_is_not_the_first():
     result = kit.run(ddp.backwards, 1, 3, world_size=2)
     step = ddp.typical(result.trace)
@@ -36,17 +30,6 @@ def test_the_typical_backward_is_not_the_first():
     table = kit.plot.buckets(result, step=step).text_table
     assert f"Backward {step + 1} of 3" in table
     assert "bucket 3  1,050,624" in table
-
-
-def test_pictures_of_backwards_share_an_axis_that_begins_with_backward():
-    runs = [kit.run(ddp.backwards, cap, 3, world_size=2) for cap in (100, 1)]
-    charts = [picture.axes[1] for picture in ddp.on_one_axis(*runs)]
-    assert charts[0].get_xlim() == charts[1].get_xlim()
-    for run, chart in zip(runs, charts, strict=True):
-        assert chart.get_xlabel() == "time since backward began (ms)"
-        starts = sorted(e.start for e in run.trace if (e.rank, e.op) == (0, "DDP all_reduce"))
-        first, second, third = run[0]  # the first backward has one bucket
-        assert first < starts[0] < second < starts[1] < third < starts[-1]
 
 
 class SharedAndFrozen(nn.Module):
@@ -85,7 +68,7 @@ def same(model):
 BY_HAND = [ddp.DistributedDataParallel, ddp.BucketedDistributedDataParallel]
 
 
-def test_by_hand_shared_and_frozen_parameters_train_otherwise_than_in_one_process():
+def test_by_hand_shared_and_frozen_parameters_train_as_in_one_process():
     whole = train_shared(0, 1, same)
     for wrap, calls in zip(BY_HAND, (18, 6), strict=True):  # a shared weight and two biases
         for world_size in (1, 2, 4):
@@ -94,7 +77,7 @@ def test_by_hand_shared_and_frozen_parameters_train_otherwise_than_in_one_proces
             assert ddp.count_calls(result.trace) == {"broadcast(src=0)": 6, "all_reduce": calls}
 
 
-def test_by_hand_a_gradient_waits_for_the_others():
+def test_by_hand_a_gradient_is_sent_before_the_next_is_computed():
     def pending(rank, world_size):
         model = ddp.DistributedDataParallel(ddp.Stack().to(kit.device()))
         before = []
@@ -108,7 +91,7 @@ def test_by_hand_a_gradient_waits_for_the_others():
 
 
 @pytest.mark.parametrize("wrap", BY_HAND)
-def test_by_hand_a_second_backward_changes_gradients_that_travel(wrap):
+def test_by_hand_a_second_backward_is_refused_while_gradients_travel(wrap):
     def twice(rank, world_size):
         model = wrap(nn.Linear(2, 2))
         for _ in range(2):
@@ -124,7 +107,7 @@ def test_by_hand_a_second_backward_changes_gradients_that_travel(wrap):
 
 
 @pytest.mark.parametrize("wrap", BY_HAND)
-def test_by_hand_an_unused_or_frozen_parameter_gets_a_gradient_or_spoils_the_others(wrap):
+def test_by_hand_an_unused_or_frozen_parameter_has_no_gradient_and_others_are_right(wrap):
     def gradients(rank, world_size):
         model = Heads()
         model.heads.append(nn.Linear(1, 1, bias=False).requires_grad_(False))
@@ -162,7 +145,7 @@ def test_by_hand_buckets_are_those_of_ddp_and_leave_while_the_backward_goes_on(c
     assert started == [number for number, length in enumerate(lengths) for _ in range(length)]
 
 
-def test_by_hand_all_reduces_after_the_backward_overlap_with_it():
+def test_only_all_reduces_of_hooks_overlap_with_the_backward():
     for hooks in (True, False):
         result = kit.run(ddp.one_backward, hooks, world_size=2)
         reduced = [e for e in result.trace if e.rank == 0 and e.op == "all_reduce"]
@@ -180,6 +163,15 @@ def test_buckets_by_hand_are_those_of_ddp(cap):
     assert ddp.buckets_by_hand(sizes, (cap or 25) * 2**20, (cap or 1) * 2**20) == counts
 
 
+def test_the_error_of_an_unused_parameter_names_it_and_what_to_do():
+    with pytest.raises(kit.RankError, match="did not receive grad for this rank: 2") as caught:
+        kit.run(use_heads, False, [0, 0], 2, world_size=2)
+    text = str(caught.value)
+    assert text.startswith("ranks 0 and 1 raised RuntimeError: Expected to have finished")
+    assert "did not receive grad for this rank: heads.1.weight\n" in text
+    assert text.endswith("or pass find_unused_parameters=True to DDP.")
+
+
 def test_positions_are_dealt_as_worked_out_by_hand():
     assert ddp.deal_by_hand(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
     assert ddp.deal_by_hand(10, 4, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -191,23 +183,3 @@ def test_the_sampler_deals_as_by_hand(length):
     for drop_last in (False, True):
         hands = [hand for (hand,) in kit.run(ddp.deal, length, False, drop_last, world_size=3)]
         assert hands == ddp.deal_by_hand(length, 3, drop_last)
-
-
-def test_without_set_epoch_the_same_order_is_dealt_again():
-    called, forgotten = (kit.run(ddp.deal, 20, True, False, n) for n in ((0, 1), (0, 0)))
-    assert all(first != second for first, second in called)
-    assert all(first == second for first, second in forgotten)
-
-
-def test_main_fails_where_replicas_are_not_averaged(monkeypatch):
-    monkeypatch.setattr(ddp, "DistributedDataParallel", ddp.Replicated)
-    with pytest.raises(kit.ProofError, match=r"Replicated trains as one process does"):
-        ddp.main(["--world-size", "2"])
-
-
-def test_each_variant_is_timed_as_often_as_asked():
-    for wire in (None, 1e9):
-        seconds = partitioned_sgd.slowest(kit.run(ddp.step_seconds, wire, 2, world_size=2))
-        assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(
-            ddp.OPTIONS, 2
-        )

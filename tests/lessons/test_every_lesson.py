@@ -11,10 +11,18 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ddp_kit as kit
-from ddp_kit import lessons
-from ddp_kit.lessons import ring_allreduce
+from ddp_kit import lessons, model
+from ddp_kit.lessons import (
+    data_parallel,
+    ddp,
+    init_methods,
+    ring_allreduce,
+    tensor_parallel,
+    what_happens_at_1024,
+)
 from ddp_kit.lessons._launch import prove
 from ddp_kit.pool.rank import environment
 
@@ -173,10 +181,63 @@ def test_a_claim_that_fails_says_what_a_comparison_found():
     prove("it is the sum", kit.compare([4.0] * 4, 4.0))
 
 
-def test_main_fails_when_a_lesson_is_wrong(monkeypatch):
-    monkeypatch.setattr(ring_allreduce, "preposted_ring", ring_allreduce.whole_ring)
-    with pytest.raises(kit.ProofError, match="each rank sends what the formula says"):
-        ring_allreduce.main(["--world-size", "3"])
+# What is changed, so that a lesson is wrong or no longer agrees with its formula, and the claim
+# of its main that then does not hold.
+MISTAKES = [
+    ("collectives.try_op", lambda *args: "no" if args[2] == "MAX" else "", "every op but AVG"),
+    ("ring_allreduce.preposted_ring", ring_allreduce.whole_ring, "sends what the formula says"),
+    ("ddp.DistributedDataParallel", ddp.Replicated, "Replicated trains as one process does"),
+    ("ddp_mistakes.sum_gradients", allreduce_hook, "a sum is a mean with a learning rate"),
+    (
+        "data_parallel.gather",
+        lambda outputs, at, gather=data_parallel.gather: gather(outputs[::-1], at),
+        "the gradient of 2 devices and of one are the same",
+    ),
+    (
+        "init_methods.noted",
+        lambda *args, noted=init_methods.noted: noted(*args) | {"listens": "nothing"},
+        "an address at which it listens",
+    ),
+    (
+        "_your_machine.come_and_leave",
+        lambda rank, world_size, late: {"came": 2 + (rank == late), "left": 2},
+        "nobody leaves before the last has come",
+    ),
+    (
+        "what_happens_at_1024.SENT",
+        {"tree": (what_happens_at_1024.tree, model.naive_ring)},
+        "tree takes as long as predicted",
+    ),
+    ("_device_mesh.sum_of_parts", lambda *_: 2, r"Shard\(dim=0\) to Shard\(dim=1\) by_hand of"),
+    ("device_mesh.bytes_sent", lambda *args, **more: 1, "sends 1 bytes"),
+    ("device_mesh.in_one_process", lambda *tensors: tensors, "two layers are as in one process"),
+    (
+        "_tensor_parallel.ways",
+        lambda *settings: {"by hand": (tensor_parallel.learn, tensor_parallel.forget, *settings)},
+        "by hand trains as one process does",
+    ),
+    ("_tensor_parallel.step_bytes", lambda *sizes: 1, "by hand sends what the formula says"),
+    ("_context_parallel.ring_bytes", lambda *sizes: (1, 1), "ring sends 2 bytes"),
+    ("_context_parallel.attend_alone", lambda n, causal, length: [], "ring attends as"),
+    ("_context_parallel.use_experts_alone", lambda *_: [], "experts equal one process"),
+    ("_context_parallel.train_alone", lambda *_: {}, "ring trains as one"),
+    ("context_parallel.attend_forward", lambda *_: None, r"the ranks compute \[4, 8\] pairs"),
+    (
+        "_which_one_when.bytes_along",
+        lambda dp, tp: {"dp": 1.0, "tp": 1.0},
+        "a rank sends what the model says",
+    ),
+]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("name", "wrong", "claim"), MISTAKES, ids=[m[2] for m in MISTAKES])
+def test_main_fails_where_a_lesson_is_wrong(name, wrong, claim, monkeypatch):
+    module = name.partition(".")[0].removeprefix("_")
+    main = lesson(module).main
+    monkeypatch.setattr(f"ddp_kit.lessons.{name}", wrong)
+    with pytest.raises(kit.ProofError, match=claim):
+        main(["--world-size", "2"])
 
 
 def test_ranks_of_lessons_compute_as_exactly_as_their_proofs_ask():

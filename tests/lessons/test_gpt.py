@@ -72,8 +72,8 @@ def test_the_text_is_small_is_ascii_and_comes_with_the_package_and_its_origin():
     text = _gpt.TEXT.read_text("ascii")
     assert 50_000 < len(text) <= 100_000
     assert text.startswith("PRIDE AND PREJUDICE\n\nBy Jane Austen\n")
-    assert "Jane\nAusten (1775-1817)" in (PACKAGE / "text" / "ORIGIN.md").read_text("utf-8")
+    assert "Jane\nAusten (1775-1817)" in _gpt.TEXT.with_name("ORIGIN.md").read_text("utf-8")
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["ddp_kit"]
     included = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
-    assert {_gpt.TEXT, PACKAGE / "text" / "ORIGIN.md"} <= included
+    assert {_gpt.TEXT, _gpt.TEXT.with_name("ORIGIN.md")} <= included

@@ -86,13 +86,6 @@ def test_only_the_cause_is_explained_where_one_failure_brought_another():
     assert "4711" not in unknown
 
 
-def test_main_fails_when_a_rank_wrote_no_address_of_its_own(monkeypatch):
-    noted = init_methods.noted
-    monkeypatch.setattr(init_methods, "noted", lambda *args: noted(*args) | {"listens": "nothing"})
-    with pytest.raises(kit.ProofError, match="an address at which it listens"):
-        init_methods.main(["--world-size", "2"])
-
-
 @pytest.mark.parametrize(
     ("message", "words"),
     [

@@ -56,7 +56,7 @@ def test_a_script_fails_when_a_rank_does(name, tmp_path):
         assert "AssertionError: no data left" in out.stderr
 
 
-def test_a_script_loses_a_large_tensor(tmp_path):
+def test_a_script_returns_a_large_tensor(tmp_path):
     new = "return tensor + torch.arange(100_000)"
     out = run_with(NAMES[1], 2, "return tensor.item()", new, tmp_path)
     assert (out.returncode, out.stderr) == (0, "")

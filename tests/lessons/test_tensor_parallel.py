@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import ddp_kit as kit
-from ddp_kit.lessons import _tensor_parallel
 from ddp_kit.lessons import tensor_parallel as tp
 from ddp_kit.lessons._gpt import Config, batches, loss_of, make_gpt, part_of
 from ddp_kit.lessons.zero import ADAM, SGD, count_bytes
@@ -206,44 +205,6 @@ def test_a_block_calls_two_collectives_per_direction_and_sends_what_the_formula_
         if "all_reduce" not in called[0]:
             wholes = [{k: torch.cat([part[k] for part in result], 1) for k in expected}]
         kit.compare(wholes, expected if len(wholes) > 1 else [expected]).check()
-        if called[0] == "redistribute all_reduce":
-            lines = [str(e.where) for e in result.trace if e.rank == 0 and "all_reduce" in e.op]
-            assert "self.out(" in lines[0]
-            assert "self.down(" in lines[1]
-            assert all("y.square().sum().backward()" in line for line in lines[2:])
-
-
-def test_query_key_and_value_reduce_three_gradients_unless_they_share_their_input():
-    called = collectives(kit.run(tp.run_with_plan, ("attention",), world_size=2).trace)
-    assert called == ["redistribute all_reduce"] * 2 + ["all_reduce"] * 4
-
-
-def test_weights_are_divided_by_the_ranks_and_activations_by_less():
-    alone = tp.held(0, 1, tp.nothing, F.cross_entropy)
-    assert alone["parameters"] == 4 * 111_232
-    counts = {kind: [] for kind in alone}
-    for way in (tp.cut_gpt,), (in_sequence, places):
-        cut, *more = way
-        ranks = list(kit.run(tp.held, cut, tp.vocabulary_parallel_loss, *more, world_size=4))
-        assert all(rank == ranks[0] for rank in ranks)
-        for kind in alone:
-            counts[kind].append(ranks[0][kind] / alone[kind])
-    for kind in ("parameters", "gradients", "optimizer states"):
-        # LayerNorms and positions are whole on every rank.
-        assert counts[kind] == pytest.approx([0.28] * 2, abs=0.005), kind
-    by_hand, with_sequences = counts["activations"]
-    assert 0.3 < with_sequences < by_hand - 0.08
-    assert by_hand < 0.55
-
-
-@pytest.mark.parametrize("worker", [(tp.learn, tp.cut_gpt), (tp.learn_with_plan,)])
-def test_heads_that_do_not_divide_are_refused_in_one_sentence(worker):
-    with pytest.raises(kit.RankError) as caught:
-        kit.run(*worker, world_size=3)
-    assert (
-        "ValueError: 3 ranks cannot share 4 attention heads evenly: "
-        "use a number of ranks that divides 4: 1, 2, 4" in str(caught.value)
-    )
 
 
 def test_parallelize_keeps_the_tie_and_fits_beside_fully_shard():
@@ -277,18 +238,3 @@ def test_the_plan_needs_inputs_that_divide_only_with_sequence_parallelism():
 
     tokens = torch.arange(5).view(1, 5)
     kit.compare(list(kit.run(worker, world_size=2)), make_gpt()(tokens).detach()).check()
-
-
-def test_main_fails_where_a_way_is_wrong(monkeypatch):
-    def ways(*settings):
-        return {"by hand": (tp.learn, tp.forget, *settings)}
-
-    monkeypatch.setattr(_tensor_parallel, "ways", ways)
-    with pytest.raises(kit.ProofError, match="by hand trains as one process does"):
-        tp.main(["--world-size", "2"])
-
-
-def test_main_fails_where_the_formula_is_wrong(monkeypatch):
-    monkeypatch.setattr(_tensor_parallel, "step_bytes", lambda *sizes: 1)
-    with pytest.raises(kit.ProofError, match="by hand sends what the formula says"):
-        tp.main(["--world-size", "2"])

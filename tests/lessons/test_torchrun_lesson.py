@@ -65,13 +65,13 @@ def namespaces() -> str:
 
 
 @pytest.mark.parametrize("name", ["two_hosts.sh", "job.sh"])
-def test_a_script_differs_from_its_cell(name):
+def test_a_script_is_what_its_cell_writes(name):
     texts = [written(cell, name) for cell in code_of(lesson())]
     assert [text for text in texts if text is not None] == [(SCRIPTS / name).read_text("utf-8")]
 
 
 @pytest.mark.parametrize(("block", "epochs"), [(0, 2), (1, 1)], ids=["static", "c10d"])
-def test_the_lines_to_copy_do_not_train_on_two_hosts(block, epochs, tmp_path):
+def test_the_lines_to_copy_train_on_two_hosts(block, epochs, tmp_path):
     found = re.findall(r"```\n(bash scripts/two_hosts\.sh .*?)```", prose(), re.DOTALL)
     done = run(["bash", "-c", found[block]], shell(tmp_path / "bin"), cwd=NOTEBOOKS)
     printed = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
@@ -83,7 +83,7 @@ def test_the_lines_to_copy_do_not_train_on_two_hosts(block, epochs, tmp_path):
 WHERE = "echo $NODE_RANK $MASTER_ADDR $(ip -4 -o addr show dev cable 2>/dev/null | cut -d' ' -f7)"
 
 
-def test_two_hosts_are_not_what_the_script_says(tmp_path):
+def test_each_host_has_an_address_or_a_line_says_that_they_are_one(tmp_path):
     """Each has an address of its own, or a line says that they are one."""
     script = str(SCRIPTS / "two_hosts.sh")
     done = run(["bash", script, WHERE], shell(tmp_path / "bin"))
@@ -98,7 +98,7 @@ def test_two_hosts_are_not_what_the_script_says(tmp_path):
 @pytest.mark.parametrize(
     ("command", "code"), [("exit $NODE_RANK", 1), ("exit $((3 - 3*NODE_RANK))", 3)]
 )
-def test_a_failure_on_one_of_two_hosts_is_lost(command, code, tmp_path):
+def test_the_script_ends_with_the_exit_code_of_a_host_that_failed(command, code, tmp_path):
     done = run(["bash", str(SCRIPTS / "two_hosts.sh"), command], shell(tmp_path / "bin"))
     assert done.returncode == code
 
@@ -121,7 +121,7 @@ def both_sleep(script: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("programs", [{}, {"ip": "exit 1"}], ids=["hosts", "without"])
-def test_an_ended_script_leaves_processes_or_hosts(programs, tmp_path):
+def test_an_ended_script_leaves_no_process_and_no_host(programs, tmp_path):
     environment = shell(tmp_path / "bin", **programs)
     command = ["bash", str(SCRIPTS / "two_hosts.sh"), BOTH_SLEEP]
     below = []
@@ -139,7 +139,7 @@ def test_an_ended_script_leaves_processes_or_hosts(programs, tmp_path):
     assert f"ddp{script.pid}-" not in namespaces()
 
 
-def test_an_interrupted_cell_leaves_hosts():
+def test_an_interrupted_cell_leaves_no_host():
     """Through side_by_side, as the lesson runs the script."""
     if run(["ip", "netns", "add", f"probe{os.getpid()}"], dict(os.environ)).returncode:
         pytest.skip("network namespaces are unavailable")
@@ -166,7 +166,7 @@ def test_an_interrupted_cell_leaves_hosts():
     assert ended(below)
 
 
-def test_the_hosts_of_a_killed_script_stay(tmp_path):
+def test_the_next_script_removes_the_hosts_of_a_killed_one(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     left = f"ddp{dead.pid}-1"
@@ -177,7 +177,7 @@ def test_the_hosts_of_a_killed_script_stay(tmp_path):
     assert left not in namespaces()
 
 
-def test_the_job_does_not_train_on_two_nodes(tmp_path):
+def test_the_job_trains_on_two_nodes(tmp_path):
     """For real, with stand-ins for Slurm: srun starts its line twice, on this machine."""
     text = (SCRIPTS / "job.sh").read_text("utf-8")
     header = dict(HEADER.findall(text))
@@ -209,7 +209,7 @@ def test_the_job_does_not_train_on_two_nodes(tmp_path):
     assert (tmp_path / "project" / "saved" / "0001" / ".metadata").exists()
 
 
-def test_an_option_has_another_default_than_the_table_says():
+def test_the_table_has_the_defaults_of_the_options():
     actions = {
         name: action for action in get_args_parser()._actions for name in action.option_strings
     }
@@ -243,7 +243,7 @@ def test_a_rank_that_has_ended_is_not_killed(tmp_path):
         torchrun.kill_rank(1, str(tmp_path), 2)
 
 
-def test_the_wrong_process_is_killed(tmp_path):
+def test_the_rank_is_killed_and_not_its_children(tmp_path):
     """A rank's own children, which load its data, have its command line and its variables."""
     rank = "import os, sys, time\nos.fork()\nprint(flush=True)\ntime.sleep(60)"
     command = [sys.executable, "-c", rank, str(tmp_path)]

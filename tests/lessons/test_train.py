@@ -16,7 +16,7 @@ from kernels import QUICK_START
 import ddp_kit as kit
 
 SCRIPT = Path(__file__).resolve().parents[2] / "notebooks" / "scripts" / "train.py"
-DIGITS = Path(kit.__file__).parent / "digits"
+DIGITS = Path(kit.__file__).parent / "lessons" / "data" / "digits"
 # What the kit or a launcher may have set, and a learner's shell has not.
 UNSET = re.compile(r"MASTER_|RANK$|LOCAL_RANK$|WORLD_SIZE$|GLOO_|DDP_KIT|PYTHON")
 LIMIT = 300  # seconds for one run
@@ -98,7 +98,7 @@ def test_the_last_group_of_an_epoch_counts_less(tmp_path):
     assert difference.abs().max() < 1e-4  # only rounding
 
 
-def test_a_step_without_a_batch_ends_in_a_traceback():
+def test_a_step_without_a_batch_is_refused_in_one_line():
     run = train("--accumulate", 0)
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1] == "train.py: error: --accumulate must be at least 1, got 0"

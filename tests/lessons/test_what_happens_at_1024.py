@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import ddp_kit as kit
-from ddp_kit import model
 from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons import what_happens_at_1024 as lesson
 from ddp_kit.lessons._launch import open_ranks
 
 
-def test_an_all_reduce_is_wrong_where_sizes_do_not_divide():
+def test_all_reduces_are_exact_where_sizes_do_not_divide():
     def all_cases(rank, world_size):
         two_level = partial(lesson.two_level, per_host=2 if world_size % 2 == 0 else 1)
         return [
@@ -29,7 +28,7 @@ def test_an_all_reduce_is_wrong_where_sizes_do_not_divide():
         assert not any(kit.run(all_cases, world_size=world_size))
 
 
-def test_a_replay_lasts_another_time_than_the_longest_chain_of_messages():
+def test_a_replay_lasts_as_long_as_the_longest_chain_of_messages():
     def chain(rank, world_size):
         tensor = torch.zeros(25)
         if rank:
@@ -41,34 +40,15 @@ def test_a_replay_lasts_another_time_than_the_longest_chain_of_messages():
     assert lesson.replay(trace, 10, 0.01) == pytest.approx(2 * (10 + 1))
 
 
-def test_messages_that_cross_are_replayed_one_after_the_other():
+def test_messages_that_cross_are_replayed_at_the_same_time():
     trace = kit.run(ring_allreduce.count, ring_allreduce.whole_ring, 25, world_size=2).trace
     assert lesson.replay(trace, 10, 0.01) == pytest.approx(10 + 1)
 
 
-def test_the_lesson_holds_though_the_model_counts_wrong(monkeypatch):
-    wrong = {"tree": (lesson.tree, model.naive_ring)}
-    monkeypatch.setattr(lesson, "SENT", wrong)
-    with pytest.raises(kit.ProofError, match="tree takes as long as predicted"):
-        lesson.main(["--world-size", "3"])
-
-
-def test_two_levels_are_proved_on_one_host_only():
+def test_two_levels_are_proved_on_any_number_of_hosts():
     with open_ranks(4, "gloo") as ranks:
         for per_host in (1, 2, 4):
             lesson.prove_two_levels(ranks, per_host)
-
-
-def test_all_sizes_of_all_all_reduces_are_measured():
-    points = lesson.measure(kit.run, (2, 3), (400, 4_000))
-    assert list(points) == [
-        *("naive ring", "chunked ring", "tree", "halving-doubling", "built-in"),
-    ]
-    for found in points.values():
-        assert [(n, size) for n, size, _ in found] == [(2, 400), (2, 4000), (3, 400), (3, 4000)]
-        for _, _, seconds in found:
-            assert len(seconds) == 15  # the warm-up does not count
-            assert min(seconds) > 0
 
 
 def test_the_slowest_rank_counts():
@@ -80,9 +60,3 @@ def test_the_slowest_rank_counts():
         (2, 400, [2.0, 9.0]),
         (3, 400, [3.0, 9.0]),
     ]
-
-
-def test_forward_and_backward_are_timed():
-    for forward, backward in kit.run(lesson.compute_seconds, world_size=2):
-        assert forward > 0
-        assert backward > 0

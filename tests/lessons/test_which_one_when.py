@@ -7,7 +7,6 @@ import torch
 
 import ddp_kit as kit
 from ddp_kit import model
-from ddp_kit.lessons import _which_one_when as by_hand
 from ddp_kit.lessons import which_one_when as lesson
 from ddp_kit.lessons.zero import SGD, train_alone
 
@@ -90,20 +89,6 @@ def test_recomputation_repeats_one_all_reduce_of_each_block_and_sends_no_more_al
     assert (calls, more) == (8, 10)
     assert sum(again["tp"].values()) == expected["tp"] * 5 // 4
     assert again["dp"] == once["dp"]
-
-
-def test_explore_draws_what_ranks_hold():
-    picture = repr(lesson.explore(tp=1, recompute="full", world_size=2))
-    assert picture.startswith("dp 2, tp 1, recompute full, float32 (bytes)\n")
-    assert "after forward      1     222,464" in picture
-    with pytest.raises(kit.PoolError, match="tp must be one of 1, 2"):
-        lesson.explore(tp=3, world_size=4)
-
-
-def test_main_fails_where_the_formula_is_wrong(monkeypatch):
-    monkeypatch.setattr(by_hand, "bytes_along", lambda dp, tp: {"dp": 1.0, "tp": 1.0})
-    with pytest.raises(kit.ProofError, match="a rank sends what the model says"):
-        lesson.main(["--world-size", "2"])
 
 
 # ---- by hand, and `ddp_kit.model`

@@ -169,29 +169,3 @@ def test_the_timeout_of_a_group_is_its_limit():
         return group.segment.flags.limit
 
     assert list(kit.run(worker, world_size=2)) == [7, 7]
-
-
-def test_times_have_all_names_sizes_and_rounds():
-    def worker(rank, world_size):
-        pauses = yob.spin, yob.give_way, yob.nap, yob.give_way_then_nap
-        barriers = [yob.barrier_seconds(rank, world_size, pause, rounds=2) for pause in pauses]
-        steps = yob.step_seconds(rank, world_size, width=8, rounds=1)
-        through = yob.through_a_socket(rank, world_size, 100_000, rounds=2)
-        return yob.measure(rank, world_size, (4, 4000), rounds=2), barriers, steps, through
-
-    result = list(kit.run(worker, world_size=2))
-    series = yob.slowest([each[0] for each in result])
-    sizes = {name: [nbytes for nbytes, _ in points] for name, points in series.items()}
-    assert {name for name in sizes if sizes[name] == [4, 4000]} == {"gloo", "segment"}
-    assert {name for name in sizes if sizes[name] == [4000]} == {"ring on gloo", "ring on segment"}
-    for points in series.values():
-        assert all(len(seconds) == 2 and min(seconds) > 0 for _, seconds in points)
-    for _, barriers, steps, through in result:
-        assert [len(seconds) for seconds in barriers] == [2] * 4
-        assert {name: len(seconds) for name, seconds in steps.items()} == {"gloo": 2, "segment": 2}
-        assert list(through) == ["socket", "copy"]
-        assert min(through.values()) > 0
-
-
-def test_ranks_see_what_another_has_written():
-    assert list(kit.run(yob.see_each_other, world_size=3)) == [[10, 11, 12, 0]] * 3

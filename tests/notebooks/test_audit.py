@@ -180,6 +180,7 @@ def lesson() -> dict:
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": METADATA, "cells": cells}
 
 
+WARNING = {"output_type": "stream", "name": "stderr", "text": "old"}
 ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": ["no"]}
 
 
@@ -193,99 +194,51 @@ def broken(notebook: dict) -> list[str]:
 
 
 def test_a_sound_notebook_breaks_no_rule():
-    assert broken(lesson()) == []
-
-
-@pytest.mark.parametrize("counts", [(2, 1), (1, None), (1, 3)])
-def test_cells_executed_out_of_order_are_found(counts):
     notebook = lesson()
-    notebook["cells"][1]["execution_count"], notebook["cells"][3]["execution_count"] = counts
-    assert broken(notebook) == ["executed_in_order"]
-
-
-def test_a_code_cell_without_prose_is_found():
-    notebook = lesson()
-    notebook["cells"][2]["cell_type"] = "raw"
-    assert broken(notebook) == ["prose_before_code"]
-
-
-def test_two_code_cells_in_a_row_are_found():
-    notebook = lesson()
-    del notebook["cells"][2]
-    assert broken(notebook) == ["prose_before_code"]
-
-
-def test_a_code_cell_of_21_lines_is_found():
-    notebook = lesson()
+    assert broken(notebook) == []
     notebook["cells"][1]["source"] = "x = 1\n" * 20
+    notebook["cells"][3]["source"] = "%%writefile scripts/01_lesson.py\n" + "x = 1\n" * 59
+    notebook["cells"][5] |= {"outputs": [ERROR], "metadata": {"tags": ["raises-exception"]}}
     assert broken(notebook) == []
-    notebook["cells"][1]["source"] += "x"
-    assert broken(notebook) == ["short_code_cells"]
-
-
-def test_a_script_of_61_lines_is_found():
-    notebook = lesson()
-    notebook["cells"][1]["source"] = "%%writefile scripts/01_lesson.py\n" + "x = 1\n" * 59
-    assert broken(notebook) == []
-    notebook["cells"][1]["source"] += "x"
-    assert broken(notebook) == ["short_code_cells"]
-
-
-@pytest.mark.parametrize("cells", [14, 61])
-def test_a_notebook_too_short_or_too_long_is_found(cells):
-    notebook = lesson()
-    closing = {"cell_type": "markdown", "metadata": {}, "source": "Read on."}
-    more = [closing | {"id": f"closing-{count}"} for count in range(45)]
-    notebook["cells"] = (notebook["cells"] + more)[:cells]
-    assert broken(notebook) == ["right_length"]
-
-
-def test_a_notebook_without_a_heading_is_found():
-    notebook = lesson()
-    notebook["cells"][0]["source"] = "We begin."
-    assert broken(notebook) == ["starts_with_a_heading"]
-
-
-def test_a_warning_on_stderr_is_found():
-    notebook = lesson()
-    notebook["cells"][1]["outputs"][0]["name"] = "stderr"
-    assert broken(notebook) == ["nothing_on_stderr"]
-
-
-def test_an_error_is_found_unless_it_is_announced():
-    notebook = lesson()
-    notebook["cells"][1]["outputs"] = [ERROR]
-    assert broken(notebook) == ["errors_where_announced"]
-    notebook["cells"][1]["metadata"] = {"tags": ["raises-exception"]}
-    assert broken(notebook) == []
-
-
-def test_an_announced_error_that_never_came_is_found():
-    notebook = lesson()
-    notebook["cells"][1]["metadata"] = {"tags": ["raises-exception"]}
-    assert broken(notebook) == ["errors_where_announced"]
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("rule", "changed"),
     [
-        {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}},
-        {"image/svg+xml": "<svg/>"},
-        {"application/javascript": "alert(1)"},
-        {"text/html": ["<p>\n", "<script>alert(1)</script>"]},
+        ("executed_in_order", {"execution_count": 2}),
+        ("prose_before_code", {"cell_type": "raw"}),  # and the next cell is code
+        ("short_code_cells", {"source": "x = 1\n" * 21}),
+        ("short_code_cells", {"source": "%%writefile scripts/01_lesson.py\n" + "x = 1\n" * 60}),
+        (
+            "nothing_on_stderr",
+            {"outputs": [{"output_type": "stream", "name": "stderr", "text": ""}]},
+        ),
+        ("errors_where_announced", {"outputs": [ERROR]}),
+        ("errors_where_announced", {"metadata": {"tags": ["raises-exception"]}}),
+        ("shown_everywhere", {"outputs": [display({"text/html": "<script>1</script>"})]}),
+        ("shown_everywhere", {"outputs": [display({"image/svg+xml": "<svg/>"})]}),
+        ("small_file", {"outputs": [display({"image/png": "A" * 600_000})]}),
+        ("no_comments_for_nbval", {"source": "# NBVAL_SKIP\nprint(1)"}),
+        ("minimal_metadata", {"metadata": {"execution": {"iopub.status.busy": "now"}}}),
     ],
-    ids=lambda data: next(iter(data)),
 )
-def test_an_output_that_is_not_shown_everywhere_is_found(data):
+def test_a_cell_that_breaks_a_rule_is_found(rule, changed):
     notebook = lesson()
-    notebook["cells"][1]["outputs"] = [display(data)]
-    assert broken(notebook) == ["shown_everywhere"]
+    notebook["cells"][2 if "cell_type" in changed else 1] |= changed
+    assert broken(notebook) == [rule]
+
+
+def test_a_notebook_that_breaks_a_rule_is_found():
+    short, without_heading = lesson(), lesson()
+    del short["cells"][14:]
+    assert broken(short) == ["right_length"]
+    without_heading["cells"][0]["source"] = "We begin."
+    assert broken(without_heading) == ["starts_with_a_heading"]
 
 
 @pytest.mark.parametrize(
     "printed",
     [
-        "saved to /somewhere/below/file.txt",
         "<object object at 0x7f3a5c0d1e90>",
         "listening on 10.1.2.3",
         "pid=4711",
@@ -295,9 +248,8 @@ def test_an_output_that_is_not_shown_everywhere_is_found(data):
 )
 def test_a_text_that_differs_from_run_to_run_is_found(printed):
     error = ERROR | {"evalue": "".join(printed)}
-    traceback = ERROR | {"traceback": ["no", "".join(printed)]}
     stream = {"output_type": "stream", "name": "stdout", "text": printed}
-    for output in (display({"text/plain": printed}), error, traceback, stream):
+    for output in (display({"text/plain": printed}), error, stream):
         notebook = lesson()
         notebook["cells"][1]["outputs"] = [output]
         assert "same_on_every_run" in broken(notebook)
@@ -319,27 +271,3 @@ def test_a_text_that_is_always_the_same_is_not_blamed(printed):
     notebook = lesson()
     notebook["cells"][1]["outputs"][0]["text"] = printed
     assert broken(notebook) == []
-
-
-def test_a_file_that_is_too_large_is_found():
-    notebook = lesson()
-    notebook["cells"][1]["outputs"] = [display({"image/png": "A" * 600_000})]
-    assert broken(notebook) == ["small_file"]
-
-
-def test_an_nbval_comment_is_found():
-    notebook = lesson()
-    notebook["cells"][1]["source"] = "# NBVAL_SKIP\nprint(1)"
-    assert broken(notebook) == ["no_comments_for_nbval"]
-
-
-def test_a_language_version_is_found():
-    notebook = lesson()
-    notebook["metadata"] = METADATA | {"language_info": {"name": "python", "version": "3.11.7"}}
-    assert broken(notebook) == ["minimal_metadata"]
-
-
-def test_execution_times_in_a_cell_are_found():
-    notebook = lesson()
-    notebook["cells"][1]["metadata"] = {"execution": {"iopub.status.busy": "now"}}
-    assert broken(notebook) == ["minimal_metadata"]

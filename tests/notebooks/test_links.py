@@ -264,7 +264,7 @@ def broken(tmp_path):
         "[next](other.ipynb#Two-ranks), [next](other.ipynb)",
     ],
 )
-def test_a_sound_link_is_blamed(broken, text):
+def test_a_sound_link_is_not_blamed(broken, text):
     assert broken(text) == []
 
 
@@ -273,7 +273,7 @@ def test_an_anchor_in_a_notebook_is_jupyterlabs(broken):
     assert broken("# One two\n\n[up](#one-two)", ".ipynb") == ["local_links_lead_somewhere"]
 
 
-def test_a_link_that_jupyterlab_shows_as_code_is_not_found(broken):
+def test_a_link_that_jupyterlab_shows_as_code_is_found(broken):
     text = "[`dist.send`](https://docs.pytorch.org/)"
     assert broken(text) == []
     assert broken(text, ".ipynb") == ["seen_in_jupyterlab"]
@@ -284,37 +284,21 @@ def test_a_link_that_jupyterlab_shows_as_code_is_not_found(broken):
     ("text", "rule"),
     [
         ("[a](http://docs.pytorch.org/)", "well_formed"),
-        ("[a](//docs.pytorch.org/)", "well_formed"),
         ("[a](https://docs.pytorch.org/docs/stable/distributed.html.)", "well_formed"),
-        ("[a](https://docs.pytorch.org//docs/stable/)", "well_formed"),
-        ("[a](<https://docs.pytorch.org/a b>)", "well_formed"),
-        ("[a](<https://docs.pytorch.org/(a>)", "well_formed"),
         ("[a](https://localhost/)", "well_formed"),
-        ("[a](mailto:a@b.org)", "well_formed"),
         ("[a](https://pytorch.org/docs/stable/distributed.html)", "straight"),
-        ("[a](https://pytorch.org/tutorials/)", "straight"),
         ("[a](https://docs.pytorch.org/docs/2.13/distributed.html)", "straight"),
-        ("[a](https://docs.pytorch.org/docs/main/distributed.html)", "straight"),
-        ("[a](https://arxiv.org/pdf/2006.15704)", "straight"),
         ("[a](https://arxiv.org/abs/2006.15704?utm_source=x)", "straight"),
         (f"[a]({TUTORIAL}#ring)", "known_to_pytorch"),
-        (
-            "[a](https://docs.pytorch.org/docs/stable/d.html#torch.distributed.sent)",
-            "known_to_pytorch",
-        ),
         ("[a](https://docs.pytorch.org/docs/stable/generated/torch.nope.html)", "known_to_pytorch"),
         ("[a](nowhere.ipynb)", "local_links_lead_somewhere"),
-        ("[a](/etc/passwd)", "local_links_lead_somewhere"),
         ("[a](other.md#nothing)", "local_links_lead_somewhere"),
         ("[a](other.ipynb#two-ranks)", "local_links_lead_somewhere"),
-        ("[a](#nothing)", "local_links_lead_somewhere"),
         ("see https://docs.pytorch.org/", "named"),
-        ("see www.example.org", "named"),
-        ("see <https://docs.pytorch.org/>", "named"),
         ("see [here](https://docs.pytorch.org/)", "named"),
     ],
 )
-def test_a_broken_link_is_not_found(broken, text, rule):
+def test_a_broken_link_is_found(broken, text, rule):
     if OLD and rule == "known_to_pytorch" and TUTORIAL not in text:
         pytest.skip("a PyTorch older than the pinned one cannot tell")
     assert broken(text) == [rule]

@@ -189,34 +189,14 @@ def test_a_run_is_read_from_the_notebook():
     assert list(runs_of(ignored, NAME)) == [(["a b"], None)]
 
 
-def test_a_script_that_differs_from_its_cell_is_found():
+def test_a_script_that_differs_from_its_cell_or_is_run_only_later_is_found():
     assert broken(with_script(), SCRIPT + "\n# more\n") == ["same_in_the_cell"]
-
-
-def test_a_script_that_only_a_later_cell_runs_is_found():
     notebook = with_script()
     notebook["cells"][5], notebook["cells"][7] = notebook["cells"][7], notebook["cells"][5]
     assert broken(notebook) == ["same_in_the_cell"]
 
 
-@pytest.mark.parametrize("cell", [3, 5])
-def test_a_script_that_is_not_written_or_not_run_is_found(cell):
-    notebook = with_script()
-    notebook["cells"][cell]["source"] = "print(1)"
-    assert broken(notebook) == ["same_in_the_cell"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import ddp_kit as kit",
-        "from ddp_kit.lessons import ddp",
-        "import torchvision",
-        "def f():\n    import numpy.random",
-        "from . import other",
-        "try:\n    import torchvision\nexcept ImportError:\n    pass",
-    ],
-)
+@pytest.mark.parametrize("line", ["def f():\n    import ddp_kit.plot", "from . import other"])
 def test_a_script_that_needs_more_than_torch_is_found(line):
     script = f"{line}\n{SCRIPT}"
     assert broken(with_script(script), script) == ["torch_alone"]
@@ -237,7 +217,7 @@ def test_the_kit_is_missing_in_a_script_and_in_the_ranks_that_it_spawns(tmp_path
     assert run(script, NAME, tmp_path, ["a b"]) == "the kit is not here\n" * 2 + "1 a b\n"
 
 
-def test_a_script_that_fails_passes_for_one_that_prints(tmp_path):
+def test_a_script_that_fails_is_noticed(tmp_path):
     script = SCRIPT.replace("import torch\n", "import ddp_kit\n", 1)
     with pytest.raises(AssertionError, match="the kit is not here"):
         run(script, NAME, tmp_path, ["a b"])
