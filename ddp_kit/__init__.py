@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_kit.backends import device
 from ddp_kit.comparison import Comparison, compare
 from ddp_kit.data import mnist
+from ddp_kit.doctor_checks import doctor
 from ddp_kit.error_text import RankFailure
 from ddp_kit.errors import (
     BackendError,
@@ -35,7 +36,6 @@ from ddp_kit.errors import (
     RunTimeoutError,
     TraceError,
 )
-from ddp_kit.machine_checks import doctor
 from ddp_kit.pool import Result, WorkerPool, run, shutdown, status
 from ddp_kit.pool.ipython import shell
 from ddp_kit.pool.torchrun import torchrun

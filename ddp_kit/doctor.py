@@ -1,10 +1,10 @@
-"""The command python -m ddp_kit.doctor; `kit.doctor` is in machine_checks.py."""
+"""The command python -m ddp_kit.doctor; `kit.doctor` is in doctor_checks.py."""
 
 from __future__ import annotations
 
 import sys
 
-from ddp_kit.machine_checks import main
+from ddp_kit.doctor_checks import main
 
 if __name__ == "__main__":
     code = main()

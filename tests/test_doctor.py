@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import data
-from ddp_kit import machine_checks as checks
-from ddp_kit.machine_checks import Finding, findings, run_check
+from ddp_kit import doctor_checks as checks
+from ddp_kit.doctor_checks import Finding, findings, run_check
 from ddp_kit.pool import memory
 
 GIB = 2**30
@@ -398,7 +398,7 @@ def test_the_command_loads_no_heavy_library_and_warns_of_nothing():
     times = [line for line in out.stderr.splitlines() if line.startswith("import time:")]
     loaded = {line.rsplit("|", 1)[1].strip() for line in times}
     assert out.stderr.splitlines() == times
-    assert "ddp_kit.machine_checks" in loaded
+    assert "ddp_kit.doctor_checks" in loaded
     assert not {"torchvision", "matplotlib", "IPython"} & loaded
     assert out.returncode == ("WARN" in out.stdout)
 

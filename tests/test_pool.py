@@ -28,7 +28,7 @@ import torch.distributed as dist
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit import machine_checks as checks
+from ddp_kit import doctor_checks as checks
 from ddp_kit.pool import arguments, memory, pool
 from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.wire import payload

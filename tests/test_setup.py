@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ddp_kit.machine_checks import OLDEST_PYTORCH
+from ddp_kit.doctor_checks import OLDEST_PYTORCH
 
 try:
     import tomllib

@@ -3,7 +3,7 @@
 pool.py            WorkerPool, and `run` on the notebook's shared pool, which may start early
 torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
 arguments.py       what can be run; memory.py: and on how many ranks
-run.py             one run: the only loop that waits for ranks, and its result or error
+run_loop.py        one run: the only loop that waits for ranks, and its result or error
 deadlock_watch.py  when a run is judged
 reports.py         what the ranks have reported, and the error if some failed
 other_hosts.py     the same of ranks on other hosts, and when a host is lost

@@ -5,8 +5,8 @@
       view ◀── a line a rank ───┤  ├──── what it printed (fd 1 and 2) ─────────────────┤
     result ◀────────────────────┘  └──── what it returned, sent or raised ─────────────┘
 
-One thread, the cell's own, does all of this process's work (`run.py`). There is no queue, lock or
-named memory that a killed kernel could leave behind.
+One thread, the cell's own, does all of this process's work (`run_loop.py`). There is no queue, lock
+or named memory that a killed kernel could leave behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.rank_handle import start_variables
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.run import Run
+from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.wire.payload import Payload
 
 UNUSED = 600.0  # seconds after which ranks end that no run has used

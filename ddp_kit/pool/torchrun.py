@@ -44,7 +44,7 @@ from ddp_kit.pool.rank.torchrun_worker import pack as pack_task
 from ddp_kit.pool.rank_handle import RankHandle
 from ddp_kit.pool.rank_processes import RankProcesses
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.run import Run
+from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.view import print_output
 from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.trace import EMPTY, RankTrace, Snapshot, join, join_rank_traces

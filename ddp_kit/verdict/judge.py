@@ -1,7 +1,7 @@
 """Whether the boards of a run's ranks show that it can never end, or that the ranks disagree.
 
 `pool.deadlock_watch` decides when to ask, and drops the answer if a thread that is on no board
-may still act. `pool.run` adds what the ranks raised, and raises the error.
+may still act. `pool.run_loop` adds what the ranks raised, and raises the error.
 """
 
 from __future__ import annotations

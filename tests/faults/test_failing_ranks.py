@@ -23,7 +23,7 @@ import ddp_kit as kit
 from ddp_kit.pool import launchers
 from ddp_kit.pool.rank import bootstrap
 from ddp_kit.pool.rank_handle import RankHandle
-from ddp_kit.pool.run import Run
+from ddp_kit.pool.run_loop import Run
 
 
 def total(rank, world_size):

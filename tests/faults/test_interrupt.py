@@ -13,7 +13,7 @@ import pytest
 from kernels import ENVIRONMENT, STUCK, interrupt, start_stuck
 from processes import assert_gone, wait_until
 
-from ddp_kit.pool.run import Run
+from ddp_kit.pool.run_loop import Run
 
 
 def test_the_interrupt_button_ends_a_run_that_starts(kernel):
