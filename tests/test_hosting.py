@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_setup import PROJECT, PYTHONS, ROOT, targets
+from test_setup import PROJECT, ROOT, targets
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text("utf-8"))
@@ -19,7 +19,7 @@ START = ROOT / "docker" / "start"
 
 def test_the_files_ask_for_different_pythons():
     image = re.search(r"^FROM python:([\d.]+)-slim$", DOCKERFILE, re.MULTILINE)[1]
-    assert image in PYTHONS
+    assert image in ("3.10", "3.11", "3.12", "3.13", "3.14")
     assert CONTAINER["image"] == f"python:{image}"
 
 
