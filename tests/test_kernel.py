@@ -1,4 +1,4 @@
-"""The kit in a real Jupyter kernel. Tests are named after what a learner would see go wrong."""
+"""The kit in a real Jupyter kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%%ranks` and `%ranks` in a real kernel. Tests are named after what would go wrong."""
+"""`%%ranks` and `%ranks` in a real kernel."""
 
 from __future__ import annotations
 

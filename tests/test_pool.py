@@ -1,4 +1,4 @@
-"""The pool on real processes. Tests are named after what a learner would see go wrong."""
+"""The pool on real processes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from ddp_kit.errors import CourseError
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
 SCRIPT = "%%writefile scripts/"
-LONGEST_LINE = 100  # as ruff is told
+LONGEST_LINE = 100  # ruff's limit in pyproject.toml, which also holds for the exercises
 
 
 def read(path: Path) -> NotebookNode:

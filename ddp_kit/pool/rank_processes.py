@@ -267,7 +267,7 @@ def _log_settings() -> LogSettings:
     root = logging.getLogger()
     printing = [handler for handler in root.handlers if _prints(handler)]
     handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
-    loggers = root.manager.loggerDict.items()
+    loggers = root.manager.loggerDict.copy().items()  # another thread may import, and add one
     levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
     return LogSettings(root.level, handlers, levels)
 

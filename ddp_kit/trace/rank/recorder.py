@@ -119,7 +119,6 @@ class Recorder:
         self._futures = 0  # that somebody holds, of operations that are not complete
         # To come or running, by the index of the event; None: of tasks in pools.
         self._callbacks: Counter[int | None] = Counter()
-        self.may_call_back = False  # a thread of PyTorch's own may run the worker's code
         self._dropped = self._threads = 0
         # Of a thread: the line that has started it, or its task.
         self.lines: dict[threading.Thread, Line | None] = {}
@@ -369,7 +368,6 @@ class Recorder:
 
         wanted: whoever has it wants to know when the operation is complete.
         """
-        self.may_call_back = True
         entry = self._started.pop(id(work), None)
         posted = entry[1] if entry else self.operation_of(work)
         if posted is not None:
