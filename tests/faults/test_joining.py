@@ -80,6 +80,7 @@ def form_a_group(rank, world_size, address):
     """Form the default group, where a wait for the connections would fail."""
     torch_internals.wait_until_connected = lambda group: 1 / 0
     dist.init_process_group("gloo", address, rank=rank, world_size=world_size)
+    dist.barrier()  # A rank that leaves before the others have connected is an error in gloo.
     dist.destroy_process_group()
 
 
