@@ -71,7 +71,9 @@ def _parts(outcome: Any) -> dict[str, dict[str, bool]]:
 
 
 def _hint(error: BaseException) -> str:
-    """Return the hint that the learner has read; "" for one that may name a variable of theirs."""
+    """Return the mistake, or the hint, if it is known; "" for one that may name a variable."""
+    if mistake := getattr(error, "mistake", ""):
+        return mistake
     inner = getattr(error, "error", None)  # of an ExerciseError: that of the run
     either = (one for one in (error, inner) if type(one).__name__ != "RankError")
     return next((one.hint for one in either if getattr(one, "hint", "")), "")

@@ -1,7 +1,7 @@
 """The editions of a notebook: what is made from the solved one, so that nothing is written twice.
 
 `python -m ddp_kit.course.editions`, which is `make editions`, writes those that are committed: the
-lessons' modules, the scripts, and the exercises. The tags of cells say what goes where:
+lessons' modules, the scripts, the exercises, and what the hints and solutions need. The tags of cells say what goes where:
 
     module       its functions, classes, CONSTANTS and `try: from ... import` go into the module
     answer       shows the answer to a prediction: it is folded until the learner has guessed
@@ -20,19 +20,31 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 from nbformat.validator import iter_validate
 
+from ddp_kit.check.hints import hints
 from ddp_kit.course import notebooks
 from ddp_kit.course.cells import BEGIN, END, GAP, folded, may_fail, solved, tags, tasks, unsolved
 from ddp_kit.errors import CourseError
 
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
+SOLUTIONS = Path(__file__).parents[1] / "check" / "solutions.json"
+HINTS_PAGE = """# The hints of the checks
+
+If an answer is wrong, its check says on how many ranks, which rank holds what, and what it should
+hold. The next check that fails also asks a *question*, and the one after that says where to look, the
+*place*. `kit.check.exercise_4_1(chunked_ring, hint=3)` says both at once, and `hint=4` a solution. With
+`DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the question.
+
+This page is made from `ddp_kit/check/hints.ini`.
+"""
 SCRIPT = "%%writefile scripts/"
 LONGEST_LINE = 100  # ruff's limit in pyproject.toml, which also holds for the exercises
 
@@ -278,6 +290,34 @@ def _ruff(name: str, code: str, *command: str) -> str:
     return ended.stdout
 
 
+def _missing_lines(notebook: NotebookNode) -> dict[str, str]:
+    """Return the lines that are missing in each exercise, by its number."""
+    gaps = [gap for cell in notebook.cells for gap in GAP.finditer(cell.source)]
+    return {
+        re.match(r"Exercise ([\d.]+)", gap[2])[1]: textwrap.dedent(gap[3]) for gap in gaps
+    }
+
+
+def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
+    """Return a page for teachers: by exercise, each mistake and what is said of it in steps."""
+    lines = [HINTS_PAGE]
+    for name, notebook in notebooks.items():
+        lines.append(f"## {name}\n")
+        text = "\n".join(cell.source for cell in notebook.cells)
+        for number, title in re.findall(r"^## Exercise ([\d.]+): (.+)$", text, re.MULTILINE):
+            lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
+    return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
+
+
+def _table(section: str) -> list[str]:
+    """Return the hints of an exercise, or with "" those of no exercise, as a table."""
+    rows = ["| mistake | question | place |", "|---|---|---|"]
+    for name, hint in hints().items():
+        if name.startswith(section) if section else not name[0].isdigit():
+            rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint)} |")
+    return [*rows, ""]
+
+
 def committed() -> dict[Path, str]:
     """Return the editions that are committed, by their paths in a checkout."""
     source = notebooks.folder()
@@ -288,8 +328,13 @@ def committed() -> dict[Path, str]:
         if any("module" in tags(cell) for cell in notebook.cells):
             code = hand.read_text("utf-8") if hand.exists() else ""
             files[hand.with_name(hand.name[1:])] = module(path, notebook, code)
-    for path in sorted((source / "solutions").glob("[0-9][0-9]_*.ipynb")):
-        files[source / "exercises" / path.name] = exercises(read(path))
+    solved = {path.stem: read(path) for path in sorted((source / "solutions").glob("[0-9]*.ipynb"))}
+    missing: dict[str, str] = {}
+    for name, notebook in solved.items():
+        files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
+        missing |= _missing_lines(notebook)
+    files[SOLUTIONS] = json.dumps(missing, indent=1) + "\n"
+    files[source.parent / "docs" / "hints.md"] = _page_of_hints(solved)
     return files
 
 

@@ -1,4 +1,4 @@
-"""The error that a grader raises for a wrong answer."""
+"""The errors that graders raise for wrong answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from collections.abc import Callable
 import pytest
 
 import ddp_kit as kit
+from ddp_kit.check.hints import find
 
 
 def error_text(grade: Callable, answer: object) -> str:
-    """Grade an answer, and return the text of the ExerciseError that it must raise."""
+    """Grade a wrong answer, and return the text of its error, with the hint up to the place."""
+    with pytest.raises(kit.ExerciseError) as caught:
+        grade(answer, hint=3)
+    return str(caught.value).removesuffix("\nPass hint=4 for a solution.")
+
+
+def assert_mistake(grade: Callable, answer: object, mistake: str, *facts: str) -> None:
+    """Grade a wrong answer: the named mistake must be found, and all facts be in the message.
+
+    mistake: its name in hints.ini, without the exercise; "" if it has none.
+    """
     with pytest.raises(kit.ExerciseError) as caught:
         grade(answer)
-    return str(caught.value)
+    found = find(grade.exercise.number, mistake).mistake if mistake else ""
+    assert caught.value.mistake == found
+    assert [fact for fact in facts if fact not in str(caught.value)] == []
