@@ -27,3 +27,17 @@ def assert_mistake(grade: Callable, answer: object, mistake: str, *facts: str) -
     found = find(grade.exercise.number, mistake).mistake if mistake else ""
     assert caught.value.mistake == found
     assert [fact for fact in facts if fact not in str(caught.value)] == []
+
+
+def mistake(exercise: str, name: str, *facts: str) -> Callable[[Callable], Callable[[], None]]:
+    """Turn a wrong answer into a test that its check finds this mistake, and says these facts."""
+
+    def as_test(answer: Callable) -> Callable[[], None]:
+        def test() -> None:
+            grade = getattr(kit.check, f"exercise_{exercise.replace('.', '_')}")
+            assert_mistake(grade, answer, name, *facts)
+
+        test.__name__ = test.__qualname__ = answer.__name__
+        return test
+
+    return as_test
