@@ -27,6 +27,7 @@ _CELLS.loader.exec_module(cells)
 NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
+    "docs/hints.md": "The hints of the checks",
     "README.md": "About ddp_kit",
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",

@@ -1,26 +1,23 @@
-"""The teacher's guide names every notebook and exercise, and quotes the hints of the checks."""
+"""The teacher's guide names every notebook, and each mistake of an exercise has its hints."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from ddp_kit import check
+from ddp_kit.check.hints import hints
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
 GRADERS = [name for name in check.__all__ if name != "credit"]
 EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in GRADERS]
-SECTION = re.compile(r"^#### (\d+\.\d+) .*?\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (?!mistake \||---)(.+?) \| (.+) \|$", re.MULTILINE)
-# Sentences that are facts, and no hints.
-FACTS = {"there is no file at `path`"}
 LESSON = re.compile(r"\]\(\.\./notebooks/(\w+\.ipynb)\) \((\d+)\)")
 ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of missing lines
 SESSION = 90
@@ -48,53 +45,32 @@ def minutes() -> dict[str, dict[str, int]]:
     return found
 
 
-@cache
-def rows() -> dict[str, list[tuple[str, str]]]:
-    """Return what the guide has for each exercise: mistakes and hints."""
-    return {number: ROW.findall(section) for number, section in SECTION.findall(GUIDE)}
+def test_each_exercise_has_mistakes_which_its_check_names():
+    for name, number in zip(GRADERS, EXERCISES, strict=True):
+        source = inspect.getsource(sys.modules[getattr(check, name).__module__])
+        sections = [one.partition(" ")[2] for one in hints() if one.startswith(f"{number} ")]
+        assert sections, number
+        assert [one for one in sections if f'"{one}"' not in source] == [], number
 
 
-@cache
-def hints(source: str) -> dict[str, re.Pattern[str]]:
-    """Return the sentences in a module of checks, with a pattern for what a run makes of each."""
-    tree = ast.parse(source)
-    inner = {id(part) for node in ast.walk(tree) for part in parts(node)}
-    found = {}
+def test_each_mistake_that_a_check_names_has_hints():
+    for name, hint in hints().items():
+        assert all(text[-1] in ".?" for text in hint), name
+        assert "?" in hint.question, name
+    known = {re.sub(r"^[\d.]+ ", "", name) for name in hints()}
+    for module in {getattr(check, name).__module__ for name in GRADERS}:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        assert [name for name in named(tree) if name not in known] == [], module
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Yield the mistakes that a module names in `hint=...` and in dicts called `mistakes`."""
     for node in ast.walk(tree):
         match node:
-            case ast.Constant(value=str(text)) if id(node) not in inner:
-                pass
-            case ast.JoinedStr(values=values):
-                text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in values)
-            case _:
-                continue
-        if len(text) > 14 and " " in text and re.search(r"[.,`]\s*$|\. \{\}$", text):
-            found[text] = re.compile(".+".join(map(re.escape, text.strip().split("{}"))))
-    return {text: pattern for text, pattern in found.items() if text not in FACTS}
-
-
-def parts(node: ast.AST) -> list[ast.AST]:
-    """Return what belongs to a string with values in it, and the docstring of a function."""
-    if isinstance(node, ast.JoinedStr):
-        return [part for part in ast.walk(node) if part is not node]
-    body = getattr(node, "body", None)
-    if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-        return [body[0].value]
-    return []
-
-
-def modules() -> dict[Path, list[str]]:
-    """Return the exercises of each module of checks."""
-    found: dict[Path, list[str]] = {}
-    for name, number in zip(GRADERS, EXERCISES, strict=True):
-        source = sys.modules[getattr(check, name).__module__].__file__
-        found.setdefault(Path(source), []).append(number)
-    return found
-
-
-def test_each_exercise_is_there_with_a_mistake():
-    assert list(rows()) == EXERCISES
-    assert [number for number, found in rows().items() if not found] == []
+            case ast.keyword(arg="hint", value=ast.Constant(value=str(name))):
+                yield name
+            case ast.Assign(targets=[ast.Name(id="mistakes")], value=ast.Dict(keys=keys)):
+                yield from (key.value for key in keys if isinstance(key, ast.Constant))
 
 
 def test_each_lesson_is_linked():
@@ -143,25 +119,6 @@ def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
 def between(first: str, last: str) -> list[str]:
     """Return the exercises from one to another: 2.3 to 2.5."""
     return EXERCISES[EXERCISES.index(first) : EXERCISES.index(last) + 1]
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
-def test_each_hint_of_a_check_is_in_the_guide(path):
-    quoted = [hint for number in EXERCISES for _, hint in rows()[number]]
-    sentences = hints(path.read_text("utf-8"))
-    missing = [text for text, one in sentences.items() if not any(map(one.search, quoted))]
-    assert missing == []
-
-
-def test_each_hint_of_the_guide_is_in_a_check():
-    texts = [path.read_text("utf-8") for path in (ROOT / "ddp_kit" / "check").glob("*.py")]
-    patterns = [pattern for text in texts for pattern in hints(text).values()]
-    invented = []
-    for number, found in rows().items():
-        for _, hint in found:
-            if not any(pattern.fullmatch(hint) for pattern in patterns):
-                invented.append((number, hint))
-    assert invented == []
 
 
 def test_each_question_names_its_lesson_and_has_an_answer():

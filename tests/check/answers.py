@@ -10,11 +10,11 @@ import ddp_kit as kit
 from ddp_kit.check.hints import find
 
 
-def error_text(grade: Callable, answer: object) -> str:
-    """Grade a wrong answer, and return the text of its error, with the hint up to the place."""
+def error_text(grade: Callable, answer: object, hint: int = 1) -> str:
+    """Grade a wrong answer, and return the text of its error. hint: the step that is asked for."""
     with pytest.raises(kit.ExerciseError) as caught:
-        grade(answer, hint=3)
-    return str(caught.value).removesuffix("\nPass hint=4 for a solution.")
+        grade(answer, hint=hint)
+    return str(caught.value)
 
 
 def assert_mistake(grade: Callable, answer: object, mistake: str, *facts: str) -> None:
