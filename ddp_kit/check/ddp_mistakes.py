@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.check.grader import SIZES, Grader, exercise
+from ddp_kit.check.hunt import hunt
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.pool import Result
@@ -236,3 +237,7 @@ def _save_or_wait(
         "saved": max(moments["saved"], default=0),
         "loads": min(moments["loads"], default=0),
     }
+
+
+for _number in range(1, 11):
+    hunt(f"9.{_number}")

@@ -59,7 +59,8 @@ FAILURES: dict[type[Exception], str] = {
 class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
-    number: "4.1". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of
+    number: "4.1". kind: "gap" for missing lines, "hunt" for a program to repair. form: how the
+    answer is called, "broadcast(tensor, src)". praise: what is said of
     a right answer. grade: runs the answer in one case, and returns if it is right. cases: each is
     a number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
@@ -68,6 +69,7 @@ class Exercise:
     """
 
     number: str
+    kind: str
     form: str
     praise: str
     grade: Callable[..., None]
@@ -135,6 +137,7 @@ def exercise(
     form: str,
     right: str = "",
     *,
+    kind: str = "gap",
     cases: Iterable[Any] = SIZES,
     part: Callable[[Any], str] | None = None,
     others: Sequence[str] = (),
@@ -156,7 +159,7 @@ def exercise(
     known = (cases, names, others, on_failure or {}, collectives)
 
     def register(grade: Callable[..., None]) -> Callable[..., None]:
-        registered = Exercise(number, form, praise, grade, *known)
+        registered = Exercise(number, kind, form, praise, grade, *known)
 
         def check(answer: Callable[..., Any], *, hint: int | None = None) -> Credit:
             return registered.check(answer, hint)
@@ -386,10 +389,11 @@ class Grader:
             for event in self.result.trace
             if event.waited is None and event.end is None and event.op not in ("send", "recv")
         }
-        if left:
-            unawaited = format_unawaited(left)
-            # The run has printed this warning already, below the ranks' output. Once is enough.
-            self._printed[-1] = self._printed[-1].removesuffix("\n".join([*unawaited, ""]))
+        unawaited = format_unawaited(left)
+        warning = "\n".join([*unawaited, ""])
+        # The run has printed this warning already, unless others look after these operations.
+        if left and self._printed[-1].endswith(warning):
+            self._printed[-1] = self._printed[-1].removesuffix(warning)
             self.fail("some operations were started but never waited for", *unawaited)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -492,7 +496,7 @@ def close(want: float, have: Any) -> bool:
 
 
 def same(want: Any, have: Any) -> bool:
-    """Return whether two values are equal, including tensors and lists of tensors."""
+    """Return whether two values are equal, including tensors and lists of them, up to rounding."""
     if isinstance(want, torch.Tensor):
         alike = isinstance(have, torch.Tensor) and have.shape == want.shape
         return (
@@ -500,9 +504,11 @@ def same(want: Any, have: Any) -> bool:
             and have.dtype == want.dtype
             and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
         )
-    if isinstance(want, list):
-        alike = isinstance(have, list) and len(have) == len(want)
+    if isinstance(want, list | tuple):
+        alike = type(have) is type(want) and len(have) == len(want)
         return alike and all(map(same, want, have))
+    if isinstance(want, float):
+        return isinstance(have, float) and math.isclose(want, have, rel_tol=1e-5)
     return type(want) is type(have) and want == have
 
 

@@ -44,9 +44,10 @@ def find(number: str, name: str) -> Hint:
     return hints().get(f"{number} {name}") or hints()[name]
 
 
-def solution(number: str) -> str:
-    """Return the lines that are missing in an exercise, as its solution has them."""
-    return json.loads(files(__package__).joinpath("solutions.json").read_text("utf-8"))[number]
+@cache
+def solutions() -> dict[str, dict[str, str]]:
+    """Return the code of each exercise, by its number: the missing lines, or what a hunt needs."""
+    return json.loads(files(__package__).joinpath("solutions.json").read_text("utf-8"))
 
 
 class Steps:
@@ -72,7 +73,7 @@ class Steps:
         hint = find(self._number, mistake) if mistake else None
         lines = list(hint[QUESTION - 1 : self._step]) if hint else []
         if self._step == SOLUTION:
-            return [*lines, "A solution:", solution(self._number)]
+            return [*lines, "A solution:", solutions()[self._number]["solution"]]
         if self._more and self._step == PLACE:
             lines.append("Pass hint=4 for a solution.")
         elif self._more and hint:

@@ -290,12 +290,18 @@ def _ruff(name: str, code: str, *command: str) -> str:
     return ended.stdout
 
 
-def _missing_lines(notebook: NotebookNode) -> dict[str, str]:
-    """Return the lines that are missing in each exercise, by its number."""
-    gaps = [gap for cell in notebook.cells for gap in GAP.finditer(cell.source)]
-    return {
-        re.match(r"Exercise ([\d.]+)", gap[2])[1]: textwrap.dedent(gap[3]) for gap in gaps
-    }
+def _solved(notebook: NotebookNode) -> dict[str, dict[str, str]]:
+    """Return the code of each exercise: the missing lines of a gap, or the programs of a hunt."""
+    setup, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    found: dict[str, dict[str, str]] = {}
+    for cell in code:
+        for gap in GAP.finditer(cell.source):
+            number = re.match(r"Exercise ([\d.]+)", gap[2])[1]
+            found[number] = {"solution": textwrap.dedent(gap[3])}
+        if hunt := re.match(r"# Hunt ([\d.]+)", cell.source):
+            which = "solution" if "solution" in tags(cell) else "broken"
+            found.setdefault(hunt[1], {"setup": setup.source})[which] = cell.source
+    return found
 
 
 def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
@@ -304,7 +310,7 @@ def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
     for name, notebook in notebooks.items():
         lines.append(f"## {name}\n")
         text = "\n".join(cell.source for cell in notebook.cells)
-        for number, title in re.findall(r"^## Exercise ([\d.]+): (.+)$", text, re.MULTILINE):
+        for number, title in re.findall(r"^## (?:Exercise|Hunt) ([\d.]+): (.+)$", text, re.MULTILINE):
             lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
     return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
 
@@ -329,11 +335,11 @@ def committed() -> dict[Path, str]:
             code = hand.read_text("utf-8") if hand.exists() else ""
             files[hand.with_name(hand.name[1:])] = module(path, notebook, code)
     solved = {path.stem: read(path) for path in sorted((source / "solutions").glob("[0-9]*.ipynb"))}
-    missing: dict[str, str] = {}
+    code: dict[str, dict[str, str]] = {}
     for name, notebook in solved.items():
         files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
-        missing |= _missing_lines(notebook)
-    files[SOLUTIONS] = json.dumps(missing, indent=1) + "\n"
+        code |= _solved(notebook)
+    files[SOLUTIONS] = json.dumps(code, indent=1) + "\n"
     files[source.parent / "docs" / "hints.md"] = _page_of_hints(solved)
     return files
 
