@@ -18,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
 GRADERS = [name for name in check.__all__ if name != "credit"]
 EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in GRADERS]
+GAPS = [
+    number
+    for name, number in zip(GRADERS, EXERCISES, strict=True)
+    if getattr(check, name).exercise.kind == "gap"
+]
 LESSON = re.compile(r"\]\(\.\./notebooks/(\w+\.ipynb)\) \((\d+)\)")
 ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of missing lines
 SESSION = 90
@@ -94,7 +99,7 @@ def test_exercises_have_the_minutes_that_their_missing_lines_suggest():
             f"**About {sum(each.values())} minutes**, estimated from the number of missing lines."
         )
         assert wanted in first, name
-    assert sorted(number for each in minutes().values() for number in each) == sorted(EXERCISES)
+    assert sorted(number for each in minutes().values() for number in each) == sorted(GAPS)
 
 
 def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
@@ -113,12 +118,12 @@ def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
             exercises = re.search(r"\((\d+)\)", in_class)
             whole = sum(int(took) for _, took in LESSON.findall(lessons))
             assert whole + int(exercises[1] if exercises else 0) <= SESSION, row
-    assert planned == len(EXERCISES)
+    assert planned == len(GAPS)
 
 
 def between(first: str, last: str) -> list[str]:
     """Return the exercises from one to another: 2.3 to 2.5."""
-    return EXERCISES[EXERCISES.index(first) : EXERCISES.index(last) + 1]
+    return GAPS[GAPS.index(first) : GAPS.index(last) + 1]
 
 
 def test_each_question_names_its_lesson_and_has_an_answer():

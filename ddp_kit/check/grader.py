@@ -355,8 +355,9 @@ class Grader:
     ) -> None:
         """Show what the ranks printed in the latest run, and raise ExerciseError.
 
-        hint: the name of the mistake in hints.ini, "" if it is not known. part: what does not hold, if not the part to which the case belongs. `credit` then goes on
-        with this case: only with a part, this returns.
+        hint: the name of the mistake in hints.ini, "" if it is not known. part: what does not hold,
+        if not the part to which the case belongs. `credit` then goes on with this case: only with a
+        part, this returns.
         """
         assert not part or part in self.parts, part
         if part and self._wrong is not None and part in self._wrong:

@@ -57,15 +57,21 @@ def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:
 @cache
 def ran(number: str, which: str, world_size: int) -> Result | None:
     """Return the result of the broken program or of the solution; None if its run fails."""
-    names: dict[str, Any] = {"__name__": "hunt"}
-    for part in ("setup", which):
-        defined = ast.parse(solutions()[number][part])
-        defined.body = [node for node in defined.body if not isinstance(node, ast.Expr)]  # no run
-        exec(compile(defined, f"hunt {number}", "exec"), names)
+    train = defined(number, solutions()[number][which])
     try:
-        return run(names["train"], world_size=world_size, backend="gloo")
+        return run(train, world_size=world_size, backend="gloo")
     except RunError:
         return None
+
+
+def defined(number: str, program: str) -> Callable[[int, int], Any]:
+    """Return `train` as a program of a hunt defines it, without running it."""
+    names: dict[str, Any] = {"__name__": f"hunt_{number.replace('.', '_')}"}
+    for source in (solutions()[number]["setup"], program):
+        tree = ast.parse(source)
+        tree.body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+        exec(compile(tree, f"hunt {number}", "exec"), names)
+    return names["train"]
 
 
 def _sent(result: Result, rank: int) -> int:

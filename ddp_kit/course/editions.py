@@ -30,7 +30,18 @@ from nbformat.validator import iter_validate
 
 from ddp_kit.check.hints import hints
 from ddp_kit.course import notebooks
-from ddp_kit.course.cells import BEGIN, END, GAP, folded, may_fail, solved, tags, tasks, unsolved
+from ddp_kit.course.cells import (
+    BEGIN,
+    END,
+    GAP,
+    folded,
+    hunted,
+    may_fail,
+    solved,
+    tags,
+    tasks,
+    unsolved,
+)
 from ddp_kit.errors import CourseError
 
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
@@ -298,9 +309,9 @@ def _solved(notebook: NotebookNode) -> dict[str, dict[str, str]]:
         for gap in GAP.finditer(cell.source):
             number = re.match(r"Exercise ([\d.]+)", gap[2])[1]
             found[number] = {"solution": textwrap.dedent(gap[3])}
-        if hunt := re.match(r"# Hunt ([\d.]+)", cell.source):
+        if number := hunted(cell.source):
             which = "solution" if "solution" in tags(cell) else "broken"
-            found.setdefault(hunt[1], {"setup": setup.source})[which] = cell.source
+            found.setdefault(number, {"setup": setup.source})[which] = cell.source
     return found
 
 
@@ -310,7 +321,9 @@ def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
     for name, notebook in notebooks.items():
         lines.append(f"## {name}\n")
         text = "\n".join(cell.source for cell in notebook.cells)
-        for number, title in re.findall(r"^## (?:Exercise|Hunt) ([\d.]+): (.+)$", text, re.MULTILINE):
+        for number, title in re.findall(
+            r"^## (?:Exercise|Hunt) ([\d.]+): (.+)$", text, re.MULTILINE
+        ):
             lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
     return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
 

@@ -121,7 +121,9 @@ def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
     def line(exercise: str, passed: bool, **more) -> str:
         return json.dumps({"exercise": exercise, "passed": passed, "seconds": 2.0, **more}) + "\n"
 
-    stuck = line("10.1", False, mistake="They are not counted.", parts={"on 2 ranks": True, "on 3": False})
+    stuck = line(
+        "10.1", False, mistake="They are not counted.", parts={"on 2 ranks": True, "on 3": False}
+    )
     grace = line("2.1", False, mistake="It receives first.") + line("2.1", True)
     grace += line("2.1", False) + line("2.1", True)
     (tmp_path / "ada.jsonl").write_text(stuck + stuck + line("2.1", True) + "nonsense\n[]\n")
