@@ -1,7 +1,8 @@
 """The editions of a notebook: what is made from the solved one, so that nothing is written twice.
 
 `python -m ddp_kit.course.editions`, which is `make editions`, writes those that are committed: the
-lessons' modules, the scripts, the exercises, and what the hints and solutions need. The tags of cells say what goes where:
+lessons' modules, the scripts, the exercises, the checks' solutions, and the page of hints. The tags
+of cells say what goes where:
 
     module       its functions, classes, CONSTANTS and `try: from ... import` go into the module
     answer       shows the answer to a prediction: it is folded until the learner has guessed
@@ -50,9 +51,10 @@ SOLUTIONS = Path(__file__).parents[1] / "check" / "solutions.json"
 HINTS_PAGE = """# The hints of the checks
 
 If an answer is wrong, its check says on how many ranks, which rank holds what, and what it should
-hold. The next check that fails also asks a *question*, and the one after that says where to look, the
-*place*. `kit.check.exercise_4_1(chunked_ring, hint=3)` says both at once, and `hint=4` a solution. With
-`DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the question.
+hold. The next check that fails also asks a *question*, and the one after that says where to look,
+the *place*. `kit.check.exercise_4_1(chunked_ring, hint=3)` says both at once, and `hint=4` a
+solution. With `DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the
+question.
 
 This page is made from `ddp_kit/check/hints.ini`.
 """
