@@ -32,16 +32,17 @@ def hunt(number: str, sizes: tuple[int, ...] = (2, 3)) -> None:
         cases=sizes,
         others=(SENT,),
         on_failure="fails",
-        where=f"on {where} ranks: it returns what the solution returns",
+        where=f"on {where} ranks",
     )
     def grade(grader: Grader, world_size: int) -> None:
         result = grader.run(_train, world_size=world_size)
         solved = ran(number, "solution", world_size)
         assert solved is not None, "a solution runs"
-        broken = ran(number, "broken", world_size)
-        as_before = broken is not None and same(list(broken), list(result))
-        mistakes = {"as before": as_before, "otherwise": True}
-        grader.compare(list(solved), result, mistakes, verb="return")
+        if not same(list(solved), list(result)):
+            broken = ran(number, "broken", world_size)
+            as_before = broken is not None and same(list(broken), list(result))
+            mistakes = {"as before": as_before, "otherwise": True}
+            grader.compare(list(solved), result, mistakes, verb="return")
         for rank in range(world_size):
             most = round(SPARE * _sent(solved, rank))
             if _sent(result, rank) > most:
