@@ -43,7 +43,6 @@ SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
 STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 SENT = "no more is sent than needed"  # a part of many exercises
-IN_PLACE = ""  # until the other modules name their mistakes
 UNCHANGED = "unchanged"  # a mistake of many exercises
 _MOST_SHOWN = 8  # numbers of a tensor
 FAILURES: dict[type[Exception], str] = {
