@@ -47,7 +47,6 @@ from ddp_kit.errors import CourseError
 
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
-SOLUTIONS = Path(__file__).parents[1] / "check" / "solutions.json"
 HINTS_PAGE = """# The hints of the checks
 
 If an answer is wrong, its check says on how many ranks, which rank holds what, and what it should
@@ -354,7 +353,7 @@ def committed() -> dict[Path, str]:
     for name, notebook in solved.items():
         files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
         code |= _solved(notebook)
-    files[SOLUTIONS] = json.dumps(code, indent=1) + "\n"
+    files[LESSONS.parent / "check" / "solutions.json"] = json.dumps(code, indent=1) + "\n"
     files[source.parent / "docs" / "hints.md"] = _page_of_hints(solved)
     return files
 
