@@ -7,7 +7,9 @@ repaired one. `make editions` writes both into solutions.json.
 from __future__ import annotations
 
 import ast
+import io
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache
 from typing import Any
 
@@ -60,7 +62,8 @@ def ran(number: str, which: str, world_size: int) -> Result | None:
     """Return the result of the broken program or of the solution; None if its run fails."""
     train = defined(number, solutions()[number][which])
     try:
-        return run(train, world_size=world_size, backend="gloo")
+        with redirect_stdout(io.StringIO()):
+            return run(train, world_size=world_size, backend="gloo")
     except RunError:
         return None
 
