@@ -120,11 +120,13 @@ class ExerciseError(KitError, AssertionError):
 
     error: the kit's own error if the run failed, such as a DeadlockError, else None. trace: the
     Trace of the wrong run, None if there is none. credit: the share of the exercise's parts that
-    passed before this one failed. hint: the last sentence of the message, if it says what to
-    try, else ""; settable.
+    passed before this one failed. hint: the last lines of the message, if they say what to try,
+    else ""; settable. mistake: what the answer does, for the teacher, "" if that is not known;
+    settable.
     """
 
     hint = ""
+    mistake = ""
 
     def __init__(
         self,
@@ -137,12 +139,16 @@ class ExerciseError(KitError, AssertionError):
         super().__init__(message, error, trace, credit)
 
     def __str__(self) -> str:
-        return "\n".join([self.args[0], *([str(self.error)] if self.error else [])])
+        inner = [str(self.error)] if self.error else []
+        return "\n".join([self.args[0], *inner, *self._last_lines()])
 
     def _lines(self) -> list[str]:
-        """Return the message, then the lines of the run's own error, with its cells."""
+        """Return the message, the lines of the run's own error, with its cells, and the hint."""
         inner = self.error._lines() if self.error else []
-        return [f"{type(self).__name__}: {self.args[0]}", *inner]
+        return [f"{type(self).__name__}: {self.args[0]}", *inner, *self._last_lines()]
+
+    def _last_lines(self) -> list[str]:
+        return [self.hint] if self.hint else []
 
     def _draw(self) -> None:
         if self.error:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
+from ddp_kit.errors import ExerciseError, RankError
+
 RANKS_CELL = "%%ranks"  # recorded like an exercise
 P, R = ParamSpec("P"), TypeVar("R")
 _open: ContextVar[dict[str, Any] | None] = ContextVar("line", default=None)
@@ -26,7 +28,7 @@ _refused: set[str] = set()  # the files that could not be written, each reported
 def recorded(check: Callable[P, R]) -> Callable[P, R]:
     """Return a check that adds its line: `exercise_4_1`, or `credit`, whose argument has the name.
 
-    A line of `credit` has the first hint of the checks that it calls; these add none.
+    A line of `credit` has the first mistake of the checks that it calls; these add none.
     """
 
     @functools.wraps(check)
@@ -53,8 +55,8 @@ def recording(exercise: str) -> Iterator[dict[str, Any]]:
         yield line
     except BaseException as error:
         line |= {"passed": False, "error": type(error).__name__, **_parts(error)}
-        if hint := _hint(error):
-            (line if outer is None else outer).setdefault("hint", hint)
+        if mistake := _mistake(error):
+            (line if outer is None else outer).setdefault("mistake", mistake)
         raise
     finally:
         _open.reset(token)
@@ -70,11 +72,11 @@ def _parts(outcome: Any) -> dict[str, dict[str, bool]]:
     return {"parts": dict(parts)} if parts else {}
 
 
-def _hint(error: BaseException) -> str:
-    """Return the hint that the learner has read; "" for one that may name a variable of theirs."""
-    inner = getattr(error, "error", None)  # of an ExerciseError: that of the run
-    either = (one for one in (error, inner) if type(one).__name__ != "RankError")
-    return next((one.hint for one in either if getattr(one, "hint", "")), "")
+def _mistake(error: BaseException) -> str:
+    """Return what was done wrong, or else how to mend it; "" if that may name a variable."""
+    if isinstance(error, ExerciseError):
+        return error.mistake or _mistake(error.error)
+    return "" if isinstance(error, RankError) else getattr(error, "hint", "")
 
 
 def _append(path: str, line: dict[str, Any]) -> None:

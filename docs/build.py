@@ -27,6 +27,7 @@ _CELLS.loader.exec_module(cells)
 NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
+    "docs/hints.md": "The hints of the checks",
     "README.md": "About ddp_kit",
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
@@ -37,8 +38,8 @@ GUIDES = {  # and their titles in the contents
     "ddp_kit/lessons/data/digits/ORIGIN.md": "Where the digits are from",
 }
 PARTS = {  # folders of notebooks/, each with a page of its own
-    "exercises": "Each exercise is a function with a gap of at most five lines. A check runs your "
-    "function on real\nprocesses, and says what is wrong with it.",
+    "exercises": "Each exercise is a function with a gap of at most five lines, or a broken program. A "
+    "check runs your\nanswer on real processes, and says what is wrong with it.",
     "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
     "right. Try first.\nThe search leaves these pages out.",
 }

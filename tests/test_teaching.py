@@ -1,26 +1,28 @@
-"""The teacher's guide names every notebook and exercise, and quotes the hints of the checks."""
+"""The teacher's guide names every notebook, and each mistake of an exercise has its hints."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from ddp_kit import check
+from ddp_kit.check.hints import hints
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
 GRADERS = [name for name in check.__all__ if name != "credit"]
 EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in GRADERS]
-SECTION = re.compile(r"^#### (\d+\.\d+) .*?\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-ROW = re.compile(r"^\| (?!mistake \||---)(.+?) \| (.+) \|$", re.MULTILINE)
-# Sentences that are facts, and no hints.
-FACTS = {"there is no file at `path`"}
+GAPS = [
+    number
+    for name, number in zip(GRADERS, EXERCISES, strict=True)
+    if getattr(check, name).exercise.kind == "gap"
+]
 LESSON = re.compile(r"\]\(\.\./notebooks/(\w+\.ipynb)\) \((\d+)\)")
 ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of missing lines
 SESSION = 90
@@ -48,53 +50,33 @@ def minutes() -> dict[str, dict[str, int]]:
     return found
 
 
-@cache
-def rows() -> dict[str, list[tuple[str, str]]]:
-    """Return what the guide has for each exercise: mistakes and hints."""
-    return {number: ROW.findall(section) for number, section in SECTION.findall(GUIDE)}
+def test_each_exercise_has_mistakes_which_a_check_names():
+    files = (ROOT / "ddp_kit" / "check").glob("*.py")
+    source = "".join(path.read_text("utf-8") for path in files)
+    for number in EXERCISES:
+        mistakes = [name.partition(" ")[2] for name in hints() if name.startswith(f"{number} ")]
+        assert len(mistakes) > 1, number
+        assert [name for name in mistakes if f'"{name}"' not in source] == [], number
 
 
-@cache
-def hints(source: str) -> dict[str, re.Pattern[str]]:
-    """Return the sentences in a module of checks, with a pattern for what a run makes of each."""
-    tree = ast.parse(source)
-    inner = {id(part) for node in ast.walk(tree) for part in parts(node)}
-    found = {}
+def test_each_mistake_that_a_check_names_has_hints():
+    for name, hint in hints().items():
+        assert all(text[-1] in ".?" for text in hint), name
+        assert "?" in hint.question, name
+    known = {re.sub(r"^[\d.]+ ", "", name) for name in hints()}
+    for module in {getattr(check, name).__module__ for name in GRADERS}:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        assert [name for name in named(tree) if name not in known] == [], module
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """Yield the mistakes that a module names in `hint=...` and in dicts called `mistakes`."""
     for node in ast.walk(tree):
         match node:
-            case ast.Constant(value=str(text)) if id(node) not in inner:
-                pass
-            case ast.JoinedStr(values=values):
-                text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in values)
-            case _:
-                continue
-        if len(text) > 14 and " " in text and re.search(r"[.,`]\s*$|\. \{\}$", text):
-            found[text] = re.compile(".+".join(map(re.escape, text.strip().split("{}"))))
-    return {text: pattern for text, pattern in found.items() if text not in FACTS}
-
-
-def parts(node: ast.AST) -> list[ast.AST]:
-    """Return what belongs to a string with values in it, and the docstring of a function."""
-    if isinstance(node, ast.JoinedStr):
-        return [part for part in ast.walk(node) if part is not node]
-    body = getattr(node, "body", None)
-    if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-        return [body[0].value]
-    return []
-
-
-def modules() -> dict[Path, list[str]]:
-    """Return the exercises of each module of checks."""
-    found: dict[Path, list[str]] = {}
-    for name, number in zip(GRADERS, EXERCISES, strict=True):
-        source = sys.modules[getattr(check, name).__module__].__file__
-        found.setdefault(Path(source), []).append(number)
-    return found
-
-
-def test_each_exercise_is_there_with_a_mistake():
-    assert list(rows()) == EXERCISES
-    assert [number for number, found in rows().items() if not found] == []
+            case ast.keyword(arg="hint", value=ast.Constant(value=str(name))):
+                yield name
+            case ast.Assign(targets=[ast.Name(id="mistakes")], value=ast.Dict(keys=keys)):
+                yield from (key.value for key in keys if isinstance(key, ast.Constant))
 
 
 def test_each_lesson_is_linked():
@@ -118,7 +100,7 @@ def test_exercises_have_the_minutes_that_their_missing_lines_suggest():
             f"**About {sum(each.values())} minutes**, estimated from the number of missing lines."
         )
         assert wanted in first, name
-    assert sorted(number for each in minutes().values() for number in each) == sorted(EXERCISES)
+    assert sorted(number for each in minutes().values() for number in each) == sorted(GAPS)
 
 
 def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
@@ -137,31 +119,12 @@ def test_sessions_are_short_enough_and_have_the_minutes_of_their_notebooks():
             exercises = re.search(r"\((\d+)\)", in_class)
             whole = sum(int(took) for _, took in LESSON.findall(lessons))
             assert whole + int(exercises[1] if exercises else 0) <= SESSION, row
-    assert planned == len(EXERCISES)
+    assert planned == len(GAPS)
 
 
 def between(first: str, last: str) -> list[str]:
     """Return the exercises from one to another: 2.3 to 2.5."""
-    return EXERCISES[EXERCISES.index(first) : EXERCISES.index(last) + 1]
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
-def test_each_hint_of_a_check_is_in_the_guide(path):
-    quoted = [hint for number in EXERCISES for _, hint in rows()[number]]
-    sentences = hints(path.read_text("utf-8"))
-    missing = [text for text, one in sentences.items() if not any(map(one.search, quoted))]
-    assert missing == []
-
-
-def test_each_hint_of_the_guide_is_in_a_check():
-    texts = [path.read_text("utf-8") for path in (ROOT / "ddp_kit" / "check").glob("*.py")]
-    patterns = [pattern for text in texts for pattern in hints(text).values()]
-    invented = []
-    for number, found in rows().items():
-        for _, hint in found:
-            if not any(pattern.fullmatch(hint) for pattern in patterns):
-                invented.append((number, hint))
-    assert invented == []
+    return GAPS[GAPS.index(first) : GAPS.index(last) + 1]
 
 
 def test_each_question_names_its_lesson_and_has_an_answer():

@@ -8,17 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_kit.check.grader import (
-    IN_PLACE,
-    SENT,
-    SIZES,
-    UNCHANGED,
-    Grader,
-    brought,
-    exercise,
-    in_place,
-    same,
-)
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
 HUGE = 2.0**17  # beyond float16, and exact in bfloat16, as are its multiples up to 5
@@ -33,20 +23,15 @@ def _slowest_rounds(grader: Grader, world_size: int) -> None:
     own = [_seconds(rank, world_size) for rank in range(world_size)]
     slowest = [max(times) for times in zip(*own, strict=True)]
     total = [sum(times) for times in zip(*own, strict=True)]
-    hints = {
-        "Return a list of numbers, one for each round; a tensor has tolist().": (
-            not all(isinstance(each, list) for each in found)
-        ),
-        "Each rank returns its own times. Take the largest of all ranks: ReduceOp.MAX.": (
-            world_size > 1 and ([times[1:] for times in own], own)
-        ),
-        "The first round warms up. Leave it out.": [slowest] * world_size,
-        "That is the sum over the ranks. Take the largest instead: op=dist.ReduceOp.MAX.": (
-            world_size > 1 and ([total] * world_size, [total[1:]] * world_size)
-        ),
-        "Round i takes as long as its slowest rank; the round before the first one warms up.": True,
+    several = world_size > 1
+    mistakes = {
+        "no list": not all(isinstance(each, list) for each in found),
+        "own times": several and ([times[1:] for times in own], own),
+        "warm-up kept": [slowest] * world_size,
+        "added up": several and ([total] * world_size, [total[1:]] * world_size),
+        "not the slowest": True,
     }
-    grader.compare([slowest[1:]] * world_size, found, hints, verb="return")
+    grader.compare([slowest[1:]] * world_size, found, mistakes, verb="return")
 
 
 def _devices(place: tuple[set[str], int]) -> str:
@@ -63,9 +48,9 @@ def _devices(place: tuple[set[str], int]) -> str:
 def _backend_for(grader: Grader, devices: set[str], ranks: int) -> None:
     case = f"backend_for({{{str(sorted(devices))[1:-1]}}}, {ranks})"
     (found,) = grader.call([(devices, ranks)], case)
-    fact, hint = _judge_backend(found, devices, ranks)
+    fact, mistake = _judge_backend(found, devices, ranks)
     if fact:
-        grader.fail(f"it returns {found!r}, {fact}", hint=hint)
+        grader.fail(f"it returns {found!r}, {fact}", hint=mistake)
 
 
 def _range(case: tuple[int, bool]) -> str:
@@ -84,17 +69,14 @@ def _compressed_all_reduce(grader: Grader, world_size: int, huge: bool) -> None:
     held = [torch.full((3,), HUGE)] * world_size if huge else brought(world_size, 8)
     found = list(grader.run(in_place, held, world_size=world_size))
     total = sum(held[1:], held[0])
-    hints = {
-        "float16 ends at 65,504. Use bfloat16, which has the range of float32.": any(
-            torch.isinf(each).any() for each in found
-        ),
+    mistakes = {
+        "float16": any(torch.isinf(each).any() for each in found),
         UNCHANGED: world_size > 1 and same(held, found),
-        "That is the mean. Return the sum, as all_reduce does.": total / world_size,
-        f"The sum of all ranks goes back into the tensor, which stays float32. {IN_PLACE}": (True),
+        "divided": total / world_size,
+        "not the sum": True,
     }
-    grader.compare([total] * world_size, found, hints)
-    hint = "Send the tensor in bfloat16, which has two bytes for each number, and once."
-    grader.check_collectives(2 * total.numel(), hint)
+    grader.compare([total] * world_size, found, mistakes)
+    grader.check_collectives(2 * total.numel(), "too many bytes")
 
 
 def _seconds(rank: int, world_size: int) -> list[float]:
@@ -114,36 +96,26 @@ def _measure(rank: int, world_size: int, slowest_rounds: Callable) -> Any:
 
 
 def _judge_backend(found: Any, devices: set[str], ranks: int) -> tuple[str, str]:
-    """Return what is wrong with a backend, and a hint; "" if nothing is."""
-    names = 'Return a string such as "gloo", or "cpu:gloo,cuda:nccl": devices with backends.'
+    """Return what is wrong with a backend, and the mistake; "" if nothing is."""
     if not isinstance(found, str):
-        return "which is not a string", names
+        return "which is not a string", "no backend"
     served = _served(found)
     if served is None:
-        return "which PyTorch does not know", names
+        return "which PyTorch does not know", "no backend"
     if missing := sorted(devices - set(served)):
         where = {"cpu": "the CPU", "cuda": "a GPU"}[missing[0]]
-        return (
-            f"which serves no tensors on {where}",
-            'nccl alone is for GPUs. With tensors on both, name both: "cpu:gloo,cuda:nccl".',
-        )
+        return f"which serves no tensors on {where}", "device left out"
     asked = {"gloo", "nccl"} if "cuda" in devices else {"gloo"}
     if others := sorted(set(served.values()) - asked):
         if others == ["nccl"]:
-            return "which needs a GPU", "All tensors are on the CPU: gloo is enough."
-        return f"which names {others[0]}", "Choose gloo for the CPU, and nccl or gloo for GPUs."
+            return "which needs a GPU", "nccl without GPUs"
+        return f"which names {others[0]}", "another backend"
     if served.get("cpu") == "nccl":
-        return "which gives tensors on the CPU to nccl", "nccl moves tensors of GPUs only."
+        return "which gives tensors on the CPU to nccl", "nccl on the CPU"
     if "cuda" in devices and ranks > 1 and served["cuda"] == "nccl":
-        return (
-            f"but {ranks} ranks share a GPU",
-            "nccl refuses a GPU that another rank has. gloo does not.",
-        )
+        return f"but {ranks} ranks share a GPU", "nccl on shared GPUs"
     if "cuda" in devices and ranks == 1 and served["cuda"] == "gloo":
-        return (
-            "which sends tensors of GPUs by gloo",
-            "It works, but gloo copies them to the CPU first. Each rank has its own GPU: use nccl.",
-        )
+        return "which sends tensors of GPUs by gloo", "gloo on own GPUs"
     return "", ""
 
 

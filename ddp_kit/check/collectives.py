@@ -28,14 +28,10 @@ def _broadcast(grader: Grader, world_size: int, src: int) -> None:
     held = brought(world_size, 5)
     case = f"broadcast(tensor, src={src})"
     result = grader.run(in_place, held, src, world_size=world_size, case=case)
-    hints = {
-        UNCHANGED: held,
-        "Rank `src` sends, and that need not be rank 0. All others receive into their own "
-        "`tensor`.": True,
-    }
-    grader.compare([held[src]] * world_size, result, hints)
-    others, hint = world_size - 1, "Each rank except `src` needs to receive only once."
-    grader.check_total_sent(others, 20 * others, hint)
+    mistakes = {UNCHANGED: held, "always rank 0": True}
+    grader.compare([held[src]] * world_size, result, mistakes)
+    others = world_size - 1
+    grader.check_total_sent(others, 20 * others, "received twice")
 
 
 @exercise(
@@ -48,29 +44,22 @@ def _broadcast(grader: Grader, world_size: int, src: int) -> None:
 def _tree_reduce(grader: Grader, world_size: int) -> None:
     held = brought(world_size, 5)
     result = grader.run(in_place, held, world_size=world_size)
-    whole = "Each rank's numbers must reach rank 0 exactly once."
-    hints = {
+    mistakes = {
         UNCHANGED: same(held, list(result)),
-        "Nothing reached rank 0. In each pair the higher rank sends and the lower one adds.": (
-            held[:1]
-        ),
-        "Rank 0 lost its own numbers. Receive into `arriving`, and add that to `tensor`.": (
-            tuple([other] for other in held[1:])
-        ),
-        whole: world_size == 2,
-        f"{whole} A rank without a partner in a round still takes part in the next one: 3 and "
-        "5 are not powers of two.": True,
+        "upwards": held[:1],
+        "own numbers lost": tuple([other] for other in held[1:]),
+        "not once": world_size == 2,
+        "no partner": True,
     }
-    grader.compare([sum(held[1:], held[0])], result.values[:1], hints)
-    others, hint = world_size - 1, "Each rank except rank 0 sends once and is then done."
-    grader.check_total_sent(others, 20 * others, hint)
+    grader.compare([sum(held[1:], held[0])], result.values[:1], mistakes)
+    others = world_size - 1
+    grader.check_total_sent(others, 20 * others, "sent twice")
     needed, most = rounds(result.trace), math.ceil(math.log2(world_size))
     if needed > most:
         grader.fail(
             f"right, but it takes {count(needed, 'round')} where {most} would be enough",
+            hint="too many rounds",
             part=ROUNDS,
-            hint="In each round a rank can take part in one message. Let pairs of ranks work "
-            "at the same time, so that half of the ranks with a partial sum send it.",
         )
 
 
@@ -95,14 +84,9 @@ def rounds(trace: Trace) -> int:
 def _all_gather(grader: Grader, world_size: int) -> None:
     held = brought(world_size, 3)
     result = grader.run(_gather_all, held, world_size=world_size)
-    hint = (
-        "On every rank, `pieces[r]` must hold rank r's tensor. In each step a rank passes on "
-        "the piece that it received in the step before."
-    )
-    grader.compare([held] * world_size, result, hint)
+    grader.compare([held] * world_size, result, "wrong piece")
     messages = world_size * (world_size - 1)
-    hint = "Each rank needs the piece of every other rank once."
-    grader.check_total_sent(messages, 12 * messages, hint)
+    grader.check_total_sent(messages, 12 * messages, "too many bytes")
 
 
 def _gather_all(rank: int, world_size: int, all_gather: Callable, held: list) -> list:
@@ -124,16 +108,11 @@ def _gather(grader: Grader, world_size: int, dst: int) -> None:
     lengths = (2, 0, 3, 1, 5)  # an empty tensor is among them
     held = [t[:n] for t, n in zip(brought(world_size, 5), lengths, strict=False)]
     found = grader.call([(tensor, dst) for tensor in held], f"gather(tensor, dst={dst})")
-    hint = (
-        "Rank `dst` returns the tensors of all ranks, in rank order; all others return "
-        "None. `dst` must allocate room for as many numbers as it will receive."
-    )
     wanted = [held if rank == dst else None for rank in range(world_size)]
-    grader.compare(wanted, found, hint, verb="return")
+    grader.compare(wanted, found, "wrong list", verb="return")
     others = world_size - 1
     numbers = sum(len(tensor) for rank, tensor in enumerate(held) if rank != dst)
-    hint = "Each rank except `dst` sends it two messages: a length, and then as many numbers."
-    grader.check_total_sent(2 * others, 8 * others + 4 * numbers, hint)
+    grader.check_total_sent(2 * others, 8 * others + 4 * numbers, "too many messages")
 
 
 @exercise(
@@ -147,15 +126,10 @@ def _barrier(grader: Grader, world_size: int) -> None:
         if (unknown := set(range(world_size)) - known)
     ]
     if early:
-        grader.fail(
-            "a rank may leave too early",
-            *early,
-            hint="A rank learns that another one has come by a message from it, or from a rank "
-            "that knew it already. A send that ends proves nothing: a backend may buffer it.",
-        )
+        grader.fail("a rank may leave too early", *early, hint="leaves early")
     # All ranks send to all others, or a token goes round twice.
     most = max(2 * world_size, world_size * (world_size - 1)) if world_size > 1 else 0
-    grader.check_total_sent(most, 64 * most, "A token passed round the ring twice is enough.")
+    grader.check_total_sent(most, 64 * most, "too many messages")
 
 
 def known_at_the_end(trace: Trace) -> list[set[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,27 +29,16 @@ def _add_block(grader: Grader, count: int) -> None:
     def without(**wrong: bool) -> list:
         return [list(_fold(0, 1, _variant(**wrong), blocks))]
 
-    grown = "When the maximum grows, the weights so far are too large: multiply"
-    hints = {
-        f"{grown} the old sum of the weights, total, by exp(maximum - larger), too.": (
-            without(total=False)
-        ),
-        f"{grown} the old weighted sum of the values by exp(maximum - larger), too.": (
-            without(weighted=False)
-        ),
-        f"{grown} both old sums by exp(maximum - larger).": (without(total=False, weighted=False)),
-        "The factor of the old sums is upside down: it is exp(maximum - larger), at most "
-        "1.": without(inverse=True),
-        "That is relative to the maximum of the last block, not of all so far.": without(
-            total=False, weighted=False, last=True
-        ),
-        "Return three tensors: larger; the old total times exp(maximum - larger), plus the sum "
-        "of exp(scores - larger) over the keys; and the same with the values, by a matrix "
-        "product.": True,
+    mistakes = {
+        "total not rescaled": without(total=False),
+        "values not rescaled": without(weighted=False),
+        "nothing rescaled": without(total=False, weighted=False),
+        "factor inverted": without(inverse=True),
+        "last maximum": without(total=False, weighted=False, last=True),
+        "other sums": True,
     }
-    grader.compare(
-        without(), [list(found) if isinstance(found, tuple | list) else found], hints, verb="return"
-    )
+    found = [list(found) if isinstance(found, tuple | list) else found]
+    grader.compare(without(), found, mistakes, verb="return")
 
 
 def _blocks(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -89,42 +78,30 @@ def _variant(
 
 @exercise("18.2", "block_mask(rank, step, n, chunk)", "in each step")
 def _block_mask(grader: Grader, n: int) -> None:
-    own = torch.arange(CHUNK)
-
-    def masks(owner: Callable[[int], int], sees: Callable = torch.le) -> list[torch.Tensor]:
-        return [sees(owner(rank) * CHUNK + own, (rank * CHUNK + own)[:, None]) for rank in range(n)]
-
-    found = list(grader.run(_masks, world_size=n))
-    for step in range(n):
-
-        def owner(rank: int, step: int = step) -> int:
-            return (rank - step) % n
-
-        hints = {
-            "Blocks go to the right, so in step s a rank has the block of rank - s, not "
-            "rank + s.": masks(lambda rank, step=step: (rank + step) % n),
-            "Ranks count modulo n: to the left of rank 0 is the last rank, whose keys come "
-            "later.": masks(lambda rank, step=step: rank - step),
-            "That is the mask of the own chunk. Whose keys has the rank in this step?": masks(
-                lambda rank: rank
-            ),
-            "Rows are queries, and columns are keys: compare keys <= queries[:, None].": [
-                mask.T for mask in masks(owner)
-            ],
-            "A query sees the key at its own position, too.": masks(owner, torch.lt),
-            "True is where the query sees the key, not where it is masked.": [
-                ~mask for mask in masks(owner)
-            ],
-            "Find the owner of the keys first. Queries have the positions rank * chunk and on, "
-            "keys owner * chunk and on. Return a tensor of bools of shape (chunk, chunk).": True,
+    found, ranks = list(grader.run(_masks, world_size=n)), range(n)
+    for step in ranks:
+        owners = [(rank - step) % n for rank in ranks]
+        wanted = _masks_of(owners)
+        mistakes = {
+            "other way round": _masks_of((rank + step) % n for rank in ranks),
+            "no modulo": _masks_of(rank - step for rank in ranks),
+            "own chunk": _masks_of(ranks),
+            "transposed": [mask.T for mask in wanted],
+            "own position masked": _masks_of(owners, torch.lt),
+            "inverted": [~mask for mask in wanted],
+            "other mask": True,
         }
-        grader.compare(
-            masks(owner),
-            [each[step] for each in found],
-            hints,
-            verb="return",
-            place=f" in step {step}",
-        )
+        here = [masks[step] for masks in found]
+        grader.compare(wanted, here, mistakes, verb="return", place=f" in step {step}")
+
+
+def _masks_of(owners: Iterable[int], sees: Callable = torch.le) -> list[torch.Tensor]:
+    """Return the masks of all ranks, given the owner of the keys that each has."""
+    own = torch.arange(CHUNK)
+    return [
+        sees(owner * CHUNK + own, (rank * CHUNK + own)[:, None])
+        for rank, owner in enumerate(owners)
+    ]
 
 
 def _masks(rank: int, world_size: int, block_mask: Callable) -> list[Any]:
@@ -135,38 +112,24 @@ def _masks(rank: int, world_size: int, block_mask: Callable) -> list[Any]:
     "18.3",
     "bring_home(parts)",
     "the gradients are home",
-    on_failure=dict.fromkeys(
-        (DeadlockError, MismatchError, RunTimeoutError),
-        "Each rank starts to send to the right and to receive from the left, and only then waits "
-        "for both, as often as the others.",
-    ),
+    on_failure=dict.fromkeys((DeadlockError, MismatchError, RunTimeoutError), "unmatched"),
     collectives=False,
 )
 def _bring_home(grader: Grader, n: int) -> None:
     def round_trip(block: Callable, steps: int = n, last: bool = False) -> list:
         return _gone_round(n, steps, lambda r, s: block(r, s) if s < n or last else None)
 
-    hints = {
-        "That is the rank's own part. The parts of the other ranks have to come to it.": [
-            _parts(rank, n)[rank] for rank in range(n)
-        ],
-        "That is the gradient of the right neighbour's block: one more step, and it is "
-        "home.": round_trip(lambda rank, step: rank - step, n - 1),
-        "The rank's own part is in the sum twice: it began the sum, so add nothing when "
-        "the sum is home.": round_trip(lambda rank, step: rank - step, last=True),
-        "Sums go to the right, so in step s the block's owner is rank - s, not rank + "
-        "s.": round_trip(lambda rank, step: rank + step),
-        "Those are parts of the ranks' own blocks. Add the part of the block whose sum has "
-        "just arrived.": round_trip(lambda rank, step: rank),
-        "Begin with the part of the own block. Then, n times: send the sum to the right, receive "
-        "another one from the left, and add the own part of its block, if it is not home.": True,
+    mistakes = {
+        "nothing exchanged": [_parts(rank, n)[rank] for rank in range(n)],
+        "one step missing": round_trip(lambda rank, step: rank - step, n - 1),
+        "own part twice": round_trip(lambda rank, step: rank - step, last=True),
+        "other way round": round_trip(lambda rank, step: rank + step),
+        "own block": round_trip(lambda rank, step: rank),
+        "other sum": True,
     }
-    grader.compare(
-        [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)],
-        grader.call([(_parts(rank, n),) for rank in range(n)]),
-        hints,
-        verb="return",
-    )
+    wanted = [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)]
+    found = grader.call([(_parts(rank, n),) for rank in range(n)])
+    grader.compare(wanted, found, mistakes, verb="return")
 
 
 def _parts(rank: int, n: int) -> list[torch.Tensor]:
@@ -190,26 +153,19 @@ def _gone_round(n: int, steps: int, block: Callable[[int, int], int | None]) -> 
     "18.4",
     "through_experts(tokens, choice, expert)",
     "with uneven counts and with none",
-    on_failure="Each rank must know how many rows come from each other one: exchange the counts "
-    "first. To the experts, exchange_rows(rows, going, coming); on the way back, the rows go where "
-    "they came from, so both lists change places.",
+    on_failure="wrong counts",
 )
 def _through_experts(grader: Grader, n: int) -> None:
     found = grader.run(_use_experts, world_size=n)
     wanted = [_expert(choice[:, None], tokens) for tokens, choice in _tokens(n)]
     orders = [choice.argsort(stable=True) for _, choice in _tokens(n)]
     as_sent = [want[order] for want, order in zip(wanted, orders, strict=True)]
-    hints = {
-        "The results are right, but in the order in which the tokens were sent. Put them "
-        "back with order.argsort().": as_sent,
-        "back[order] sorts once more. order.argsort() undoes the sorting.": [
-            back[order] for back, order in zip(as_sent, orders, strict=True)
-        ],
-        "Sort the tokens by their expert, with tokens[order], before they leave. Each rank "
-        "applies its own expert to what arrives, and sends it back; back[order.argsort()] "
-        "restores the order.": True,
+    mistakes = {
+        "not put back": as_sent,
+        "sorted twice": [back[order] for back, order in zip(as_sent, orders, strict=True)],
+        "other experts": True,
     }
-    grader.compare(wanted, found, hints, verb="return")
+    grader.compare(wanted, found, mistakes, verb="return")
 
 
 def _tokens(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

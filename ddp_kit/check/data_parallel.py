@@ -23,8 +23,7 @@ def _on_ranks(sizes: list[int]) -> str:
     "7.1",
     "scatter_batch(batch, sizes, width)",
     "one message for each rank but the first",
-    on_failure="Rank 0 keeps its own shard, and sends one message to every other rank. Each of "
-    "them receives one, into a tensor of sizes[rank] rows.",
+    on_failure="unmatched",
     collectives=False,
     cases=SHARDS,
     others=(SENT,),
@@ -35,9 +34,9 @@ def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
     case = f"scatter_batch(batch, {sizes}, {WIDTH})"
     found = grader.call([(None if rank else batch, sizes, WIDTH) for rank in range(n)], case)
     wanted = list(batch.split(sizes))
-    grader.compare(wanted, found, _hint_for_shards(wanted, found), verb="return")
+    grader.compare(wanted, found, _mistaken_shards(wanted, found), verb="return")
     sent = sum(shard.nbytes for shard in wanted[1:])
-    grader.check_total_sent(n - 1, sent, "Send each rank its own shard only, in one message.")
+    grader.check_total_sent(n - 1, sent, "too much sent")
 
 
 @exercise(
@@ -54,26 +53,14 @@ def _part_of_loss(grader: Grader, sizes: list[int]) -> None:
     want = _gradient(batch, nn.functional.mse_loss)
     means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
     summed = sum(means[1:], means[0])
-    divide = "Take the sum over the shard, and divide it by `total`."
-    hints = {
-        "Return one number, a tensor that is computed from the outputs.": (
-            not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH)
-        ),
-        f"That is the sum of the shards' means: a digit of a small shard counts more. {divide}": [
-            summed
-        ]
-        * n,
-        f"That is the mean of the shards' means, which is right for equal shards only. {divide}": [
-            summed / n
-        ]
-        * n,
-        "That is the sum over all examples. The loss of the batch is their mean.": (
-            len(batch) * want
-        ),
-        "The loss of a batch is the mean over its `total` examples of (output - target) ** "
-        "2.": True,
+    mistakes = {
+        "no graph": not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH),
+        "sum of means": [summed] * n,
+        "mean of means": [summed / n] * n,
+        "not divided": len(batch) * want,
+        "other loss": True,
     }
-    grader.compare([want] * n, result, hints, place=" as the sum of all gradients")
+    grader.compare([want] * n, result, mistakes, place=" as the sum of all gradients")
 
 
 def _batch(rows: int) -> torch.Tensor:
@@ -81,13 +68,13 @@ def _batch(rows: int) -> torch.Tensor:
     return torch.arange(float(rows * WIDTH)).view(rows, WIDTH)
 
 
-def _hint_for_shards(wanted: list[torch.Tensor], found: list) -> str:
+def _mistaken_shards(wanted: list[torch.Tensor], found: list) -> str:
     if all(isinstance(shard, torch.Tensor) and shard.shape[1:] == (WIDTH,) for shard in found):
         if len(found) > 1 and same(torch.cat(wanted), torch.cat(found)):
-            return "These are all rows, cut in other places: sizes[r] is the number for rank r."
+            return "cut elsewhere"
         if any(shard.shape == want.shape for shard, want in zip(found, wanted, strict=True)):
-            return "Rank 0 gets the first rows, rank 1 those that follow, and so on."
-    return "Every rank returns its own shard, of shape (sizes[rank], width)."
+            return "other order"
+    return "not the shard"
 
 
 def _model() -> nn.Linear:

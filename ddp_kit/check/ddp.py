@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.check.grader import SENT, Grader, exercise
-from ddp_kit.check.partitioned_sgd import hints_for_mean, small_layers
+from ddp_kit.check.partitioned_sgd import averaged_wrongly, small_layers
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
 from ddp_kit.trace import Event
@@ -19,11 +19,6 @@ from ddp_kit.trace import Event
 BUCKETS = 3
 BATCHES = 4
 SECOND, OVERLAP = "a second backward", "all_reduces begin during backward, and do not stop it"
-_ONCE = "Call all_reduce once per bucket in each backward, and do not convert the gradients."
-_START = (
-    "Call all_reduce with async_op=True in the hook, as soon as the bucket's last gradient is "
-    "ready. Keep the Work object, and wait for it only in `finish`."
-)
 
 
 @exercise(
@@ -35,24 +30,23 @@ _START = (
 def _average_in_backward(grader: Grader, world_size: int) -> None:
     numbers = sum(parameter.numel() for parameter in _model().parameters())
     result = grader.run(_average_buckets, world_size=world_size)
-    again = "The first backward was right. Reset your counts for the next one."
     _check_gradients(grader, _model, 0)
-    _check_gradients(grader, _model, 1, again, SECOND)
+    _check_gradients(grader, _model, 1, "count not reset", SECOND)
     calls = grader.collectives()
     if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
         made = count(len(calls), "collective call")
         fact = f"right, but two backwards with {BUCKETS} buckets made {made}"
-        grader.fail(fact, hint=_ONCE, part=SENT)
-    grader.check_collectives(2 * 4 * numbers, _ONCE)
+        grader.fail(fact, hint="not once per bucket", part=SENT)
+    grader.check_collectives(2 * 4 * numbers, "not once per bucket")
     for place, event in enumerate(calls[: 2 * BUCKETS]):
         step, number = divmod(place, BUCKETS)
         last_ready, done = result[0]["moments"][step]
         if number < BUCKETS - 1 and event.start > last_ready:
             fact = f"right, but bucket {number} waited for the gradients of all buckets"
-            grader.fail(fact, hint=_START, part=OVERLAP)
+            grader.fail(fact, hint="starts late", part=OVERLAP)
         if event.waited is not None and event.waited < done:
             fact = f"right, but backward waited until bucket {number} was reduced"
-            grader.fail(fact, hint=_START, part=OVERLAP)
+            grader.fail(fact, hint="hook waits", part=OVERLAP)
 
 
 def _model() -> nn.Sequential:
@@ -112,9 +106,9 @@ def _two_backwards(
 
 
 def _check_gradients(
-    grader: Grader, module: Callable[[], nn.Module], step: int, hint: str = "", part: str = ""
+    grader: Grader, module: Callable[[], nn.Module], step: int, mistake: str = "", part: str = ""
 ) -> None:
-    """Fail unless each gradient is the mean over the ranks. hint: if it is always the same."""
+    """Fail unless each gradient is the mean over the ranks. mistake: if it is always the same."""
     n = len(grader.result)
     each = [_own_gradients(module(), rank, step) for rank in range(n)]
     for name in each[0]:
@@ -122,8 +116,8 @@ def _check_gradients(
         mean = sum(own[1:], own[0]) / n
         found = [value["gradients"][step][name] for value in grader.result]
         place = f" in {name}.grad after backward {step + 1}"
-        hints = hint or hints_for_mean(mean, own)
-        grader.compare([mean] * n, found, hints, place=place, part=part)
+        mistakes = mistake or averaged_wrongly(mean, own)
+        grader.compare([mean] * n, found, mistakes, place=place, part=part)
 
 
 @exercise(
@@ -133,24 +127,16 @@ def _accumulate(grader: Grader, world_size: int) -> None:
     result = grader.run(_accumulate_batches, world_size=world_size)
     own = [torch.stack([x.mean(0, True) for x in _batches(r)]).mean(0) for r in range(len(result))]
     mean = sum(own[1:], own[0]) / world_size
-    hints = {
-        "That is the sum over the batches. Divide each loss by the number of batches.": (
-            mean * BATCHES
-        ),
-        "Each rank still has its own gradient: the last batch must not be under no_sync().": (
-            world_size > 1 and own
-        ),
-        "It is the mean over all batches of all ranks, of the gradient of model(x).mean().": (True),
+    mistakes = {
+        "not divided": mean * BATCHES,
+        "never exchanged": world_size > 1 and own,
+        "other gradient": True,
     }
-    grader.compare([mean] * world_size, result, hints, place=" in weight.grad")
+    grader.compare([mean] * world_size, result, mistakes, place=" in weight.grad")
     calls = [event for event in grader.collectives() if event.op == "DDP all_reduce"]
     if len(calls) > 1:
-        grader.fail(
-            f"right, but DDP called all_reduce {len(calls)} times where once would be enough",
-            part=SENT,
-            hint="Call the model and backward under no_sync() for all batches but the last. "
-            "DDP decides in the forward.",
-        )
+        fact = f"DDP called all_reduce {len(calls)} times where once would be enough"
+        grader.fail(f"right, but {fact}", hint="exchanged too often", part=SENT)
 
 
 def _batches(rank: int) -> list[torch.Tensor]:
@@ -165,21 +151,17 @@ def _accumulate_batches(rank: int, world_size: int, accumulate: Callable) -> tor
     return layer.weight.grad if layer.weight.grad is not None else torch.zeros(1, 3)
 
 
-def _hint_for_frozen(error: RankError) -> str:
+def _hook_refused(error: RankError) -> str:
     messages = [failure.message for failure in error.failures.values()]
-    if any("doesn't require gradient" in message for message in messages):
-        return (
-            "A frozen parameter gets no gradient, and PyTorch refuses to set a hook on it: set one "
-            "only where parameter.requires_grad is true."
-        )
-    return ""
+    refused = any("doesn't require gradient" in message for message in messages)
+    return "frozen hooked" if refused else ""
 
 
 @exercise(
     "8.6",
     "OwnDDP(module)",
     "with tied and frozen weights, during backward",
-    on_failure={RankError: _hint_for_frozen},
+    on_failure={RankError: _hook_refused},
     others=(OVERLAP,),
 )
 def _own_ddp(grader: Grader, world_size: int) -> None:
@@ -187,16 +169,12 @@ def _own_ddp(grader: Grader, world_size: int) -> None:
     result = grader.run(_train_own, world_size=world_size)
     for name, tensor in tensors.items():
         found = [value["start"][name] for value in result]
-        hint = "All ranks must start with rank 0's: broadcast each parameter and buffer."
         place = f" in {name} after OwnDDP(module)"
-        grader.compare([tensor] * world_size, found, hint, place=place)
+        grader.compare([tensor] * world_size, found, "not broadcast", place=place)
     calls = [event for event in grader.collectives() if event.op == "all_reduce"]
     if len(calls) > 2 * trained:
-        grader.fail(
-            f"two backwards called all_reduce {len(calls)} times for {trained} gradients",
-            hint="A weight that two layers share has one gradient. module.parameters() names "
-            "it once; set one hook on each parameter that is trained.",
-        )
+        fact = f"two backwards called all_reduce {len(calls)} times for {trained} gradients"
+        grader.fail(fact, hint="tied weight twice")
     for step in range(2):
         _check_gradients(grader, _Tied, step)
     _check_overlap(grader, calls)
@@ -208,19 +186,11 @@ def _check_overlap(grader: Grader, calls: list[Event]) -> None:
     for step, (last_ready, done) in enumerate(grader.result[0]["moments"]):
         sent = [event for event in calls if began <= event.start]
         if sent and sent[0].start > last_ready:
-            grader.fail(
-                f"right, but no all_reduce of backward {step + 1} began before the last gradient "
-                "was ready",
-                part=OVERLAP,
-                hint="Start the all_reduce in the hook: it is called when its gradient is ready.",
-            )
+            fact = f"no all_reduce of backward {step + 1} began before the last gradient was ready"
+            grader.fail(f"right, but {fact}", hint="starts late", part=OVERLAP)
         if any(event.waited is not None and event.waited < done for event in sent):
-            grader.fail(
-                f"right, but backward {step + 1} waited for an all_reduce",
-                part=OVERLAP,
-                hint="Call all_reduce with async_op=True, and put the Work object into self.works: "
-                "`finish_gradient_synchronization` waits for it.",
-            )
+            fact = f"right, but backward {step + 1} waited for an all_reduce"
+            grader.fail(fact, hint="hook waits", part=OVERLAP)
         began = done
 
 

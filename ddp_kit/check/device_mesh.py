@@ -36,25 +36,18 @@ def _norm(grader: Grader, rows: int, columns: int) -> None:
     norms = torch.stack([local.norm() for local in held])
     total = (norms**2).sum() / columns  # every row is on that many ranks
     n = len(held)
-    hints = {
-        "That is the norm of this rank's rows. Add up the squares over a group's ranks.": list(
-            norms
-        ),
-        "Every row is counted once for each of its replicas. Add up over the ranks that hold "
-        'different rows only: mesh.get_group("dp").': (total * columns).sqrt(),
-        "Norms do not add up. Add up the squares, and take the root of the sum.": (
-            norms.sum() / columns
-        ),
-        "That is the square of the norm: take the root.": total,
-        "The norm is the root of the sum of all squares. Ranks with the same rows count once: "
-        'add up over mesh.get_group("dp"), and return a tensor without dimensions.': True,
+    mistakes = {
+        "nothing added up": list(norms),
+        "replicas counted": (total * columns).sqrt(),
+        "norms added up": norms.sum() / columns,
+        "no root": total,
+        "wrong group": True,
     }
     found = [value for value, _ in result]
-    grader.compare([_matrix(rows).norm()] * n, found, hints, verb="return")
-    hint = "Leave the tensor that it gets as it is: `a * a` makes a new one, `a *= a` does not."
-    grader.compare(held, [local for _, local in result], hint, "hold", " in local", KEPT)
-    hint = "Add up the squares on each rank first: only one number has to travel."
-    grader.check_collectives(8, hint)
+    grader.compare([_matrix(rows).norm()] * n, found, mistakes, verb="return")
+    kept = [local for _, local in result]
+    grader.compare(held, kept, "changed in place", place=" in local", part=KEPT)
+    grader.check_collectives(8, "rows gathered")
 
 
 @exercise(
@@ -69,7 +62,7 @@ def _gather_whole(grader: Grader, rows: int, columns: int) -> None:
     whole = torch.arange(1.0, 6 * rows * columns + 1).view(2 * rows, 3 * columns)
     held = [part.contiguous() for line in whole.chunk(rows) for part in line.chunk(columns, dim=1)]
     found = [value for value, _ in _run(grader, shape, held)]
-    grader.compare([whole] * len(held), found, _hint_for_whole(whole, found), verb="return")
+    grader.compare([whole] * len(held), found, _mistake_in(whole, found), verb="return")
 
 
 @exercise("14.3", "own_rows(x, w)", "each row is sent where it is needed only", others=(SENT,))
@@ -78,21 +71,14 @@ def _own_rows(grader: Grader, n: int) -> None:
     found = grader.call(factors)
     summands = [x @ w for x, w in factors]
     whole = sum(summands)
-    hints = {
-        "That is this rank's summand, for all rows. Add up over the ranks, and cut.": summands,
-        "Those are this rank's rows of its own summand: add up over the ranks, too.": (
-            [own.chunk(n)[rank] for rank, own in enumerate(summands)]
-        ),
-        "That is the whole product on every rank. Each should return its own rows.": ([whole] * n),
-        "x @ w is a summand of the whole product. Cut it into as many parts as there are "
-        "ranks, along dimension 0, and pass these to reduce_scatter.": True,
+    mistakes = {
+        "own summand": summands,
+        "rows of own summand": [own.chunk(n)[rank] for rank, own in enumerate(summands)],
+        "whole product": [whole] * n,
+        "wrong rows": True,
     }
-    grader.compare(list(whole.chunk(n)), found, hints, verb="return")
-    grader.check_sent(
-        4 * ROWS * COLUMNS * (n - 1) // n,
-        "Every rank needs only its own rows of the sum: reduce_scatter adds up and deals out "
-        "in one call. An all_reduce sends twice as much, and so does gathering the factors.",
-    )
+    grader.compare(list(whole.chunk(n)), found, mistakes, verb="return")
+    grader.check_sent(4 * ROWS * COLUMNS * (n - 1) // n, "too many bytes")
 
 
 def _run(grader: Grader, shape: tuple[int, int], held: list) -> Any:
@@ -121,19 +107,13 @@ def _factors(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.float(), w.float()
 
 
-def _hint_for_whole(whole: torch.Tensor, found: list) -> str:
+def _mistake_in(whole: torch.Tensor, found: list) -> str:
     tensors = [have for have in found if isinstance(have, torch.Tensor)]
     shapes = {tuple(have.shape) for have in tensors if have.ndim == 2}
     if tuple(whole.shape) in shapes:
-        return (
-            "The shape is right, but parts are in the wrong place. The ranks of a row of the mesh "
-            "hold the same rows: concatenate their parts along dimension 1."
-        )
+        return "wrong place"
     if any(shape[0] == len(whole) for shape in shapes):
-        return 'The columns are not complete: gather along "tp" as well, and concatenate along 1.'
+        return "columns left out"
     if any(shape[-1] == whole.shape[1] for shape in shapes):
-        return 'The rows are not complete: gather along "dp" as well, and concatenate along 0.'
-    return (
-        'Gather along "tp", and concatenate the parts along dimension 1. Then gather the result '
-        'along "dp", and concatenate along dimension 0.'
-    )
+        return "rows left out"
+    return "wrong shape"

@@ -7,6 +7,7 @@ import io
 import math
 import reprlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ddp_kit.check.hints import PLACE, Steps, find
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import Wait, count, format_unawaited
 from ddp_kit.errors import (
@@ -30,8 +32,9 @@ from ddp_kit.pool import Result, run
 from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
+_failed: Counter[str] = Counter()  # checks of an exercise since it last passed
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
-# What gives away a mistake, by the hint against it: the values that the ranks have or return then
+# What gives away a mistake, by its name in hints.ini: the values that the ranks have or return then
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
@@ -40,11 +43,7 @@ SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
 STORE_LIMIT = timedelta(seconds=30)  # for a key that nobody sets
 SENT = "no more is sent than needed"  # a part of many exercises
-IN_PLACE = (
-    "Change the tensor in place: `a += b` and `a.copy_(b)` write into it, but `a = a + b` makes a "
-    "new one."
-)
-UNCHANGED = f"Every rank still holds what it started with. {IN_PLACE}"
+UNCHANGED = "unchanged"  # a mistake of many exercises
 _MOST_SHOWN = 8  # numbers of a tensor
 FAILURES: dict[type[Exception], str] = {
     RankError: "it raised an error",
@@ -59,15 +58,17 @@ FAILURES: dict[type[Exception], str] = {
 class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
-    number: "4.1". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of
+    number: "4.1". kind: "gap" for missing lines, "hunt" for a program to repair. form: how the
+    answer is called, "broadcast(tensor, src)". praise: what is said of
     a right answer. grade: runs the answer in one case, and returns if it is right. cases: each is
     a number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
-    others: names of parts that `Grader.fail` may get. on_failure: a hint for runs that fail, or one
-    for each error with which they do, or a function of the error that returns it. collectives:
-    whether the answer may call collectives.
+    others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
+    fail, or one for each error with which they do, or a function of the error that returns it.
+    collectives: whether the answer may call collectives.
     """
 
     number: str
+    kind: str
     form: str
     praise: str
     grade: Callable[..., None]
@@ -87,11 +88,17 @@ class Exercise:
         """The names of its parts, each of which is worth a point."""
         return list(dict.fromkeys([*self.names, *self.others]))
 
-    def check(self, answer: Callable[..., Any]) -> Credit:
-        """Grade an answer, and raise at the first mistake."""
-        grader = Grader(self, answer)
-        for number in range(len(self.cases)):
-            grader.try_case(number)
+    def check(self, answer: Callable[..., Any], step: int | None) -> Credit:
+        """Grade an answer, and raise at the first mistake. step: of the hint; None for the next."""
+        steps = Steps(self.number, step or min(_failed[self.number] + 1, PLACE))
+        grader = Grader(self, answer, steps)
+        try:
+            for number in range(len(self.cases)):
+                grader.try_case(number)
+        except ExerciseError:
+            _failed[self.number] += 1
+            raise
+        _failed[self.number] = 0
         grader.parts |= dict.fromkeys(self.others, True)
         return grader.passed()
 
@@ -101,8 +108,9 @@ class Exercise:
         seconds: for all runs together.
         """
         wrong: dict[str, str] = {}
+        steps = Steps(self.number, PLACE, is_last=True)
         try:
-            grader = Grader(self, answer, wrong, time.monotonic() + seconds)
+            grader = Grader(self, answer, steps, wrong, time.monotonic() + seconds)
         except ExerciseError as error:
             return Credit({}, {"": str(error)})
         for number, name in enumerate(self.names):
@@ -128,6 +136,7 @@ def exercise(
     form: str,
     right: str = "",
     *,
+    kind: str = "gap",
     cases: Iterable[Any] = SIZES,
     part: Callable[[Any], str] | None = None,
     others: Sequence[str] = (),
@@ -149,15 +158,17 @@ def exercise(
     known = (cases, names, others, on_failure or {}, collectives)
 
     def register(grade: Callable[..., None]) -> Callable[..., None]:
-        registered = Exercise(number, form, praise, grade, *known)
+        registered = Exercise(number, kind, form, praise, grade, *known)
 
-        def check(answer: Callable[..., Any]) -> Credit:
-            return registered.check(answer)
+        def check(answer: Callable[..., Any], *, hint: int | None = None) -> Credit:
+            return registered.check(answer, hint)
 
         check.__name__ = check.__qualname__ = registered.name
         check.__module__ = grade.__module__
         check.__doc__ = (
             f"Grade `{form}`, which should be {praise}.\n\n"
+            "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
+            "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
             "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
         )
         check.exercise = registered  # type: ignore[attr-defined]
@@ -174,8 +185,9 @@ class Grader:
     are about answers that are right otherwise, such as the number of messages: they hold if all
     cases pass and no `fail(..., part=...)` names them.
 
-    answer: the learner's function or class. wrong: where to note, by part, what is wrong with parts
-    of answers that are right otherwise; None to raise it. end: of all runs, by time.monotonic().
+    answer: the learner's function or class. steps: what is said of a mistake. wrong: where to note,
+    by part, what is wrong with parts of answers that are right otherwise; None to raise it. end: of
+    all runs, by time.monotonic().
 
     Raises ExerciseError if the answer cannot be called in the form that is asked for.
     """
@@ -184,10 +196,12 @@ class Grader:
         self,
         exercise: Exercise,
         answer: Callable[..., Any],
+        steps: Steps,
         wrong: dict[str, str] | None = None,
         end: float | None = None,
     ) -> None:
         self.exercise, self.form, self.answer = exercise, exercise.form, answer
+        self._steps = steps
         self.parts = dict.fromkeys(exercise.parts, False)  # whether each is known to hold
         self._wrong, self._end = wrong, end
         self._result: Result | None = None  # of the latest run
@@ -235,6 +249,7 @@ class Grader:
         try:
             with redirect_stdout(printed):
                 self._result = run(
+                    _filled,
                     worker,
                     self.answer,
                     *args,
@@ -247,6 +262,8 @@ class Grader:
             _raise_if_stub(error, self.exercise.number)
             hint = self.exercise.on_failure.get(type(error), "")
             hint = hint(error) if callable(hint) else hint
+            if not hint and "'tuple' object does not support item assignment" in str(error):
+                hint = "tuple"
             self.fail(FAILURES[type(error)], hint=hint, error=error)
         except BaseException:
             print(printed.getvalue(), end="")
@@ -254,8 +271,7 @@ class Grader:
         self._printed.append(printed.getvalue())
         self._check_waits()
         for members in () if self.exercise.collectives else self.result.trace.collectives:
-            hint = "Build this one from send and recv, or from isend and irecv."
-            self.fail(f"{next(iter(members.values())).op} was called", hint=hint)
+            self.fail(f"{next(iter(members.values())).op} was called", hint="collective")
         return self.result
 
     def call(self, given: Sequence[tuple], case: str | None = None) -> list[Any]:
@@ -338,8 +354,9 @@ class Grader:
     ) -> None:
         """Show what the ranks printed in the latest run, and raise ExerciseError.
 
-        part: what does not hold, if not the part to which the case belongs. `credit` then goes on
-        with this case: only with a part, this returns.
+        hint: the name of the mistake in hints.ini, "" if it is not known. part: what does not hold,
+        if not the part to which the case belongs. `credit` then goes on with this case: only with a
+        part, this returns.
         """
         assert not part or part in self.parts, part
         if part and self._wrong is not None and part in self._wrong:
@@ -348,12 +365,13 @@ class Grader:
             print(self._printed[-1], end="")
         lines = [f"exercise {self.exercise.number}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
-            "\n".join([*lines, hint] if hint else lines),
+            "\n".join(lines),
             error,
             getattr(error or self._result, "trace", None),
             Credit(self.parts),
         )
-        wrong.hint = hint
+        wrong.hint = "\n".join(self._steps.of(hint))
+        wrong.mistake = find(self.exercise.number, hint).mistake if hint else ""
         if part and self._wrong is not None:
             self._wrong[part] = str(wrong)
             return
@@ -371,10 +389,11 @@ class Grader:
             for event in self.result.trace
             if event.waited is None and event.end is None and event.op not in ("send", "recv")
         }
-        if left:
-            unawaited = format_unawaited(left)
-            # The run has printed this warning already, below the ranks' output. Once is enough.
-            self._printed[-1] = self._printed[-1].removesuffix("\n".join([*unawaited, ""]))
+        unawaited = format_unawaited(left)
+        warning = "\n".join([*unawaited, ""])
+        # The run has printed this warning already, unless others look after these operations.
+        if left and self._printed[-1].endswith(warning):
+            self._printed[-1] = self._printed[-1].removesuffix(warning)
             self.fail("some operations were started but never waited for", *unawaited)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -423,6 +442,16 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
 
+def _filled(rank: int, world_size: int, worker: Callable, *args: Any) -> Any:
+    """Call a worker while `torch.empty` gives NaN, so that no answer is right by luck."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return worker(rank, world_size, *args)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def _call(rank: int, world_size: int, answer: Callable, given: Sequence[tuple]) -> Any:
     return answer(*given[rank])
 
@@ -444,7 +473,7 @@ def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
 
 
 def hint_for(found: Any, hints: str | Mistakes) -> str:
-    """Return the hint against the first of these mistakes that gives what was found, or ""."""
+    """Return the name of the first of these mistakes that gives what was found, or ""."""
     for hint, wrong in {hints: True}.items() if isinstance(hints, str) else hints.items():
         several = wrong if isinstance(wrong, tuple) else (wrong,)
         if any(_made(one, found) for one in several):
@@ -467,7 +496,7 @@ def close(want: float, have: Any) -> bool:
 
 
 def same(want: Any, have: Any) -> bool:
-    """Return whether two values are equal, including tensors and lists of tensors."""
+    """Return whether two values are equal, including tensors and lists of them, up to rounding."""
     if isinstance(want, torch.Tensor):
         alike = isinstance(have, torch.Tensor) and have.shape == want.shape
         return (
@@ -475,9 +504,11 @@ def same(want: Any, have: Any) -> bool:
             and have.dtype == want.dtype
             and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
         )
-    if isinstance(want, list):
-        alike = isinstance(have, list) and len(have) == len(want)
+    if isinstance(want, list | tuple):
+        alike = type(have) is type(want) and len(have) == len(want)
         return alike and all(map(same, want, have))
+    if isinstance(want, float):
+        return isinstance(have, float) and math.isclose(want, have, rel_tol=1e-5)
     return type(want) is type(have) and want == have
 
 

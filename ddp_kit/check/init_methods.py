@@ -38,15 +38,14 @@ def _place_of(grader: Grader, hosts: list[tuple[str, int]]) -> None:
     returned = grader.call([(hosts, *place) for place in places], case)
     found = [tuple(value) if isinstance(value, list) else value for value in returned]
     wanted = [(rank, n) for rank in range(n)]
-    grader.compare(wanted, found, _hint_for_places(hosts, places, found), verb="return")
+    grader.compare(wanted, found, _misplaced(hosts, places, found), verb="return")
 
 
 @exercise(
     "6.2",
     "barrier(store, world_size, name)",
     "two barriers one after the other",
-    on_failure="A rank waits for a key that no rank writes. The last rank to come sees a count of "
-    "`world_size`; it is the one that writes the key.",
+    on_failure="key never written",
     collectives=False,
     others=(SECOND,),
 )
@@ -57,25 +56,16 @@ def _barrier(grader: Grader, world_size: int) -> None:
     for number, name in enumerate(("first", "second")):
         for rank, missing in enumerate(result):
             if missing[number]:
-                grader.fail(
-                    f"rank {rank} left the {name} barrier before rank {missing[number][0]} "
-                    "had come",
-                    part=SECOND if number else "",
-                    hint="Begin the names of your keys with `name`, or the second barrier "
-                    "finds the keys of the first."
-                    if number
-                    else "After adding 1 to the counter, a rank must wait until all have.",
-                )
+                fact = f"rank {rank} left the {name} barrier before rank {missing[number][0]}"
+                hint, part = ("same keys", SECOND) if number else ("nobody waits", "")
+                grader.fail(f"{fact} had come", hint=hint, part=part)
 
 
 @exercise(
     "6.3",
     "who_is_missing(store, world_size, seconds)",
     "with and without missing ones",
-    on_failure={
-        RankError: "store.wait(keys, timedelta) raises a RuntimeError when the time is up, and "
-        "store.get waits as well. Catch the error, and look with store.check."
-    },
+    on_failure={RankError: "error not caught"},
     collectives=False,
     others=("returns when all have come",),
 )
@@ -94,31 +84,32 @@ def _who_is_missing(grader: Grader, world_size: int) -> None:
                 case=case,
             )
         found, took = result[0]
-        grader.compare([absent], [found], _hint_for_missing(absent, found), verb="return")
+        mistakes = {
+            "not a list": not isinstance(found, list),
+            "looks at once": (
+                isinstance(found, list) and 0 not in found and set(absent) < set(found)
+            ),
+            "wrong ranks": True,
+        }
+        grader.compare([absent], [found], mistakes, verb="return")
         if not absent and took >= seconds:
-            grader.fail(
-                f"right, but it took {took:.0f} s though all ranks came",
-                part="returns when all have come",
-                hint="Wait for the keys, and not for the time: store.wait returns as soon as "
-                "all are there.",
-            )
+            fact = f"right, but it took {took:.0f} s though all ranks came"
+            grader.fail(fact, hint="waits too long", part="returns when all have come")
 
 
-def _hint_for_places(hosts: list, places: list, found: list) -> str:
+def _misplaced(hosts: list, places: list, found: list) -> str:
+    """Return the mistake in pairs of rank and world size."""
     if not all(isinstance(value, tuple) and len(value) == 2 for value in found):
-        return "Return two numbers: the rank and the world size."
+        return "not two numbers"
     ranks, sizes = zip(*found, strict=True)
     if set(sizes) != {len(places)}:
-        return (
-            "The world size is the number of all ranks, on all hosts together, and the same on "
-            "every rank."
-        )
+        return "wrong world size"
     if list(ranks) == [local for _, local in places]:
-        return "That is the local rank. Add the ranks of all hosts that come before this one."
+        return "local rank"
     order = [host for host, _ in hosts]
     if list(ranks) == [order.index(host) * dict(hosts)[host] + local for host, local in places]:
-        return "Hosts may have different numbers of ranks: add up those of the hosts before."
-    return "The first host of the list has ranks 0, 1 and so on, and the next one goes on counting."
+        return "equal hosts"
+    return "other order"
 
 
 def _pass_barriers(
@@ -174,11 +165,3 @@ def _call_the_roll(
 
 def _who(absent: list[int]) -> str:
     return f"{count(len(absent), 'rank')} never came" if absent else "all came"
-
-
-def _hint_for_missing(absent: list[int], found: Any) -> str:
-    if not isinstance(found, list):
-        return "Return a list of ranks; an empty one if nobody is missing."
-    if 0 not in found and set(absent) < set(found):
-        return "Some ranks come late: first wait for all keys, for at most `seconds`."
-    return "A rank r is missing if the key f'here/{r}' has not been written."

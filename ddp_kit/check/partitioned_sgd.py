@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +27,9 @@ def _average_weighted(grader: Grader, world_size: int) -> None:
     digits = DIGITS[world_size]
     case = f"average_weighted(model, digits) with {name_counts(digits)} digits"
     grader.run(_average, True, digits, world_size=world_size, case=case)
-    _check_means(grader, True, digits, partial(_hints_for_weights, digits))
+    _check_means(grader, True, digits, partial(_weighted_wrongly, digits))
     gradients = sum(parameter.requires_grad for parameter in model(True).parameters())
-    hint = "One all_reduce for each gradient and one for the number of digits are enough."
-    _cost(grader, gradients + 1, hint, also=8)
+    _cost(grader, gradients + 1, also=8)
 
 
 @exercise(
@@ -45,17 +43,13 @@ def _average_in_buckets(grader: Grader, world_size: int) -> None:
         case = f"average_in_buckets(model, most={most})"
         given = [most] * world_size
         grader.run(_average, False, given, world_size=world_size, case=case)
-        _check_means(grader, False, [1] * world_size, hints_for_mean)
-        _cost(grader, buckets, "One all_reduce for each bucket is enough.")
+        _check_means(grader, False, [1] * world_size, averaged_wrongly)
+        _cost(grader, buckets)
         reduced = grader.collectives()
         if len(reduced) < buckets and world_size > 1:
             calls = count(len(reduced), "all_reduce")
-            grader.fail(
-                f"right, but only {calls} for {count(buckets, 'bucket')}",
-                part=SEPARATE,
-                hint=f"A bucket holds at most {most} numbers, unless a single gradient is "
-                "larger. Reduce each of `buckets` separately.",
-            )
+            fact = f"right, but only {calls} for {count(buckets, 'bucket')}"
+            grader.fail(fact, hint="too few calls", part=SEPARATE)
 
 
 def model(frozen: bool) -> nn.Sequential:
@@ -95,11 +89,11 @@ def _average(
 
 
 def _check_means(
-    grader: Grader, frozen: bool, weights: Sequence[int], hints_for: Callable[..., Mistakes]
+    grader: Grader, frozen: bool, weights: Sequence[int], mistakes_for: Callable[..., Mistakes]
 ) -> None:
     """Fail unless each gradient is the mean with these weights and the model is unchanged.
 
-    hints_for: returns hints for a mean and the gradients of the ranks before.
+    mistakes_for: returns the mistakes for a mean and the gradients of the ranks before.
     """
     result, n = grader.result, len(grader.result)
     past_frozen = False
@@ -108,67 +102,44 @@ def _check_means(
         mean = _gradient(middle, parameter)
         found = [value["gradients"][name] for value in result]
         own = [_gradient(rank, parameter) for rank in range(n)]
-        hints = {
-            "The gradients before the frozen layer are right. Skip a parameter without a grad, and "
-            "continue with the next.": past_frozen and same(own, found),
-            **hints_for(mean, own),
-        }
-        grader.compare([mean] * n, found, hints, place=f" in {name}.grad")
+        stopped: Mistakes = {"stops at frozen layer": past_frozen and same(own, found)}
+        others = {"frozen layer changed": True} if mean is None else mistakes_for(mean, own)
+        grader.compare([mean] * n, found, {**stopped, **others}, place=f" in {name}.grad")
         past_frozen = past_frozen or mean is None
     for rank, value in enumerate(result):
         if value["changed"]:
             fact = f"the gradients are right, but rank {rank} changed {value['changed'][0]}"
-            hint = "Average the gradients only, and leave the parameters as they are."
-            grader.fail(fact, hint=hint)
+            grader.fail(fact, hint="parameters changed")
 
 
-_OWN = (
-    "Each rank still has its own gradient. all_reduce changes the tensor that you pass: pass the "
-    "gradient itself, or copy the result back."
-)
-_NONE = {"Leave a parameter alone if its grad is None.": True}
-
-
-def hints_for_mean(mean: Any, own: list) -> Mistakes:
-    """Return hints on gradients that should be the mean of these."""
-    n = len(own)
-    if mean is None:
-        return _NONE
+def averaged_wrongly(mean: torch.Tensor, own: list[torch.Tensor]) -> Mistakes:
+    """Return the mistakes in gradients that should be the mean of these."""
     return {
-        "That is the sum. Divide it by the world size in place: `a /= b` writes into `a`, but "
-        "`a = a / b` makes a new tensor.": mean * n,
-        f"That is the sum divided by {n * n}, but the world size is {n}.": mean / n,
-        _OWN: own,
-        "The mean is the sum over all ranks, divided by the world size, for every gradient.": True,
+        "gradients not divided": mean * len(own),
+        "gradients divided twice": mean / len(own),
+        "gradients unchanged": own,
+        "other gradients": True,
     }
 
 
-def _hints_for_weights(digits: Sequence[int], mean: Any, own: list) -> Mistakes:
-    """Return hints on gradients that should be the mean over all digits."""
-    if mean is None:
-        return _NONE
-    n, total = len(own), sum(digits)
+def _weighted_wrongly(
+    digits: Sequence[int], mean: torch.Tensor, own: list[torch.Tensor]
+) -> Mistakes:
+    """Return the mistakes in gradients that should be the mean over all digits."""
+    added, total = sum(own[1:], own[0]), sum(digits)
     return {
-        _OWN: own,
-        **{
-            f"That is the {name}: it counts every rank alike. Weigh each gradient by the rank's "
-            "share of the digits, before the all_reduce.": sum(own) / divisor
-            for name, divisor in (("plain mean", n), ("sum", 1))
-        },
-        f"That is {total} times the mean: divide by the number of digits of all ranks.": (
-            mean * total
-        ),
-        "The weights add up to 1: do not divide by the world size as well.": mean / n,
-        "Each rank still has its own part of the mean: add them up with all_reduce.": (
-            [one * d / total for one, d in zip(own, digits, strict=True)]
-        ),
-        "The mean over all digits is the sum of digits / total * gradient over the ranks.": True,
+        "gradients unchanged": own,
+        "not weighted": (added / len(own), added),
+        "not divided": mean * total,
+        "divided twice": mean / len(own),
+        "not added up": [one * d / total for one, d in zip(own, digits, strict=True)],
+        "wrong weights": True,
     }
 
 
-def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:
+def _cost(grader: Grader, calls: int, also: int = 0) -> None:
     """Fail if the answer did more than reduce each gradient. also: bytes besides these."""
-    reduced = grader.collectives()
+    hint, reduced = "too much sent", grader.collectives()
     if grader.result.trace.messages():
         grader.fail("right, but it sends messages", hint=hint, part=SENT)
     for event in reduced:
@@ -180,8 +151,5 @@ def _cost(grader: Grader, calls: int, hint: str, also: int = 0) -> None:
         " in all_reduces by rank 0", sum(event.nbytes for event in reduced), nbytes, "byte", hint
     )
     if len(reduced) > calls:
-        grader.fail(
-            f"right, but all_reduce was called {len(reduced)} times where {calls} would be enough",
-            hint=hint,
-            part=SENT,
-        )
+        fact = f"all_reduce was called {len(reduced)} times where {calls} would be enough"
+        grader.fail(f"right, but {fact}", hint=hint, part=SENT)

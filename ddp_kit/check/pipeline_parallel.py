@@ -35,31 +35,17 @@ def _one_f_one_b(grader: Grader, p: int, m: int) -> None:
     given = [(rank, p, m) for rank in range(p)]
     found = list(map(_text, grader.call(given, f"one_f_one_b(rank, {p}, {m})")))
     warm_ups = [p - rank - 1 for rank in range(p)]
-    hints = {
-        "That is GPipe. In 1F1B, a backward follows as soon as there can be one.": (
-            [_order(m, m)] * p
-        ),
-        "One forward too many in the beginning: the last rank has none before its first pair.": [
-            _order(w + 1, m) for w in warm_ups
-        ],
-        "One forward too few in the beginning: rank 0 has p - 1 before its first pair.": (
-            [_order(w - 1, m) for w in warm_ups]
-        ),
-        "In the middle, the forward comes first. The last rank needs F0 before it can do B0.": [
-            _order(w, m, ("B", "F")) for w in warm_ups
-        ],
-        "The first rank has the most forwards in the beginning, and the last one has none.": [
-            _order(w, m) for w in reversed(warm_ups)
-        ],
-        f"Each of the {m} micro-batches needs a forward and a backward: some are missing.": (
-            _short(found, 2 * m)
-        ),
-        'Return a list of ("F", i) and ("B", i): p - 1 - rank forwards, but at most m; then '
-        "one forward and one backward in turn while there are forwards; then the other "
-        "backwards.": True,
+    mistakes = {
+        "all forwards first": [_order(m, m)] * p,
+        "one forward too many": [_order(w + 1, m) for w in warm_ups],
+        "one forward too few": [_order(w - 1, m) for w in warm_ups],
+        "backward before forward": [_order(w, m, ("B", "F")) for w in warm_ups],
+        "wrong end": [_order(w, m) for w in reversed(warm_ups)],
+        "steps missing": _short(found, 2 * m),
+        "other order": True,
     }
-    hint = f'{hint_for(found, hints)} (B3 is short for ("B", 3).)'
-    grader.compare([_order(w, m) for w in warm_ups], found, hint, verb="return")
+    wanted = [_order(w, m) for w in warm_ups]
+    grader.compare(wanted, found, mistakes, verb="return", place=' (B3: ("B", 3))')
 
 
 def _text(order: Any) -> Any:
@@ -84,30 +70,24 @@ def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
     return " ".join([*order, *(f"B{i}" for i in range(m - warm_up, m))])
 
 
-def _hint_for_error(error: RankError) -> str:
+RAISED = {
+    "does not require grad": "no graph",
+    "implicitly created only for scalar": "no gradient passed",
+    "NoneType": "nothing to send",
+    "torch.Tensor": "nothing to send",
+}
+
+
+def _mistake_that_raised(error: RankError) -> str:
     said = " ".join(failure.message for failure in error.failures.values())
-    if "does not require grad" in said:
-        return "There is no graph yet: y = stage(x) computes the forward again, with a graph."
-    if "implicitly created only for scalar" in said:
-        return "Only the loss goes without one: on the other ranks, y.backward(gradient)."
-    if "NoneType" in said or "torch.Tensor" in said:
-        return (
-            "Send x.grad. x came from another process, so autograd does not know where it is from: "
-            "x.requires_grad_() before the forward makes it an input of the graph, and x.grad its "
-            "gradient."
-        )
-    return ""
+    return next((name for words, name in RAISED.items() if words in said), "")
 
 
 @exercise(
     "17.2",
     "backward(stage, x, target, m)",
     where="on 1, 2, 3 and 4 ranks",
-    on_failure={
-        RankError: _hint_for_error,
-        DeadlockError: "Every rank but the first sends the gradient of its x to the rank before, "
-        "which waits for it.",
-    },
+    on_failure={RankError: _mistake_that_raised, DeadlockError: "not sent"},
     collectives=False,
     cases=((2, 2), (3, 4), (1, 2), (4, 3)),  # ranks and micro-batches
     part=lambda case: by_size([2, 3, 1, 4])(case[0]),
@@ -115,26 +95,15 @@ def _hint_for_error(error: RankError) -> str:
 def _backward(grader: Grader, p: int, m: int) -> None:
     found = list(grader.run(_train, m, world_size=p, case=f"backward(stage, x, target, {m})"))
     wanted = _alone(p, m)
-    hints = {
-        "Each gradient is m times too large: the last stage divides the loss by m.": (
-            _scaled(wanted, [m] * p)
-        ),
-        "Only the last stage divides by m: the gradients it sends are divided already.": (
-            _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)])
-        ),
-        "Only the last micro-batch is left in the gradients: add to them, without "
-        "zero_grad.": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
-        "No stage has a gradient: y.backward(gradient) adds to those of its parameters.": (
-            not any(gradient.any() for of in found for gradient in of)
-        ),
-        "The last stage is right, the others are not. What a rank sends is the gradient of its "
-        "input, x.grad after backward, and not that of its output.": (
-            p > 1 and same(wanted[-1], found[-1])
-        ),
-        "Compute y = stage(x) again; on the last rank, turn y into the loss, divided by m; "
-        "then y.backward(gradient), and send x.grad to the rank before.": True,
+    mistakes = {
+        "not divided": _scaled(wanted, [m] * p),
+        "divided on every rank": _scaled(wanted, [m ** -(p - 1.0 - rank) for rank in range(p)]),
+        "gradients cleared": _scaled(_alone(p, m, first=m - 1), [1 / m] * p),
+        "no backward": not any(gradient.any() for of in found for gradient in of),
+        "wrong gradient sent": p > 1 and same(wanted[-1], found[-1]),
+        "other loss": True,
     }
-    grader.compare(wanted, found, hints, place=" in the gradients of its stage")
+    grader.compare(wanted, found, mistakes, place=" in the gradients of its stage")
 
 
 def _stage(rank: int) -> nn.Module:
@@ -197,21 +166,18 @@ def _rounding(case: tuple[int, float]) -> str:
 def _micro_batches(grader: Grader, p: int, most: float) -> None:
     (found,) = grader.call([(p, most)], f"micro_batches({p}, {most:g}), called")
     want = _fewest(lambda m: (p - 1) / (m + p - 1), most)
-    hints = {
-        "One rank never waits for another: one micro-batch is enough.": p == 1,
-        "(p-1)/m is the idle time beside the busy time. The bubble is the part of all time: "
-        "(p-1)/(m+p-1).": _fewest(lambda m: (p - 1) / m, most),
-        "The first micro-batch passes p - 1 ranks before the last one: (p-1)/(m+p-1).": (
-            _fewest(lambda m: p / (m + p), most)
-        ),
-        "One less is enough: a bubble of exactly `most` is not too large.": want + 1,
-        "With that many the bubble is still larger than `most`: round up.": want - 1,
-        "Return a whole number: round up.": isinstance(found, float),
-        "Solve (p-1)/(m+p-1) <= most for m, or count m up from 1 until it holds.": True,
+    mistakes = {
+        "one rank": p == 1,
+        "idle by busy time": _fewest(lambda m: (p - 1) / m, most),
+        "p ranks": _fewest(lambda m: p / (m + p), most),
+        "one too many": want + 1,
+        "one too few": want - 1,
+        "no whole number": isinstance(found, float),
+        "other number": True,
     }
     if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
         fact = f"it should return {want} but returns {found!r}"
-        grader.fail(fact, hint=hint_for(found, hints))
+        grader.fail(fact, hint=hint_for(found, mistakes))
 
 
 def _fewest(bubble: Callable[[int], float], most: float) -> int:
@@ -237,22 +203,15 @@ def _interleaved(grader: Grader, p: int, v: int, m: int) -> None:
     def orders(**wrong: int) -> list[str]:
         return [interleaved_order(rank, p, v, m, **wrong) for rank in range(p)]
 
-    hints = {
-        "Backwards pass the last stage of a rank first: take its stages in reverse order.": orders(
-            back=1
-        ),
-        "A rank needs two forwards more than the rank after it, for its gradient comes back "
-        "two steps later.": orders(stride=1),
-        "One forward too many in the beginning.": orders(more=1),
-        "One forward too few in the beginning.": orders(more=-1),
-        f"Each of the {m} micro-batches needs a forward and a backward in each stage.": (
-            _short(found, 2 * v * m)
-        ),
-        "Make the list of the backwards as that of the forwards is made; then, after the forwards "
-        "of the beginning, take one of each in turn, and then the backwards that are left.": True,
+    mistakes = {
+        "same order of stages": orders(back=1),
+        "one forward per rank": orders(stride=1),
+        "one forward too many": orders(more=1),
+        "one forward too few": orders(more=-1),
+        "steps missing": _short(found, 2 * v * m),
+        "other order": True,
     }
-    hint = f'{hint_for(found, hints)} (2B3 is short for ("B", 3, 2).)'
-    grader.compare(orders(), found, hint, verb="return")
+    grader.compare(orders(), found, mistakes, verb="return", place=' (2B3: ("B", 3, 2))')
 
 
 def interleaved_order(

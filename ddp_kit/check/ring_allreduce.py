@@ -11,17 +11,6 @@ from ddp_kit.trace import Trace
 
 SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
 AT_ONCE = "each piece is passed on at once"
-_LENGTHS = (
-    "Chunks may differ in length: cut `arriving` to the length of the chunk that you receive."
-)
-_PIECES = (
-    "In each of the 2 * (n - 1) steps a rank receives every piece of one chunk from its left. It "
-    "passes them on in all steps except the last."
-)
-_BYTES = (
-    "Each step should move one chunk, 1/n of the tensor. Sending the whole tensor in each step, or "
-    "everything through one rank, moves more."
-)
 
 
 def _divides(case: tuple) -> str:
@@ -32,7 +21,7 @@ def _divides(case: tuple) -> str:
     "4.1",
     "chunked_ring(tensor)",
     "each rank sends 2(n-1)/n of the bytes",
-    on_failure={MismatchError: _LENGTHS},
+    on_failure={MismatchError: "lengths"},
     collectives=False,
     cases=product(SIZES, SHAPES),
     others=(SENT,),
@@ -46,7 +35,7 @@ def _chunked_ring(grader: Grader, world_size: int, shape: tuple[int, ...]) -> No
     "4.2",
     "pipelined_ring(tensor, pieces)",
     "each piece is passed on as soon as it is there",
-    on_failure={DeadlockError: _PIECES},
+    on_failure={DeadlockError: "unmatched"},
     collectives=False,
     cases=[(n, *each) for n in SIZES for each in (((60,), 3), ((7,), 2), ((60,), 1))],
     others=(SENT, AT_ONCE),
@@ -66,18 +55,13 @@ def _sum(grader: Grader, shape: tuple, world_size: int, case: str, *pieces: int)
     """Run one case, check the sum and the bytes, and return the trace."""
     held = brought(world_size, *shape)
     result = grader.run(in_place, held, *pieces, world_size=world_size, case=case)
-    hints = {
-        UNCHANGED: held,
-        "In step s, rank r sends chunk (r - s) % n and receives chunk (r - s - 1) % n. In the "
-        "first n - 1 steps it adds what it receives to its own chunk, in the others it replaces "
-        "the chunk.": True,
-    }
-    grader.compare([sum(held[1:], held[0])] * world_size, result, hints)
+    mistakes = {UNCHANGED: held, "wrong chunk": True}
+    grader.compare([sum(held[1:], held[0])] * world_size, result, mistakes)
     longest = -(-held[0].numel() // world_size)
     needed = 2 * (world_size - 1) * longest * 4
     for rank in range(world_size):
         sent = result.trace.bytes_sent(rank)
-        grader.check_at_most(f" by rank {rank}", sent, needed, "byte", _BYTES)
+        grader.check_at_most(f" by rank {rank}", sent, needed, "byte", "too many bytes")
     return result.trace
 
 
@@ -87,8 +71,7 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
     sends = sorted(event.start for event in mine if event.kind == "send")
     if len(sends) < messages:
         fact = f"right, but rank {rank} sent {count(len(sends), 'message')} instead of {messages}"
-        hint = "Send each chunk as `pieces` messages."
-        grader.fail(fact, hint=hint, part=AT_ONCE)
+        grader.fail(fact, hint="sent whole", part=AT_ONCE)
         return
     # The first sends are the rank's own chunk. The next one passes on what it received.
     passed_on = sends[pieces]
@@ -96,7 +79,6 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
     if before > 1:
         grader.fail(
             f"right, but rank {rank} waited for {before} pieces before it passed on the first",
+            hint="waits for all",
             part=AT_ONCE,
-            hint="Pass a piece on as soon as it has arrived and been added, and only then wait for "
-            "the next one. That gives the right neighbour work while this rank waits.",
         )

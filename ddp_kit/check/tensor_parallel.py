@@ -18,26 +18,19 @@ KEPT = "the gradient that it gets stays as it is"
 def _own_heads(grader: Grader, n: int) -> None:
     weight = torch.arange(1.0, 1 + 3 * 2 * n * 2 * n).view(3 * 2 * n, 2 * n)
     layers = weight.chunk(3)
-    columns = [torch.cat([layer.chunk(n, dim=1)[r] for layer in layers]) for r in range(n)]
-    hints = {
-        "Those are neighbouring rows of all three: rank 0 has the query, and others the value. "
-        "Take the weight apart into query, key and value first, and cut each of "
-        "them.": list(weight.chunk(n)),
-        "Those are columns of `weight`: features of the input. nn.Linear has a row for each "
-        "feature of the output, so column-parallel means rows of `weight`.": (
-            list(weight.chunk(n, dim=1)),
-            columns,
-        ),
-        "That is the whole weight on every rank.": weight,
-        "That is one of the three layers only: put the parts of all three together.": tuple(
-            list(layer.chunk(n)) for layer in layers
-        ),
-        "The rows are the query's, then the key's, then the value's. Return this rank's part "
-        "of each, in the same order, as one tensor.": True,
+
+    def cut(dim: int) -> list[torch.Tensor]:
+        return [torch.cat([layer.chunk(n, dim)[rank] for layer in layers]) for rank in range(n)]
+
+    mistakes = {
+        "neighbouring rows": list(weight.chunk(n)),
+        "columns": (list(weight.chunk(n, dim=1)), cut(1)),
+        "whole weight": weight,
+        "one layer": tuple(list(layer.chunk(n)) for layer in layers),
+        "other rows": True,
     }
-    wanted = [torch.cat([layer.chunk(n)[rank] for layer in layers]) for rank in range(n)]
-    grader.compare(wanted, grader.call([(weight,)] * n), hints, verb="return")
-    grader.check_sent(0, "Every rank has the whole weight: nothing has to be sent.")
+    grader.compare(cut(0), grader.call([(weight,)] * n), mistakes, verb="return")
+    grader.check_sent(0, "something sent")
 
 
 @exercise(
@@ -53,27 +46,18 @@ def _row_parallel(grader: Grader, n: int) -> None:
     total = sum(summands)
     cut = list(total.chunk(n, dim=1))
     own = [summand.chunk(n, dim=1)[rank] for rank, summand in enumerate(summands)]
-    hints = {
-        "The bias is in it once for each rank: add it once.": [part + n * bias for part in cut],
-        "The bias is missing: add it to the sum.": cut,
-        "Those are all positions: each rank should return its own part.": total + bias,
-        "Those are all positions, and the bias is in it n times.": total + n * bias,
-        "That is this rank's summand: add up over the ranks, too.": [x + bias for x in own],
-        "That is this rank's summand, for all positions. Add up over the ranks.": (
-            [summand + bias for summand in summands]
-        ),
-        "Those are sequences of the batch. The positions are dimension 1.": (
-            list((total + bias).chunk(n))
-        ),
-        "x @ weight.T is a summand of the output. Cut it into n parts along dimension 1, pass "
-        "these to reduce_scatter, and add the bias to what arrives.": True,
+    mistakes = {
+        "bias on each rank": [part + n * bias for part in cut],
+        "no bias": cut,
+        "all positions": total + bias,
+        "all positions and biases": total + n * bias,
+        "not summed": [summand + bias for summand in own],
+        "own summand": [summand + bias for summand in summands],
+        "sequences": list((total + bias).chunk(n)),
+        "other value": True,
     }
-    grader.compare([part + bias for part in cut], found, hints, verb="return")
-    grader.check_sent(
-        summands[0].nbytes * (n - 1) // n,
-        "Every rank needs its positions of the sum only: a reduce_scatter of the parts. "
-        "An all_reduce sends twice as much.",
-    )
+    grader.compare([part + bias for part in cut], found, mistakes, verb="return")
+    grader.check_sent(summands[0].nbytes * (n - 1) // n, "too many bytes")
 
 
 def _factors(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,45 +76,35 @@ def _backward(grader: Grader, n: int) -> None:
         torch.cat([own if place == rank else blank for place in range(n)], dim=1)
         for rank, own in enumerate(held)
     ]
-    hints = {
-        "That is the gradient of this rank's positions: gather those of the others.": held,
-        "The positions of the others have zeros, which is what autograd does for `chunk`. But "
-        "each rank has the whole input, and needs the gradient of all positions.": padded,
-        "Those are different positions: they are joined, and not added up.": sum(held),
-        "Those are joined along the batch. The positions are dimension 1.": ([torch.cat(held)] * n),
-        "Every number is there n times: do not add them up.": n * whole,
-        "The forward keeps this rank's positions of an input that all ranks have. Gather the "
-        "gradients of all ranks, and join them along dimension 1.": True,
+    mistakes = {
+        "own positions": held,
+        "zeros": padded,
+        "summed": sum(held),
+        "sequences": [torch.cat(held)] * n,
+        "joined and summed": n * whole,
+        "other value": True,
     }
-    grader.compare([whole] * n, [value for value, _ in result], hints, verb="return")
-    hint = "Leave the gradient as it is: autograd may use it elsewhere as well."
-    grader.compare(held, [kept for _, kept in result], hint, "hold", " in gradient", KEPT)
-    grader.check_sent(
-        (n - 1) * held[0].nbytes,
-        "Each number of the gradient is on one rank only, so nothing has to be added up: an "
-        "all_gather sends half of what an all_reduce does.",
-    )
+    grader.compare([whole] * n, [value for value, _ in result], mistakes, verb="return")
+    kept = [gradient for _, gradient in result]
+    grader.compare(held, kept, "gradient changed", "hold", " in gradient", KEPT)
+    grader.check_sent((n - 1) * held[0].nbytes, "too many bytes")
 
 
 def _go_back(rank: int, world_size: int, backward: Callable, held: list[torch.Tensor]) -> Any:
     return backward(None, held[rank]), held[rank]
 
 
-def _hint_for_index(error: RankError) -> str:
+def _index_error(error: RankError) -> str:
     messages = " ".join(failure.message for failure in error.failures.values())
-    if "out of bounds" in messages or "out of range" in messages:
-        return (
-            "A target may be in another rank's part of the vocabulary. Compare the targets with "
-            "the numbers of this rank's tokens."
-        )
-    return ""
+    outside = "out of bounds" in messages or "out of range" in messages
+    return "target as index" if outside else ""
 
 
 @exercise(
     "16.4",
     "loss_gradient(logits, targets)",
     "with two numbers per position",
-    on_failure={RankError: _hint_for_index},
+    on_failure={RankError: _index_error},
     others=(SENT,),
 )
 def _loss_gradient(grader: Grader, n: int) -> None:
@@ -138,10 +112,10 @@ def _loss_gradient(grader: Grader, n: int) -> None:
     parts = logits.chunk(n, dim=1)
     found = grader.call([(part.clone(), targets) for part in parts])
     wanted = _gradients(logits.softmax(1).chunk(n, dim=1), targets)
-    hints = _hints_for_loss(parts, targets, wanted, found)
-    grader.compare(wanted, found, hints, verb="return")
-    hint = "Two numbers per position are enough: the maximum, and the sum of the exponentials."
-    grader.check_sent(2 * 2 * (n - 1) * POSITIONS * logits.itemsize // n, hint)
+    mistakes = _mistakes_in_loss(parts, targets, wanted, found)
+    grader.compare(wanted, found, mistakes, verb="return")
+    needed = 2 * 2 * (n - 1) * POSITIONS * logits.itemsize // n
+    grader.check_sent(needed, "too many bytes")
 
 
 def _logits(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +135,7 @@ def _gradients(probabilities: Any, targets: torch.Tensor) -> list[torch.Tensor]:
     return [(share - one) / POSITIONS for share, one in zip(probabilities, hot, strict=True)]
 
 
-def _hints_for_loss(parts: Any, targets: torch.Tensor, wanted: list, found: list) -> dict:
+def _mistakes_in_loss(parts: Any, targets: torch.Tensor, wanted: list, found: list) -> dict:
     n, width = len(parts), parts[0].shape[1]
     own_hot = torch.nn.functional.one_hot(targets % width, width)
     right = torch.cat(parts, dim=1).softmax(1).chunk(n, dim=1)
@@ -169,23 +143,12 @@ def _hints_for_loss(parts: Any, targets: torch.Tensor, wanted: list, found: list
     total = sum(part.sum(1, keepdim=True) for part in shifted)
     tensors = [have for have in found if isinstance(have, torch.Tensor)]
     return {
-        "The probabilities add up to one on each rank: add up the exponentials of all "
-        "ranks.": _gradients([part.softmax(1) for part in parts], targets),
-        "Each rank has subtracted a maximum of its own. All must subtract the same one: reduce "
-        "it, with ReduceOp.MAX.": _gradients([part / total for part in shifted], targets),
-        "Every rank has subtracted 1, but a target is in the part of one rank only. Compare "
-        "the targets with the numbers of this rank's tokens.": (
-            [(share - own_hot) / POSITIONS for share in right]
-        ),
-        "Those are the probabilities: subtract 1 at the target, where it is in this part.": (
-            [share / POSITIONS for share in right]
-        ),
-        "The loss is the mean over the positions: divide by their number.": (
-            [POSITIONS * gradient for gradient in wanted]
-        ),
-        "The sign is wrong.": [-gradient for gradient in wanted],
-        "The exponential of 1000 is infinite. Subtract the largest logit of all ranks from "
-        "all logits first; it cancels.": any(not have.isfinite().all() for have in tensors),
-        "The gradient is the softmax, over all ranks, minus 1 at the target, divided by the number "
-        "of positions. The softmax needs the maximum and the sum of all ranks.": True,
+        "own sum": _gradients([part.softmax(1) for part in parts], targets),
+        "own maximum": _gradients([part / total for part in shifted], targets),
+        "target on every rank": [(share - own_hot) / POSITIONS for share in right],
+        "no target": [share / POSITIONS for share in right],
+        "not divided": [POSITIONS * gradient for gradient in wanted],
+        "wrong sign": [-gradient for gradient in wanted],
+        "no maximum": any(not have.isfinite().all() for have in tensors),
+        "other value": True,
     }

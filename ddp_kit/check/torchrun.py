@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from ddp_kit.check.grader import IN_PLACE, SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
+from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
 from ddp_kit.errors import RankError
 
 PER_HOST = 2
@@ -31,20 +31,14 @@ def _my_place(grader: Grader, world_size: int, gpus: int) -> None:
     places = [divmod(rank, PER_HOST) for rank in range(world_size)]
     wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
     found = list(result)
-    grader.compare(wanted, found, _hint_for_place(found, wanted, gpus), verb="return")
-
-
-_EVERYBODY = (
-    "Only rank 0 finds the file. All ranks must call the same broadcast, whatever they find, "
-    "and rank 0 sends what it has loaded."
-)
+    grader.compare(wanted, found, _mistake_in(found, wanted, gpus), verb="return")
 
 
 @exercise(
     "11.2",
     "resume(folder, weights)",
     "with a checkpoint and without",
-    on_failure=_EVERYBODY,
+    on_failure="rank 0 only",
     others=("the next step",),
 )
 def _resume(grader: Grader, world_size: int) -> None:
@@ -58,28 +52,22 @@ def _resume(grader: Grader, world_size: int) -> None:
         steps = [value["step"] for value in result]
         weights = [value["weights"] for value in result]
         kept = torch.tensor([5.0, 6.0, 7.0]) if step else torch.ones(3)
-        hints = {
-            "Without a checkpoint, leave the weights as they are, and return 0.": step is None,
-            _EVERYBODY: torch.equal(weights[0], kept),
-            IN_PLACE: True,
+        mistakes = {
+            "weights changed": step is None,
+            "rank 0 only": torch.equal(weights[0], kept),
+            "not copied": True,
         }
-        grader.compare([kept] * world_size, weights, hints, place=" in weights")
-        hints = {
-            "Without a checkpoint, the next step is 0.": step is None,
-            f"The checkpoint has the next step, {step}. {_EVERYBODY}": True,
-        }
+        grader.compare([kept] * world_size, weights, mistakes, place=" in weights")
         wanted = [step or 0] * world_size
-        grader.compare(wanted, steps, hints, verb="return", part="the next step")
+        mistake = "wrong step" if step else "not step 0"
+        grader.compare(wanted, steps, mistake, verb="return", part="the next step")
 
 
 @exercise(
     "11.3",
     "ranks_here(store, host, local_world_size)",
     where="on 1, 2, 3, 4 and 5 hosts with 1 to 4 ranks each",
-    on_failure={
-        RankError: "Set the number of your own ranks in the store first, under a key with your "
-        "host in it; then read those of the hosts before yours. A get waits for its key."
-    },
+    on_failure={RankError: "not set"},
     part=by_size(SIZES, "host"),
 )
 def _ranks_here(grader: Grader, hosts: int) -> None:
@@ -88,31 +76,30 @@ def _ranks_here(grader: Grader, hosts: int) -> None:
         result = grader.run(_count_ranks, path, STORE_LIMIT, world_size=hosts)
     sizes = LOCAL_SIZES[:hosts]
     first = [sum(sizes[:host]) for host in range(hosts)]
-    hints = {
-        "Return a list of whole numbers.": not all(isinstance(value, list) for value in result),
-        "That would be right if all hosts had equally many ranks. Add up those before yours.": (
+    mistakes = {
+        "no list": not all(isinstance(value, list) for value in result),
+        "equal hosts": (
             [list(range(host * size, (host + 1) * size)) for host, size in enumerate(sizes)]
         ),
-        "The first rank of a host is the number of all ranks on the hosts before it.": True,
+        "wrong first rank": True,
     }
     wanted = [list(range(begin, begin + size)) for begin, size in zip(first, sizes, strict=True)]
-    grader.compare(wanted, result, hints, verb="return")
+    grader.compare(wanted, result, mistakes, verb="return")
 
 
-def _hint_for_place(found: list, wanted: list, gpus: int) -> str:
+def _mistake_in(found: list, wanted: list, gpus: int) -> str:
     if any(not isinstance(value, tuple) or len(value) != 2 for value in found):
-        return "Return two values: the number of the host, and the name of the device."
+        return "not a pair"
     hosts, devices = zip(*found, strict=True)
     if any(isinstance(host, str) for host in hosts):
-        return "Environment variables are strings. Convert the number of the host with int()."
+        return "host as text"
     if not gpus:
-        return 'A host without GPUs has the device "cpu".'
-    right_hosts = [host for host, _ in wanted]
+        return "no cpu"
     if list(devices) == [f"cuda:{rank}" for rank in range(len(found))] and len(found) > PER_HOST:
-        return "RANK counts over all hosts, and no host has so many GPUs. Take LOCAL_RANK."
-    if list(hosts) != right_hosts:
-        return "GROUP_RANK is the number of the host; LOCAL_RANK counts the ranks on it."
-    return 'The device is the name of this rank\'s own GPU on its host, such as "cuda:1".'
+        return "rank as device"
+    if list(hosts) != [host for host, _ in wanted]:
+        return "wrong host"
+    return "wrong device"
 
 
 def _read_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit.check.device_mesh import mesh_name
-from ddp_kit.check.grader import Grader, close, exercise, hint_for
+from ddp_kit.check.grader import UNCHANGED, Grader, close, exercise, hint_for
 
 MESHES = ((2, 2), (1, 2), (2, 1), (1, 1))  # most mistakes show on the first
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
@@ -35,25 +35,15 @@ def _average_gradients(grader: Grader, dp: int, tp: int) -> None:
     wanted = [sum(before[rank % tp :: tp]) / dp for rank in range(n)]
     total = sum(before)
     rows = [sum(before[rank // tp * tp :][:tp]) for rank in range(n)]
-    hints = {
-        "The gradients are as before. Write into parameter.grad, in place.": before,
-        'That is the sum. Divide it by the number of ranks along "dp": mesh["dp"].size().': (
-            [each * dp for each in wanted]
-        ),
-        'Divide by the ranks along "dp" only: those along "tp" have other parameters.': (
-            [each / tp for each in wanted]
-        ),
-        'Ranks along "tp" have different parameters, so their gradients must not be added up. '
-        'Pass the group along "dp": mesh.get_group("dp").': tuple(
-            total / divisor for divisor in (1, dp, n)
-        ),
-        'Those are the ranks along "tp", which have different parameters. Those with the same '
-        'parameters and other data are along "dp".': tuple(
-            [row / divisor for row in rows] for divisor in (1, dp, tp)
-        ),
-        'Each gradient should be the mean over the ranks along "dp".': True,
+    mistakes = {
+        UNCHANGED: before,
+        "not divided": [each * dp for each in wanted],
+        "divided by all ranks": [each / tp for each in wanted],
+        "over all ranks": tuple(total / divisor for divisor in (1, dp, n)),
+        "along tp": tuple([row / divisor for row in rows] for divisor in (1, dp, tp)),
+        "other ranks": True,
     }
-    grader.compare(wanted, result, hints, place=" in weight.grad")
+    grader.compare(wanted, result, mistakes, place=" in weight.grad")
 
 
 def _average(rank: int, world_size: int, answer: Callable, shape: tuple[int, int]) -> Any:
@@ -84,16 +74,19 @@ def _smallest_stage(grader: Grader, parameters: float, ranks: int, memory: float
     needed = [parameters * (kept + shared / ranks) for kept, shared in BYTES]
     fitting = [stage for stage, nbytes in enumerate(needed) if nbytes <= memory]
     want = fitting[0] if fitting else None
+    if type(found) is type(want) and found == want:
+        return
     shown = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in needed)
-    hint = f"Stages 0 to 3 need {shown} GB on a rank, and it has {memory / 1e9:.0f} GB. "
-    if want is None:
-        hint += "If not even stage 3 fits, return None."
-    elif found in fitting:
-        hint += "Return the smallest that fits: a higher stage may send more."
-    else:
-        hint += "A stage shares 0, 12, 14 or 16 of the 16 bytes, and keeps the others."
-    if type(found) is not type(want) or found != want:
-        grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
+    mistakes = {
+        "nothing fits": want is None,
+        "not the smallest": found in fitting,
+        "wrong bytes": True,
+    }
+    grader.fail(
+        f"it returns {found!r} where {want!r} is right",
+        f"stages 0 to 3 need {shown} GB on a rank, and it has {memory / 1e9:.0f} GB",
+        hint=hint_for(found, mistakes),
+    )
 
 
 @exercise(
@@ -118,26 +111,22 @@ def _inside(grader: Grader, *call: Any) -> None:
             break
         want.append(name)
         room //= ranks[name]
-    if not isinstance(found, list) or found != want:
-        hint = _hint_for_inside(call, want, found)
-        grader.fail(f"it returns {found!r} where {want!r} is right", hint=hint)
-
-
-def _hint_for_inside(call: tuple, want: list[str], found: Any) -> str:
-    _, ranks, per_host = call
-    if not isinstance(found, list):
-        return "Return a list of names, such as `['tp']`."
-    if sorted(found) == sorted(want):
-        return "Begin with the dimension that sends most: its ranks are the nearest."
-    if all(name in ranks for name in found):
-        together = math.prod(ranks[name] for name in found)
-        if together > per_host:
-            return f"Those are {together} ranks, and a host has {per_host}."
-        if found and found == want[: len(found)]:
-            return f"There is room for more: those are {together} of {per_host} ranks."
-    return (
-        "Take the dimensions in the order of the bytes that they send, most first, until the next "
-        "one does not divide the ranks that are left in a host."
+    if isinstance(found, list) and found == want:
+        return
+    known = isinstance(found, list) and all(name in list(ranks) for name in found)
+    names = found if known else []
+    together = math.prod(ranks[name] for name in names)
+    mistakes = {
+        "no list": not isinstance(found, list),
+        "not most first": known and sorted(names) == sorted(want),
+        "too many ranks": together > per_host,
+        "stops early": bool(names) and names == want[: len(names)],
+        "not in order": True,
+    }
+    grader.fail(
+        f"it returns {found!r} where {want!r} is right",
+        *([f"these are {together} ranks, and a host has {per_host}"] if names else []),
+        hint=hint_for(found, mistakes),
     )
 
 
@@ -159,20 +148,18 @@ def _step_seconds(grader: Grader, *call: Any) -> None:
     attention = 12 * layers * width * context
     rate = gpus * peak * mfu
     want = (6 * parameters + attention) * tokens / rate
-    hints = {
-        "The attention is missing: 12 * layers * width * context FLOPs per token.": (
-            6 * parameters * tokens / rate
-        ),
-        "That is forward only. Backward takes twice as many FLOPs.": want / 3,
-        "All GPUs work at the same time: divide by their number.": want * gpus,
-        "Only the share mfu of the peak is reached.": want * mfu,
-        "Divide by mfu: with a smaller one, a step takes longer.": want * mfu**2,
-        "That is one token. A step has `tokens` of them.": want / tokens,
-        "A parameter needs 6 FLOPs per token.": (2 * parameters + attention) * tokens / rate,
-        "Backward needs attention, too.": (6 * parameters + attention / 3) * tokens / rate,
-        "FLOPs of all tokens, divided by gpus * peak * mfu.": True,
+    mistakes = {
+        "no attention": 6 * parameters * tokens / rate,
+        "forward only": want / 3,
+        "one gpu": want * gpus,
+        "no mfu": want * mfu,
+        "times mfu": want * mfu**2,
+        "one token": want / tokens,
+        "two flops": (2 * parameters + attention) * tokens / rate,
+        "attention forward only": (6 * parameters + attention / 3) * tokens / rate,
+        "other number": True,
     }
     if not close(want, found):
         shown = f"{found:.3g}" if isinstance(found, int | float) else repr(found)
         fact = f"it returns {shown} where {want:.3g} seconds are right"
-        grader.fail(fact, hint=hint_for(found, hints))
+        grader.fail(fact, hint=hint_for(found, mistakes))

@@ -26,9 +26,7 @@ def _where(case: tuple[int, int | None, int]) -> str:
     "5.1",
     "place(environ, gpus)",
     where="on one host and on two, with and without GPUs, and alone",
-    on_failure={
-        RankError: "The values in environ are strings, and a process alone has none of them."
-    },
+    on_failure={RankError: "environ misread"},
     cases=(*ON_GPUS, *ALONE),
     part=_where,
 )
@@ -40,24 +38,18 @@ def _place(grader: Grader, hosts: int, ranks: int | None, gpus: int) -> None:
     found = [_as_strings(returned) for returned in grader.call(given, case)]
     local = [rank % (ranks or 1) for rank in range(n)]
     enough = gpus >= (ranks or 1)
-    hints = {
-        "A process that is alone has no variables: it is the only rank on its host.": ranks is None,
-        'Return two strings: the device, such as "cuda:1", and the backend.': any(
-            not isinstance(each, tuple) or len(each) != 2 for each in found
-        ),
-        "RANK counts the ranks of all hosts. Choose the GPU by LOCAL_RANK.": (
-            enough and [(f"cuda:{rank}", "nccl") for rank in range(n)]
-        ),
-        "nccl needs a GPU for each rank: compare gpus with LOCAL_WORLD_SIZE. Without enough "
-        "GPUs, use the CPU and gloo.": not enough and gpus > 0,
-        "There is a GPU for each rank on this host: compare gpus with LOCAL_WORLD_SIZE.": (
+    mistakes = {
+        "alone differs": ranks is None,
+        "not two values": any(not isinstance(each, tuple) or len(each) != 2 for each in found),
+        "rank chooses gpu": enough and [(f"cuda:{rank}", "nccl") for rank in range(n)],
+        "too few gpus": not enough and gpus > 0,
+        "world size compared": (
             enough and any("cpu" in each for each in found if isinstance(each, tuple))
         ),
-        'With a GPU for each rank on the host: its own GPU and "nccl"; else "cpu" and '
-        '"gloo".': True,
+        "wrong place": True,
     }
     wanted = [(f"cuda:{rank}", "nccl") if enough else ("cpu", "gloo") for rank in local]
-    grader.compare(wanted, found, hints, verb="return")
+    grader.compare(wanted, found, mistakes, verb="return")
 
 
 def _environ(rank: int, world_size: int, ranks: int | None) -> dict[str, str]:
@@ -79,10 +71,7 @@ def _as_strings(returned: Any) -> Any:
     "5.2",
     "share_cores(environ, cores)",
     where="for 1 to 5 ranks on a host, on one host and on two, and alone",
-    on_failure={
-        RankError: "torch.set_num_threads takes a whole number of at least 1: divide with //. "
-        "A process alone has no variables in environ."
-    },
+    on_failure={RankError: "bad number"},
     cases=(*ON_CORES, (1, None, 6)),
     part=_where,
 )
@@ -98,17 +87,14 @@ def _share_cores(grader: Grader, hosts: int, ranks: int | None, cores: int) -> N
         for rank, threads in enumerate(found)
         if threads != wanted
     ]
-    hints = {
-        "The number of threads did not change: call torch.set_num_threads.": [7] * n,
-        f"All {each} ranks of a host take all of its cores, so it is oversubscribed.": [cores] * n,
-        "WORLD_SIZE counts the ranks of all hosts. LOCAL_WORLD_SIZE of them share cores.": (
-            [max(1, cores // n)] * n
-        ),
-        "Divide the cores by the number of ranks on this host, LOCAL_WORLD_SIZE, and round "
-        "down.": True,
+    mistakes = {
+        "not set": [7] * n,
+        "all cores": [cores] * n,
+        "world size divides": [max(1, cores // n)] * n,
+        "other number": True,
     }
     if wrong:
-        grader.fail("wrong result", *wrong, hint=hint_for(found, hints))
+        grader.fail("wrong result", *wrong, hint=hint_for(found, mistakes))
 
 
 def _threads(rank: int, world_size: int, share_cores: Callable, ranks: int | None, cores: int):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -138,18 +139,6 @@ def orders(n: int) -> list[list[int]]:
     return [ranks, ranks[::-1]] if n > 1 else [ranks]
 
 
-_FIRST = "Raise flags[rank] first. Then wait until the flag of every rank has been raised."
-_AGAIN = (
-    "The flags still have what the barrier before has left there. Count: add 1 to flags[rank] in "
-    "each barrier, and wait while any flag is smaller than that."
-)
-_AHEAD = (
-    "A fast rank may be in the next barrier already. Its flag is larger then, or set back: wait "
-    "while a flag is smaller than your own, and never set it back."
-)
-_SILENT = "No rank has changed its flag: raise flags[rank] before you wait."
-
-
 def _part(number: int) -> str:
     """Return the part to which a call belongs, of 1 to ROUNDS in a row."""
     return AGAIN if number > 1 else ""
@@ -159,11 +148,7 @@ def _part(number: int) -> str:
     "21.1",
     "barrier(flags, rank, pause)",
     "three times in a row",
-    on_failure={
-        RankError: "flags[r] is the number of rank r; write only flags[rank]. Return nothing.",
-        RunTimeoutError: "Call pause() each time that you have looked in vain, or the loop holds "
-        "the core that another rank needs.",
-    },
+    on_failure={RankError: "other flag", RunTimeoutError: "no pause"},
     others=(AGAIN,),
 )
 def _barrier(grader: Grader, n: int) -> None:
@@ -173,11 +158,13 @@ def _barrier(grader: Grader, n: int) -> None:
         if what == "early":
             missing = " and ".join(f"rank {each}" for each in detail)
             fact = f"rank {rank} left barrier {number} before {missing} had come"
-            grader.fail(fact, hint=_AGAIN if number > 1 else _FIRST, part=_part(number))
+            hint = "not counted" if number > 1 else "waits too little"
+            grader.fail(fact, hint=hint, part=_part(number))
         if stuck := [end for end in ends if end[0] == "stuck"]:
             _, number, detail, rank = min(stuck)
             fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
-            grader.fail(fact, hint=_AHEAD if any(detail) else _SILENT, part=_part(number))
+            hint = "waits too long" if any(detail) else "no flag raised"
+            grader.fail(fact, hint=hint, part=_part(number))
 
 
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
@@ -198,19 +185,11 @@ def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -
     return "met", number, []
 
 
-_IN_SLOTS = "slots[r] is the slot of rank r, a tensor of the same shape as yours."
-_WRITTEN = "A rank has read a slot before it was written: wait at a barrier between the two."
-_READ = (
-    "A rank has written its next tensor into its slot before the other had read this one: wait at "
-    "a barrier after reading, too."
-)
-
-
 @exercise(
     "21.2",
     "all_reduce(tensor, slots, rank, barrier)",
     where="on 2 ranks, whichever is faster, three times in a row",
-    on_failure={RankError: _IN_SLOTS},
+    on_failure={RankError: "other slot"},
     cases=orders(2),
     others=(AGAIN,),
     part=lambda order: f"rank {order[0]} is faster",
@@ -219,11 +198,18 @@ def _all_reduce(grader: Grader, order: list[int]) -> None:
     found = list(grader.run(_sums, order, True, world_size=2))
     _check_barriers(grader, found)
     for number in range(ROUNDS):
-        held = [_numbers(rank, number) for rank in range(2)]
         here = [results[number] for results in found]
-        hints = {UNCHANGED: held, _hint_for_sum(here, held, number): True}
+        held, before, later = (_brought(2, each) for each in (number, number - 1, number + 1))
+        mistakes = {
+            UNCHANGED: list(held),
+            "read too early": _on_some_rank(here, held, held + before.flip(0)),
+            "written too early": _on_some_rank(here, held + later.flip(0)),
+            "own slot": _on_some_rank(here, 2 * held),
+            "overwritten": _on_some_rank(here, held.flip(0)),
+            "other sum": True,
+        }
         place = f" after call {number + 1}"
-        grader.compare([sum(held)] * 2, here, hints, place=place, part=_part(number + 1))
+        grader.compare([held.sum(0)] * 2, here, mistakes, place=place, part=_part(number + 1))
 
 
 def _sums(
@@ -247,7 +233,7 @@ def _check_barriers(grader: Grader, found: Sequence) -> None:
     stuck = [rank for rank, each in enumerate(found) if isinstance(each, tuple)]
     if stuck:
         fact = f"rank {stuck[0]} waits at a barrier to which not all ranks come"
-        grader.fail(fact, hint="All ranks must call barrier() equally often, in each call.")
+        grader.fail(fact, hint="uneven barriers")
 
 
 def _numbers(rank: int, number: int) -> torch.Tensor:
@@ -255,21 +241,14 @@ def _numbers(rank: int, number: int) -> torch.Tensor:
     return torch.arange(1.0, LENGTH + 1) * 10.0**rank * _FACTORS[number]
 
 
-def _hint_for_sum(found: Sequence[Any], held: Sequence[torch.Tensor], number: int) -> str:
-    for rank, have in enumerate(found):
-        other, own = 1 - rank, held[rank]
-        if _alike(have, own) or (number and _alike(have, own + _numbers(other, number - 1))):
-            return _WRITTEN
-        if _alike(have, own + _numbers(other, number + 1)):
-            return _READ
-        if _alike(have, 2 * own):
-            return "That is twice a rank's own tensor: read slots[1 - rank]."
-        if _alike(have, held[other]):
-            return "That is the tensor of the other rank. Add it to your own."
-    return (
-        "Write the tensor into slots[rank], wait, add slots[1 - rank] to the tensor in place, and "
-        "wait again. Leave the slots as they are, because the other rank reads them."
-    )
+def _brought(n: int, number: int) -> torch.Tensor:
+    """Return what all ranks bring to a call, a row for each rank."""
+    return torch.stack([_numbers(rank, number) for rank in range(n)])
+
+
+def _on_some_rank(found: Sequence[Any], *mistaken: torch.Tensor) -> bool:
+    """Return whether a rank has what a mistake gives. mistaken: with a row for each rank."""
+    return any(_alike(have, rows[rank]) for rows in mistaken for rank, have in enumerate(found))
 
 
 def _alike(have: Any, want: torch.Tensor) -> bool:
@@ -280,7 +259,7 @@ def _alike(have: Any, want: torch.Tensor) -> bool:
     "21.3",
     "reduce_scatter(tensor, slots, rank, barrier)",
     f"with {LENGTH} numbers in uneven chunks",
-    on_failure={RankError: _IN_SLOTS},
+    on_failure={RankError: "other slot"},
     others=(AGAIN,),
 )
 def _reduce_scatter(grader: Grader, n: int) -> None:
@@ -288,101 +267,72 @@ def _reduce_scatter(grader: Grader, n: int) -> None:
         found = list(grader.run(_sums, order, False, world_size=n))
         _check_barriers(grader, found)
         for number in range(ROUNDS):
-            held = [_numbers(rank, number) for rank in range(n)]
             here = [results[number] for results in found]
-            wanted = list(sum(held).tensor_split(n))
-            hint = _hint_for_chunks(here, held, number)
+            wanted = list(_brought(n, number).sum(0).tensor_split(n))
+            mistakes = _mistakes_in_chunks(here, wanted, number)
             place = f" from call {number + 1}"
-            grader.compare(wanted, here, hint, "return", place, _part(number + 1))
+            grader.compare(wanted, here, mistakes, "return", place, _part(number + 1))
 
 
-def _hint_for_chunks(found: Sequence[Any], held: Sequence[torch.Tensor], number: int) -> str:
-    n, whole = len(held), torch.stack(list(held)).sum(0)
-    floor = LENGTH // n
-    for rank, have in enumerate(found):
-        if not isinstance(have, torch.Tensor):
-            return "Return this rank's chunk of the sum, a tensor."
-        ceiling = whole.chunk(n)
-        right = whole.tensor_split(n)[rank]
-        if _alike(have, right):
-            continue
-        if n > 1 and _alike(have, whole):
-            return "That is the whole sum. Each rank sums and returns its own chunk alone."
-        if _alike(have, whole[rank * floor : (rank + 1) * floor]):
-            return "The numbers that are left over belong to a chunk, too: use tensor_split."
-        if rank >= len(ceiling) or _alike(have, ceiling[rank]):
-            return (
-                "torch.chunk makes all chunks but the last equally long, and perhaps fewer than "
-                "there are ranks: use tensor_split."
-            )
-        if any(_alike(have, other) for other in whole.tensor_split(n)):
-            return "That is the chunk of another rank: rank r has chunk r."
-        if any(_alike(have, each.tensor_split(n)[rank]) for each in held):
-            return f"That is the chunk of one rank. Add those of all. {_WRITTEN}"
-        if have.shape != right.shape:
-            return "The chunks of tensor_split(len(slots)) are right; rank r has chunk r."
-        later = [_numbers(each, number + 1) for each in range(n)]
-        mixed = [sum(parts) for parts in _mixtures(held, later, rank)]
-        if any(_alike(have, each) for each in mixed):
-            return _READ
-    return (
-        f"{_WRITTEN} Sum chunk rank of every slot into a new tensor, and wait again before you "
-        "return, so that no slot is written while another rank reads it."
-    )
+def _mistakes_in_chunks(found: Sequence[Any], wanted: Sequence, number: int) -> dict[str, bool]:
+    n, short = len(found), LENGTH // len(found)
+    held, later = _brought(n, number), _brought(n, number + 1)
+    whole = held.sum(0)
+    wrong = [(rank, have) for rank, have in enumerate(found) if not _alike(have, wanted[rank])]
+    # What is summed if some ranks have written their next tensor.
+    mixtures = [sum(rows) for rows in product(*zip(held, later, strict=True))][1:]
 
+    def some(chunks: Callable[[int], Iterable[torch.Tensor]]) -> bool:
+        return any(_alike(have, chunk) for rank, have in wrong for chunk in chunks(rank))
 
-def _mixtures(held: Sequence, later: Sequence, rank: int) -> list[list[torch.Tensor]]:
-    """Return the summands of a chunk if some other ranks have written their next tensor."""
-    n = len(held)
-    chosen = [[bool(mask >> each & 1) for each in range(n)] for mask in range(1, 2**n)]
-    return [
-        [(later if new else held)[each].tensor_split(n)[rank] for each, new in enumerate(mask)]
-        for mask in chosen
-    ]
-
-
-_PIECES = (
-    "all_reduce(self.segment, piece) takes a flat tensor of at most ROOM bytes. Cut each "
-    "tensor into pieces: tensor.view(-1).split(...) counts numbers, of tensor.itemsize bytes."
-)
-
-
-_WORK = "PyTorch waits for what allreduce returns: return Finished(tensors)."
+    return {
+        "no tensor": not all(isinstance(have, torch.Tensor) for have in found),
+        "whole sum": some(lambda rank: [whole]),
+        "numbers left over": some(lambda rank: [whole[rank * short : (rank + 1) * short]]),
+        "torch chunk": some(lambda rank: [[*whole.chunk(n), *[whole[:0]] * n][rank]]),
+        "another chunk": some(lambda rank: wanted),
+        "one tensor": some(lambda rank: held.tensor_split(n, dim=1)[rank]),
+        "other shape": any(
+            getattr(have, "shape", None) != wanted[rank].shape for rank, have in wrong
+        ),
+        "written too early": some(lambda rank: [each.tensor_split(n)[rank] for each in mixtures]),
+        "other sum": True,
+    }
 
 
 @exercise(
     "21.4",
     "Backend(store, rank, size, timeout)",
     "and DDP trains on it",
-    on_failure={RankError: _PIECES, RankDiedError: _WORK, RunTimeoutError: _PIECES},
+    on_failure={
+        RankError: "too large pieces",
+        RankDiedError: "no work",
+        RunTimeoutError: "too large pieces",
+    },
     others=("a tensor larger than the room", "DDP"),
 )
 def _backend(grader: Grader, n: int) -> None:
     found = list(grader.run(_use_backend, world_size=n))
     if not all(each["finished"] for each in found):
-        grader.fail("allreduce returned no Work", hint=_WORK)
+        grader.fail("allreduce returned no Work", hint="no work")
     for name, wanted in (
         ("small", [sum(_matrix(rank) for rank in range(n))] * n),
         ("large", [torch.tensor([float(n)] * 3)] * n),
     ):
         part = "a tensor larger than the room" if name == "large" else ""
         here = [each[name] for each in found]
-        held = [each[f"{name} before"] for each in found]
-        hints = {
-            UNCHANGED: held,
-            "That is the mean. PyTorch asks for the sum, and DDP divides by itself.": (
-                [want / n for want in wanted]
-            ),
-            "Only the beginning is summed. Go through all pieces of the tensor.": all(
-                have[0].equal(want[0]) for have, want in zip(here, wanted, strict=True)
-            ),
-            "Call all_reduce(self.segment, piece) once for each piece of each tensor.": True,
+        pairs = zip(here, wanted, strict=True)
+        mistakes = {
+            UNCHANGED: [each[f"{name} before"] for each in found],
+            "divided": [want / n for want in wanted],
+            "first piece only": all(have[0].equal(want[0]) for have, want in pairs),
+            "other sum": True,
         }
-        grader.compare(wanted, here, hints, place=f" of the {name} tensor", part=part)
-    hint = "DDP divides by the number of ranks itself: allreduce must return the plain sum."
+        grader.compare(wanted, here, mistakes, place=f" of the {name} tensor", part=part)
     gradients = [each["gradient"] for each in found]
     wanted = [_gradient_alone(n)] * n
-    grader.compare(wanted, gradients, hint, place=" in weight.grad", part="DDP")
+    place = " in weight.grad"
+    grader.compare(wanted, gradients, "only the gradient", place=place, part="DDP")
 
 
 def _matrix(rank: int) -> torch.Tensor:

@@ -19,17 +19,13 @@ SHAPES = ((2, 3), (4,), (1, 2), (3,), (2,))  # of parameters: at least one for e
 SECOND, STATES = "the second step", "no more states than needed"
 STEPS = 2  # the second one needs the states of the first
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
-_SAME_CALLS = (
-    "All ranks must call the same broadcasts in the same order: go through all parameters on every "
-    "rank. `src` is the owner of the parameter, whichever rank calls."
-)
 
 
 @exercise(
     "15.1",
     "make_step(owners, optimizer_cls)",
     "and each keeps the states of its own share",
-    on_failure={MismatchError: _SAME_CALLS, DeadlockError: _SAME_CALLS},
+    on_failure=dict.fromkeys((MismatchError, DeadlockError), "different broadcasts"),
     others=(SECOND, STATES),
 )
 def _make_step(grader: Grader, n: int) -> None:
@@ -48,27 +44,20 @@ def _make_step(grader: Grader, n: int) -> None:
 
     summed = [(n - 1) * old + new for old, new in zip(start, wanted[0], strict=True)]
     first = {
-        "Nothing has changed: call the optimizer's step().": [start] * n,
-        "Each rank has updated its own parameters and lacks the others': after the optimizer's "
-        "step, broadcast each parameter from its owner.": updated(lambda rank: rank),
-        "All ranks have what rank 0 has, which has updated its own parameters only. Each "
-        "parameter comes from its owner: src=owners[parameter].": updated(lambda rank: 0),
-        "That is the sum over the ranks. A broadcast copies what the owner has.": [summed] * n,
-        "Let the optimizer update this rank's own parameters, with the gradients as they are: "
-        "they are means already. Then broadcast each parameter from its owner.": True,
+        "not updated": [start] * n,
+        "not sent": updated(lambda rank: rank),
+        "sent by rank 0": updated(lambda rank: 0),
+        "added up": [summed] * n,
+        "wrong update": True,
     }
-    second = {
-        "The second step began without the states of the first one. Make the optimizer once, "
-        "before `def step`.": [forgetful] * n,
-        "The first step is right. The second needs the same optimizer, with its states.": True,
-    }
-    for step, hints in enumerate((first, second)):
+    second = {"states lost": [forgetful] * n, "wrong second step": True}
+    for step, mistakes in enumerate((first, second)):
         found = [held[step] for held, _ in result]
-        hint, part = hint_for(found, hints), SECOND if step else ""
+        mistake, part = hint_for(found, mistakes), SECOND if step else ""
         for number, want in enumerate(wanted[step]):
             here = [held[number] for held in found]
             place = f" in parameter {number} after step {step + 1}"
-            grader.compare([want] * n, here, hint, place=place, part=part)
+            grader.compare([want] * n, here, mistake, place=place, part=part)
     for rank, (_, states) in enumerate(result):
         own = sum(p.numel() for p, owner in zip(start, owners, strict=True) if owner == rank)
         if states > own:
@@ -76,7 +65,7 @@ def _make_step(grader: Grader, n: int) -> None:
                 f"right, but rank {rank} keeps {states} numbers as the optimizer's states "
                 f"where {own} would be enough",
                 part=STATES,
-                hint="Give the optimizer only the parameters that this rank owns.",
+                hint="all parameters",
             )
 
 
@@ -132,15 +121,9 @@ def _take_steps(rank: int, world_size: int, make_step: Callable) -> tuple[list[l
     return held, sum(value.numel() for state in states for value in state.values())
 
 
-_FILL_UP = (
-    "reduce_scatter needs parts of equal shape: append rows of zeros, so that every rank has "
-    "`rows` of them."
-)
-
-
-def _hint_for_shapes(error: RankError) -> str:
+def _mistake_in_shapes(error: RankError) -> str:
     words = ("size", "shape", "tensor")
-    return _FILL_UP if any(word in str(error).lower() for word in words) else ""
+    return "unequal parts" if any(word in str(error).lower() for word in words) else ""
 
 
 def _divides(case: tuple[int, int]) -> str:
@@ -152,7 +135,7 @@ def _divides(case: tuple[int, int]) -> str:
     "15.2",
     "own_gradient(gradient)",
     "also where the rows do not divide",
-    on_failure={RankError: _hint_for_shapes, MismatchError: _FILL_UP},
+    on_failure={RankError: _mistake_in_shapes, MismatchError: "unequal parts"},
     cases=((2, 4), (2, 5), (3, 5), (1, 5), (4, 5), (5, 5)),
     others=(SENT,),
     part=_divides,
@@ -169,30 +152,18 @@ def _own_gradient(grader: Grader, n: int, length: int) -> None:
     def of(whole: torch.Tensor) -> list[torch.Tensor]:
         return [own_rows(whole, rank, n) for rank in range(n)]
 
-    hints = {
-        "That is the sum over the ranks: divide by the number of ranks.": of(total),
-        "That is divided by the number of ranks twice.": of(total / n**2),
-        "Divide by the number of ranks, not of rows.": (total / rows / n, of(total / rows)),
-        "Those are rows of this rank's own gradient: add up over the ranks, too.": (
-            own,
-            [each / n for each in own],
-        ),
-        "That is the whole mean on every rank. Each should return its own rows.": total / n,
-        "The rows of zeros that fill up the last parts are no rows of the gradient: cut "
-        "them off before you return.": list(filled.split(rows)),
-        f"These are rows, but not the right ones. Rank r has {rows} of them, from row "
-        f"{rows}r on, and the last ranks may have fewer.": all(
-            _in(have, total / n) or _in(have, total) for have in found
-        ),
-        "Fill up with zeros, divide by the number of ranks, pass this to reduce_scatter, and "
-        "return the rows that are not filled up.": True,
+    mistakes = {
+        "not divided": of(total),
+        "divided twice": of(total / n**2),
+        "divided by rows": (total / rows / n, of(total / rows)),
+        "own gradient only": (own, [each / n for each in own]),
+        "whole mean": total / n,
+        "zeros not cut off": list(filled.split(rows)),
+        "rows of others": all(_in(have, total / n) or _in(have, total) for have in found),
+        "not the mean": True,
     }
-    grader.compare(of(total / n), found, hints, verb="return")
-    grader.check_sent(
-        (n - 1) * rows * 2 * 4,
-        "Each rank needs its own rows of the sum only: reduce_scatter adds up and deals out. "
-        "An all_reduce sends twice as much.",
-    )
+    grader.compare(of(total / n), found, mistakes, verb="return")
+    grader.check_sent((n - 1) * rows * 2 * 4, "too many bytes")
 
 
 def _in(have: Any, whole: torch.Tensor) -> bool:
@@ -213,23 +184,19 @@ OUTPUTS, INPUTS = 5, 3  # the weight has 5 rows, which few world sizes divide
 BATCH = 4  # examples of a rank: no rank has as many rows
 
 
-def _hint_for_product(error: RankError) -> str:
+def _mistake_in_product(error: RankError) -> str:
     text = str(error)
     if "average expects" in text:
-        return "The gradient of W has the shape of W: grad_y.T @ x."
-    if "mat1 and mat2" in text or "must match the size" in text:
-        return (
-            "The shapes do not fit. This rank's rows are not the whole weight: call gather(rows) "
-            "in the forward, and again in backward."
-        )
-    return ""
+        return "wrong shape averaged"
+    unfit = "mat1 and mat2" in text or "must match the size" in text
+    return "own rows in backward" if unfit else ""
 
 
 @exercise(
     "15.3",
     "sharded_linear(x, rows, gather, average)",
     "the whole weight is there only when needed",
-    on_failure={RankError: _hint_for_product},
+    on_failure={RankError: _mistake_in_product},
     others=(OF_X, OF_ROWS, FREED),
 )
 def _sharded_linear(grader: Grader, n: int) -> None:
@@ -240,39 +207,31 @@ def _sharded_linear(grader: Grader, n: int) -> None:
     grader.compare(
         [x @ weight.T for x in inputs],
         [each["y"] for each in result],
-        "y = x @ W.T needs all rows of W: gather(rows) returns them.",
+        "own rows in forward",
         verb="return",
         place=" as y",
     )
     wanted = [grad @ weight for grad in grads]
     found = [each["gradients"][0] for each in result]
     tensors = [have for have in found if isinstance(have, torch.Tensor)]
-    hints = {
-        "Return the gradient of x first, then that of rows.": len(tensors) == n
-        and all(have.shape != (BATCH, INPUTS) for have in tensors),
-        "That is the mean over the ranks. Each rank has its own x, so the gradient of x is "
-        "this rank's alone.": sum(wanted) / n,
-        "The gradient of x is grad_y @ W, where W is gathered again.": True,
+    mistakes = {
+        "other order": len(tensors) == n and all(have.shape != (BATCH, INPUTS) for have in tensors),
+        "gradient of x averaged": sum(wanted) / n,
+        "wrong gradient of x": True,
     }
-    grader.compare(wanted, found, hints, verb="return", place=f" as {OF_X}", part=OF_X)
+    grader.compare(wanted, found, mistakes, verb="return", place=f" as {OF_X}", part=OF_X)
     summands = [grad.T @ x for grad, x in zip(grads, inputs, strict=True)]
     total = sum(summands)
-    hints = {
-        "That is the gradient of the whole weight, from this rank's x alone: average(...) "
-        "returns the mean of this rank's rows.": summands,
-        "Those are rows of this rank's own gradient: average(...) adds up over the ranks.": [
-            own_rows(own, rank, n) for rank, own in enumerate(summands)
-        ],
-        "That is the sum over the ranks, and should be the mean.": [
-            own_rows(total, rank, n) for rank in range(n)
-        ],
-        "The gradient of W is grad_y.T @ x; average(...) returns this rank's rows of the "
-        "mean.": True,
+    mistakes = {
+        "not averaged": summands,
+        "own gradient cut": [own_rows(own, rank, n) for rank, own in enumerate(summands)],
+        "multiplied by the ranks": [own_rows(total, rank, n) for rank in range(n)],
+        "wrong gradient of rows": True,
     }
     grader.compare(
         [own_rows(total / n, rank, n) for rank in range(n)],
         [each["gradients"][1] for each in result],
-        hints,
+        mistakes,
         verb="return",
         place=f" as {OF_ROWS}",
         part=OF_ROWS,
@@ -322,12 +281,10 @@ def _use_layer(
 def _check_returned(grader: Grader, result: Any) -> None:
     for each in result:
         if "returned" in each:
-            hint = "Return the output and the function: `return y, backward`."
-            grader.fail(f"it returns {each['returned']}", hint=hint)
+            grader.fail(f"it returns {each['returned']}", hint="no function")
         gradients = each["gradients"]
         if not isinstance(gradients, tuple | list) or len(gradients) != 2:
-            hint = "Let `backward` return two tensors: the gradient of x, and that of rows."
-            grader.fail(f"backward returns {gradients!r}", hint=hint)
+            grader.fail(f"backward returns {gradients!r}", hint="one gradient")
 
 
 def _check_freed(grader: Grader, result: Any) -> None:
@@ -335,28 +292,19 @@ def _check_freed(grader: Grader, result: Any) -> None:
         for moment, enough in (("after the forward", 1), ("after the backward", 2)):
             gathered, alive = each[moment]
             if alive:
-                hint = (
-                    "A function keeps the variables that it uses from outside. Call gather(rows) "
-                    "inside backward, so that nothing refers to the first weight any more."
-                )
                 fact = f"right, but rank {rank} holds the whole weight {moment}"
-                grader.fail(fact, hint=hint, part=FREED)
+                grader.fail(fact, hint="weight kept", part=FREED)
             if gathered > enough:
                 fact = f"right, but rank {rank} has gathered {gathered} times {moment}"
-                hint = "Gather once in the forward, and once in the backward."
-                grader.fail(f"{fact} where {enough} would be enough", hint=hint, part=FREED)
+                fact = f"{fact} where {enough} would be enough"
+                grader.fail(fact, hint="gathered too often", part=FREED)
 
 
-KINDS = ("Adam's states", "the gradients", "the parameters")
-BYTES = (8, 4, 4)  # of each kind, for one parameter; stage s shards the first s of them
+# Of Adam's states, the gradient and the parameter. Stage s shards the first s of them.
+BYTES = (8, 4, 4)
 ROUNDS = (2, 3, 2, 3)  # how many times each stage sends (n-1)/n of a tensor for each parameter
-_SENT = (
-    "DDP sends an all_reduce of the gradients, which counts twice.",
-    "Stage 1 sends DDP's all_reduce, which counts twice, and broadcasts of all parameters.",
-    "Stage 2 sends a reduce_scatter of the gradients, and an all_gather of the parameters.",
-    "Stage 3 gathers the parameters before the forward and again before the backward, and "
-    "reduces and scatters the gradients.",
-)
+# What mostly is left out of the bytes that each stage sends.
+_LEFT_OUT = ("half the all_reduce", "no broadcasts", "no all_gather", "second gather")
 
 
 @exercise(
@@ -374,30 +322,22 @@ _SENT = (
 def _held_and_sent(grader: Grader, stage: int, parameters: int, n: int, what: str) -> None:
     found = grader.ask(stage, parameters, n)
     if not isinstance(found, tuple | list) or len(found) != 2:
-        grader.fail(f"it returns {found!r}", hint="Return both: `return held, sent`.")
-    numbers = "That counts numbers, and float32 has 4 bytes."
+        grader.fail(f"it returns {found!r}", hint="one number")
     if what == "bytes held":
-        sharded, kept = ", ".join(KINDS[:stage]), ", ".join(KINDS[stage:])
-        hints = {
-            f"That is all of it. Stage {stage} shards {sharded}: divide by n.": (
-                stage > 0 and 16 * parameters
-            ),
-            f"Not everything is sharded: in stage {stage}, every rank keeps {kept}.": (
-                stage < 3 and 16 * parameters / n
-            ),
-            numbers: stage == 0 and 4 * parameters,
-            "Adam needs 8 bytes for each parameter; the gradient and the parameter take 4 "
-            f"each. Stage {stage} divides {sharded or 'nothing'} by n.": True,
+        mistakes = {
+            "nothing divided": stage > 0 and 16 * parameters,
+            "everything divided": stage < 3 and 16 * parameters / n,
+            "numbers counted": stage == 0 and 4 * parameters,
+            "other bytes divided": True,
         }
-        grader.expect(
-            parameters * (sum(BYTES[:stage]) / n + sum(BYTES[stage:])), found[0], hints, f" {what}"
-        )
+        want = parameters * (sum(BYTES[:stage]) / n + sum(BYTES[stage:]))
+        grader.expect(want, found[0], mistakes, f" {what}")
     else:
-        part, ring = 4 * parameters, "A rank sends (n-1)/n of a tensor in a ring"
-        hints = {
-            numbers: ROUNDS[stage] * (n - 1) / n * parameters,
-            f"{ring}: its own part stays where it is.": n > 1 and ROUNDS[stage] * part,
-            f"{ring}, not n-1 times the tensor.": ROUNDS[stage] * (n - 1) * part,
-            _SENT[stage]: True,
+        times, part = ROUNDS[stage], (n - 1) / n
+        mistakes = {
+            "numbers counted": times * part * parameters,
+            "own part sent": n > 1 and times * 4 * parameters,
+            "all sent to all": times * (n - 1) * 4 * parameters,
+            _LEFT_OUT[stage]: True,
         }
-        grader.expect(ROUNDS[stage] * (n - 1) / n * part, found[1], hints, f" {what}")
+        grader.expect(times * part * 4 * parameters, found[1], mistakes, f" {what}")

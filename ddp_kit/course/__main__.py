@@ -10,7 +10,8 @@ from ddp_kit.errors import CourseError
 
 COMMANDS: dict[str, str] = {
     "copy": "copy the notebooks to a folder, without overwriting what was changed there",
-    "progress": "show which exercise stops whom, and which hints are given most",
+    "list": "list every task with its kind, its lesson and its parts",
+    "progress": "show which exercise stops whom, and which mistakes are made most",
     "nbgrader": "write the exercises as nbgrader's source files, with partial credit",
     "otter": "write the exercises with Otter-Grader's test files, with partial credit",
 }

@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 
 from ddp_kit import check
 from ddp_kit.course import editions, notebooks
-from ddp_kit.course.cells import may_fail, tags, tasks
+from ddp_kit.course.cells import hunted, may_fail, tags, tasks
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
@@ -41,8 +41,8 @@ class Check:
 class Assignment:
     """The exercises of one lesson.
 
-    name: of the notebook, without its ending. notebook: solved, with marks and without outputs.
-    checks: by the id of their cells, in their order.
+    name: of the notebook, without its ending. notebook: solved, with marks and without outputs; but
+    the programs of hunts are broken. checks: by the id of their cells, in their order.
     """
 
     name: str
@@ -106,17 +106,20 @@ def missing(package: str, module: str) -> str:
 def _read_assignment(path: Path) -> Assignment:
     notebook = editions.read(path)
     notebook.cells = [
-        cell for cell in editions.without(notebook, "solution") if "exercise" not in tags(cell)
+        cell
+        for cell in editions.without(notebook, "solution")
+        if "exercise" not in tags(cell) or hunted(cell.source)
     ]
     checks, task = {}, ""
     for cell in notebook.cells:
         cell.metadata = {"tags": ["raises-exception"]} if may_fail(cell) else {}
         if cell.cell_type == "markdown":  # without links to the lessons
             cell.source = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source)
-        elif gaps := tasks(cell.source):
+        elif tasks(cell.source) or hunted(cell.source):
             if task:
                 raise CourseError(f"{path}: no check follows {task}")
-            task = gaps[0].partition(":")[0]
+            number = hunted(cell.source)
+            task = f"Exercise {number}" if number else tasks(cell.source)[0].partition(":")[0]
         elif "kit.check." in cell.source:
             checks[cell.id], task = _check(cell.source, task, path), ""
     if task or not checks:

@@ -32,6 +32,12 @@ def tasks(source: str) -> list[str]:
     return [match[2] for match in GAP.finditer(source)]
 
 
+def hunted(source: str) -> str:
+    """Return the number of the hunt whose program is in a cell, "9.1"; "" if there is none."""
+    match = re.match(r"# Hunt ([\d.]+)\n", source)
+    return match[1] if match else ""
+
+
 def unsolved(source: str) -> str:
     """Return a cell with gaps."""
     return GAP.sub(lambda gap: f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})", source)

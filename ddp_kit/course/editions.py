@@ -1,7 +1,8 @@
 """The editions of a notebook: what is made from the solved one, so that nothing is written twice.
 
 `python -m ddp_kit.course.editions`, which is `make editions`, writes those that are committed: the
-lessons' modules, the scripts, and the exercises. The tags of cells say what goes where:
+lessons' modules, the scripts, the exercises, the checks' solutions, and the page of hints. The tags
+of cells say what goes where:
 
     module       its functions, classes, CONSTANTS and `try: from ... import` go into the module
     answer       shows the answer to a prediction: it is folded until the learner has guessed
@@ -20,19 +21,42 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 from nbformat.validator import iter_validate
 
+from ddp_kit.check.hints import hints
 from ddp_kit.course import notebooks
-from ddp_kit.course.cells import BEGIN, END, GAP, folded, may_fail, solved, tags, tasks, unsolved
+from ddp_kit.course.cells import (
+    BEGIN,
+    END,
+    GAP,
+    folded,
+    hunted,
+    may_fail,
+    solved,
+    tags,
+    tasks,
+    unsolved,
+)
 from ddp_kit.errors import CourseError
 
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
 LESSONS = Path(__file__).parents[1] / "lessons"
+HINTS_PAGE = """# The hints of the checks
+
+If an answer is wrong, its check says on how many ranks, which rank holds what, and what it should
+hold. The next check that fails also asks a *question*, and the one after that says where to look,
+the *place*. `kit.check.exercise_4_1(chunked_ring, hint=3)` says both at once, and `hint=4` a
+solution. With `DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the
+question.
+
+This page is made from `ddp_kit/check/hints.ini`.
+"""
 SCRIPT = "%%writefile scripts/"
 LONGEST_LINE = 100  # ruff's limit in pyproject.toml, which also holds for the exercises
 
@@ -278,6 +302,42 @@ def _ruff(name: str, code: str, *command: str) -> str:
     return ended.stdout
 
 
+def _solved(notebook: NotebookNode) -> dict[str, dict[str, str]]:
+    """Return the code of each exercise: the missing lines of a gap, or the programs of a hunt."""
+    setup, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    found: dict[str, dict[str, str]] = {}
+    for cell in code:
+        for gap in GAP.finditer(cell.source):
+            number = re.match(r"Exercise ([\d.]+)", gap[2])[1]
+            found[number] = {"solution": textwrap.dedent(gap[3])}
+        if number := hunted(cell.source):
+            which = "solution" if "solution" in tags(cell) else "broken"
+            found.setdefault(number, {"setup": setup.source})[which] = cell.source
+    return found
+
+
+def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
+    """Return a page for teachers: by exercise, each mistake and what is said of it in steps."""
+    lines = [HINTS_PAGE]
+    for name, notebook in notebooks.items():
+        lines.append(f"## {name}\n")
+        text = "\n".join(cell.source for cell in notebook.cells)
+        for number, title in re.findall(
+            r"^## (?:Exercise|Hunt) ([\d.]+): (.+)$", text, re.MULTILINE
+        ):
+            lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
+    return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
+
+
+def _table(section: str) -> list[str]:
+    """Return the hints of an exercise, or with "" those of no exercise, as a table."""
+    rows = ["| mistake | question | place |", "|---|---|---|"]
+    for name, hint in hints().items():
+        if name.startswith(section) if section else not name[0].isdigit():
+            rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint)} |")
+    return [*rows, ""]
+
+
 def committed() -> dict[Path, str]:
     """Return the editions that are committed, by their paths in a checkout."""
     source = notebooks.folder()
@@ -288,8 +348,13 @@ def committed() -> dict[Path, str]:
         if any("module" in tags(cell) for cell in notebook.cells):
             code = hand.read_text("utf-8") if hand.exists() else ""
             files[hand.with_name(hand.name[1:])] = module(path, notebook, code)
-    for path in sorted((source / "solutions").glob("[0-9][0-9]_*.ipynb")):
-        files[source / "exercises" / path.name] = exercises(read(path))
+    solved = {path.stem: read(path) for path in sorted((source / "solutions").glob("[0-9]*.ipynb"))}
+    code: dict[str, dict[str, str]] = {}
+    for name, notebook in solved.items():
+        files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
+        code |= _solved(notebook)
+    files[LESSONS.parent / "check" / "solutions.json"] = json.dumps(code, indent=1) + "\n"
+    files[source.parent / "docs" / "hints.md"] = _page_of_hints(solved)
     return files
 
 

@@ -9,7 +9,7 @@ from nbformat import NotebookNode
 
 from ddp_kit.course import editions
 from ddp_kit.course.assignment import Assignment, add_arguments, counted, missing, read, write
-from ddp_kit.course.cells import tasks
+from ddp_kit.course.cells import hunted, tasks
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,6 +43,8 @@ def _edition(assignment: Assignment) -> str:
             metadata = _metadata(cell, grade=True, locked=True) | {"points": len(check.parts)}
         elif cell.cell_type == "code" and tasks(cell.source):
             metadata = _metadata(cell, solution=True)
+        elif hunted(cell.source):
+            continue  # nbgrader keeps what learners change in a cell that is none of its own
         else:
             metadata = _metadata(cell, locked=True)
         cell.metadata["nbgrader"] = metadata

@@ -1,4 +1,4 @@
-"""`progress FOLDER`: which exercise stops whom, and which hints are given most.
+"""`progress FOLDER`: which exercise stops whom, and which mistakes are made most.
 
 FOLDER has the files that `DDP_KIT_PROGRESS` named, one or many; ddp_kit/progress_file.py writes
 them.
@@ -25,7 +25,7 @@ from ddp_kit.plot.picture import open_picture, table
 from ddp_kit.plot.style import PAPER, box, write
 from ddp_kit.progress_file import RANKS_CELL
 
-MOST = 10  # hints and parts that are listed
+MOST = 10  # mistakes and parts that are listed
 NAMED = 5  # learners in a row of the table
 PICTURE = "progress.png"
 EXERCISE = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}")
@@ -50,7 +50,7 @@ class Class:
 
     tries: dict[str, dict[str, Tries]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of the checks of an exercise
-    hints: Counter[tuple[str, str]] = field(default_factory=Counter)
+    mistakes: Counter[tuple[str, str]] = field(default_factory=Counter)
     missed: Counter[tuple[str, str]] = field(default_factory=Counter)  # parts that did not hold
     unreadable: int = 0  # lines
 
@@ -124,8 +124,8 @@ def _add(found: Class, file: str, line: dict[str, Any]) -> None:
     if passed and not tries.passed:
         tries.passed, tries.until = True, tries.checks
     found.seconds.setdefault(exercise, []).append(seconds)
-    if hint := line.get("hint"):
-        found.hints[exercise, _shown(hint, 1000)] += 1
+    if mistake := line.get("mistake"):
+        found.mistakes[exercise, _shown(mistake, 1000)] += 1
     missed = (_shown(name, 1000) for name, holds in parts.items() if not holds)
     found.missed.update((exercise, name) for name in missed)
 
@@ -154,8 +154,8 @@ def report(found: Class) -> Iterator[str]:
         whole = sum(tries.checks for tries in cells.values())
         who = count(len(cells), "learner")
         yield f"{RANKS_CELL}: {count(whole, 'cell')} of {who}."
-    if found.hints:
-        yield "\n".join(["Hints given most", *_most(found.hints)])
+    if found.mistakes:
+        yield "\n".join(["Mistakes made most", *_most(found.mistakes)])
     if found.missed:
         yield "\n".join(["Parts missed most", *_most(found.missed)])
     if found.unreadable:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, error_text, mistake
 
 import ddp_kit as kit
+from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
 
-def counting(add):
-    """Return an answer to 1.1; add: returns the counter to send on, given the one received."""
-
+@pytest.mark.parametrize(
+    ("add", "name", "fact"),
+    [
+        (
+            lambda counter: counter.add_(dist.get_rank()),
+            "wrong count",
+            "exercise 1.1, ping_pong(counter, rounds=1) on 2 ranks: wrong result\n"
+            "rank 0 should hold [2] but holds [1]\n",
+        ),
+        (lambda counter: counter + 1, "nothing added", "rank 0 should hold [2] but holds [1]"),
+    ],
+)
+def test_a_counter_of_which_the_received_value_becomes(add, name, fact):
     def ping_pong(counter, rounds):
         rank = dist.get_rank()
         for turn in range(2 * rounds):
@@ -22,21 +33,7 @@ def counting(add):
                 dist.recv(counter, src=turn % 2)
                 counter = add(counter)
 
-    return ping_pong
-
-
-def test_a_counter_that_only_one_rank_adds_to():
-    text = error_text(
-        kit.check.exercise_1_1, counting(lambda counter: counter.add_(dist.get_rank()))
-    )
-    assert text.startswith("exercise 1.1, ping_pong(counter, rounds=1) on 2 ranks: wrong result\n")
-    assert "rank 0 should hold [2] but holds [1]\n" in text
-    assert text.endswith("All other ranks leave theirs alone.")
-
-
-def test_a_counter_that_is_replaced_instead_of_changed():
-    text = error_text(kit.check.exercise_1_1, counting(lambda counter: counter + 1))
-    assert "nothing added. Change the tensor in place: `a += b`" in text
+    assert_mistake(kit.check.exercise_1_1, ping_pong, name, fact)
 
 
 def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
@@ -50,7 +47,7 @@ def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
                 counter += 1
 
     with pytest.raises(kit.ExerciseError) as caught:
-        kit.check.exercise_1_1(ping_pong)
+        kit.check.exercise_1_1(ping_pong, hint=1)
     error = caught.value
     assert str(error) == (
         "exercise 1.1, ping_pong(counter, rounds=1) on 3 ranks: it deadlocks\n" + str(error.error)
@@ -68,35 +65,30 @@ def test_an_onlooker_who_waits_is_reported_and_drawn_as_a_deadlock(monkeypatch):
     assert list(kit.run(lambda rank, world_size: rank, world_size=3)) == [0, 1, 2]
 
 
-def test_a_counter_that_is_sent_twice():
-    def ping_pong(counter, rounds):
-        rank = dist.get_rank()
-        for turn in range(2 * rounds):
-            for _ in range(2):
-                if rank == turn % 2:
-                    dist.send(counter, dst=1 - turn % 2)
-                elif rank == 1 - turn % 2:
-                    dist.recv(counter, src=turn % 2)
-            if rank == 1 - turn % 2:
-                counter += 1
-
-    text = error_text(kit.check.exercise_1_1, ping_pong)
-    assert "right, but 32 bytes were sent where 16 would be enough\nA round is one message" in text
+@mistake("1.1", "too many messages", "right, but 32 bytes were sent where 16 would be enough\n")
+def test_a_counter_that_is_sent_twice(counter, rounds):
+    rank = dist.get_rank()
+    for turn in range(2 * rounds):
+        for _ in range(2):
+            if rank == turn % 2:
+                dist.send(counter, dst=1 - turn % 2)
+            elif rank == 1 - turn % 2:
+                dist.recv(counter, src=turn % 2)
+        if rank == 1 - turn % 2:
+            counter += 1
 
 
-def test_a_shift_the_other_way():
-    def shift(tensor):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        arriving = torch.empty_like(tensor)
-        sending = dist.isend(tensor, (rank - 1) % n)
-        dist.recv(arriving, (rank + 1) % n)
-        sending.wait()
-        return arriving
-
-    text = error_text(kit.check.exercise_1_2, shift)
-    assert "shift(tensor) on 3 ranks: wrong result\n" in text  # on 2 both ways are one
-    assert "rank 0 should return [30, 31, 32, 33] but returns [20, 21, 22, 23]\n" in text
-    assert text.endswith("Send the tensor to `right`, and receive from `left`.")
+@mistake(
+    "1.2",
+    "other way round",
+    "shift(tensor) on 3 ranks: wrong result\n",  # on 2 both ways are one
+    "rank 0 should return [30, 31, 32, 33] but returns [20, 21, 22, 23]\n",
+)
+def test_a_shift_the_other_way(tensor):
+    left, right = neighbours()
+    arriving = torch.empty_like(tensor)
+    exchange(tensor, left, arriving, right)
+    return arriving
 
 
 def as_a_batch(tensor):
@@ -155,106 +147,124 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
     assert capsys.readouterr().out == "[rank 0] shifted\n[rank 1] shifted\n"  # reported once
 
 
-def test_a_shift_that_writes_over_the_tensor():
-    def shift(tensor):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        going = tensor.clone()
-        sending = dist.isend(going, (rank + 1) % n)
-        dist.recv(tensor, (rank - 1) % n)
-        sending.wait()
-        return tensor
-
-    assert "Receive into `arriving`" in error_text(kit.check.exercise_1_2, shift)
+@mistake("1.2", "overwritten", "rank 0 should hold [10, 11, 12, 13] but holds [20, 21, 22, 23]")
+def test_a_shift_that_writes_over_the_tensor(tensor):
+    left, right = neighbours()
+    exchange(tensor.clone(), right, tensor, left)
+    return tensor
 
 
-def test_a_running_sum_that_forgets_what_came_before():
-    def running_sum(tensor):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        arriving, own = torch.empty_like(tensor), tensor.clone()
-        if rank > 0:
-            dist.recv(arriving, rank - 1)
-            tensor += arriving
-        if rank < n - 1:
-            dist.send(own, rank + 1)
-
-    text = error_text(kit.check.exercise_1_3, running_sum)
-    assert "running_sum(tensor) on 3 ranks: wrong result\n" in text
-    assert "rank 2 should hold [60, 63, 66] but holds [50, 52, 54]\n" in text
-    assert text.endswith("so it adds before it sends.")
+@mistake("1.2", "too many messages", "right, but 64 bytes were sent where 32 would be enough\n")
+def test_a_shift_that_sends_twice(tensor):
+    left, right = neighbours()
+    arriving = torch.empty_like(tensor)
+    for _ in range(2):
+        exchange(tensor, right, arriving, left)
+    return arriving
 
 
-def test_a_running_sum_that_is_another_tensor():
-    def running_sum(tensor):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        arriving = torch.empty_like(tensor)
-        if rank > 0:
-            dist.recv(arriving, rank - 1)
-            tensor = tensor + arriving
-        if rank < n - 1:
-            dist.send(tensor, rank + 1)
-
-    text = error_text(kit.check.exercise_1_3, running_sum)
-    assert (
-        "Every rank still holds what it started with. Change the tensor in place: `a += b`" in text
-    )
-
-
-def test_a_running_sum_where_everybody_sends_to_all():
-    def running_sum(tensor):
-        rank, n = dist.get_rank(), dist.get_world_size()
-        own = tensor.clone()
-        for src in range(n):
-            for dst in range(src + 1, n):
-                if rank == src:
-                    dist.send(own, dst)
-                elif rank == dst:
-                    arriving = torch.empty_like(own)
-                    dist.recv(arriving, src)
-                    tensor += arriving
-
-    text = error_text(kit.check.exercise_1_3, running_sum)
-    assert (
-        "on 3 ranks: right, but 36 bytes were sent where 24 would be enough\nEach rank except"
-        in text
-    )
+@mistake(
+    "1.3",
+    "not a running sum",
+    "running_sum(tensor) on 3 ranks: wrong result\n",
+    "rank 2 should hold [60, 63, 66] but holds [50, 52, 54]\n",
+)
+def test_a_running_sum_that_leaves_out_what_came_before(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    arriving, own = torch.empty_like(tensor), tensor.clone()
+    if rank > 0:
+        dist.recv(arriving, rank - 1)
+        tensor += arriving
+    if rank < n - 1:
+        dist.send(own, rank + 1)
 
 
-def test_a_running_sum_by_gathering():
-    def running_sum(tensor):
-        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(pieces, tensor)
-        tensor.copy_(sum(pieces[: dist.get_rank() + 1]))
-
-    text = error_text(kit.check.exercise_1_3, running_sum)
-    assert "on 2 ranks: all_gather was called\nBuild this one from send" in text
-
-
-def test_a_stream_that_rank_0_does_not_return():
-    assert "rank 0 should return [3, 1, 4] but returns None\n" in error_text(
-        kit.check.exercise_1_4, stream([3, 1, 4], returned=False)
-    )
+@mistake("1.3", "not received", "rank 0 should hold [10, 11, 12] but holds [nan, nan, nan]\n")
+def test_a_running_sum_to_which_rank_0_adds_what_it_has_not_received(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    arriving = torch.empty_like(tensor)
+    if rank > 0:
+        dist.recv(arriving, rank - 1)
+    tensor += arriving
+    if rank < n - 1:
+        dist.send(tensor, rank + 1)
 
 
-def test_a_stream_without_its_last_item():
-    text = error_text(kit.check.exercise_1_4, stream([3, 1], returned=True))
-    assert "stream([3, 1, 4]) on 2 ranks: wrong result\n" in text
-    assert "rank 1 should return [3, 1, 4] but returns [3, 1]\nSend every item to" in text
+@mistake("1.3", "unchanged", "rank 1 should hold [30, 32, 34] but holds [20, 21, 22]\n")
+def test_a_running_sum_that_is_another_tensor(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    arriving = torch.empty_like(tensor)
+    if rank > 0:
+        dist.recv(arriving, rank - 1)
+        tensor = tensor + arriving
+    if rank < n - 1:
+        dist.send(tensor, rank + 1)
 
 
-def stream(sent, returned):
+@mistake(
+    "1.3",
+    "too many messages",
+    "on 3 ranks: right, but 36 bytes were sent where 24 would be enough\n",
+)
+def test_a_running_sum_where_everybody_sends_to_all(tensor):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    own = tensor.clone()
+    for src in range(n):
+        for dst in range(src + 1, n):
+            if rank == src:
+                dist.send(own, dst)
+            elif rank == dst:
+                arriving = torch.empty_like(own)
+                dist.recv(arriving, src)
+                tensor += arriving
+
+
+@mistake("1.3", "collective", "on 2 ranks: all_gather was called\n")
+def test_a_running_sum_by_gathering(tensor):
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, tensor)
+    tensor.copy_(sum(pieces[: dist.get_rank() + 1]))
+
+
+def stream(sent=(3, 1, 4), returned=True, times=1):
     """Return an answer to 1.4 that sends other items than it was given."""
 
     def answer(items):
         n, received, number = dist.get_world_size(), [], torch.tensor([0])
         if dist.get_rank() == 0:
             for item in [*sent, -1]:
-                for dst in range(1, n):
+                for dst in [*range(1, n)] * times:
                     dist.send(torch.tensor([item]), dst)
             return items if returned else None
-        dist.recv(number, 0)
         while number.item() != -1:
+            for _ in range(times):
+                dist.recv(number, 0)
             received.append(number.item())
-            dist.recv(number, 0)
-        return received
+        return received[:-1]
 
     return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "fact"),
+    [
+        (
+            {"returned": False},
+            "wrong items",
+            "rank 0 should return [3, 1, 4] but returns None\n",
+        ),
+        (
+            {"sent": (3, 1)},
+            "wrong items",
+            "stream([3, 1, 4]) on 2 ranks: wrong result\n"
+            "rank 1 should return [3, 1, 4] but returns [3, 1]\n",
+        ),
+        (
+            {"times": 2},
+            "too many messages",
+            "on 2 ranks: right, but 64 bytes were sent where 32 would be enough\n",
+        ),
+    ],
+)
+def test_a_stream_that_is(wrong, name, fact):
+    assert_mistake(kit.check.exercise_1_4, stream(**wrong), name, fact)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, error_text, mistake
 
 import ddp_kit as kit
 from ddp_kit.lessons import ring_allreduce
@@ -44,112 +44,105 @@ def by_rank_0(gradient, digits, total):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "name", "fact"),
     [
         (
             lambda gradient, digits, total: summed(gradient).div_(dist.get_world_size()),
-            "That is the plain mean: it counts every rank alike. Weigh each gradient",
+            "not weighted",
+            "wrong result\nrank 0 should hold [105, 106, 107, 108, 109, 110] in 0.weight.grad "
+            "but holds [90, 91, 92, 93, 94, 95]\n",
         ),
         (
             lambda gradient, digits, total: summed(gradient),
-            "That is the sum: it counts every rank alike. Weigh each gradient",
+            "not weighted",
+            "but holds [180, 182, 184, 186, 188, 190]\n",
         ),
         (
             lambda gradient, digits, total: summed(gradient.mul_(digits)),
-            "That is 4 times the mean: divide by the number of digits of all ranks.",
+            "not divided",
+            "but holds [420, 424, 428, 432, 436, 440]\n",
         ),
         (
             lambda gradient, digits, total: summed(
                 gradient.mul_(digits / total / dist.get_world_size())
             ),
-            "add up to 1: do not divide by the world size as well.",
+            "divided twice",
+            "but holds [52.5, 53, 53.5, 54, 54.5, 55]\n",
         ),
         (
             lambda gradient, digits, total: gradient.mul_(digits / total),
-            "has its own part of the mean: add them up with all_reduce.",
+            "not added up",
+            "but holds [15, 15.25, 15.5, 15.75, 16, 16.25]\n",
         ),
-        (lambda gradient, digits, total: None, "Each rank still has its own gradient."),
+        (
+            lambda gradient, digits, total: None,
+            "gradients unchanged",
+            "but holds [60, 61, 62, 63, 64, 65]\n",
+        ),
         (
             lambda gradient, digits, total: summed(gradient).mul_(digits / total),
-            "is the sum of digits / total * gradient over the ranks.",
+            "wrong weights",
+            "but holds [45, 45.5, 46, 46.5, 47, 47.5]\n",
         ),
-        (by_rank_0, "on 2 ranks: right, but reduce was called\nOne all_reduce for each"),
+        (by_rank_0, "too much sent", "right, but reduce was called\n"),
         (
             lambda gradient, digits, total: gradient.copy_(
                 summed(gradient.double() * digits / total)
             ),
-            "right, but 108 bytes were sent in all_reduces by rank 0 where 60 would be enough",
+            "too much sent",
+            "right, but 108 bytes were sent in all_reduces by rank 0 where 60 would be enough\n",
         ),
         (
             lambda gradient, digits, total: ring_allreduce.chunked_ring(
                 gradient.mul_(digits / total)
             ),
-            "on 2 ranks: right, but it sends messages\nOne all_reduce for each",
+            "too much sent",
+            "right, but it sends messages\n",
         ),
     ],
 )
-def test_a_weighted_mean_that_is(change, words):
-    text = error_text(kit.check.exercise_3_1, each_gradient(change))
-    assert text.startswith(
-        "exercise 3.1, average_weighted(model, digits) with 1 and 3 digits on 2 ranks: "
-    )
-    assert words in text
+def test_a_weighted_mean_that_is(change, name, fact):
+    case = "exercise 3.1, average_weighted(model, digits) with 1 and 3 digits on 2 ranks: "
+    assert_mistake(kit.check.exercise_3_1, each_gradient(change), name, case, fact)
 
 
-def test_a_mean_that_ends_at_a_frozen_layer():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                return
-            parameter.grad *= digits / total
-            dist.all_reduce(parameter.grad)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "in 2.weight.grad but holds " in text
-    assert text.endswith(
-        "\nThe gradients before the frozen layer are right. Skip a parameter without a grad, and "
-        "continue with the next."
-    )
+@mistake("3.1", "stops at frozen layer", "in 2.weight.grad but holds ")
+def test_a_mean_that_ends_at_a_frozen_layer(model, digits):
+    total = digits_of_all(digits)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            return
+        parameter.grad *= digits / total
+        dist.all_reduce(parameter.grad)
 
 
-def test_a_frozen_layer_that_gets_a_gradient():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.requires_grad_()
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad *= digits / total
-            dist.all_reduce(parameter.grad)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "should hold None in 1.weight.grad but holds [0, 0" in text
-    assert text.endswith("Leave a parameter alone if its grad is None.")
+@mistake("3.1", "frozen layer changed", "should hold None in 1.weight.grad but holds [0, 0")
+def test_a_frozen_layer_that_gets_a_gradient(model, digits):
+    total = digits_of_all(digits)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.requires_grad_()
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad *= digits / total
+        dist.all_reduce(parameter.grad)
 
 
-def test_a_mean_of_the_parameters_too():
-    def average_weighted(model, digits):
-        total = digits_of_all(digits)
-        for gradient in gradients(model):
-            gradient *= digits / total
-            dist.all_reduce(gradient)
-        next(model.parameters()).data /= 2
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "the gradients are right, but rank 0 changed 0.weight\n" in text
+@mistake("3.1", "parameters changed", "the gradients are right, but rank 0 changed 0.weight\n")
+def test_a_mean_of_the_parameters_too(model, digits):
+    total = digits_of_all(digits)
+    for gradient in gradients(model):
+        gradient *= digits / total
+        dist.all_reduce(gradient)
+    next(model.parameters()).data /= 2
 
 
-def test_digits_that_are_counted_again_for_each_gradient():
-    def average_weighted(model, digits):
-        for gradient in gradients(model):
-            count = torch.tensor(digits, dtype=torch.uint8)
-            dist.all_reduce(count)
-            gradient *= digits / count
-            dist.all_reduce(gradient)
-
-    text = error_text(kit.check.exercise_3_1, average_weighted)
-    assert "right, but all_reduce was called 8 times where 5 would be enough" in text
+@mistake("3.1", "too much sent", "right, but all_reduce was called 8 times where 5 would be enough")
+def test_digits_that_are_counted_again_for_each_gradient(model, digits):
+    for gradient in gradients(model):
+        count = torch.tensor(digits, dtype=torch.uint8)
+        dist.all_reduce(count)
+        gradient *= digits / count
+        dist.all_reduce(gradient)
 
 
 def test_a_mean_that_nobody_waits_for(capsys):
@@ -200,38 +193,77 @@ def buckets_of(model, most):
     return found
 
 
-def test_a_bucket_that_is_not_copied_back():
-    def average_in_buckets(model, most):
-        for bucket in buckets_of(model, most):
-            flat = torch.cat([gradient.view(-1) for gradient in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-
-    text = error_text(kit.check.exercise_3_2, average_in_buckets)
-    assert "average_in_buckets(model, most=100) on 2 ranks: wrong result\n" in text
-    assert "Each rank still has its own gradient." in text
-    assert text.endswith("or copy the result back.")
+def reduced(bucket, divide=1):
+    """Return the mean of a bucket's gradients in one tensor. divide: how often, by the ranks."""
+    flat = torch.cat([gradient.view(-1) for gradient in bucket])
+    dist.all_reduce(flat)
+    return flat / dist.get_world_size() ** divide
 
 
-def test_buckets_of_which_only_the_first_is_averaged():
-    def average_in_buckets(model, most):
-        bucket = buckets_of(model, most)[0]
-        flat = torch.cat([gradient.view(-1) for gradient in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+def bucketed(model, most, buckets=slice(None), divide=1):
+    for bucket in buckets_of(model, most)[buckets]:
+        pieces = reduced(bucket, divide).split([gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
             gradient.copy_(piece.view_as(gradient))
 
-    text = error_text(kit.check.exercise_3_2, average_in_buckets)
-    assert "average_in_buckets(model, most=10) on 2 ranks: wrong result\n" in text
-    assert "Each rank still has its own gradient." in text  # and no mention of frozen layers
+
+@mistake(
+    "3.2",
+    "gradients unchanged",
+    "average_in_buckets(model, most=100) on 2 ranks: wrong result\n",
+)
+def test_a_bucket_that_is_not_copied_back(model, most):
+    for bucket in buckets_of(model, most):
+        reduced(bucket)
 
 
-def test_one_bucket_for_all():
-    text = error_text(kit.check.exercise_3_2, buckets_as_if(1000))
-    assert (
-        "most=10) on 2 ranks: right, but only 1 all_reduce for 3 buckets\nA bucket holds at" in text
-    )
+@mistake(  # and not that of frozen layers
+    "3.2",
+    "gradients unchanged",
+    "average_in_buckets(model, most=10) on 2 ranks: wrong result\n",
+)
+def test_buckets_of_which_only_the_first_is_averaged(model, most):
+    bucketed(model, most, slice(1))
+
+
+@mistake("3.2", "gradients not divided", "but holds [180, 182, 184, 186, 188, 190]\n")
+def test_buckets_that_are_only_added_up(model, most):
+    bucketed(model, most, divide=0)
+
+
+@mistake("3.2", "gradients divided twice", "but holds [45, 45.5, 46, 46.5, 47, 47.5]\n")
+def test_buckets_that_are_divided_twice(model, most):
+    bucketed(model, most, divide=2)
+
+
+@mistake("3.2", "other gradients", "should hold [90, 91, 92, 93, 94, 95] in 0.weight.grad but hol")
+def test_buckets_that_are_copied_back_in_reverse(model, most):
+    for bucket in buckets_of(model, most):
+        pieces = reduced(bucket).flip(0).split([gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+
+@mistake("3.2", "parameters changed", "the gradients are right, but rank 0 changed 0.weight\n")
+def test_buckets_and_parameters(model, most):
+    bucketed(model, most)
+    next(model.parameters()).data /= 2
+
+
+@mistake(
+    "3.2", "too few calls", "most=10) on 2 ranks: right, but only 1 all_reduce for 3 buckets\n"
+)
+def test_one_bucket_for_all(model, most):
+    bucketed(model, 1000)
+
+
+@mistake(
+    "3.2",
+    "too much sent",
+    "most=100) on 2 ranks: right, but all_reduce was called 6 times where 1 would be enough\n",
+)
+def test_one_call_for_each_gradient(model, most):
+    bucketed(model, 1)
 
 
 def test_no_call_on_one_rank_is_right(capsys):
@@ -241,24 +273,3 @@ def test_no_call_on_one_rank_is_right(capsys):
 
     kit.check.exercise_3_2(average_in_buckets)
     assert capsys.readouterr().out.startswith("Exercise 3.2: right on 1, 2, 3, 4 and 5 ranks")
-
-
-def test_one_call_for_each_gradient():
-    text = error_text(kit.check.exercise_3_2, buckets_as_if(1))
-    assert "most=100) on 2 ranks: right, but all_reduce was called 6 times where 1 would" in text
-
-
-def buckets_as_if(other):
-    """Return an answer to 3.2 that does not look at `most`."""
-
-    return lambda model, most: bucketed(model, other)
-
-
-def bucketed(model, most):
-    for bucket in buckets_of(model, most):
-        flat = torch.cat([gradient.view(-1) for gradient in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        pieces = flat.split([gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -18,36 +18,57 @@ def placing(
         rank = environ.get(number, "0") if alone else environ[number]
         here = environ.get(ranks, "1") if ranks else 1
         if gpus >= (int(here) if convert else here):
-            return (f"cuda:{rank}", "nccl")[:parts]
+            return (f"cuda:{rank}", one)[:parts]
         return ("cpu", "gloo")[:parts]
 
     return answer
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"number": "RANK"}, "RANK counts the ranks of all hosts. Choose the GPU by LOCAL_RANK."),
-        ({"ranks": None}, "nccl needs a GPU for each rank: compare gpus with LOCAL_WORLD_SIZE."),
-        ({"ranks": "WORLD_SIZE"}, "There is a GPU for each rank on this host"),
-        ({"alone": False}, "a process alone has none of them."),
-        ({"convert": False}, "The values in environ are strings"),
-        ({"parts": 1}, 'Return two strings: the device, such as "cuda:1", and the backend.'),
+        (
+            {"number": "RANK"},
+            "rank chooses gpu",
+            "place(environ, gpus=2), 2 hosts on 4 ranks: wrong result\n"
+            "rank 2 should return ('cuda:0', 'nccl') but returns ('cuda:2', 'nccl')\n",
+        ),
+        (
+            {"ranks": None},
+            "too few gpus",
+            "place(environ, gpus=1), 2 hosts on 4 ranks: wrong result\n"
+            "rank 0 should return ('cpu', 'gloo') but returns ('cuda:0', 'nccl')\n",
+        ),
+        (
+            {"ranks": "WORLD_SIZE"},
+            "world size compared",
+            "rank 0 should return ('cuda:0', 'nccl') but returns ('cpu', 'gloo')\n",
+        ),
+        ({"alone": False}, "environ misread", "place({}, gpus=2) on 1 rank: it raised an error\n"),
+        ({"convert": False}, "environ misread", "1 host on 2 ranks: it raised an error\n"),
+        (
+            {"parts": 1},
+            "not two values",
+            "rank 0 should return ('cuda:0', 'nccl') but returns ('cuda:0',)\n",
+        ),
+        (
+            {"one": "gloo"},
+            "wrong place",
+            "rank 0 should return ('cuda:0', 'nccl') but returns ('cuda:0', 'gloo')\n",
+        ),
     ],
 )
-def test_a_place_that_is(wrong, words):
-    text = error_text(kit.check.exercise_5_1, placing(**wrong))
-    assert text.startswith("exercise 5.1, place(")
-    assert words in text
+def test_a_place_that_is(wrong, name, fact):
+    assert_mistake(kit.check.exercise_5_1, placing(**wrong), name, "exercise 5.1, place(", fact)
 
 
-def test_a_place_of_a_process_that_expects_company():
-    def place(environ, gpus):
-        return placing()(environ, gpus) if environ else ("cpu", "gloo")
-
-    text = error_text(kit.check.exercise_5_1, place)
-    assert "place({}, gpus=2) on 1 rank: wrong result\nrank 0 should return ('cuda:0', " in text
-    assert text.endswith("it is the only rank on its host.")
+@mistake(
+    "5.1",
+    "alone differs",
+    "place({}, gpus=2) on 1 rank: wrong result\nrank 0 should return ('cuda:0', ",
+)
+def test_a_place_of_a_process_that_expects_company(environ, gpus):
+    return placing()(environ, gpus) if environ else ("cpu", "gloo")
 
 
 def test_a_device_may_be_a_torch_device():
@@ -72,21 +93,28 @@ def sharing(ranks="LOCAL_WORLD_SIZE", least=1, divide=int.__floordiv__, sets=Tru
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"sets": False}, "The number of threads did not change: call torch.set_num_threads."),
-        ({"ranks": "WORLD_SIZE"}, "LOCAL_WORLD_SIZE of them share cores."),
-        ({"ranks": None}, "All 2 ranks of a host take all of its cores, so it is oversubscribed."),
-        ({"least": 0}, "share_cores(environ, cores=4), 1 host on 5 ranks: it raised an error"),
-        ({"divide": int.__truediv__}, "takes a whole number of at least 1: divide with //."),
-        ({"divide": lambda a, b: -(-a // b)}, "LOCAL_WORLD_SIZE, and round down."),
-        ({"alone": False}, "A process alone has no variables in environ."),
+        ({"sets": False}, "not set", "rank 0 should have 4 threads but has 7\n"),
+        (
+            {"ranks": "WORLD_SIZE"},
+            "world size divides",
+            "cores=8), 2 hosts on 4 ranks: wrong result\nrank 0 should have 4 threads but has 2\n",
+        ),
+        ({"ranks": None}, "all cores", "rank 0 should have 4 threads but has 8\n"),
+        ({"least": 0}, "bad number", "cores=4), 1 host on 5 ranks: it raised an error\n"),
+        ({"divide": int.__truediv__}, "bad number", "it raised an error\n"),
+        (
+            {"divide": lambda a, b: -(-a // b)},
+            "other number",
+            "cores=8), 1 host on 3 ranks: wrong result\nrank 0 should have 2 threads but has 3\n",
+        ),
+        ({"alone": False}, "bad number", "share_cores({}, cores=6) on 1 rank: it raised an error"),
     ],
 )
-def test_shared_cores_that_are(wrong, words):
-    text = error_text(kit.check.exercise_5_2, sharing(**wrong))
-    assert text.startswith("exercise 5.2, share_cores(")
-    assert words in text
+def test_shared_cores_that_are(wrong, name, fact):
+    case = "exercise 5.2, share_cores("
+    assert_mistake(kit.check.exercise_5_2, sharing(**wrong), name, case, fact)
 
 
 def test_shared_cores_are_right_and_the_ranks_keep_their_threads(capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -31,47 +31,41 @@ def scattering(first=1, cut=torch.split, order=1, whole=False):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"first": 0}, "Rank 0 keeps its own shard, and sends one message to every other rank."),
+        ({"first": 0}, "unmatched", "it raised an error\n"),
         (
             {"cut": lambda batch, sizes: batch.chunk(len(sizes))},
-            "Rank 0 keeps its own shard, and sends one message to every other rank.",
+            "unmatched",
+            "the ranks' calls do not match\n",
         ),
-        ({"whole": True}, "on 2 ranks: right, but 36 bytes were sent where 12 would be enough"),
+        (
+            {"whole": True},
+            "too much sent",
+            "on 2 ranks: right, but 36 bytes were sent where 12 would be enough\n",
+        ),
     ],
 )
-def test_a_scatter_that_is(wrong, words):
-    text = error_text(kit.check.exercise_7_1, scattering(**wrong))
-    assert text.startswith("exercise 7.1, scatter_batch(batch, [")
-    assert words in text
+def test_a_scatter_that_is(wrong, name, fact):
+    case = "exercise 7.1, scatter_batch(batch, ["
+    assert_mistake(kit.check.exercise_7_1, scattering(**wrong), name, case, fact)
 
 
-def test_a_scatter_that_broadcasts():
-    def scatter_batch(batch, sizes, width):
-        batch = torch.empty(sum(sizes), width) if batch is None else batch
-        dist.broadcast(batch, src=0)
-        return batch.split(sizes)[dist.get_rank()]
-
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert "on 2 ranks: broadcast was called\nBuild this one from send and recv" in text
+@mistake("7.1", "collective", "on 2 ranks: broadcast was called\n")
+def test_a_scatter_that_broadcasts(batch, sizes, width):
+    batch = torch.empty(sum(sizes), width) if batch is None else batch
+    dist.broadcast(batch, src=0)
+    return batch.split(sizes)[dist.get_rank()]
 
 
-def test_shards_in_another_order():
-    def scatter_batch(batch, sizes, width):
-        return scattering()(batch if batch is None else batch.flip(0), sizes, width)
-
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert "rank 1 should return [6, 7, 8] but returns [0, 1, 2]\n" in text
-    assert text.endswith("Rank 0 gets the first rows, rank 1 those that follow, and so on.")
+@mistake("7.1", "other order", "rank 1 should return [6, 7, 8] but returns [0, 1, 2]\n")
+def test_shards_in_another_order(batch, sizes, width):
+    return scattering()(batch if batch is None else batch.flip(0), sizes, width)
 
 
-def test_shards_that_are_cut_in_other_places():
-    def scatter_batch(batch, sizes, width):
-        return scattering()(batch, sizes[::-1], width)
-
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert text.endswith("cut in other places: sizes[r] is the number for rank r.")
+@mistake("7.1", "cut elsewhere", "rank 0 should return [0, 1, 2, 3, 4, 5] but returns [0, 1, 2] (")
+def test_shards_that_are_cut_in_other_places(batch, sizes, width):
+    return scattering()(batch, sizes[::-1], width)
 
 
 @pytest.mark.parametrize("value", [None, torch.tensor(5.0), torch.zeros(2)])
@@ -80,45 +74,38 @@ def test_a_scatter_that_returns_something_else(value):
         scattering()(batch, sizes, width)
         return value
 
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert text.endswith("Every rank returns its own shard, of shape (sizes[rank], width).")
+    fact = "rank 0 should return [0, 1, 2, 3, 4, 5] but returns "
+    assert_mistake(kit.check.exercise_7_1, scatter_batch, "not the shard", fact)
 
 
-def test_shards_of_different_widths():
-    def scatter_batch(batch, sizes, width):
-        return scattering()(batch, sizes, width)[:, : 1 + dist.get_rank()]
-
-    text = error_text(kit.check.exercise_7_1, scatter_batch)
-    assert "rank 0 should return [0, 1, 2, 3, 4, 5] but returns [0, 3] (float32 of shape" in text
-    assert text.endswith("Every rank returns its own shard, of shape (sizes[rank], width).")
+@mistake(
+    "7.1",
+    "not the shard",
+    "rank 0 should return [0, 1, 2, 3, 4, 5] but returns [0, 3] (float32 of shape",
+)
+def test_shards_of_different_widths(batch, sizes, width):
+    return scattering()(batch, sizes, width)[:, : 1 + dist.get_rank()]
 
 
 @pytest.mark.parametrize(
-    ("part_of_loss", "words"),
+    ("part_of_loss", "name"),
     [
-        (
-            lambda outputs, targets, total: F.mse_loss(outputs, targets),
-            "That is the sum of the shards' means",
-        ),
+        (lambda outputs, targets, total: F.mse_loss(outputs, targets), "sum of means"),
         (
             lambda outputs, targets, total: F.mse_loss(outputs, targets) / dist.get_world_size(),
-            "That is the mean of the shards' means",
+            "mean of means",
         ),
         (
             lambda outputs, targets, total: F.mse_loss(outputs, targets, reduction="sum"),
-            "That is the sum over all examples.",
+            "not divided",
         ),
-        (
-            lambda outputs, targets, total: (outputs - targets).sum() / total,
-            "The loss of a batch is the mean over its `total` examples of (output - target) ** 2.",
-        ),
-        (lambda outputs, targets, total: None, "Return one number, a tensor"),
-        (lambda outputs, targets, total: 1.5, "Return one number, a tensor that is computed from"),
-        (lambda outputs, targets, total: outputs, "Return one number, a tensor"),
+        (lambda outputs, targets, total: (outputs - targets).sum() / total, "other loss"),
+        (lambda outputs, targets, total: None, "no graph"),
+        (lambda outputs, targets, total: 1.5, "no graph"),
+        (lambda outputs, targets, total: outputs, "no graph"),
     ],
     ids=["own mean", "mean of means", "sum", "not squared", "nothing", "a float", "not a number"],
 )
-def test_a_part_that_is(part_of_loss, words):
-    text = error_text(kit.check.exercise_7_2, part_of_loss)
-    assert text.startswith("exercise 7.2, part_of_loss(outputs, targets, total) for shards of [2, ")
-    assert words in text
+def test_a_part_that_is(part_of_loss, name):
+    case = "exercise 7.2, part_of_loss(outputs, targets, total) for shards of [2, "
+    assert_mistake(kit.check.exercise_7_2, part_of_loss, name, case)

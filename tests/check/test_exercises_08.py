@@ -9,14 +9,14 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, mistake
 from torch import nn
 
 import ddp_kit as kit
 from ddp_kit.lessons import ddp, ring_allreduce
 
 
-def reducing(starts="in the hook", waits="in finish", reset=True, divide=True, wide=False):
+def reducing(starts="in the hook", waits="in finish", reset=True, divide=1, wide=False, copy=True):
     """Return an answer to 8.1; each argument can make it wrong in one way."""
 
     def answer(buckets):
@@ -42,9 +42,9 @@ def reducing(starts="in the hook", waits="in finish", reset=True, divide=True, w
                 if waits != "never":
                     work.wait()
                 pieces = flat.split([parameter.numel() for parameter in bucket])
-                for parameter, piece in zip(bucket, pieces, strict=True):
-                    world_size = dist.get_world_size() if divide else 1
-                    parameter.grad.copy_(piece.view_as(parameter) / world_size)
+                for parameter, piece in zip(bucket if copy else [], pieces, strict=copy):
+                    ranks = dist.get_world_size() ** divide
+                    parameter.grad.copy_(piece.view_as(parameter) / ranks)
             started.clear()
 
         for number, bucket in enumerate(buckets):
@@ -56,45 +56,59 @@ def reducing(starts="in the hook", waits="in finish", reset=True, divide=True, w
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
         (
-            {"divide": False},
-            "in 0.weight.grad after backward 1 but holds [9, 9, 18, 18, 27, 27]\nThat is the sum.",
+            {"divide": 0},
+            "gradients not divided",
+            "in 0.weight.grad after backward 1 but holds [9, 9, 18, 18, 27, 27]\n",
         ),
-        ({"reset": False}, "Reset your counts for the next one."),
         (
-            {"waits": "never"},
-            "never waited for all_reduce, which may still be in flight; keep what",
+            {"divide": 2},
+            "gradients divided twice",
+            "in 0.weight.grad after backward 1 but holds [2.25, 2.25, 4.5, 4.5, 6.75, 6.75]\n",
         ),
+        (
+            {"copy": False},
+            "gradients unchanged",
+            "in 0.weight.grad after backward 1 but holds [3, 3, 6, 6, 9, 9]\n",
+        ),
+        ({"reset": False}, "count not reset", " in 0.weight.grad after backward 2 but holds ["),
+        ({"waits": "never"}, "", "never waited for all_reduce, which may still be in flight; keep"),
         (
             {"wide": True},
+            "not once per bucket",
             "right, but 320 bytes were sent in collectives by rank 0 where 160 would",
         ),
-        ({"starts": "in finish"}, "right, but bucket 0 waited for the gradients of all buckets\n"),
-        ({"waits": "in the hook"}, "right, but backward waited until bucket 0 was reduced\n"),
+        (
+            {"starts": "in finish"},
+            "starts late",
+            "right, but bucket 0 waited for the gradients of all buckets\n",
+        ),
+        (
+            {"waits": "in the hook"},
+            "hook waits",
+            "right, but backward waited until bucket 0 was reduced\n",
+        ),
     ],
 )
-def test_buckets_that_are(wrong, words):
-    text = error_text(kit.check.exercise_8_1, reducing(**wrong))
-    assert text.startswith("exercise 8.1, average_in_backward(buckets) on 2 ranks: ")
-    assert words in text
+def test_buckets_that_are(wrong, name, fact):
+    case = "exercise 8.1, average_in_backward(buckets) on 2 ranks: "
+    assert_mistake(kit.check.exercise_8_1, reducing(**wrong), name, case, fact)
 
 
-def test_buckets_that_go_round_as_messages():
-    def average_in_backward(buckets):
-        def finish():
-            for parameter in chain(*buckets):
-                ring_allreduce.chunked_ring(parameter.grad)
-                parameter.grad /= dist.get_world_size()
+@mistake(
+    "8.1",
+    "not once per bucket",
+    "on 2 ranks: right, but two backwards with 3 buckets made 0 collective calls\n",
+)
+def test_buckets_that_go_round_as_messages(buckets):
+    def finish():
+        for parameter in chain(*buckets):
+            ring_allreduce.chunked_ring(parameter.grad)
+            parameter.grad /= dist.get_world_size()
 
-        return finish
-
-    text = error_text(kit.check.exercise_8_1, average_in_backward)
-    assert (
-        "on 2 ranks: right, but two backwards with 3 buckets made 0 collective calls\nCall all"
-        in text
-    )
+    return finish
 
 
 def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
@@ -132,23 +146,35 @@ def sampler(pad=True, repeat=True, uses_epoch=True, same_seed=True, offset=True,
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
         (
             {"pad": False},
+            "not filled up",
             "range(23), seed=7) on 2 ranks: rank 1 should get 12 positions\nrank 0 gets",
         ),
-        ({"repeat": False}, "range(2), seed=7) on 5 ranks: rank 4 should get 1 position\n"),
-        ({"uses_epoch": False}, "on 2 ranks: epochs 0 and 1 have the same order\nDraw the order"),
-        ({"same_seed": False}, "on 2 ranks: no rank gets position "),
-        ({"offset": False}, "on 2 ranks: no rank gets position "),
-        ({"within": False}, "range(23), seed=7) on 2 ranks: there is no position 23\nrank 0 gets"),
+        (
+            {"repeat": False},
+            "not filled up",
+            "range(2), seed=7) on 5 ranks: rank 4 should get 1 position\n",
+        ),
+        (
+            {"uses_epoch": False},
+            "same order",
+            "on 2 ranks: epochs 0 and 1 have the same order\n",
+        ),
+        ({"same_seed": False}, "positions lost", "on 2 ranks: no rank gets position "),
+        ({"offset": False}, "positions lost", "on 2 ranks: no rank gets position "),
+        (
+            {"within": False},
+            "positions beyond",
+            "range(23), seed=7) on 2 ranks: there is no position 23\nrank 0 gets",
+        ),
     ],
 )
-def test_a_sampler_that_is(wrong, words):
-    text = error_text(kit.check.exercise_8_2, sampler(**wrong))
-    assert text.startswith("exercise 8.2, OwnSampler(range(")
-    assert words in text
+def test_a_sampler_that_is(wrong, name, fact):
+    case = "exercise 8.2, OwnSampler(range("
+    assert_mistake(kit.check.exercise_8_2, sampler(**wrong), name, case, fact)
 
 
 def test_a_sampler_that_shuffles_without_a_seed():
@@ -157,8 +183,8 @@ def test_a_sampler_that_shuffles_without_a_seed():
             self.seed += 1
             return super().__iter__()
 
-    text = error_text(kit.check.exercise_8_2, OwnSampler)
-    assert "epoch 0 has a different order the second time\n" in text
+    fact = "epoch 0 has a different order the second time\n"
+    assert_mistake(kit.check.exercise_8_2, OwnSampler, "generator goes on", fact)
 
 
 def test_a_sampler_that_seeds_the_whole_process():
@@ -167,8 +193,8 @@ def test_a_sampler_that_seeds_the_whole_process():
             torch.manual_seed(self.seed + self.epoch)
             return super().__iter__()
 
-    text = error_text(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: it changed the random state of the whole process\nSeed a" in text
+    fact = "on 2 ranks: it changed the random state of the whole process\n"
+    assert_mistake(kit.check.exercise_8_2, OwnSampler, "process seeded", fact)
 
 
 def test_positions_may_be_tensors(capsys):
@@ -185,8 +211,8 @@ def test_a_sampler_without_its_seed():
         def __init__(self, data, seed=0):
             super().__init__(data)
 
-    text = error_text(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: seeds 7 and 1000 give the same order\nDraw the order" in text
+    fact = "on 2 ranks: seeds 7 and 1000 give the same order\n"
+    assert_mistake(kit.check.exercise_8_2, OwnSampler, "same order", fact)
 
 
 def test_a_sampler_that_only_begins_elsewhere():
@@ -196,9 +222,8 @@ def test_a_sampler_that_only_begins_elsewhere():
             order = [(i + self.seed + self.epoch) % self.length for i in range(self.length)]
             return iter((order * n)[: -(-self.length // n) * n][rank::n])
 
-    text = error_text(kit.check.exercise_8_2, OwnSampler)
-    assert "on 1 rank: epochs 0 and 1 have the same order, only starting at" in text
-    assert "at a different position\nShuffle again" in text
+    fact = "on 1 rank: epochs 0 and 1 have the same order, only starting at a different position\n"
+    assert_mistake(kit.check.exercise_8_2, OwnSampler, "only rotated", fact)
 
 
 def test_a_sampler_that_sends():
@@ -207,8 +232,8 @@ def test_a_sampler_that_sends():
             dist.barrier()
             return super().__iter__()
 
-    text = error_text(kit.check.exercise_8_2, OwnSampler)
-    assert "on 2 ranks: barrier was called\nA sampler needs no communication." in text
+    fact = "on 2 ranks: barrier was called\n"
+    assert_mistake(kit.check.exercise_8_2, OwnSampler, "ranks communicate", fact)
 
 
 def accumulating(silent=lambda number: number < 4, forward=True, divide=True, skip=()):
@@ -227,19 +252,26 @@ def accumulating(silent=lambda number: number < 4, forward=True, divide=True, sk
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"silent": lambda number: False}, "right, but DDP called all_reduce 4 times where once"),
-        ({"forward": False}, "right, but DDP called all_reduce 4 times where once would be enough"),
-        ({"silent": lambda number: True}, "the last batch must not be under no_sync()."),
-        ({"divide": False}, "That is the sum over the batches. Divide each loss by the number of"),
-        ({"skip": (1,)}, "It is the mean over all batches of all ranks, of the gradient of model"),
+        (
+            {"silent": lambda number: False},
+            "exchanged too often",
+            "right, but DDP called all_reduce 4 times where once would be enough\n",
+        ),
+        (
+            {"forward": False},
+            "exchanged too often",
+            "right, but DDP called all_reduce 4 times where once would be enough\n",
+        ),
+        ({"silent": lambda number: True}, "never exchanged", " in weight.grad but holds ["),
+        ({"divide": False}, "not divided", " in weight.grad but holds ["),
+        ({"skip": (1,)}, "other gradient", " in weight.grad but holds ["),
     ],
 )
-def test_accumulated_gradients_that_are(wrong, words):
-    text = error_text(kit.check.exercise_8_3, accumulating(**wrong))
-    assert text.startswith("exercise 8.3, accumulate(model, batches) on ")
-    assert words in text
+def test_accumulated_gradients_that_are(wrong, name, fact):
+    case = "exercise 8.3, accumulate(model, batches) on "
+    assert_mistake(kit.check.exercise_8_3, accumulating(**wrong), name, case, fact)
 
 
 def averaging(which="buffers", divide=True):
@@ -256,33 +288,26 @@ def averaging(which="buffers", divide=True):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "fact"),
     [
         ({"divide": False}, "rank 0 should hold [90, 90] in running_mean but holds [180, 180]\n"),
         ({"which": "parameters"}, "rank 0 should hold [90, 90] in running_mean but holds [60, 60]"),
     ],
 )
-def test_statistics_that_are(wrong, words):
-    assert words in error_text(kit.check.exercise_8_4, averaging(**wrong))
+def test_statistics_that_are(wrong, fact):
+    assert_mistake(kit.check.exercise_8_4, averaging(**wrong), "not averaged", fact)
 
 
-def test_statistics_whose_count_is_summed():
-    def average_statistics(model):
-        averaging()(model)
-        dist.all_reduce(model.module[0].num_batches_tracked)
-
-    text = error_text(kit.check.exercise_8_4, average_statistics)
-    assert "rank 0 should hold [3] in num_batches_tracked but holds [6]\n" in text
-    assert text.endswith("skip it, it is the same on all ranks.")
+@mistake("8.4", "counts summed", "rank 0 should hold [3] in num_batches_tracked but holds [6]\n")
+def test_statistics_whose_count_is_summed(model):
+    averaging()(model)
+    dist.all_reduce(model.module[0].num_batches_tracked)
 
 
-def test_statistics_with_changed_weights():
-    def average_statistics(model):
-        averaging()(model)
-        averaging("parameters", divide=False)(model)
-
-    text = error_text(kit.check.exercise_8_4, average_statistics)
-    assert "in weight but holds [2, 2]\nParameters are equal already." in text
+@mistake("8.4", "parameters changed", "in weight but holds [2, 2]\n")
+def test_statistics_with_changed_weights(model):
+    averaging()(model)
+    averaging("parameters", divide=False)(model)
 
 
 def saving(what=lambda model: model.module.state_dict(), who=(0,), wait=True, strict=True):
@@ -299,42 +324,33 @@ def saving(what=lambda model: model.module.state_dict(), who=(0,), wait=True, st
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        (
-            {"what": lambda model: model.state_dict()},
-            "puts `module.` before each name. Save the state_dict of the network in it: model.mod",
-        ),
+        ({"what": lambda model: model.state_dict()}, "wrapper saved", "it raised an error\n"),
         (
             {"what": lambda model: model.state_dict(), "strict": False},
-            "rank 1 should hold [1, 2] in plain.weight but holds [0, 0]\nLoad the file into `pl",
+            "not loaded",
+            "rank 1 should hold [1, 2] in plain.weight but holds [0, 0]\n",
         ),
-        (
-            {"wait": False},
-            "\nThe other ranks may read only after rank 0 has written: call dist.bar",
-        ),
-        ({"wait": "only rank 0"}, "\nThe other ranks may read only after rank 0 has written: call"),
-        ({"who": range(5)}, "on 2 ranks: right, but rank 1 saved as well\nOnly rank 0 saves."),
+        ({"wait": False}, "read too early", "it raised an error\n"),
+        ({"wait": "only rank 0"}, "read too early", "it raised an error\n"),
+        ({"who": range(5)}, "all save", "on 2 ranks: right, but rank 1 saved as well\n"),
     ],
 )
-def test_a_checkpoint_that_is(wrong, words):
-    text = error_text(kit.check.exercise_8_5, saving(**wrong))
-    assert text.startswith("exercise 8.5, save_and_load(model, path, plain) on 2 ranks: ")
-    assert words in text
+def test_a_checkpoint_that_is(wrong, name, fact):
+    case = "exercise 8.5, save_and_load(model, path, plain) on 2 ranks: "
+    assert_mistake(kit.check.exercise_8_5, saving(**wrong), name, case, fact)
 
 
-def test_a_checkpoint_that_is_read_by_luck():
-    def save_and_load(model, path, plain):
-        if dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), path)
-        while True:
-            with suppress(Exception):  # it is not whole yet
-                plain.load_state_dict(torch.load(path))
-                return
-            time.sleep(0.05)
-
-    text = error_text(kit.check.exercise_8_5, save_and_load)
-    assert "right, but rank 1 did not wait for rank 0's file\nThe other ranks may read" in text
+@mistake("8.5", "read too early", "right, but rank 1 did not wait for rank 0's file\n")
+def test_a_checkpoint_that_is_read_by_luck(model, path, plain):
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), path)
+    while True:
+        with suppress(Exception):  # it is not whole yet
+            plain.load_state_dict(torch.load(path))
+            return
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("wait", [False, "only rank 0"])
@@ -343,57 +359,43 @@ def test_a_checkpoint_that_a_late_rank_does_not_wait_for(wait):
         time.sleep(0.5 * dist.get_rank())
         saving(wait=wait)(model, path, plain)
 
-    text = error_text(kit.check.exercise_8_5, save_and_load)
-    assert "on 2 ranks: it raised an error\nThe other ranks may read only after rank 0" in text
+    fact = "on 2 ranks: it raised an error\n"
+    assert_mistake(kit.check.exercise_8_5, save_and_load, "read too early", fact)
 
 
-def test_a_checkpoint_that_all_wait_for_before_it_is_written():
-    def save_and_load(model, path, plain):
+@mistake("8.5", "read too early")
+def test_a_checkpoint_that_all_wait_for_before_it_is_written(model, path, plain):
+    dist.barrier()
+    saving(wait=False)(model, path, plain)
+
+
+@mistake("8.5", "barrier on some", "on 2 ranks: it deadlocks\n")
+def test_a_checkpoint_for_which_only_the_others_wait(model, path, plain):
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), path)
+    else:
         dist.barrier()
-        saving(wait=False)(model, path, plain)
-
-    assert "The other ranks may read only after" in error_text(
-        kit.check.exercise_8_5, save_and_load
-    )
+    plain.load_state_dict(torch.load(path))
 
 
-def test_a_checkpoint_for_which_only_the_others_wait():
-    def save_and_load(model, path, plain):
-        if dist.get_rank() == 0:
-            torch.save(model.module.state_dict(), path)
-        else:
-            dist.barrier()
-        plain.load_state_dict(torch.load(path))
-
-    text = error_text(kit.check.exercise_8_5, save_and_load)
-    assert "on 2 ranks: it deadlocks\n" in text
-    assert "\nAll ranks must call the barrier, also those that do not save.\n" in text
+@mistake("8.5", "wrapper saved", "right, but the names in the file are module.weight\n")
+def test_a_checkpoint_that_is_repaired_when_it_is_read(model, path, plain):
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), path)
+    dist.barrier()
+    loaded = torch.load(path)
+    plain.load_state_dict({name.removeprefix("module."): t for name, t in loaded.items()})
 
 
-def test_a_checkpoint_that_is_repaired_when_it_is_read():
-    def save_and_load(model, path, plain):
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), path)
-        dist.barrier()
-        loaded = torch.load(path)
-        plain.load_state_dict({name.removeprefix("module."): t for name, t in loaded.items()})
-
-    text = error_text(kit.check.exercise_8_5, save_and_load)
-    assert "right, but the names in the file are module.weight\nA DistributedDataParallel" in text
-
-
-def test_a_checkpoint_that_nobody_writes():
-    def save_and_load(model, path, plain):
-        plain.load_state_dict(model.module.state_dict())
-
-    text = error_text(kit.check.exercise_8_5, save_and_load)
-    assert "there is no file at `path`\nRank 0 saves: torch.save(..., path)." in text
+@mistake("8.5", "nobody saves", "there is no file at `path`\n")
+def test_a_checkpoint_that_nobody_writes(model, path, plain):
+    plain.load_state_dict(model.module.state_dict())
 
 
 def own_ddp(
     hooked=lambda module: [p for p in module.parameters() if p.requires_grad],
     broadcast=lambda module: (*module.parameters(), *module.buffers()),
-    divide=True,
+    divide=1,
     waits=True,
     overlap=True,
 ):
@@ -409,8 +411,7 @@ def own_ddp(
                 parameter.register_post_accumulate_grad_hook(self.average)
 
         def average(self, parameter):
-            if divide:
-                parameter.grad /= dist.get_world_size()
+            parameter.grad /= dist.get_world_size() ** divide
             work = dist.all_reduce(parameter.grad, async_op=overlap)
             if overlap and waits:
                 self.works.append(work)
@@ -430,40 +431,42 @@ def by_every_name(module):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"divide": False}, "\nThat is the sum. Divide it by the world size in place"),
-        ({"waits": False}, "never waited for all_reduce, which may still be in flight; keep what"),
+        ({"divide": 0}, "gradients not divided", "after backward 1 but holds "),
+        ({"divide": 2}, "gradients divided twice", "after backward 1 but holds "),
+        ({"waits": False}, "", "never waited for all_reduce, which may still be in flight; keep"),
         (
             {"broadcast": lambda module: ()},
+            "not broadcast",
             "rank 1 should hold [1, 2, 3, 1] in first.weight after OwnDDP(module) but holds [2, 3",
         ),
         (
             {"broadcast": lambda module: module.parameters()},
-            "rank 1 should hold [1, 1] in shift after OwnDDP(module) but holds [2, 2]\nAll ranks",
+            "not broadcast",
+            "rank 1 should hold [1, 1] in shift after OwnDDP(module) but holds [2, 2]\n",
         ),
         (
             {"hooked": by_every_name},
-            "two backwards called all_reduce 8 times for 3 gradients\nA weight that two layers",
+            "tied weight twice",
+            "two backwards called all_reduce 8 times for 3 gradients\n",
         ),
-        (
-            {"hooked": lambda module: module.parameters()},
-            "it raised an error\nA frozen parameter gets no gradient, and PyTorch refuses to set",
-        ),
+        ({"hooked": lambda module: module.parameters()}, "frozen hooked", "it raised an error\n"),
         (
             {"hooked": lambda module: [module.first.weight]},
+            "gradients unchanged",
             "in first.bias.grad after backward 1 but holds ",
         ),
         (
             {"overlap": False},
-            "right, but backward 1 waited for an all_reduce\nCall all_reduce with",
+            "hook waits",
+            "right, but backward 1 waited for an all_reduce\n",
         ),
     ],
 )
-def test_a_ddp_by_hand_that_is(wrong, words):
-    text = error_text(kit.check.exercise_8_6, own_ddp(**wrong))
-    assert text.startswith("exercise 8.6, OwnDDP(module) on 2 ranks: ")
-    assert words in text
+def test_a_ddp_by_hand_that_is(wrong, name, fact):
+    case = "exercise 8.6, OwnDDP(module) on 2 ranks: "
+    assert_mistake(kit.check.exercise_8_6, own_ddp(**wrong), name, case, fact)
 
 
 def test_a_ddp_by_hand_that_averages_after_backward():
@@ -474,10 +477,8 @@ def test_a_ddp_by_hand_that_averages_after_backward():
                     self.average(parameter)
             super().finish_gradient_synchronization()
 
-    text = error_text(kit.check.exercise_8_6, OwnDDP)
-    assert (
-        "right, but no all_reduce of backward 1 began before the last gradient was ready\n" in text
-    )
+    fact = "right, but no all_reduce of backward 1 began before the last gradient was ready\n"
+    assert_mistake(kit.check.exercise_8_6, OwnDDP, "starts late", fact)
 
 
 @pytest.mark.parametrize("answer", [own_ddp(), ddp.DistributedDataParallel])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 from ddp_kit.check import torchrun
@@ -28,30 +28,29 @@ def placing(host="GROUP_RANK", local="LOCAL_RANK", number=int, cpu="cpu"):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"local": "RANK"}, "RANK counts over all hosts, and no host has so many GPUs. Take LOCAL"),
-        ({"host": "LOCAL_RANK"}, "GROUP_RANK is the number of the host; LOCAL_RANK counts the"),
-        ({"number": str}, "Environment variables are strings. Convert the number of the host with"),
-        ({"cpu": ""}, 'A host without GPUs has the device "cpu".'),
+        ({"local": "RANK"}, "rank as device", "rank 2 should return (1, 'cuda:0') but returns"),
+        ({"host": "LOCAL_RANK"}, "wrong host", "rank 1 should return (0, 'cuda:1') but returns"),
+        ({"number": str}, "host as text", "but returns ('0', 'cuda:0')"),
+        ({"cpu": ""}, "no cpu", "rank 0 should return (0, 'cpu') but returns"),
     ],
 )
-def test_a_place_that_is(wrong, words):
-    text = error_text(kit.check.exercise_11_1, placing(**wrong))
-    assert text.startswith("exercise 11.1, my_place(")
-    assert "on 4 ranks: wrong result\nrank " in text
-    assert words in text
+def test_a_place_that_is(wrong, name, fact):
+    gpus = 0 if name == "no cpu" else 2
+    case = f"exercise 11.1, my_place({gpus}) on 4 ranks: wrong result\nrank "
+    assert_mistake(kit.check.exercise_11_1, placing(**wrong), name, case, fact)
 
 
 @pytest.mark.parametrize("value", ["cuda:0", None, (0, "cuda:0", 1)])
 def test_a_place_that_is_not_two_values(value):
-    text = error_text(kit.check.exercise_11_1, lambda gpus: value)
-    assert text.endswith("Return two values: the number of the host, and the name of the device.")
+    fact = f"but returns {value!r}\n"
+    assert_mistake(kit.check.exercise_11_1, lambda gpus: value, "not a pair", fact)
 
 
-def test_a_device_without_its_number():
-    text = error_text(kit.check.exercise_11_1, lambda gpus: (int(os.environ["GROUP_RANK"]), "cuda"))
-    assert text.endswith('own GPU on its host, such as "cuda:1".')
+@mistake("11.1", "wrong device", "rank 1 should return (0, 'cuda:1') but returns (0, 'cuda')\n")
+def test_a_device_without_its_number(gpus):
+    return int(os.environ["GROUP_RANK"]), "cuda"
 
 
 def resuming(loads=lambda rank: rank == 0, share="always", copy=True, late=0, missing=0):
@@ -74,37 +73,37 @@ def resuming(loads=lambda rank: rank == 0, share="always", copy=True, late=0, mi
 
 
 HOLDS = "should hold [5, 6, 7] in weights but holds [1, 1, 1]"
-EVERYBODY = "Only rank 0 finds the file. All ranks must call the same broadcast, whatever they find"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"loads": lambda rank: True, "share": "never"}, f"rank 1 {HOLDS}\n{EVERYBODY}"),
-        ({"share": "if found"}, f"on 2 ranks: it deadlocks\n{EVERYBODY}"),
-        ({"copy": False}, f"rank 1 {HOLDS}\nChange the tensor in place: "),
-        ({"late": 1}, "should return 3 but returns 4\nrank 1 should return 3 but returns 4\nThe"),
-        ({"missing": 1}, "return 0 but returns 1\nWithout a checkpoint, the next step is 0."),
+        ({"loads": lambda rank: True, "share": "never"}, "rank 0 only", f"rank 1 {HOLDS}\n"),
+        ({"share": "if found"}, "rank 0 only", "with a checkpoint on 2 ranks: it deadlocks\n"),
+        ({"copy": False}, "not copied", f"rank 0 {HOLDS}\nrank 1 {HOLDS}\n"),
+        ({"late": 1}, "wrong step", "rank 1 should return 3 but returns 4\n"),
+        ({"missing": 1}, "not step 0", "rank 1 should return 0 but returns 1\n"),
     ],
 )
-def test_a_resumption_that_is(wrong, words):
-    text = error_text(kit.check.exercise_11_2, resuming(**wrong))
-    assert text.startswith("exercise 11.2, resume with")
-    assert words in text
+def test_a_resumption_that_is(wrong, name, fact):
+    case = f"exercise 11.2, resume with{'out' if name == 'not step 0' else ''} a checkpoint"
+    assert_mistake(kit.check.exercise_11_2, resuming(**wrong), name, case, fact)
 
 
-def test_a_resumption_that_loads_what_only_rank_0_has():
-    def resume(folder, weights):
-        return torch.load(Path(folder, "checkpoint.pt"))["step"]
-
-    text = error_text(kit.check.exercise_11_2, resume)
-    assert "resume with a checkpoint on 2 ranks: it raised an error\n" in text
-    assert EVERYBODY in text
+@mistake("11.2", "rank 0 only", "resume with a checkpoint on 2 ranks: it raised an error\n")
+def test_a_resumption_that_loads_what_only_rank_0_has(folder, weights):
+    return torch.load(Path(folder, "checkpoint.pt"))["step"]
 
 
-def test_a_resumption_that_forgets_the_weights():
-    text = error_text(kit.check.exercise_11_2, lambda folder, weights: 3)
-    assert f"rank 0 {HOLDS}\nrank 1 {HOLDS}\nChange the tensor in place: " in text
+@mistake("11.2", "not copied", f"rank 0 {HOLDS}\nrank 1 {HOLDS}\n")
+def test_a_resumption_that_forgets_the_weights(folder, weights):
+    return 3
+
+
+@mistake("11.2", "weights changed", "without a checkpoint", "[1, 1, 1] in weights but holds [0, 0")
+def test_a_resumption_that_clears_the_weights_first(folder, weights):
+    weights.zero_()
+    return resuming()(folder, weights)
 
 
 def counting(sets=True, adds=True, own=False, as_list=list):
@@ -124,23 +123,22 @@ def counting(sets=True, adds=True, own=False, as_list=list):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"adds": False}, "equally many ranks. Add up those before yours."),
-        ({"own": True}, "The first rank of a host is the number of all ranks on the hosts before"),
-        ({"as_list": tuple}, "Return a list of whole numbers."),
+        ({"adds": False}, "equal hosts", "rank 1 should return [2] but returns [1]\n"),
+        ({"own": True}, "wrong first rank", "rank 0 should return [0, 1] but returns [2, 3]\n"),
+        ({"as_list": tuple}, "no list", "rank 0 should return [0, 1] but returns (0, 1)\n"),
     ],
 )
-def test_ranks_that_are(wrong, words):
-    text = error_text(kit.check.exercise_11_3, counting(**wrong))
-    assert "ranks_here(store, host, local_world_size) on 2 ranks: wrong result\nrank " in text
-    assert words in text
+def test_ranks_that_are(wrong, name, fact):
+    case = "ranks_here(store, host, local_world_size) on 2 ranks: wrong result\nrank "
+    assert_mistake(kit.check.exercise_11_3, counting(**wrong), name, case, fact)
 
 
 def test_ranks_that_wait_for_a_number_that_no_host_sets(monkeypatch):
     monkeypatch.setattr(torchrun, "STORE_LIMIT", timedelta(seconds=3))
-    text = error_text(kit.check.exercise_11_3, counting(sets=False))
-    assert "on 2 ranks: it raised an error\nSet the number of your own ranks in the" in text
+    fact = "on 2 ranks: it raised an error\n"
+    assert_mistake(kit.check.exercise_11_3, counting(sets=False), "not set", fact)
 
 
 @pytest.mark.parametrize(

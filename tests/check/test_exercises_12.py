@@ -1,11 +1,11 @@
-"""Exercises of lesson 12: what learners get wrong, and what the graders say then."""
+"""Wrong answers to the exercises of lesson 12, and the errors that the learner gets."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -33,51 +33,37 @@ def costs(
     return answer
 
 
+RING, HALVING = "for the seconds of the ring", "for the seconds of halving-doubling"
+
+
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        (
-            {"rounds": 1},
-            f"two_costs(8, 4000, 1, 0) {IT} 14 for the seconds of the ring but returns 7\n"
-            "A ring goes round twice",
-        ),
+        ({"rounds": 1}, "once round", f"two_costs(8, 4000, 1, 0) {IT} 14 {RING} but returns 7\n"),
         (
             {"chunk": False},
-            f"two_costs(8, 4000, 0, 1) {IT} 7,000 for the seconds of the ring but returns "
-            "56,000\nEach message of the ring carries a chunk",
+            "whole tensors",
+            f"two_costs(8, 4000, 0, 1) {IT} 7,000 {RING} but returns 56,000\n",
         ),
-        (
-            {"levels": 1},
-            "should return 6 for the seconds of halving-doubling but returns 3\nThere are log2",
-        ),
-        (
-            {"halves": False},
-            "should return 7,000 for the seconds of halving-doubling but returns 24,000\nThe swaps",
-        ),
+        ({"levels": 1}, "one way only", f"should return 6 {HALVING} but returns 3\n"),
+        ({"halves": False}, "whole swaps", f"should return 7,000 {HALVING} but returns 24,000\n"),
         (
             {"surplus": False},
-            f"two_costs(6, 4000, 1, 0) {IT} 6 for the seconds of halving-doubling but "
-            "returns 4\nWhere core < n",
+            "others left out",
+            f"two_costs(6, 4000, 1, 0) {IT} 6 {HALVING} but returns 4\n",
         ),
-        ({"core": False}, "but returns 5.16993\nWhere core < n, the other ranks send"),
-        ({"swapped": True}, "should return 14 for the seconds of the ring but returns 6\n"),
-        (
-            {"beta": False},
-            f"two_costs(8, 4000, 2e-05, 2e-10) {IT} 0.0002814 for the",
-        ),
+        ({"core": False}, "others left out", f"{HALVING} but returns 5.16993\n"),
+        ({"swapped": True}, "once round", f"should return 14 {RING} but returns 6\n"),
+        ({"beta": False}, "price left out", f"two_costs(8, 4000, 2e-05, 2e-10) {IT} 0.0002814 for"),
     ],
 )
-def test_costs_that_are(wrong, words):
-    text = error_text(kit.check.exercise_12_1, costs(**wrong))
-    assert text.startswith("exercise 12.1, two_costs(")
-    assert words in text
+def test_costs_that_are(wrong, name, fact):
+    assert_mistake(kit.check.exercise_12_1, costs(**wrong), name, "exercise 12.1, two_costs(", fact)
 
 
-def test_costs_of_one_algorithm_only():
-    text = error_text(kit.check.exercise_12_1, lambda n, nbytes, alpha, beta: 14.0)
-    assert text.endswith(
-        "two_costs(8, 4000, 1, 0) on 1 rank: it returns 14.0\nReturn both: `return ring, halving`."
-    )
+@mistake("12.1", "one time only", "two_costs(8, 4000, 1, 0) on 1 rank: it returns 14.0\n")
+def test_costs_of_one_algorithm_only(n, nbytes, alpha, beta):
+    return 14.0
 
 
 def rate(scale=lambda k: k, start=0.1, off=0, grows=False, warms=True, guard=True):
@@ -93,50 +79,51 @@ def rate(scale=lambda k: k, start=0.1, off=0, grows=False, warms=True, guard=Tru
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
         (
             {"scale": lambda k: 1},
-            f"learning_rate(5000, 8192, 1000) {IT} 3.2 but returns 0.1\nThe rule: 0.1 for",
+            "not scaled",
+            f"learning_rate(5000, 8192, 1000) {IT} 3.2 but returns 0.1\n",
         ),
-        ({"scale": math.sqrt}, "should return 3.2 but returns 0.565685\nThe rule: 0.1 for"),
+        ({"scale": math.sqrt}, "not scaled", "should return 3.2 but returns 0.565685\n"),
         (
             {"scale": lambda k: max(1, k)},
-            f"learning_rate(5000, 64, 1000) {IT} 0.025 but returns 0.1\nThe rule",
+            "small batch",
+            f"learning_rate(5000, 64, 1000) {IT} 0.025 but returns 0.1\n",
         ),
-        (
-            {"start": 0},
-            f"learning_rate(0, 8192, 1000) {IT} 0.1 but returns 0\nThe warm-up",
-        ),
-        ({"off": 1}, "should return 0.1 but returns 0.1031\nThe warm-up begins with 0.1"),
-        ({"warms": False}, "should return 0.1 but returns 3.2\nThe warm-up begins with 0.1"),
+        ({"start": 0}, "wrong beginning", f"learning_rate(0, 8192, 1000) {IT} 0.1 but returns 0\n"),
+        ({"off": 1}, "wrong beginning", "should return 0.1 but returns 0.1031\n"),
+        ({"warms": False}, "wrong beginning", "should return 0.1 but returns 3.2\n"),
         (
             {"grows": True},
+            "grows on",
             f"learning_rate(5000, 8192, 1000) {IT} 3.2 but returns 15.6\n",
         ),
         (
             {"guard": False},
+            "",
             "exercise 12.2, learning_rate(0, 8192, 0) on 1 rank: it raised an error\n",
         ),
     ],
 )
-def test_a_rate_that_is(wrong, words):
-    assert words in error_text(kit.check.exercise_12_2, rate(**wrong))
+def test_a_rate_that_is(wrong, name, fact):
+    assert_mistake(kit.check.exercise_12_2, rate(**wrong), name, fact)
 
 
-def test_a_rate_that_grows_by_a_factor_or_jumps():
-    def by_a_factor(step, batch, warmup):
-        return 0.1 * (batch / 256) ** (min(step, warmup) / max(1, warmup) if warmup else 1)
+@mistake("12.2", "uneven steps", f"learning_rate(500, 8192, 1000) {IT} 1.65 but returns 0.565685\n")
+def test_a_rate_that_grows_by_a_factor(step, batch, warmup):
+    return 0.1 * (batch / 256) ** (min(step, warmup) / max(1, warmup) if warmup else 1)
 
-    text = error_text(kit.check.exercise_12_2, by_a_factor)
-    assert f"learning_rate(500, 8192, 1000) {IT} 1.65 but returns 0.565685\nDuring" in text
 
-    def early(step, batch, warmup):
-        return rate()(step if step < 999 else 1000, batch, warmup)
+@mistake("12.2", "too early", f"learning_rate(999, 8192, 1000) {IT} 3.1969 but returns 3.2\n")
+def test_a_rate_that_is_whole_one_step_early(step, batch, warmup):
+    return rate()(step if step < 999 else 1000, batch, warmup)
 
-    text = error_text(kit.check.exercise_12_2, early)
-    assert f"learning_rate(999, 8192, 1000) {IT} 3.1969 but returns 3.2\nDuring" in text
-    assert text.endswith("Step 1000 is the first one with the whole rate.")
+
+@mistake("12.2", "no warm-up", f"learning_rate(0, 8192, 0) {IT} 3.2 but returns 0.1\n")
+def test_a_rate_that_is_always_small_in_step_0(step, batch, warmup):
+    return rate()(step, batch, warmup) if step else 0.1
 
 
 def ranks(kept=(16, 4, 2, 0), whole=16, rounding=math.ceil, never=None, least=1):
@@ -152,43 +139,45 @@ def ranks(kept=(16, 4, 2, 0), whole=16, rounding=math.ceil, never=None, least=1)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
         (
             {"rounding": math.floor},
-            f"ranks_needed(6.7e+09, 3e+10, 3) {IT} 4 but returns 3\nRound up",
+            "not rounded up",
+            f"ranks_needed(6.7e+09, 3e+10, 3) {IT} 4 but returns 3\n",
         ),
-        ({"rounding": float}, "should return 4 but returns 3.57333\nRound up: with one rank less"),
-        ({"whole": 2}, "should return 4 but returns 1\nStage 3 shards 16 of the 16 bytes"),
+        ({"rounding": float}, "not rounded up", "should return 4 but returns 3.57333\n"),
+        ({"whole": 2}, "wrong bytes", "should return 4 but returns 1\n"),
         (
             {"kept": (0, 0, 0, 0)},
-            f"ranks_needed(6.7e+09, 3e+10, 2) {IT} 6 but returns 4\nStage 2 shards 14 of",
+            "wrong bytes",
+            f"ranks_needed(6.7e+09, 3e+10, 2) {IT} 6 but returns 4\n",
         ),
         (
             {"kept": (16, 0, 2, 0)},
-            f"ranks_needed(6.7e+09, 3e+10, 1) {IT} 26 but returns 4\nStage 1 shards 12 of",
+            "wrong bytes",
+            f"ranks_needed(6.7e+09, 3e+10, 1) {IT} 26 but returns 4\n",
         ),
         (
             {"never": math.inf},
-            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns inf\nWhat every rank",
+            "never fits",
+            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns inf\n",
         ),
         (
             {"kept": (0, 4, 2, 0)},
-            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns 4\nWhat every rank",
+            "never fits",
+            f"ranks_needed(6.7e+09, 3e+10, 0) {IT} None but returns 4\n",
         ),
-        (
-            {"least": 0},
-            f"ranks_needed(1e+09, 8e+10, 0) {IT} 1 but returns 0\nThe whole model fits on",
-        ),
+        ({"least": 0}, "stage 0 divided", f"ranks_needed(1e+09, 8e+10, 0) {IT} 1 but returns 0\n"),
     ],
 )
-def test_a_number_of_ranks_that_is(wrong, words):
-    assert words in error_text(kit.check.exercise_12_3, ranks(**wrong))
+def test_a_number_of_ranks_that_is(wrong, name, fact):
+    assert_mistake(kit.check.exercise_12_3, ranks(**wrong), name, fact)
 
 
-def test_a_model_that_fits_but_is_said_not_to():
-    text = error_text(kit.check.exercise_12_3, lambda parameters, memory, stage: None)
-    assert text.endswith("should return 4 but returns None\nIt fits: return the number of ranks.")
+@mistake("12.3", "none though it fits", "should return 4 but returns None\n")
+def test_a_model_that_fits_but_is_said_not_to(parameters, memory, stage):
+    return None
 
 
 def utilization(each=6, attention=True, all_gpus=True, factor=1):
@@ -202,24 +191,24 @@ def utilization(each=6, attention=True, all_gpus=True, factor=1):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "name", "fact"),
     [
-        ({"each": 2}, "should return 0.412308 but returns 0.137436\nWith sequences of length 0"),
+        ({"each": 2}, "wrong operations", "should return 0.412308 but returns 0.137436\n"),
         (
             {"attention": False},
+            "no attention",
             f"4096, 4096, 3.12e+14) {IT} 0.478384 but returns 0.412308\n",
         ),
-        ({"all_gpus": False}, "\nThe tokens are those of all GPUs together, so divide by the peak"),
-        ({"factor": 100}, "should return 0.412308 but returns 41.2308\nReturn a fraction, not a"),
+        ({"all_gpus": False}, "one peak", "mfu(25600, 8, 6.7e+09"),
+        ({"factor": 100}, "percentage", "should return 0.412308 but returns 41.2308\n"),
     ],
 )
-def test_a_utilization_that_is(wrong, words):
-    assert words in error_text(kit.check.exercise_12_4, utilization(**wrong))
+def test_a_utilization_that_is(wrong, name, fact):
+    assert_mistake(kit.check.exercise_12_4, utilization(**wrong), name, fact)
 
 
-def test_a_utilization_that_returns_nothing():
-    def mfu(tokens_per_second, gpus, parameters, layers, width, length, peak):
-        pass
-
-    text = error_text(kit.check.exercise_12_4, mfu)
-    assert "should return 0.412308 but returns None\n" in text
+@mistake("12.4", "wrong operations", "should return 0.412308 but returns None\n")
+def test_a_utilization_that_returns_nothing(
+    tokens_per_second, gpus, parameters, layers, width, length, peak
+):
+    pass

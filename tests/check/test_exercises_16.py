@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -28,37 +28,40 @@ def gathered(tensor, dim):
     return torch.cat(parts, dim)
 
 
-def own_heads(weight):
-    return torch.cat([own(layer) for layer in weight.chunk(3)])
+@mistake("16.1", "neighbouring rows", "exercise 16.1, own_heads(weight) on 2 ranks: wrong result\n")
+def test_rows_of_the_whole_weight(weight):
+    return own(weight)
 
 
-def sent_for_nothing(weight):
+@mistake("16.1", "columns")
+def test_columns_of_the_whole_weight(weight):
+    return own(weight, 1)
+
+
+@mistake("16.1", "columns")
+def test_columns_of_each_layer(weight):
+    return torch.cat([own(layer, 1) for layer in weight.chunk(3)])
+
+
+@mistake("16.1", "whole weight")
+def test_all_heads(weight):
+    return weight
+
+
+@mistake("16.1", "one layer")
+def test_heads_of_the_key(weight):
+    return own(weight.chunk(3)[1])
+
+
+@mistake("16.1", "other rows")
+def test_heads_of_the_value_first(weight):
+    return torch.cat([own(layer) for layer in reversed(weight.chunk(3))])
+
+
+@mistake("16.1", "something sent", "right, but", "were sent by rank 0 where 0 would be enough\n")
+def test_heads_of_a_weight_that_is_sent(weight):
     dist.broadcast(weight, src=0)
-    return own_heads(weight)
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (own, "Those are neighbouring rows of all three: rank 0 has the query"),
-        (lambda weight: own(weight, 1), "Those are columns of `weight`: features of the input."),
-        (
-            lambda weight: torch.cat([own(layer, 1) for layer in weight.chunk(3)]),
-            "Those are columns of `weight`",
-        ),
-        (lambda weight: weight, "That is the whole weight on every rank."),
-        (lambda weight: own(weight.chunk(3)[1]), "That is one of the three layers only"),
-        (
-            lambda weight: torch.cat([own(layer) for layer in reversed(weight.chunk(3))]),
-            "The rows are the query's, then the key's, then the value's.",
-        ),
-        (sent_for_nothing, "were sent by rank 0 where 0 would be enough\nEvery rank has the whole"),
-    ],
-)
-def test_heads_that_are(answer, words):
-    text = error_text(kit.check.exercise_16_1, answer)
-    assert text.startswith("exercise 16.1, own_heads(weight) on 2 ranks: ")
-    assert words in text
+    return torch.cat([own(layer) for layer in weight.chunk(3)])
 
 
 def scattered(summand, dim=1):
@@ -69,26 +72,26 @@ def scattered(summand, dim=1):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("name", "answer"),
     [
-        (lambda x, w, b: scattered(x @ w.T + b), "The bias is in it once for each rank"),
-        (lambda x, w, b: scattered(x @ w.T), "The bias is missing: add it to the sum."),
-        (lambda x, w, b: summed(x @ w.T) + b, "Those are all positions: each rank should"),
-        (lambda x, w, b: summed(x @ w.T + b), "Those are all positions, and the bias is in it n"),
-        (lambda x, w, b: own(x @ w.T + b, 1), "That is this rank's summand: add up over the"),
-        (lambda x, w, b: x @ w.T + b, "That is this rank's summand, for all positions."),
-        (lambda x, w, b: scattered(x @ w.T, 0) + b, "Those are sequences of the batch."),
-        (lambda x, w, b: x, "x @ weight.T is a summand of the output. Cut it"),
-        (
-            lambda x, w, b: own(summed(x @ w.T), 1) + b,
-            "right, but 192 bytes were sent by rank 0 where 96 would be enough\nEvery rank needs",
-        ),
+        ("bias on each rank", lambda x, w, b: scattered(x @ w.T + b)),
+        ("no bias", lambda x, w, b: scattered(x @ w.T)),
+        ("all positions", lambda x, w, b: summed(x @ w.T) + b),
+        ("all positions and biases", lambda x, w, b: summed(x @ w.T + b)),
+        ("not summed", lambda x, w, b: own(x @ w.T + b, 1)),
+        ("own summand", lambda x, w, b: x @ w.T + b),
+        ("sequences", lambda x, w, b: scattered(x @ w.T, 0) + b),
+        ("other value", lambda x, w, b: x),
     ],
 )
-def test_a_row_parallel_layer_that_is(answer, words):
-    text = error_text(kit.check.exercise_16_2, lambda x, weight, bias: answer(x, weight, bias))
-    assert text.startswith("exercise 16.2, row_parallel(x, weight, bias) on 2 ranks: ")
-    assert words in text
+def test_a_row_parallel_layer(name, answer):
+    fact = "exercise 16.2, row_parallel(x, weight, bias) on 2 ranks: wrong result\n"
+    assert_mistake(kit.check.exercise_16_2, answer, name, fact)
+
+
+@mistake("16.2", "too many bytes", "right, but 192 bytes were sent by rank 0 where 96 would be")
+def test_a_row_parallel_layer_that_reduces_all_positions(x, weight, bias):
+    return own(summed(x @ weight.T), 1) + bias
 
 
 def in_its_place(gradient):
@@ -99,35 +102,32 @@ def in_its_place(gradient):
     return padded
 
 
-def gathered_after_a_change(gradient):
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("own positions", lambda ctx, gradient: gradient),
+        ("zeros", lambda ctx, gradient: in_its_place(gradient)),
+        ("summed", lambda ctx, gradient: summed(gradient)),
+        ("sequences", lambda ctx, gradient: gathered(gradient, 0)),
+        ("joined and summed", lambda ctx, gradient: summed(gathered(gradient, 1))),
+        ("other value", lambda ctx, gradient: gradient.sum()),
+    ],
+)
+def test_a_backward(name, answer):
+    fact = "exercise 16.3, backward(ctx, gradient) on 2 ranks: wrong result\n"
+    assert_mistake(kit.check.exercise_16_3, answer, name, fact)
+
+
+@mistake("16.3", "too many bytes", "right, but 64 bytes were sent by rank 0 where 32 would be")
+def test_a_backward_that_sums_zeros(ctx, gradient):
+    return summed(in_its_place(gradient))
+
+
+@mistake("16.3", "gradient changed", "rank 0 should hold [1, 2, 3, 4, 5, 6, 7, 8] in gradient but")
+def test_a_backward_that_changes_its_gradient(ctx, gradient):
     whole = gathered(gradient, 1)
     dist.all_reduce(gradient)
     return whole
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda gradient: gradient, "That is the gradient of this rank's positions: gather"),
-        (in_its_place, "The positions of the others have zeros, which is what autograd does"),
-        (summed, "Those are different positions: they are joined, and not added up."),
-        (lambda gradient: gathered(gradient, 0), "Those are joined along the batch."),
-        (
-            lambda gradient: dist.get_world_size() * gathered(gradient, 1),
-            "Every number is there n times: do not add them up.",
-        ),
-        (lambda gradient: gradient.sum(), "The forward keeps this rank's positions of an input"),
-        (
-            lambda gradient: summed(in_its_place(gradient)),
-            "right, but 64 bytes were sent by rank 0 where 32 would be enough\nEach number",
-        ),
-        (gathered_after_a_change, "Leave the gradient as it is: autograd may use it elsewhere"),
-    ],
-)
-def test_a_backward_that_is(answer, words):
-    text = error_text(kit.check.exercise_16_3, lambda ctx, gradient: answer(gradient))
-    assert text.startswith("exercise 16.3, backward(ctx, gradient) on 2 ranks: ")
-    assert words in text
 
 
 def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
@@ -157,30 +157,26 @@ def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"total": "own"}, "The probabilities add up to one on each rank"),
-        ({"largest": "own"}, "Each rank has subtracted a maximum of its own."),
-        ({"largest": "none"}, "The exponential of 1000 is infinite."),
-        ({"target": "every rank"}, "Every rank has subtracted 1, but a target is in the part of"),
-        ({"target": "index"}, "A target may be in another rank's part of the vocabulary."),
-        ({"target": "none"}, "Those are the probabilities: subtract 1 at the target"),
-        ({"mean": False}, "The loss is the mean over the positions: divide by their number."),
-        ({"sign": -1}, "The sign is wrong."),
-        ({"sign": 2}, "The gradient is the softmax, over all ranks, minus 1 at the target"),
+        ("own sum", {"total": "own"}),
+        ("own maximum", {"largest": "own"}),
+        ("no maximum", {"largest": "none"}),
+        ("target on every rank", {"target": "every rank"}),
+        ("target as index", {"target": "index"}),
+        ("no target", {"target": "none"}),
+        ("not divided", {"mean": False}),
+        ("wrong sign", {"sign": -1}),
+        ("other value", {"sign": 2}),
     ],
 )
-def test_a_gradient_of_the_loss_that_is(wrong, words):
-    text = error_text(kit.check.exercise_16_4, loss_gradient(**wrong))
-    assert text.startswith("exercise 16.4, loss_gradient(logits, targets) on 2 ranks: ")
-    assert words in text
+def test_a_gradient_of_the_loss(name, wrong):
+    start = "exercise 16.4, loss_gradient(logits, targets) on 2 ranks: "
+    assert_mistake(kit.check.exercise_16_4, loss_gradient(**wrong), name, start)
 
 
-def test_a_gradient_of_gathered_logits():
-    def answer(logits, targets):
-        x = gathered(logits, 1).requires_grad_()
-        torch.nn.functional.cross_entropy(x, targets).backward()
-        return own(x.grad, 1)
-
-    text = error_text(kit.check.exercise_16_4, answer)
-    assert "right, but 1,920 bytes were sent by rank 0 where 960 would be enough\nTwo" in text
+@mistake("16.4", "too many bytes", "right, but 1,920 bytes were sent by rank 0 where 960 would be")
+def test_a_gradient_of_gathered_logits(logits, targets):
+    x = gathered(logits, 1).requires_grad_()
+    torch.nn.functional.cross_entropy(x, targets).backward()
+    return own(x.grad, 1)

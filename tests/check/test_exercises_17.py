@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -32,35 +32,34 @@ def ordering(extra=0, middle="FB", forwards_first=False, reverse=False, rest=Tru
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"forwards_first": True}, "That is GPipe."),
-        ({"extra": 1}, "One forward too many in the beginning"),
-        ({"extra": -1}, "One forward too few in the beginning"),
-        ({"middle": "BF"}, "In the middle, the forward comes first."),
-        ({"reverse": True}, "The first rank has the most forwards in the beginning"),
-        ({"rest": False}, "needs a forward and a backward: some are missing."),
+        ("all forwards first", {"forwards_first": True}),
+        ("one forward too many", {"extra": 1}),
+        ("one forward too few", {"extra": -1}),
+        ("backward before forward", {"middle": "BF"}),
+        ("wrong end", {"reverse": True}),
+        ("steps missing", {"rest": False}),
     ],
 )
-def test_an_order_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_1, ordering(**wrong))
-    assert text.startswith("exercise 17.1, one_f_one_b(rank, 3, 4) on 3 ranks: wrong result")
-    assert words in text
-    assert text.endswith(' (B3 is short for ("B", 3).)')
+def test_an_order(name, wrong):
+    start = "exercise 17.1, one_f_one_b(rank, 3, 4) on 3 ranks: wrong result\n"
+    assert_mistake(kit.check.exercise_17_1, ordering(**wrong), name, start, ' (B3: ("B", 3)) but')
 
 
-@pytest.mark.parametrize("value", [7, ["F0", "B0"]])
-def test_what_is_no_order(value):
-    text = error_text(kit.check.exercise_17_1, lambda rank, p, m: value)
-    assert 'Return a list of ("F", i) and ("B", i)' in text or "some are missing" in text
+@mistake("17.1", "steps missing", '\' (B3: ("B", 3)) but returns 7\n')
+def test_a_number_for_an_order(rank, p, m):
+    return 7
 
 
-def test_an_order_of_fewer_micro_batches_than_ranks():
-    def answer(rank, p, m):
-        return ordering()(rank, p, m) if m >= p else ordering(forwards_first=True)(0, p, m + p)
+@mistake("17.1", "other order", "but returns 'F0 F1 F2 F3 B1 B0 B2 B3'\n")
+def test_an_order_in_which_gradients_overtake(rank, p, m):
+    return [("F", i) for i in range(m)] + [("B", i) for i in (1, 0, *range(2, m))]
 
-    text = error_text(kit.check.exercise_17_1, answer)
-    assert text.startswith("exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result")
+
+@mistake("17.1", "other order", "exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result\n")
+def test_an_order_that_is_wrong_with_fewer_micro_batches_than_ranks(rank, p, m):
+    return ordering()(rank, p, m) if m >= p else ordering(forwards_first=True)(0, p, m + p)
 
 
 def going_back(
@@ -101,31 +100,28 @@ def going_back(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"wanted": False}, "x.requires_grad_() before the forward"),
-        ({"again": False}, "There is no graph yet"),
-        ({"divide": "none"}, "Each gradient is m times too large"),
-        ({"divide": "all"}, "Only the last stage divides by m"),
-        ({"sent": "y"}, "and not that of its output."),
-        ({"sent": None}, "Every rank but the first sends the gradient of its x"),
-        ({"backward": False}, "No stage has a gradient"),
-        ({"sent": "gradient"}, "Send x.grad."),
-        ({"clear": True}, "Only the last micro-batch is left in the gradients"),
-        ({"given": False}, "on the other ranks, y.backward(gradient)."),
+        ("nothing to send", {"wanted": False}),
+        ("no graph", {"again": False}),
+        ("not divided", {"divide": "none"}),
+        ("divided on every rank", {"divide": "all"}),
+        ("wrong gradient sent", {"sent": "y"}),
+        ("not sent", {"sent": None}),
+        ("no backward", {"backward": False}),
+        ("nothing to send", {"sent": "gradient"}),
+        ("gradients cleared", {"clear": True}),
+        ("no gradient passed", {"given": False}),
     ],
 )
-def test_a_backward_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_2, going_back(**wrong))
-    assert text.startswith("exercise 17.2, backward(stage, x, target, 2) on 2 ranks: ")
-    assert words in text
+def test_a_backward(name, wrong):
+    start = "exercise 17.2, backward(stage, x, target, 2) on 2 ranks: "
+    assert_mistake(kit.check.exercise_17_2, going_back(**wrong), name, start)
 
 
-def test_a_backward_with_a_wrong_loss():
-    def answer(stage, x, target, m):
-        return going_back()(stage, x, target + 1, m)
-
-    assert "Compute y = stage(x) again" in error_text(kit.check.exercise_17_2, answer)
+@mistake("17.2", "other loss")
+def test_a_backward_with_another_target(stage, x, target, m):
+    going_back()(stage, x, target + 1, m)
 
 
 def interleaving(stride=2, more=0, back=-1, rest=True):
@@ -145,38 +141,34 @@ def interleaving(stride=2, more=0, back=-1, rest=True):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"stride": 1}, "A rank needs two forwards more than the rank after it"),
-        ({"more": 1}, "One forward too many in the beginning."),
-        ({"more": -1}, "One forward too few in the beginning."),
-        ({"back": 1}, "take its stages in reverse order."),
-        ({"rest": False}, "needs a forward and a backward in each stage."),
+        ("one forward per rank", {"stride": 1}),
+        ("one forward too many", {"more": 1}),
+        ("one forward too few", {"more": -1}),
+        ("same order of stages", {"back": 1}),
+        ("steps missing", {"rest": False}),
     ],
 )
-def test_an_interleaved_order_that_is(wrong, words):
-    text = error_text(kit.check.exercise_17_4, interleaving(**wrong))
-    assert text.startswith("exercise 17.4, interleaved(rank, 2, 2, 4) on 2 ranks: wrong result")
-    assert words in text
+def test_an_interleaved_order(name, wrong):
+    start = "exercise 17.4, interleaved(rank, 2, 2, 4) on 2 ranks: wrong result\n"
+    assert_mistake(kit.check.exercise_17_4, interleaving(**wrong), name, start)
 
 
-def test_a_long_order_shows_the_first_difference():
-    def late(rank, p, v, m):
-        order = interleaving()(rank, p, v, m)
-        return order if m < 6 else [*order[:-2], order[-1], order[-2]]
-
-    text = error_text(kit.check.exercise_17_4, late)
-    assert (
-        "rank 0 should return '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' but returns "
-        "'0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...', where number 22 is 0B5 instead of 0B4\n"
-    ) in text
-    assert text.endswith(' (2B3 is short for ("B", 3, 2).)')
+@mistake(
+    "17.4",
+    "other order",
+    "rank 0 should return '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' (2B3: (\"B\", 3, 2)) but returns "
+    "'0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...', where number 22 is 0B5 instead of 0B4\n",
+)
+def test_an_interleaved_order_that_is_wrong_late(rank, p, v, m):
+    order = interleaving()(rank, p, v, m)
+    return order if m < 6 else [*order[:-2], order[-1], order[-2]]
 
 
-@pytest.mark.parametrize("value", [7, [("F", 0)] * 16])
-def test_what_is_no_interleaved_order(value):
-    text = error_text(kit.check.exercise_17_4, lambda rank, p, v, m: value)
-    assert "in each stage" in text or "Make the list of the backwards" in text
+@mistake("17.4", "steps missing", '(2B3: ("B", 3, 2)) but returns 7\n')
+def test_a_number_for_an_interleaved_order(rank, p, v, m):
+    return 7
 
 
 def enough(p, most):
@@ -184,20 +176,18 @@ def enough(p, most):
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("name", "answer"),
     [
-        (lambda p, most: max(1, math.ceil((p - 1) / most - 1e-9)), "(p-1)/m is the idle time"),
-        (lambda p, most: math.ceil(p * (1 / most - 1) - 1e-9), "passes p - 1 ranks before"),
-        (lambda p, most: enough(p, most) + 1, "One less is enough"),
-        (lambda p, most: max(1, enough(p, most) - 1), "round up"),
-        (lambda p, most: max(1, round((p - 1) * (1 / most - 1))), "round up"),
-        (lambda p, most: (p - 1) * (1 / most - 1) + 0.5, "Return a whole number: round up."),
-        (lambda p, most: None, "Solve (p-1)/(m+p-1) <= most for m"),
-        (lambda p, most: enough(p, most) if p > 1 else 0, "One rank never waits for another"),
+        ("idle by busy time", lambda p, most: max(1, math.ceil((p - 1) / most - 1e-9))),
+        ("p ranks", lambda p, most: math.ceil(p * (1 / most - 1) - 1e-9)),
+        ("one too many", lambda p, most: enough(p, most) + 1),
+        ("one too few", lambda p, most: max(1, enough(p, most) - 1)),
+        ("one too few", lambda p, most: max(1, round((p - 1) * (1 / most - 1)))),
+        ("no whole number", lambda p, most: (p - 1) * (1 / most - 1) + 0.5),
+        ("other number", lambda p, most: None),
+        ("one rank", lambda p, most: enough(p, most) if p > 1 else 0),
     ],
 )
-def test_a_number_that_is_wrong(answer, words):
-    text = error_text(kit.check.exercise_17_3, answer)
-    assert text.startswith("exercise 17.3, micro_batches(")
-    assert "), called on 1 rank: it should return " in text
-    assert words in text
+def test_a_number_of_micro_batches(name, answer):
+    facts = "exercise 17.3, micro_batches(", "), called on 1 rank: it should return "
+    assert_mistake(kit.check.exercise_17_3, answer, name, *facts)

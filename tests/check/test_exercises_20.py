@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from answers import error_text
+from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 
@@ -26,20 +26,24 @@ def average(group="dp", divide="dp", in_place=True):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"in_place": False}, "The gradients are as before. Write into parameter.grad"),
-        ({"divide": None}, "That is the sum. Divide it by the number of ranks along"),
-        ({"divide": "all"}, 'Divide by the ranks along "dp" only'),
-        ({"group": None}, 'Ranks along "tp" have different parameters, so their gradients must'),
-        ({"group": None, "divide": "all"}, 'Pass the group along "dp": mesh.get_group("dp").'),
-        ({"group": "tp"}, 'Those are the ranks along "tp", which have different parameters.'),
+        ("unchanged", {"in_place": False}),
+        ("not divided", {"divide": None}),
+        ("divided by all ranks", {"divide": "all"}),
+        ("over all ranks", {"group": None}),
+        ("over all ranks", {"group": None, "divide": "all"}),
+        ("along tp", {"group": "tp"}),
     ],
 )
-def test_a_mean_that_is(wrong, words):
-    text = error_text(kit.check.exercise_20_1, average(**wrong))
-    assert text.startswith("exercise 20.1, average_gradients(model, mesh of 2 x 2) on 4 ranks: ")
-    assert words in text
+def test_a_mean(name, wrong):
+    start = "exercise 20.1, average_gradients(model, mesh of 2 x 2) on 4 ranks: "
+    assert_mistake(kit.check.exercise_20_1, average(**wrong), name, start)
+
+
+@mistake("20.1", "other ranks", "rank 0 should hold [130, 260, 390, 520, 650, 780] in weight.grad")
+def test_a_mean_of_nothing(model, mesh):
+    model.weight.grad.zero_()
 
 
 def smallest_stage(shared=(0, 12, 14, 16), largest=False, never=None):
@@ -57,22 +61,23 @@ def smallest_stage(shared=(0, 12, 14, 16), largest=False, never=None):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong", "fact"),
     [
-        ({"shared": (0, 14, 14, 16)}, "A stage shares 0, 12, 14 or 16 of the 16 bytes"),
-        ({"largest": True}, "Return the smallest that fits: a higher stage may send more."),
-        ({"never": 4}, "If not even stage 3 fits, return None."),
+        ("wrong bytes", {"shared": (0, 14, 14, 16)}, "it returns 1 where 2 is right\n"),
+        ("not the smallest", {"largest": True}, "it returns 3 where 0 is right\n"),
+        ("nothing fits", {"never": 4}, "it returns 4 where None is right\n"),
     ],
 )
-def test_a_stage_that_is(wrong, words):
-    text = error_text(kit.check.exercise_20_2, smallest_stage(**wrong))
-    assert text.startswith("exercise 20.2, smallest_stage(7.5e+09, 64, ")
-    assert words in text
+def test_a_stage(name, wrong, fact):
+    start = "exercise 20.2, smallest_stage(7.5e+09, 64, "
+    needed = "stages 0 to 3 need 120.0, 31.4, 16.6, 1.9 GB on a rank, and it has "
+    assert_mistake(kit.check.exercise_20_2, smallest_stage(**wrong), name, start, fact, needed)
 
 
-def test_a_stage_of_another_type_is_refused():
-    for wrong in (True, 0.0, "0"):
-        assert "where 0 is right" in error_text(kit.check.exercise_20_2, lambda *_, x=wrong: x)
+@pytest.mark.parametrize("stage", [True, 0.0, "0"])
+def test_a_stage_of_another_type_is_refused(stage):
+    with pytest.raises(kit.ExerciseError, match="where 0 is right\n"):
+        kit.check.exercise_20_2(lambda *_: stage)
 
 
 def inside(least_first=False, crowded=False, one=False, as_set=False, given_order=False):
@@ -94,22 +99,22 @@ def inside(least_first=False, crowded=False, one=False, as_set=False, given_orde
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong", "fact"),
     [
-        ({"least_first": True}, "Take the dimensions in the order of the bytes that they send"),
-        ({"crowded": True}, "Those are 512 ranks, and a host has 8."),
-        ({"one": True}, "There is room for more: those are 4 of 16 ranks."),
-        ({"as_set": True}, "Return a list of names"),
-        ({"given_order": True}, "Take the dimensions in the order of the bytes"),
+        ("not in order", {"least_first": True}, "where ['tp'] is right\n"),
+        ("too many ranks", {"crowded": True}, "these are 512 ranks, and a host has 8\n"),
+        ("stops early", {"one": True}, "these are 4 ranks, and a host has 16\n"),
+        ("no list", {"as_set": True}, "it returns {'tp'} where ['tp'] is right\n"),
+        ("not in order", {"given_order": True}, "it returns [] where ['tp'] is right\n"),
     ],
 )
-def test_a_choice_that_is(wrong, words):
-    assert words in error_text(kit.check.exercise_20_3, inside(**wrong))
+def test_a_choice(name, wrong, fact):
+    assert_mistake(kit.check.exercise_20_3, inside(**wrong), name, fact)
 
 
-def test_a_choice_in_another_order_is_refused():
-    text = error_text(kit.check.exercise_20_3, lambda *call: inside()(*call)[::-1])
-    assert "Begin with the dimension that sends most" in text
+@mistake("20.3", "not most first")
+def test_a_choice_in_another_order(sent, ranks, per_host):
+    return inside()(sent, ranks, per_host)[::-1]
 
 
 def step_seconds(matrices=6, scores=12, per_gpu=True, use=lambda mfu: 1 / mfu, per_token=False):
@@ -124,25 +129,24 @@ def step_seconds(matrices=6, scores=12, per_gpu=True, use=lambda mfu: 1 / mfu, p
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("name", "wrong"),
     [
-        ({"scores": 0}, "The attention is missing"),
-        ({"matrices": 2, "scores": 4}, "That is forward only."),
-        ({"matrices": 2}, "A parameter needs 6 FLOPs per token."),
-        ({"scores": 4}, "Backward needs attention, too."),
-        ({"per_gpu": False}, "All GPUs work at the same time"),
-        ({"use": lambda mfu: 1}, "Only the share mfu of the peak is reached."),
-        ({"use": lambda mfu: mfu}, "Divide by mfu"),
-        ({"per_token": True}, "That is one token."),
-        ({"matrices": 7}, "FLOPs of all tokens, divided by gpus * peak * mfu."),
+        ("no attention", {"scores": 0}),
+        ("forward only", {"matrices": 2, "scores": 4}),
+        ("two flops", {"matrices": 2}),
+        ("attention forward only", {"scores": 4}),
+        ("one gpu", {"per_gpu": False}),
+        ("no mfu", {"use": lambda mfu: 1}),
+        ("times mfu", {"use": lambda mfu: mfu}),
+        ("one token", {"per_token": True}),
+        ("other number", {"matrices": 7}),
     ],
 )
-def test_a_step_that_is(wrong, words):
-    text = error_text(kit.check.exercise_20_4, step_seconds(**wrong))
-    assert text.startswith("exercise 20.4, step_seconds(126, 16384, 4.05e+11, 8192, 1.68e+07, ")
-    assert words in text
+def test_a_step(name, wrong):
+    start = "exercise 20.4, step_seconds(126, 16384, 4.05e+11, 8192, 1.68e+07, "
+    assert_mistake(kit.check.exercise_20_4, step_seconds(**wrong), name, start)
 
 
-def test_no_number_is_no_time():
-    text = error_text(kit.check.exercise_20_4, lambda *_: None)
-    assert "it returns None where" in text
+@mistake("20.4", "other number", "it returns None where 12.7 seconds are right\n")
+def test_a_step_without_a_number(*_):
+    return None

@@ -11,6 +11,7 @@ from answers import error_text
 
 import ddp_kit as kit
 from ddp_kit.check.grader import format_value
+from ddp_kit.check.hints import find
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,61 @@ def test_another_shape_or_dtype_is_named():
     assert format_value(torch.zeros(2), against=torch.zeros(2, dtype=torch.int64)) == (
         "[0, 0] (float32 of shape (2,) instead of int64 of shape (2,))"
     )
+
+
+def ask(answer, number="2_1", **asked) -> list[str]:
+    """Return the lines of a wrong answer's error after those that say what is wrong."""
+    with pytest.raises(kit.ExerciseError) as caught:
+        getattr(kit.check, f"exercise_{number}")(answer, **asked)
+    assert str(caught.value).endswith(caught.value.hint)
+    return caught.value.hint.splitlines()
+
+
+def into_a_copy(tensor, src):
+    move(tensor.clone(), src)
+
+
+def test_each_check_that_fails_says_one_more_until_one_passes():
+    found = find("2.1", "unchanged")
+    first = ["Check again for a hint, or pass hint=2."]
+    second = [found.question, "Check again for a hint, or pass hint=3."]
+    third = [found.question, found.place, "Pass hint=4 for a solution."]
+    kit.check.exercise_2_1(move)
+    assert [ask(into_a_copy) for _ in range(4)] == [first, second, third, third]
+    kit.check.exercise_2_1(move)
+    assert ask(into_a_copy) == first
+
+
+def test_a_learner_can_ask_for_a_step_and_gets_a_solution_only_on_request():
+    found = find("2.1", "unchanged")
+    assert ask(into_a_copy, hint=1) == ["Check again for a hint, or pass hint=2."]
+    said = ask(into_a_copy, hint=4)
+    assert said[:3] == [found.question, found.place, "A solution:"]
+    assert "    dist.recv(tensor, src)" in said[3:]
+    assert error_text(kit.check.exercise_2_1, into_a_copy, hint=5).startswith(
+        "hint must be 1, 2, 3 or 4, got 5"
+    )
+
+
+def test_a_teacher_sets_how_far_the_hints_go(monkeypatch, capsys):
+    monkeypatch.setenv("DDP_KIT_HINTS", "2")
+    found = find("2.1", "unchanged")
+    assert ask(into_a_copy, hint=4) == [found.question]
+    kit.check.credit(kit.check.exercise_2_1, into_a_copy)
+    assert found.question in (text := capsys.readouterr().out)
+    assert found.place not in text
+    monkeypatch.setenv("DDP_KIT_HINTS", "all")
+    assert error_text(kit.check.exercise_2_1, into_a_copy) == (
+        "DDP_KIT_HINTS must be 1, 2, 3 or 4, got 'all'"
+    )
+
+
+def test_numbers_that_were_never_written_are_not_right_by_luck():
+    def running_sum(tensor):
+        move(arriving := torch.empty_like(tensor), 1)
+        tensor.copy_(arriving)
+
+    assert "rank 0 should hold [10, 11, 12] but holds [nan, nan, nan]" in error_text(
+        kit.check.exercise_1_3, running_sum
+    )
+    assert not any(kit.run(lambda rank, n: torch.are_deterministic_algorithms_enabled()))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import ddp_kit as kit
 from ddp_kit import progress_file
+from ddp_kit.check.hints import find
 from ddp_kit.course.__main__ import main
 
 
@@ -66,19 +67,18 @@ def test_a_check_records_what_happened(recorded, monkeypatch):
     found = lines(recorded)
     assert all(line.pop("seconds") >= 0 for line in found)
     assert all(line.pop("parts", {"a part": True}) for line in found)
-    hints = [line.pop("hint", "") for line in found]
+    mistakes = [line.pop("mistake", "") for line in found]
     assert found == [
         {"exercise": "2.1", "passed": False, "error": "NotImplementedError"},
         {"exercise": "2.1", "passed": False, "error": "ExerciseError"},
         {"exercise": "2.1", "passed": False, "error": "ExerciseError"},
         {"exercise": "2.1", "passed": True, "learner": "ada"},
     ]
-    assert (hints[0], hints[3]) == ("", "")
-    assert hints[1].startswith("Every rank still holds what it started with.")
-    assert len(hints[2]) > 20
+    assert (mistakes[0], mistakes[3]) == ("", "")
+    assert mistakes[1] == find("2.1", "unchanged").mistake
     with pytest.raises(kit.ExerciseError) as caught:
         kit.check.exercise_2_1(deadlocked)
-    assert hints[2] in str(caught.value)
+    assert mistakes[2] == caught.value.error.hint
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -86,7 +86,7 @@ def test_partial_credit_records_one_line_with_its_parts(recorded):
     found = kit.check.credit(kit.check.exercise_2_1, wrong)
     (line,) = lines(recorded)
     assert (line["exercise"], line["passed"], line["parts"]) == ("2.1", False, found.parts)
-    assert line["hint"].startswith("Every rank still holds what it started with.")
+    assert line["mistake"] == find("2.1", "unchanged").mistake
 
 
 def test_a_check_records_nothing_where_no_file_is_named(monkeypatch):
@@ -121,8 +121,10 @@ def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
     def line(exercise: str, passed: bool, **more) -> str:
         return json.dumps({"exercise": exercise, "passed": passed, "seconds": 2.0, **more}) + "\n"
 
-    stuck = line("10.1", False, hint="Count them.", parts={"on 2 ranks": True, "on 3": False})
-    grace = line("2.1", False, hint="Send first.") + line("2.1", True)
+    stuck = line(
+        "10.1", False, mistake="They are not counted.", parts={"on 2 ranks": True, "on 3": False}
+    )
+    grace = line("2.1", False, mistake="It receives first.") + line("2.1", True)
     grace += line("2.1", False) + line("2.1", True)
     (tmp_path / "ada.jsonl").write_text(stuck + stuck + line("2.1", True) + "nonsense\n[]\n")
     (tmp_path / "room.jsonl").write_text(line("%%ranks", True, learner="tony") + grace)
@@ -138,9 +140,9 @@ def test_a_teacher_sees_the_numbers_that_were_recorded(tmp_path, capsys):
         "",
         "%%ranks: 1 cell of 1 learner.",
         "",
-        "Hints given most",
-        "   2      10.1  Count them.",
-        "   1       2.1  Send first.",
+        "Mistakes made most",
+        "   2      10.1  They are not counted.",
+        "   1       2.1  It receives first.",
         "",
         "Parts missed most",
         "   2      10.1  on 3",
@@ -161,8 +163,8 @@ def test_a_line_that_no_check_writes_is_left_out_and_harms_no_terminal(tmp_path,
     shown = sorted(["?[31mred line", "$x_{$", "?", "字", "x" * 39 + "…"])
     junk = [line(seconds=float("nan")), line(exercise="-1"), line(exercise="9" * 4000)]
     junk += [line(exercise=2.1), "[" * 100_000 + "\n"]
-    hint = line(learner="$x_{$", hint="\x1b[2Jgone", parts={"\x1b[2Jpart": False})
-    text = "".join([*(line(learner=name) for name in names), *junk, hint])
+    made = line(learner="$x_{$", mistake="\x1b[2Jgone", parts={"\x1b[2Jpart": False})
+    text = "".join([*(line(learner=name) for name in names), *junk, made])
     (tmp_path / "room.jsonl").write_text(text)
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")

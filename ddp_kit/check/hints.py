@@ -1,0 +1,81 @@
+"""Hints in steps: the symptom, a question, the place, and only on request a solution.
+
+The texts are in hints.ini, a section for each mistake: `[4.1 wrong chunk]`, or `[not in place]` if
+it can be made in several exercises. `make editions` writes docs/hints.md and solutions.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from configparser import ConfigParser
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from ddp_kit.errors import ExerciseError
+
+SYMPTOM, QUESTION, PLACE, SOLUTION = 1, 2, 3, 4  # the steps
+LIMIT = "DDP_KIT_HINTS"  # the environment variable with which a teacher sets the last step
+
+
+class Hint(NamedTuple):
+    """What is said of a mistake, for the teacher, and to the learner step by step."""
+
+    mistake: str
+    question: str
+    place: str
+
+
+@cache
+def hints() -> dict[str, Hint]:
+    """Return all hints, by the names of their sections."""
+    parser = ConfigParser(interpolation=None, delimiters=("=",))
+    parser.read_string(files(__package__).joinpath("hints.ini").read_text("utf-8"))
+    return {
+        name: Hint(*(" ".join(section[field].split()) for field in Hint._fields))
+        for name, section in parser.items()
+        if name != parser.default_section
+    }
+
+
+def find(number: str, name: str) -> Hint:
+    """Return the hint for a mistake in an exercise, or the one for this mistake in any."""
+    return hints().get(f"{number} {name}") or hints()[name]
+
+
+@cache
+def solutions() -> dict[str, dict[str, str]]:
+    """Return the code of each exercise, by its number: the missing lines, or what a hunt needs."""
+    return json.loads(files(__package__).joinpath("solutions.json").read_text("utf-8"))
+
+
+class Steps:
+    """Says of a mistake what a learner should read now.
+
+    number: of the exercise. step: the last one that is said. is_last: whether the learner cannot
+    ask for more.
+
+    Raises ExerciseError if the learner asks for no step, or the teacher has set none.
+    """
+
+    def __init__(self, number: str, step: int, is_last: bool = False) -> None:
+        if step not in (SYMPTOM, QUESTION, PLACE, SOLUTION):
+            raise ExerciseError(f"hint must be 1, 2, 3 or 4, got {step!r}")
+        limit = os.environ.get(LIMIT, str(SOLUTION))
+        if limit not in ("1", "2", "3", "4"):
+            raise ExerciseError(f"{LIMIT} must be 1, 2, 3 or 4, got {limit!r}")
+        self._number, self._step = number, min(step, int(limit))
+        self._more = not is_last and self._step < int(limit)
+
+    def of(self, mistake: str) -> list[str]:
+        """Return what follows the symptom, and how to get the next step. mistake: "": unknown."""
+        hint = find(self._number, mistake) if mistake else None
+        lines = list(hint[QUESTION - 1 : self._step]) if hint else []
+        if self._step == SOLUTION:
+            return [*lines, "A solution:", solutions()[self._number]["solution"]]
+        if self._more and self._step == PLACE:
+            lines.append("Pass hint=4 for a solution.")
+        elif self._more and hint:
+            lines.append(f"Check again for a hint, or pass hint={self._step + 1}.")
+        return lines

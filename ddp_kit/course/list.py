@@ -1,0 +1,24 @@
+"""`list`: a line for every task: its number, kind, lesson and parts."""
+
+from __future__ import annotations
+
+import argparse
+
+from ddp_kit import check
+from ddp_kit.course import notebooks
+from ddp_kit.plot.picture import table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of this command: it has none."""
+
+
+def run(arguments: argparse.Namespace) -> str:
+    """Return the table of all tasks."""
+    lessons = {file.stem[:2]: file.stem for file in notebooks.files() if len(file.parts) == 1}
+    exercises = [getattr(check, name).exercise for name in check.__all__ if name != "credit"]
+    rows = [
+        [each.number, each.kind, lessons[f"{int(float(each.number)):02}"], "; ".join(each.parts)]
+        for each in exercises
+    ]
+    return table(f"{len(rows)} tasks", ["number", "kind", "lesson", "parts"], rows, align="<")
