@@ -10,18 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddp_kit.errors import PlotError
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_named, short, table
-from ddp_kit.plot.style import (
-    EDGE,
-    INK,
-    QUIET,
-    byte_size,
-    chip,
-    draw_key,
-    key_places,
-    set_hatch,
-    write,
-)
+from ddp_kit.plot.style import EDGE, INK, QUIET, write
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
 FILLS = ("#8fa9c4", "#dcc48e", "#8fb8b0", "#e3a9b4", "#c9c2ee", "#c4c4c4")
@@ -78,22 +69,22 @@ def memory(
     caption += f" All {name}s have the same scale." if count > 1 else ""
     foot, full = TOP + height + 0.52, LEFT + WIDE + 0.15
     looks = {kind: (fill, EDGE, hatch) for kind, (fill, hatch) in kinds.items()}
-    below = foot + max((y for _, y in key_places(kinds, full)), default=0) + 0.25
+    below = foot + max((y for _, y in style.key_places(kinds, full)), default=0) + 0.25
     picture, sheet = open_picture(title, text_table, full, below, caption)
     width = max(8, 64 // len(held))
     wrapped = functools.partial(textwrap.fill, width=width, break_long_words=False)
     for device in range(count):
         top = TOP + device * (TALL + GAP)
-        chip(sheet, 0, top + TALL / 2, 0.76, device, f"{name} {device}")
+        style.chip(sheet, 0, top + TALL / 2, 0.76, device, f"{name} {device}")
         ax = picture.chart(LEFT, top, WIDE, TALL, "y")
-        text = byte_size if unit == "bytes" else _count
+        text = style.byte_size if unit == "bytes" else _count
         _bars(ax, [devices[device] for devices in held.values()], kinds, text)
         ax.set(xlim=(-0.6, len(held) - 0.4), ylim=(0, 1.2 * highest))
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
         ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
-    draw_key(sheet, 0, foot, looks, full)
+    style.draw_key(sheet, 0, foot, looks, full)
     return picture
 
 
@@ -163,12 +154,12 @@ def _bars(
 ) -> None:
     floor = [0] * len(steps)
     for kind, (fill, hatch) in kinds.items():
-        style = {"facecolor": fill, "edgecolor": EDGE, "linewidth": 0.6}
+        look = {"facecolor": fill, "edgecolor": EDGE, "linewidth": 0.6}
         for x, here in enumerate(steps):
             if tall := here.get(kind, 0):
-                (bar,) = ax.bar([x], [tall], 0.62, bottom=[floor[x]], **style)
-                set_hatch(bar, hatch, EDGE)
+                (bar,) = ax.bar([x], [tall], 0.62, bottom=[floor[x]], **look)
+                style.set_hatch(bar, hatch, EDGE)
                 floor[x] += tall
     for x, whole in enumerate(floor):
-        style = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
-        write(ax, x, whole, text(whole, 3), 8, **style)
+        look = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
+        write(ax, x, whole, text(whole, 3), 8, **look)
