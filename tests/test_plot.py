@@ -157,12 +157,6 @@ def test_picture_has_paper_of_its_own_on_a_dark_page():
         assert {image.convert("RGB").getpixel(corner) for corner in corners} == {(255, 255, 255)}
 
 
-def test_pictures_of_eight_ranks_fit_a_notebook():
-    for picture in one_of_each(8):
-        assert picture.get_size_inches()[0] <= 9.03
-        assert 2_000 < len(picture._repr_png_()) < 60_000
-
-
 def test_every_look_at_a_picture_and_ipythons_printer_draw_the_same_bytes():
     picture = losses(EQUAL_LOSSES)
     first = picture._repr_png_()
@@ -612,11 +606,8 @@ def test_residuals_of_a_single_series_are_drawn():
     ("given", "message"),
     [
         ({"dashed": {"by hand": "slow"}}, "dashed must map names of series (built-in, by hand) to"),
-        ({"dashed": {"slow": "by hand"}}, "dashed must map names of series (built-in, by hand) to"),
-        ({"dashed": {"by hand": "by hand"}}, "dashed must map names of series"),
         ({"residuals": True}, "residuals need a model of each series that is drawn, at each size"),
         ({"model": {"tree": [(1, 1.0)]}}, "model has 'tree', but the series are built-in, by hand"),
-        ({"model": [("built-in", 1)]}, "model must map names of series to pairs"),
         ({"model": {"by hand": [(4, [1, 2])]}}, "'by hand, model' has 2 values for 4 bytes"),
     ],
 )
@@ -749,17 +740,6 @@ def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
     assert [text.get_text() for text in second.texts] == ["1.5 kB", "4 kB"]
 
 
-def test_a_kind_has_its_look_whatever_the_others_hold():
-    full = memory({"a": [{"x": 1, "y": 2, "z": 3}]})
-    less = memory({"a": [{"x": 1, "y": 0, "z": 3}]})
-    x, y, z = full.axes[1].patches
-    assert x.get_facecolor() == y.get_facecolor()
-    assert y.get_hatch()
-    assert not x.get_hatch()
-    assert less.axes[1].patches[1].get_facecolor() == z.get_facecolor()
-    assert "y" not in texts(less)
-
-
 def test_known_kinds_look_the_same_whatever_stands_beside_them():
     def looks(*kinds):
         bars = memory({"a": [dict.fromkeys(kinds, 1)]}).axes[1].patches
@@ -853,7 +833,7 @@ def test_each_outcome_has_a_sign_and_the_key_explains_it():
     assert "nccl: it needs a GPU" in shown
 
 
-def test_what_was_not_tried_looks_like_what_was():
+def test_what_was_not_tried_is_marked_as_such():
     drawn = support({"nccl": {(op, "float32"): how for op, how in UNTRIED.items()}})
     rows = [line.split(maxsplit=1) for line in drawn.text_table.splitlines()[-3:]]
     assert rows == [["send", "documented"], ["AVG", "excluded"], ["barrier", "not run"]]

@@ -147,7 +147,6 @@ def _lanes(trace: Trace, events: list[Event]) -> list[dict[str, Any]]:
 
 
 def _describe(event: Event, cell_names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
-    """Return the items of what `pack` says about a call."""
     line, where = "", event.where
     if where is not None:
         file = cell_names.get(where.file, where.file)

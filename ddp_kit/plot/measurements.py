@@ -396,7 +396,6 @@ def _losses(who: str, value: Sequence[float]) -> list[float]:
 
 
 def _some_meet(lines: Sequence[list[float]]) -> bool:
-    """Return whether two lines are somewhere so close that one would hide the other."""
     finite = [loss for y in lines for loss in y if math.isfinite(loss)]
     near = CLOSE * (max(finite) - min(finite)) if finite else 0.0
     return any(

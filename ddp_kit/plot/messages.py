@@ -241,7 +241,6 @@ def _places(ranks: Sequence[int], middle, radius: float) -> dict[int, tuple[floa
 
 
 def _beside(ax: Axes, place, middle, lines: Sequence[str]) -> None:
-    """Write lines beside a rank, away from the middle."""
     far = math.dist(place, middle) or 1
     x, y = (place[0] - middle[0]) / far, (place[1] - middle[1]) / far
     ha = "center" if abs(x) < 0.25 else "left" if x > 0 else "right"

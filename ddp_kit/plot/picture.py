@@ -27,7 +27,6 @@ LARGEST = 1e300  # of a number that is drawn; beyond, it becomes infinite on the
 
 
 def read_ranks(result: Any) -> list[Any]:
-    """Return what every rank returned."""
     try:
         ranks = list(result)
     except TypeError:
@@ -56,7 +55,6 @@ def borders_caption(world_size: int, per_host: int) -> str:
 
 
 def read_trace(source: Any) -> Trace:
-    """Return the trace of a result or an error, or the trace that was given."""
     trace = source if isinstance(source, Trace) else getattr(source, "trace", None)
     if not isinstance(trace, Trace):
         raise PlotError(f"needs a trace, a result or an error with a .trace, got {source!r}")

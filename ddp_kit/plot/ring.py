@@ -155,7 +155,6 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
 
 
 def _read(result: Iterable[Any]) -> Held:
-    """Return held[rank][step][chunk] as whole numbers."""
     values = read_ranks(result)
     n = len(values)
     expected = (2 * (n - 1) + 1, n)
@@ -179,7 +178,6 @@ def _step_names(n: int) -> list[str]:
 
 
 def _changed(held: Held, step: int) -> list[list[bool]]:
-    """Return whether each rank's chunks changed in a step: [rank][chunk]."""
     return [
         [step > 0 and now != before for now, before in zip(rank[step], rank[step - 1], strict=True)]
         for rank in held

@@ -85,7 +85,6 @@ _SERIES = ("#703010", "#688098", "#888038", "#104000", "#a89088", "#c87060")
 
 
 def series_color(index: int) -> str:
-    """Return the colour of the index-th line that belongs to no rank."""
     return _SERIES[index % len(_SERIES)]
 
 
@@ -144,7 +143,6 @@ def chip(ax: Axes, x: float, middle: float, w: float, rank: int, text: str) -> N
 
 
 def arrow(ax: Axes, begin, end, color: str, width: float = 1.2, **style) -> None:
-    """Draw an arrow between two points of the axes."""
     style = {"linestyle": "-", "zorder": 4, "mutation_scale": 8 + width, **style}
     style = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "linewidth": width, **style}
     ax.add_patch(FancyArrowPatch(begin, end, color=color, **style))

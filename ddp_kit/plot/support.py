@@ -84,7 +84,6 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
 
 
 def _read(name: str, cells: Cells) -> dict[tuple[str, str], str]:
-    """Return the outcome of each cell, as a key of LOOKS."""
     kinds = {cell: outcome.partition(":")[0] for cell, outcome in cells.items()}
     for cell, kind in kinds.items():
         if kind not in LOOKS:

@@ -255,7 +255,6 @@ def _fill(entry: Any, origin: Origin) -> str:
 
 
 def _caption(first: str, cells, origin, name: str) -> str:
-    """Return what the colours and signs that occur in this picture mean."""
     drawn = _entries(cells)
     fills = {_fill(e, origin) for e in drawn if not isinstance(e, str)}
     parts = {
@@ -327,7 +326,39 @@ def placements(
     ]
     header = ["", *(stage or "holds" for stage in stages)]
     text_table = table(title, header, rows, align="<")
-    return _draw_parts(title, text_table, parts, tensor, shape, tuple(names))
+
+    named = len(shape) == 2 and bool(names)
+    left = 0.35 if named else 0.0
+    room = WIDTH - left if len(shape) == 1 else (WIDTH - left + GAP) / shape[1] - GAP
+    numbered, (wide, tall) = _tensor_size(parts, tensor.shape, room)
+    step, drop = max(wide, min(NARROW, room)) + GAP, LABEL + tall + 0.12
+    fitting = max(1, int((WIDTH + GAP) / step))  # ranks side by side, where the mesh is one row
+    across = shape[1] if len(shape) == 2 else min(shape[0], fitting)
+    lines = -(-len(ranks) // across)
+    head = 0.22 if any(parts) or names else 0.0
+    stage_height = head + lines * drop + 0.2
+    width = max(left + across * step - GAP, room_for(title))
+    origin = _origin(next(iter(parts.values())), tensor.shape) if len(parts) > 1 else None
+    caption = _parts_caption(parts, numbered, origin)
+    below = TOP + len(parts) * stage_height - 0.1
+    picture, sheet = open_picture(title, text_table, width + 0.02, below, caption)
+    for number, (stage, held) in enumerate(parts.items()):
+        y = TOP + number * stage_height
+        if number:
+            style.arrow(sheet, (0.25, y - 0.2), (0.25, y + 0.1), INK, 1.1, mutation_scale=11)
+        if head:
+            label = stage + (f"   {names[-1]} \N{RIGHTWARDS ARROW}" if names else "")
+            write(sheet, 0.45 if number else left, y + 0.1, label, 9.5, color=QUIET)
+        if named:
+            middle = y + head + lines * drop / 2
+            text = f"\N{LEFTWARDS ARROW} {names[0]}"
+            write(sheet, 0.12, middle, text, 9.5, color=QUIET, ha="center", rotation=90)
+        colors = _colors(held)
+        for r, part in enumerate(held):
+            corner = left + r % across * step, y + head + r // across * drop
+            fills = _fills(part, colors[r], origin)
+            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, fills, numbered)
+    return picture
 
 
 def _matrix(values: Any, what: str) -> np.ndarray:
@@ -339,7 +370,6 @@ def _matrix(values: Any, what: str) -> np.ndarray:
 
 
 def _find(values: Any, whole: np.ndarray, rank: int) -> Part:
-    """Return which part of the whole a rank's tensor is."""
     held = np.zeros((0, 0)) if values is None else _matrix(values, f"what rank {rank} holds")
     if not held.size:
         return Part(NONE_OF_IT, (0, 0), held)
@@ -379,49 +409,6 @@ def _part_text(part: Part) -> str:
         return part.name
     rows = (" ".join(map(number_text, row)) for row in part.numbers.tolist())
     return f"{part.name} = {'; '.join(rows)}"
-
-
-def _draw_parts(
-    title: str,
-    text_table: str,
-    parts: dict[str, list[Part]],
-    whole: np.ndarray,
-    mesh: tuple[int, ...],
-    names: tuple[str, ...],
-) -> Picture:
-    """Draw the stages below each other, each with the ranks as they are in the mesh."""
-    named = len(mesh) == 2 and bool(names)
-    left = 0.35 if named else 0.0
-    room = WIDTH - left if len(mesh) == 1 else (WIDTH - left + GAP) / mesh[1] - GAP
-    numbered, (wide, tall) = _tensor_size(parts, whole.shape, room)
-    step, drop = max(wide, min(NARROW, room)) + GAP, LABEL + tall + 0.12
-    fitting = max(1, int((WIDTH + GAP) / step))  # ranks side by side, where the mesh is one row
-    across = mesh[1] if len(mesh) == 2 else min(mesh[0], fitting)
-    lines = -(-math.prod(mesh) // across)
-    head = 0.22 if any(parts) or names else 0.0
-    stage_height = head + lines * drop + 0.2
-    width = max(left + across * step - GAP, room_for(title))
-    origin = _origin(next(iter(parts.values())), whole.shape) if len(parts) > 1 else None
-    caption = _parts_caption(parts, numbered, origin)
-    below = TOP + len(parts) * stage_height - 0.1
-    picture, sheet = open_picture(title, text_table, width + 0.02, below, caption)
-    for number, (stage, held) in enumerate(parts.items()):
-        y = TOP + number * stage_height
-        if number:
-            style.arrow(sheet, (0.25, y - 0.2), (0.25, y + 0.1), INK, 1.1, mutation_scale=11)
-        if head:
-            label = stage + (f"   {names[-1]} \N{RIGHTWARDS ARROW}" if names else "")
-            write(sheet, 0.45 if number else left, y + 0.1, label, 9.5, color=QUIET)
-        if named:
-            middle = y + head + lines * drop / 2
-            text = f"\N{LEFTWARDS ARROW} {names[0]}"
-            write(sheet, 0.12, middle, text, 9.5, color=QUIET, ha="center", rotation=90)
-        colors = _colors(held)
-        for r, part in enumerate(held):
-            corner = left + r % across * step, y + head + r // across * drop
-            fills = _fills(part, colors[r], origin)
-            _tensor(sheet, corner, (wide, tall), part, whole.shape, r, fills, numbered)
-    return picture
 
 
 def _tensor_size(
@@ -519,7 +506,6 @@ def _tensor(
 
 
 def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: np.ndarray | None) -> str:
-    """Return what the colours and outlines that occur in this picture mean."""
     found = {part.name for held in parts.values() for part in held}
     solid = [p for held in parts.values() for p in held if p.name not in (SUMMAND, NONE_OF_IT)]
     held = [] if origin is None else [_block(origin, part) for part in solid]

@@ -136,7 +136,6 @@ class Panel:
         self._write_names()
 
     def _draw_each(self) -> None:
-        """Draw every bar, flight, link and arrow."""
         lanes, groups = self.lanes, {}
         for bar in lanes.bars:
             groups.setdefault((bar.rank, bar.kind, bool(bar.never)), []).append(bar)
@@ -319,7 +318,6 @@ def _bracket(ax: Axes, xs: Sequence[float], ys: Sequence[float], color: str) -> 
 
 
 def _draw_spans(ax: Axes, lanes: Lanes) -> None:
-    """Draw the pale bar behind each rank's operations."""
     for rank, (begin, end) in enumerate(lanes.spans):
         style.bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), NO_CALL, "none")
 
@@ -410,7 +408,6 @@ def _draw_overview(
 
 
 def _overview_height(lanes: Lanes) -> float:
-    """Return the inches of the blocks and, in time, of the small lanes below them."""
     return BLOCK + (min(0.17 * len(lanes.spans), 1.4) if lanes.zero is not None else 0.0)
 
 
@@ -553,7 +550,6 @@ def _whole_caption(timed: bool, is_median: bool) -> str:
 
 
 def _caption(panel: Panel) -> str:
-    """Return what the picture does not show by itself."""
     lanes, timed = panel.lanes, panel.timed
     if panel.many:
         return (

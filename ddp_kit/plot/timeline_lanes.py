@@ -91,7 +91,6 @@ class Lanes:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Where the picture begins and ends."""
         return min(begin for begin, _ in self.spans), max(end for _, end in self.spans)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median_low
@@ -51,7 +52,6 @@ class Training:
 
     @property
     def label(self) -> str:
-        """What is drawn in large."""
         total = len(self.spans)
         if self.shown is None:
             return f"After training step {total}, the last that was completed"
@@ -142,31 +142,24 @@ def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
 
 def steps_table(title: str, trace: Trace, training: Training) -> str:
     """Return how many calls each rank made in each training step, before and after them."""
-    own = training.steps
-    places = {
-        rank: [event.index for s in steps for event in s.events] for rank, steps in own.items()
-    }
-    inside = {rank: set(indices) for rank, indices in places.items()}
-    where: Counter[tuple[int, str]] = Counter()
-    for event in trace:
-        rank, index = event.rank, event.index
-        if rank in own and index not in inside[rank]:
-            early, late = index < places[rank][0], index > places[rank][-1]
-            where[rank, "before" if early else "after" if late else "between"] += 1
-    rows = []
-    for name in ("before", "between", "after"):
-        calls = [where[rank, name] for rank in range(trace.world_size)]
-        if any(calls):
-            rows.append([name, *map(str, calls)])
+    own, ranks = training.steps, range(trace.world_size)
+    other: dict[str, list[int]] = {"before": [], "between": [], "after": []}
+    for rank in ranks:
+        indices = [event.index for event in trace if event.rank == rank]
+        inside = [event.index for step in own.get(rank, ()) for event in step.events]
+        first, last = (inside[0], inside[-1]) if inside else (0, math.inf)
+        before, after = sum(i < first for i in indices), sum(i > last for i in indices)
+        other["before"].append(before)
+        other["between"].append(len(indices) - before - after - len(inside) if inside else 0)
+        other["after"].append(after)
+    rows = {name: [name, *map(str, calls)] for name, calls in other.items() if any(calls)}
     middle = []
     for first, last in training.runs:
         name = str(first + 1) if first == last else f"{first + 1} to {last + 1}, each"
-        calls = [len(own[r][first].events) if r in own else 0 for r in range(trace.world_size)]
-        middle.append([name, *map(str, calls)])
-    before = sum(row[0] == "before" for row in rows)
-    rows = [*rows[:before], *middle, *rows[before:]]
-    header = ["calls in training step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    return table(title, header, rows)
+        middle.append([name, *(str(len(own[r][first].events) if r in own else 0) for r in ranks)])
+    early = [rows.pop("before")] if "before" in rows else []
+    header = ["calls in training step", *(f"rank {rank}" for rank in ranks)]
+    return table(title, header, [*early, *middle, *rows.values()])
 
 
 class _Item(NamedTuple):

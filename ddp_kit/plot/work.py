@@ -71,46 +71,7 @@ def pipeline(
     ]
     header = "stage, kind and micro-batch" if several else "kind and micro-batch"
     text_table = table(title, ["", header], rows, align="<")
-    return _draw_cells(title, text_table, ranks, unit, several, until)
 
-
-def _cells(cells: Any, rank: int) -> list[Cell]:
-    if not isinstance(cells, Iterable):
-        raise PlotError(f"a rank's cells must be a list, got {short(cells)}")
-    read: list[Cell] = []
-    for given in cells:
-        values = tuple(given) if isinstance(given, Iterable) else (given,)
-        if len(values) not in (4, 5) or values[0] not in KINDS:
-            raise PlotError(
-                "a cell must be (kind, micro_batch, start, end) or (kind, micro_batch, start, end, "
-                f'stage), with the kind "F", "B", "I" or "W", got {short(given)}'
-            )
-        cell = Cell(*values[:4], values[4] if len(values) == 5 else rank)
-        times = cell.start, cell.end
-        if not all(isinstance(time, (int, float)) and math.isfinite(time) for time in times):
-            raise PlotError(f"start and end of a cell must be finite numbers, got {given!r}")
-        earliest = read[-1].end if read else cell.start
-        if not earliest <= cell.start <= cell.end:
-            raise PlotError(
-                f"the cells of rank {rank} must follow each other: {given!r} begins before "
-                f"{earliest:g}, or ends before it begins"
-            )
-        read.append(cell)
-    return read
-
-
-def _name(cell: Cell, several: bool) -> str:
-    return f"{cell.stage if several else ''}{cell.kind}{cell.micro_batch}"
-
-
-def _draw_cells(
-    title: str,
-    text_table: str,
-    ranks: list[list[Cell]],
-    unit: str,
-    several: bool,
-    until: float,
-) -> Picture:
     cells = [cell for rank in ranks for cell in rank]
     begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
     length = (end - begin) or 1.0
@@ -151,6 +112,35 @@ def _draw_cells(
     looks = {name: (fill, styles.EDGE) for kind, (name, fill) in KINDS.items() if kind in drawn}
     styles.draw_key(sheet, LEFT, TOP + height + 0.58, looks)
     return picture
+
+
+def _cells(cells: Any, rank: int) -> list[Cell]:
+    if not isinstance(cells, Iterable):
+        raise PlotError(f"a rank's cells must be a list, got {short(cells)}")
+    read: list[Cell] = []
+    for given in cells:
+        values = tuple(given) if isinstance(given, Iterable) else (given,)
+        if len(values) not in (4, 5) or values[0] not in KINDS:
+            raise PlotError(
+                "a cell must be (kind, micro_batch, start, end) or (kind, micro_batch, start, end, "
+                f'stage), with the kind "F", "B", "I" or "W", got {short(given)}'
+            )
+        cell = Cell(*values[:4], values[4] if len(values) == 5 else rank)
+        times = cell.start, cell.end
+        if not all(isinstance(time, (int, float)) and math.isfinite(time) for time in times):
+            raise PlotError(f"start and end of a cell must be finite numbers, got {given!r}")
+        earliest = read[-1].end if read else cell.start
+        if not earliest <= cell.start <= cell.end:
+            raise PlotError(
+                f"the cells of rank {rank} must follow each other: {given!r} begins before "
+                f"{earliest:g}, or ends before it begins"
+            )
+        read.append(cell)
+    return read
+
+
+def _name(cell: Cell, several: bool) -> str:
+    return f"{cell.stage if several else ''}{cell.kind}{cell.micro_batch}"
 
 
 class Block(NamedTuple):
@@ -206,7 +196,8 @@ def attention(result: Iterable[Sequence[Any]], title: str | None = None) -> Pict
     ax = picture.chart(4.35, 0.66, 4.05, SIDE, "x", "pairs, one after the other")
     for rank in range(len(ranks)):
         chip(sheet, 3.63, 0.66 + SIDE * (rank + 0.5) / len(ranks), 0.58, rank, f"rank {rank}")
-    _draw_work(ax, work, max(length**2 / len(ranks), _duration(work)))
+    longest = sum(map(max, zip(*work, strict=True)))
+    _draw_work(ax, work, max(length**2 / len(ranks), longest))
     return picture
 
 
@@ -227,10 +218,6 @@ def _blocks(rank: int, value: Any) -> list[Block]:
             f"rank {rank} must list (step, queries, keys, pairs) with ranges, got {short(value)}"
         )
     return [block for block in blocks if block.pairs]
-
-
-def _duration(work: Sequence[Sequence[int]]) -> int:
-    return sum(map(max, zip(*work, strict=True)))
 
 
 def _draw_block(ax: Axes, rank: int, block: Block, masked: bool) -> None:
