@@ -625,9 +625,6 @@ class Comparison:
     def __bool__(self) -> bool:
         return self.equal
 
-    def __str__(self) -> str:
-        return self.text
-
     def __repr__(self) -> str:
         return self.text
 

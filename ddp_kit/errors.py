@@ -127,11 +127,7 @@ class ExerciseError(KitError, AssertionError):
     hint = ""
 
     def __init__(
-        self,
-        message: str,
-        error: KitError | None = None,
-        trace: Any = None,
-        credit: float = 0.0,
+        self, message: str, error: KitError | None = None, trace: Any = None, credit: float = 0.0
     ):
         self.error, self.trace, self.credit = error, trace, credit
         super().__init__(message, error, trace, credit)

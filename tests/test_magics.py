@@ -270,9 +270,7 @@ def test_an_impossible_cell_is_a_kit_error_and_nothing_is_lost(notebook):
 
 
 @pytest.mark.usefixtures("forked_spawn")
-def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(
-    kernel,
-):
+def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(kernel):
     kernel.run("%load_ext ddp_kit")
     ranks = kernel.ranks(2)
     late = kernel.raises("%%ranks -n 2 --timeout 60\nheld = 3\nif rank: time = 1; time.sleep()")

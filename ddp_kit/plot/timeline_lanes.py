@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -136,19 +136,14 @@ def by_steps(trace: Trace) -> Lanes:
     return Lanes(spans, bars, list(flights.values()), arrows, links, plan)
 
 
-def _places(trace: Trace, plan: Schedule) -> list[tuple[dict[int, Event], list[float]]]:
-    """Return the collectives and where each of their ranks is drawn: side by side within a step."""
-    steps = [
-        [plan.at[rank, event.index] for rank, event in members.items()]
-        for members in trace.collectives
-    ]
-    total, seen = Counter(max(at) for at in steps), Counter[int]()
-    places = []
+def _places(trace: Trace, plan: Schedule) -> Iterator[tuple[dict[int, Event], list[float]]]:
+    """Yield the collectives and where each of their ranks is drawn: side by side within a step."""
+    steps = [[plan.at[rank, m[rank].index] for rank in m] for m in trace.collectives]
+    total, seen = Counter(map(max, steps)), Counter[int]()
     for members, at in zip(trace.collectives, steps, strict=True):
         seen[max(at)] += 1
         shift = seen[max(at)] / (total[max(at)] + 1)
-        places.append((members, [step + 0.5 + shift for step in at]))
-    return places
+        yield members, [step + 0.5 + shift for step in at]
 
 
 def by_time(trace: Trace) -> Lanes:

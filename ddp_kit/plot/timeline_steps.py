@@ -12,14 +12,7 @@ from typing import NamedTuple
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import table
 from ddp_kit.plot.style import TIMES, significant
-from ddp_kit.plot.timeline_lanes import (
-    MOST_MARKS,
-    MOST_STEPS,
-    Lanes,
-    absent,
-    short_name,
-    unmatched,
-)
+from ddp_kit.plot.timeline_lanes import MOST_MARKS, MOST_STEPS, Lanes, absent, short_name, unmatched
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Action
