@@ -172,16 +172,6 @@ def test_results_and_errors_are_drawn_by_their_trace():
 # ---- timeline
 
 
-def test_logical_table_is_a_row_a_step():
-    assert repr(timeline(traces.pipeline(2, batches=1))) == (
-        "1 message and 2 collectives on 2 ranks, step by step\n"
-        "step  rank 0      rank 1\n"
-        "1     send → 1    recv ← 0\n"
-        "2     all_reduce  all_reduce\n"
-        "3     barrier     barrier"
-    )
-
-
 def test_logical_table_shows_how_long_a_call_lasts_and_what_takes_no_step():
     assert repr(timeline(traces.program(*traces.TREE[:3], "send 2", "send 0"))) == (
         "4 messages on 5 ranks, step by step\n"
