@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -192,13 +191,6 @@ def test_logical_table_shows_how_long_a_call_lasts_and_what_takes_no_step():
     ]
 
 
-def test_table_names_what_never_came():
-    shown = repr(timeline(traces.broken(4)))
-    assert "recv ← 3 (never sent)" in shown
-    assert "send → 0 (never received)" in shown
-    assert shown.count("barrier (without 0)") == 3
-
-
 def test_arrow_leads_from_send_to_receive_in_the_senders_colour():
     drawn = arrows(timeline(traces.pipeline(2, batches=1)))
     assert len(drawn) == 1
@@ -214,6 +206,9 @@ def test_unmatched_ends_are_dashed_and_say_so():
     shown = " ".join(texts(picture))
     assert "never received" in shown
     assert "never sent" in shown
+    assert "recv ← 3 (never sent)" in repr(picture)
+    assert "send → 0 (never received)" in repr(picture)
+    assert repr(picture).count("barrier (without 0)") == 3
     dashed = [line for line in picture.axes[1].lines if line.get_linestyle() == "--"]
     assert len(dashed) == 1  # the barrier
     assert "barrier, without rank 0" in texts(picture)
@@ -373,19 +368,6 @@ def test_step_that_is_asked_for_is_shown():
         assert "Training step 20 of 20, one of 19" in repr(picture)
 
 
-@pytest.mark.parametrize(
-    ("make", "step", "message"),
-    [
-        (lambda: training(2, steps=4), 4, "from -4 to 3, where 0 is the first .* step; got 4"),
-        (lambda: training(2, steps=4), "1", "step must be from -4 to 3, where 0 .* got '1'"),
-        (lambda: traces.pipeline(2), 0, "step must be None, got 0: no training steps were found"),
-    ],
-)
-def test_training_step_that_does_not_exist_is_an_error(make, step, message):
-    with pytest.raises(PlotError, match=message):
-        timeline(make(), step=step)
-
-
 def test_step_of_median_duration_is_drawn_in_milliseconds():
     trace = training(4, steps=20, buckets=3)
     picture = timeline(trace, timed=True)
@@ -509,11 +491,6 @@ def test_shares_of_a_bin_add_up_to_the_time_spent():
     assert found.sum(axis=1).max() <= 1 + 1e-9
 
 
-def test_empty_trace_has_no_timeline():
-    with pytest.raises(PlotError, match="the trace is empty: the ranks sent nothing"):
-        timeline(Trace(2))
-
-
 # ---- messages
 
 
@@ -549,13 +526,6 @@ def test_pictures_with_the_same_limit_can_be_compared():
     assert repr(half).endswith("The darkest shade stands for 8.2 kB.")
 
 
-@pytest.mark.parametrize("limit", [1, "10", math.nan])
-def test_limit_that_is_too_low_or_no_finite_number_is_an_error(limit):
-    said = "limit must be a finite number of at least 8,192, the most bytes of a pair, got "
-    with pytest.raises(PlotError, match=re.escape(f"{said}{limit!r}")):
-        messages(traces.ring(2, 2), limit=limit)
-
-
 def test_hosts_are_separated_by_heavy_lines():
     trace = traces.ring(6, 1)
     for draw in (timeline, messages):
@@ -574,13 +544,6 @@ def test_hosts_are_separated_by_heavy_lines():
     )
 
 
-@pytest.mark.parametrize("draw", [messages, timeline])
-@pytest.mark.parametrize("per_host", [0, 1.5])
-def test_impossible_number_of_ranks_on_a_host_is_an_error(draw, per_host):
-    with pytest.raises(PlotError, match="per_host must be at least 1, the ranks of each host, got"):
-        draw(traces.ring(2, 1), per_host=per_host)
-
-
 def test_message_of_no_bytes_is_not_no_message():
     script = traces.Script(2)
     script.message(0, 1, nbytes=0)
@@ -588,13 +551,6 @@ def test_message_of_no_bytes_is_not_no_message():
     picture = messages(script.trace())
     assert texts(picture).count("0 B") == 1 + 5
     assert "1 message was never received." in repr(picture)
-
-
-def test_collectives_alone_are_no_messages():
-    script = traces.Script(2)
-    script.collective("barrier")
-    with pytest.raises(PlotError, match="no rank sent a message point to point"):
-        messages(script.trace())
 
 
 # ---- waits
@@ -633,13 +589,6 @@ def test_receive_from_any_source_is_dashed():
 def test_waits_without_peers_are_still_drawn():
     bare = SimpleNamespace(rank=0, op=None, where=None)
     assert repr(waits(deadlock(bare))).startswith("Who waits for whom\n")
-
-
-def test_waits_says_what_it_cannot_draw():
-    with pytest.raises(PlotError, match="no rank waits"):
-        waits(deadlock())
-    with pytest.raises(PlotError, match=r"needs an error with \.waits, got 7"):
-        waits(7)
 
 
 # ---- buckets
@@ -683,13 +632,27 @@ def test_bucket_that_was_never_reduced_says_so():
     assert "never" in repr(buckets(ddp(([(0, 2), (1, None)], 3))))
 
 
+# ---- all pictures
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("draw", "source", "given", "message"),
     [
-        ({"rank": 1}, "rank 1 ran no backward pass of a DistributedDataParallel"),
-        ({"step": 1}, "step must be from -1 to 0, got 1"),
+        (timeline, Trace(2), {}, "the trace is empty: the ranks sent nothing"),
+        (timeline, training(2, steps=4), {"step": 4}, "from -4 to 3, where 0 is the .*; got 4"),
+        (timeline, training(2, steps=4), {"step": "1"}, "from -4 to 3, where 0 .* got '1'"),
+        (timeline, traces.pipeline(2), {"step": 0}, "must be None, got 0: no training steps"),
+        (timeline, traces.ring(2, 1), {"per_host": 1.5}, "per_host must be at least 1, .* got 1.5"),
+        (messages, traces.ring(2, 1), {"per_host": 0}, "per_host must be at least 1, .* got 0"),
+        (messages, traces.ring(2, 2), {"limit": 1}, "finite number of at least 8,192, .* got 1"),
+        (messages, traces.ring(2, 2), {"limit": math.nan}, "number of at least 8,192, .* got nan"),
+        (messages, thirty(), {}, "no rank sent a message point to point"),
+        (waits, deadlock(), {}, "no rank waits"),
+        (waits, 7, {}, r"needs an error with \.waits, got 7"),
+        (buckets, ddp(([(0, 1)], 1)), {"rank": 1}, "rank 1 ran no backward pass of a Distributed"),
+        (buckets, ddp(([(0, 1)], 1)), {"step": 1}, "step must be from -1 to 0, got 1"),
     ],
 )
-def test_buckets_says_what_it_cannot_draw(given, message):
+def test_a_picture_says_what_it_cannot_draw(draw, source, given, message):
     with pytest.raises(PlotError, match=message):
-        buckets(ddp(([(0, 1)], 1)), **given)
+        draw(source, **given)
