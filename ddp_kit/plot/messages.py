@@ -79,7 +79,7 @@ def messages(
 
     wide = max(0.45, min(0.85, 7.4 / (n + 1)))
     tall, size = min(0.42, 0.8 * wide), 9 if wide > 0.62 else 7.2
-    width = max(LEFT + (n + 1) * wide + GAP, pictures.room_for(title)) + 0.04  # for the last edge
+    width = LEFT + (n + 1) * wide + GAP + 0.04  # for the last edge
     below = TOP + (n + 1) * tall + GAP + 0.1
     picture, ax = open_picture(title, text_table, width, below, caption)
     write(ax, LEFT, TOP - 0.42, "to", 9, color=QUIET)

@@ -87,11 +87,6 @@ def read_numbers(values: Any) -> list[Any]:
     return [plain(value) for value in values] if is_sequence else [values]
 
 
-def room_for(title: str) -> float:
-    """Return the inches of the narrowest picture that a title and a caption fit into."""
-    return min(WIDTH, max(NARROW, LETTER * len(title)))
-
-
 class _Canvas(FigureCanvasAgg):
     """Write a PNG with a palette: a third of the bytes, which a notebook keeps forever."""
 
@@ -174,11 +169,13 @@ def open_picture(
 ) -> tuple[AnyPicture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
 
-    The sheet is axes that cover the picture, in inches from its top left corner. A title that is
-    wider than the picture and than WIDTH is cut; the text table has all of it.
+    The sheet is axes that cover the picture, in inches from its top left corner. It is wider than
+    `width` where the title and the caption need that. A title that is wider than WIDTH, too, is
+    cut; the text table has all of it.
 
     below: where the caption begins, which is broken into lines. kind: the class of the picture.
     """
+    width = max(width, NARROW, min(WIDTH, LETTER * len(title)))
     lines = fold(caption, width)
     height = below + 0.17 * len(lines) + 0.05
     picture = kind(width, height, text_table)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import style
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, room_for, table
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, table
 from ddp_kit.plot.style import PAPER, QUIET, box, write
 
 FEW, MANY, COMPLETE = "#eef1f4", "#8fa1b3", "#3d2a6b"  # no rank has one of these
@@ -56,9 +56,8 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     stride = max(labels + n * wide + gap, 1.4)  # room for the name of a step
     bands = math.ceil(n / across)  # rows of panels per phase
     panel = head + n * tall + gap
-    width = max(across * stride - gap, room_for(title))
     below = top + bands * (1 if n == 1 else 2) * panel + 0.16 - 0.08
-    picture, ax = open_picture(title, text_table, width, below, _caption(n))
+    picture, ax = open_picture(title, text_table, across * stride - gap, below, _caption(n))
     for step, name in enumerate(names):
         # The first all-gather is below the first reduce-scatter; the key fills the gap.
         slot = step if step < n else bands * across + step - n + 1
@@ -124,11 +123,10 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
 
     left, top, tall, gap = 0.8, 0.75, 0.34, 0.3  # inches; the gap is an arrow's length
     wide = 0.09 * n + 0.3
-    width = max(left + n * wide + 1.6, room_for(title))
     caption = "Columns are chunks. A number's digits name the ranks in it."
     caption += " An arrow is a message of the trace." if n > 1 else ""
     below = top + n * (tall + gap) + 0.1
-    picture, ax = open_picture(title, text_table, width, below, caption)
+    picture, ax = open_picture(title, text_table, left + n * wide + 1.6, below, caption)
     for c in range(n):
         at = left + c * wide + 0.09, top - 0.1  # beside the arrow of a chunk
         write(ax, *at, str(c), 7.5, color=QUIET, ha="center")

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import style
-from ddp_kit.plot.picture import Picture, open_picture, plain, read_ranks, room_for, table
+from ddp_kit.plot.picture import Picture, open_picture, plain, read_ranks, table
 from ddp_kit.plot.style import DASHES, INK, NOTHING, PAPER, QUIET, WIDTH, box, write
 
 EMPTY, ELLIPSIS = "[]", "…"  # with NOTHING, the entries of a column that are no numbers
@@ -77,7 +77,7 @@ def tensors(
     below = top + sum(tall) + ROW_GAP * len(tall)
     rows = [[f"{name} {r}", *(_cell_text(cell) for cell in row)] for r, row in enumerate(cells)]
     text_table = table(title, ["", *stages], rows, align="<")
-    width = max(edge + sum(wide) + ARROW * (len(stages) - 1), room_for(title))
+    width = edge + sum(wide) + ARROW * (len(stages) - 1)
     caption = _caption(stages[0], cells, origin, name)
     picture, ax = open_picture(title, text_table, width + 0.02, below + 0.04, caption)
     left = [edge + sum(wide[:s]) + ARROW * s for s in range(len(stages))]
@@ -337,11 +337,12 @@ def placements(
     lines = -(-len(ranks) // across)
     head = 0.22 if any(parts) or names else 0.0
     stage_height = head + lines * drop + 0.2
-    width = max(left + across * step - GAP, room_for(title))
     origin = _origin(next(iter(parts.values())), tensor.shape) if len(parts) > 1 else None
     caption = _parts_caption(parts, numbered, origin)
     below = TOP + len(parts) * stage_height - 0.1
-    picture, sheet = open_picture(title, text_table, width + 0.02, below, caption)
+    picture, sheet = open_picture(
+        title, text_table, left + across * step - GAP + 0.02, below, caption
+    )
     for number, (stage, held) in enumerate(parts.items()):
         y = TOP + number * stage_height
         if number:

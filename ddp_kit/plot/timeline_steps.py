@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median_low
-from typing import NamedTuple
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import table
@@ -52,11 +51,7 @@ class Training:
         text = f"Training step {self.shown + 1:,} of {total:,}"
         if alike == total:
             return f"{text}, which all have the same calls"
-        return (
-            text
-            + (f", one of {alike:,} with" if alike > 1 else ", the only one with")
-            + " these calls"
-        )
+        return f"{text}, {f'one of {alike:,}' if alike > 1 else 'the only one'} with these calls"
 
 
 def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | None:
@@ -155,13 +150,6 @@ def steps_table(title: str, trace: Trace, training: Training) -> str:
     return table(title, header, [*early, *middle, *rows.values()])
 
 
-class _Item(NamedTuple):
-    """What one rank does in one step; began: in an earlier one."""
-
-    text: str
-    began: bool = False
-
-
 def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
     """Return what happened in a part of the order: one row per step, one column per rank."""
     never = unmatched(trace)
@@ -180,14 +168,15 @@ def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, floa
         return text + (f" ({never[key]})" if key in never else without.get(key, ""))
 
     length = round(lanes.limits[1] - 0.5)
-    rows: list[list[list[_Item]]] = [[[] for _ in lanes.plan.actions] for _ in range(length)]
+    # By step and rank: each text, and whether that began in an earlier step.
+    rows: list[list[list[tuple[str, bool]]]] = [[[] for _ in lanes.spans] for _ in range(length)]
     for rank, own in enumerate(lanes.plan.actions):
         last = 0
         for action in own:
             text = "wait" if action.what == WAIT else name(action.event)
             shown = _steps(action, last, length)
             for step in shown:
-                rows[step][rank].append(_Item(text, step > shown[0]))
+                rows[step][rank].append((text, step > shown[0]))
             last = shown[-1]
     first = round(window[0] - 0.5)
     lines = [
@@ -210,8 +199,8 @@ def _steps(action: Action, last: int, length: int) -> range:
     return range(begin, max(end, begin + 1))
 
 
-def _cell(items: list[_Item], is_first: bool) -> str:
-    texts = [LASTS if item.began and not is_first else item.text for item in items]
+def _cell(items: list[tuple[str, bool]], is_first: bool) -> str:
+    texts = [LASTS if began and not is_first else text for text, began in items]
     same = ((text, len(list(group))) for text, group in itertools.groupby(texts))
     return ", ".join(f"{text} {TIMES} {many}" if many > 1 else text for text, many in same)
 
@@ -238,18 +227,12 @@ def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
         sent[message.src] += message.nbytes
     header = ["", "sends", "bytes sent", "receives", "collectives", "steps waited"]
     found = [m for m in ("never received", "never sent") if any(m == k for _, k in never)]
-    rows = [
-        [
-            f"rank {rank}",
-            f"{counts[rank, 'send']:,}",
-            f"{sent[rank]:,}",
-            f"{counts[rank, 'recv']:,}",
-            f"{counts[rank, 'collective']:,}",
-            f"{waited[rank]:,}",
-            *(f"{never[rank, mark]:,}" for mark in found),
-        ]
-        for rank in range(trace.world_size)
-    ]
+    rows = []
+    for rank in range(trace.world_size):
+        sends, recvs, collectives = (counts[rank, k] for k in ("send", "recv", "collective"))
+        numbers = [sends, sent[rank], recvs, collectives, waited[rank]]
+        numbers += [never[rank, mark] for mark in found]
+        rows.append([f"rank {rank}", *(f"{number:,}" for number in numbers)])
     return table(title, [*header, *found], rows)
 
 
