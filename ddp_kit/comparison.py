@@ -705,15 +705,8 @@ def compare(
     else:
         first, cause = max(findings, key=lambda finding: finding.ratio), None
         text = _format_equal(first, findings, len(paths), world_size, rule)
-    return Comparison(
-        equal=not wrong,
-        name=format_path(first.path),
-        rank=first.rank,
-        max_error=first.error,
-        tolerance=first.tolerance,
-        cause=cause.name if cause else first.cause,
-        text=text,
-    )
+    name, why = format_path(first.path), cause.name if cause else first.cause
+    return Comparison(not wrong, name, first.rank, first.error, first.tolerance, why, text)
 
 
 def _list_parts(parts: Any, world_size: int | None) -> list:
