@@ -67,10 +67,10 @@ def memory(
     height = count * (TALL + GAP) - GAP
     caption = "The number on a bar is its sum."
     caption += f" All {name}s have the same scale." if count > 1 else ""
-    foot, full = TOP + height + 0.52, LEFT + WIDE + 0.15
+    foot = TOP + height + 0.52
     looks = {kind: (fill, EDGE, hatch) for kind, (fill, hatch) in kinds.items()}
-    below = foot + max((y for _, y in style.key_places(kinds, full)), default=0) + 0.25
-    picture, sheet = open_picture(title, text_table, full, below, caption)
+    below = foot + style.key_place(len(kinds) - 1, 3)[1] + 0.25
+    picture, sheet = open_picture(title, text_table, LEFT + WIDE + 0.15, below, caption)
     width = max(8, 64 // len(held))
     wrapped = functools.partial(textwrap.fill, width=width, break_long_words=False)
     for device in range(count):
@@ -84,7 +84,7 @@ def memory(
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
         ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
-    style.draw_key(sheet, 0, foot, looks, full)
+    style.draw_key(sheet, 0, foot, looks, columns=3)
     return picture
 
 

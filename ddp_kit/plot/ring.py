@@ -222,7 +222,7 @@ def _key(ax: Axes, x: float, y: float, n: int) -> None:
     names = {many: f"{'… ' * (many > 3)}{count(many, 'rank')}" for many in counts}
     looks = {names[many]: (_fill(int("1" * many), n), "none") for many in counts}
     looks |= {"complete": (COMPLETE, "none"), "from rank 0": ("none", "none")}
-    style.draw_key(ax, x, y, looks, width=0)
+    style.draw_key(ax, x, y, looks, columns=1)
     _outline(ax, x, y + (len(looks) - 1) * style.KEY_ROW, 0.26, 0.16, style.rank_color(0))
 
 

@@ -513,7 +513,7 @@ def timeline(
         _draw_overview(picture, sheet, 0.3, lanes, training)
         style.write(sheet, LEFT, 0.19 + above, shown, 9, weight="bold")
     large.draw(picture, sheet, top, xlabel, borders)
-    style.draw_key(sheet, LEFT, foot, key, full - LEFT)
+    style.draw_key(sheet, LEFT, foot, key)
     return picture
 
 
