@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
-from ddp_kit.plot import style as styles
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import LARGEST, Picture, open_picture, plain, read_named, read_numbers
 from ddp_kit.plot.style import INK, PAPER, TIMES, marker, series_color, significant, write
 
@@ -27,7 +27,7 @@ Series = dict[str, dict[int, float]]
 
 
 def _fold(name: str) -> str:
-    return "\n".join(styles.fold(name, 2, 9))
+    return "\n".join(style.fold(name, 2, 9))
 
 
 def _width(names: Iterable[str]) -> float:
@@ -37,7 +37,7 @@ def _width(names: Iterable[str]) -> float:
 
 
 def _draw_legend(ax: Axes) -> None:
-    look = {"prop": {"family": styles.FAMILY, "size": 9}, "labelcolor": INK, "frameon": False}
+    look = {"prop": {"family": style.FAMILY, "size": 9}, "labelcolor": INK, "frameon": False}
     place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "numpoints": 1}
     ax.legend(**place, **look, labelspacing=0.6, scatterpoints=1)
 
@@ -65,7 +65,7 @@ def losses(
     else:
         of, ranks = " of each rank", range(len(values := pictures.read_ranks(result)))
         lines = {f"rank {r}": _losses(f"rank {r} must return", values[r]) for r in ranks}
-        fills, edges = [styles.rank_color(r) for r in ranks], [styles.edge_color(r) for r in ranks]
+        fills, edges = [style.rank_color(r) for r in ranks], [style.edge_color(r) for r in ranks]
     if title is None:
         title = f"{ylabel[:1].upper()}{ylabel[1:]}{of}, {xlabel} by {xlabel}"
     rows = [[name, f"{y[0]:.2f}", f"{y[-1]:.2f}"] for name, y in lines.items()]
@@ -157,19 +157,19 @@ def bandwidth(
     ax = picture.chart(LEFT, TOP, WIDE, tall, "both", "" if compare else xlabel, "time (ms)")
     for name, line in points.items():
         _line(ax, looks[name], line, name in dashed, name)
-        style = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
+        look = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
         for n, (low, _, high) in quarters[name].items() if many else ():
-            ax.plot([n, n], [low, high], linewidth=1.1, linestyle="-", **style)
+            ax.plot([n, n], [low, high], linewidth=1.1, linestyle="-", **look)
         if name in modelled:
-            style |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
-            ax.plot(list(modelled[name]), list(modelled[name].values()), **style)
+            look |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
+            ax.plot(list(modelled[name]), list(modelled[name].values()), **look)
     _draw_legend(ax)
     _log_log(ax, sizes)
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
         base, *others = points
         bases = modelled if residuals else dict.fromkeys(others, points[base])
-        ratio = "\n".join(styles.fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
+        ratio = "\n".join(style.fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
         lower = picture.chart(LEFT, TOP + tall + gap, WIDE, small, "both", xlabel, ratio)
         ratios = {
             o: {n: t / b[n] for n, t in points[o].items() if n in b} for o, b in bases.items()
@@ -262,18 +262,18 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     rows = [[name, significant(m)] for name, m in zip(samples, medians, strict=True)]
     text_table = pictures.table(title, ["", "median (ms)"], rows)
 
-    names = ["\n".join(styles.fold(name, 2.2, 9.5)) for name in samples]
+    names = ["\n".join(style.fold(name, 2.2, 9.5)) for name in samples]
     left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
     wide, row, top = 5.4, 0.42, TOP + 0.16  # inches; the top is below the heading of the medians
     height, right = row * len(names), left + wide + 0.9
     caption = "Bar: the median. Thin line: from the fastest to the slowest step."
     picture, sheet = open_picture(title, text_table, right, top + height + 0.58, caption)
-    write(sheet, right, top - 0.1, "median", 8.5, color=styles.QUIET, ha="right")
+    write(sheet, right, top - 0.1, "median", 8.5, color=style.QUIET, ha="right")
     for i, middle in enumerate(medians):
         write(sheet, right, top + (i + 0.5) * row, f"{significant(middle)} ms", ha="right")
     ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
     reach = [(m - min(v), max(v) - m) for m, v in zip(medians, samples.values(), strict=True)]
-    whisker = {"ecolor": styles.EDGE, "elinewidth": 1.1, "capsize": 2.5}
+    whisker = {"ecolor": style.EDGE, "elinewidth": 1.1, "capsize": 2.5}
     look = {"color": "#9fb4c9", "linewidth": 0, "error_kw": whisker}
     ax.barh(range(len(names)), medians, height=0.56, xerr=list(zip(*reach, strict=True)), **look)
     longest = max(max(each) for each in samples.values()) or 1
@@ -331,7 +331,7 @@ def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, floa
 
 def _table(title: str, first: str, columns: Series) -> str:
     rows = [
-        [f"{n:,.0f}", *(significant(p[n]) if n in p else styles.NOTHING for p in columns.values())]
+        [f"{n:,.0f}", *(significant(p[n]) if n in p else style.NOTHING for p in columns.values())]
         for n in sorted(set().union(*columns.values()))
     ]
     return pictures.table(title, [first, *columns], rows)
@@ -339,7 +339,7 @@ def _table(title: str, first: str, columns: Series) -> str:
 
 def _line(ax: Axes, index: int, values: dict[int, float], dashed: bool, name: str = "") -> None:
     color = series_color(index)
-    look = {"color": color, "linewidth": 1.6, "linestyle": styles.DASHES if dashed else "-"}
+    look = {"color": color, "linewidth": 1.6, "linestyle": style.DASHES if dashed else "-"}
     look |= {"marker": marker(index), "markersize": 6, "label": _fold(name), "zorder": 3}
     look |= {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
     if dashed:
@@ -364,7 +364,7 @@ def _log_log(ax: Axes, sizes: list[int]) -> None:
         if all(abs(math.log(n / at)) >= 0.1 * (high - low) for at in ticks):
             ticks = sorted([*ticks, n])
     ax.set(xscale="log", xlim=(math.exp(low - margin), math.exp(high + margin)))
-    _ticks(ax.xaxis, ticker.FixedLocator(ticks), lambda n: styles.byte_size(n, digits=3))
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), lambda n: style.byte_size(n, digits=3))
     _log_times(ax)
 
 
@@ -416,12 +416,12 @@ def _loss_line(
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
     on, off = DASH * (total - i), DASH * i
     dashes = (0, (on / 2.2, off / 2.2)) if i and dashed else "-"
-    style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
+    look = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
     # Smaller for later lines, so that earlier ones show behind them.
     marks = {"marker": marker(i), "markersize": widest - (widest - 5.5) * i / max(1, total - 1)}
     marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
     marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
-    ax.plot(x, y, label=_fold(name), zorder=3 + i / 100, **style, **marks)
+    ax.plot(x, y, label=_fold(name), zorder=3 + i / 100, **look, **marks)
 
 
 def _note_end(name: str, y: list[float], xlabel: str) -> str:

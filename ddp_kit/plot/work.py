@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot import style as styles
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_ranks, short, table
 from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, WIDTH, bars, chip, rank_color, write
 
@@ -100,17 +100,17 @@ def pipeline(
         bottom = rank + (1 + HIGH / ROW) / 2
         for cell in own:
             later = stages.index(cell.stage) / max(1, len(stages) - 1)  # from 0 to 1
-            fill = styles.blend(KINDS[cell.kind][1], PAPER, PALER * later)
+            fill = style.blend(KINDS[cell.kind][1], PAPER, PALER * later)
             high = (1 - LOWER * later) * HIGH / ROW
             x, wide = cell.start - begin, cell.end - cell.start
-            bars(ax, [(x, wide)], (bottom - high, high), fill, styles.EDGE, linewidth=0.5)
+            bars(ax, [(x, wide)], (bottom - high, high), fill, style.EDGE, linewidth=0.5)
             number = str(cell.micro_batch)
             if wide / length * width > ROOM * len(number):
-                style = {"ha": "center", "color": styles.text_color(fill)}
-                write(ax, x + wide / 2, bottom - high / 2, number, 8, **style)
+                look = {"ha": "center", "color": style.text_color(fill)}
+                write(ax, x + wide / 2, bottom - high / 2, number, 8, **look)
     drawn = {cell.kind for cell in cells}
-    looks = {name: (fill, styles.EDGE) for kind, (name, fill) in KINDS.items() if kind in drawn}
-    styles.draw_key(sheet, LEFT, TOP + height + 0.58, looks)
+    looks = {name: (fill, style.EDGE) for kind, (name, fill) in KINDS.items() if kind in drawn}
+    style.draw_key(sheet, LEFT, TOP + height + 0.58, looks)
     return picture
 
 
@@ -228,8 +228,8 @@ def _draw_block(ax: Axes, rank: int, block: Block, masked: bool) -> None:
         corners = [(x, y), (x + wide, y), (x + wide, y + tall)]
         ax.add_patch(Polygon(corners, facecolor=PAPER, alpha=0.65, edgecolor="none", zorder=2))
     place = (x + wide * (0.32 if masked else 0.5), y + tall * (0.68 if masked else 0.5))
-    style = {"color": styles.text_color(fill), "ha": "center", "zorder": 3}
-    write(ax, *place, str(block.step), 8.5, **style)
+    look = {"color": style.text_color(fill), "ha": "center", "zorder": 3}
+    write(ax, *place, str(block.step), 8.5, **look)
 
 
 def _draw_work(ax: Axes, work: Sequence[Sequence[int]], most: float) -> None:
@@ -242,7 +242,7 @@ def _draw_work(ax: Axes, work: Sequence[Sequence[int]], most: float) -> None:
             bars(ax, [(start, max(pairs))], bar, NO_CALL, PAPER)
             bars(ax, [(start, count)], bar, fill, PAPER)
             if count:
-                style = {"color": styles.text_color(fill), "ha": "center"}
-                write(ax, start + count / 2, rank + 0.5, str(step), 8.5, **style)
+                look = {"color": style.text_color(fill), "ha": "center"}
+                write(ax, start + count / 2, rank + 0.5, str(step), 8.5, **look)
         start += max(pairs)
-    ax.axvline(start, color=QUIET, linewidth=0.8, linestyle=styles.DASHES)
+    ax.axvline(start, color=QUIET, linewidth=0.8, linestyle=style.DASHES)
