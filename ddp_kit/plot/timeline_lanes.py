@@ -14,7 +14,7 @@ from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Key, Schedule, schedule
 
 LEAVES, ARRIVES = 0.5, 0.88  # of a step: where its arrows begin and end
-MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn and counted together
+MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn as shares of time
 STARTING = 0.45  # of a step: what calls that return at once take before a wait that follows
 
 
