@@ -58,7 +58,6 @@ def pair(mine: Any, reference: Any) -> tuple[list, list, bool]:
 
 
 def _is_by_rank(reference: Any, mine: Any) -> bool:
-    """Return whether `reference` has a value for each rank of `mine`."""
     if isinstance(reference, Result):
         return True
     return isinstance(mine, Result) and len(mine) > 0 and _depth(reference) == _depth(mine[0]) + 1
@@ -255,7 +254,6 @@ def _order(found: Tensors, wanted: Tensors, bound: float) -> list[int]:
 
 
 def _of_other_ranks(mine: Tensors, references: Tensors, bound: float) -> Cause | None:
-    """Recognize ranks that hold what other ranks should hold."""
     order = _order(mine, references, bound)
     moved = [
         f"rank {rank} holds rank {whose}'s" for rank, whose in enumerate(order) if rank != whose
@@ -397,7 +395,6 @@ ABSENT = object()
 
 
 def inexact(dtype: torch.dtype) -> bool:
-    """Return whether numbers of this dtype are rounded."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -424,7 +421,6 @@ class Rule:
 
     @property
     def given(self) -> bool:
-        """Whether rtol or atol were passed."""
         return self.rtol is not None or self.atol is not None
 
     def count_terms(self, dtype: torch.dtype) -> int:
@@ -482,7 +478,6 @@ class Finding:
 
     @property
     def equal(self) -> bool:
-        """Whether the difference is within the tolerance."""
         return self.error <= self.tolerance
 
     @property
@@ -516,7 +511,6 @@ def measure(path: Path, rank: int | None, mine: Any, reference: Any, rule: Rule)
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype that rounds more."""
     return max((one, other), key=lambda dtype: torch.finfo(dtype).eps if inexact(dtype) else 0.0)
 
 
@@ -631,9 +625,6 @@ class Comparison:
     def __bool__(self) -> bool:
         return self.equal
 
-    def __str__(self) -> str:
-        return self.text
-
     def __repr__(self) -> str:
         return self.text
 
@@ -699,34 +690,23 @@ def compare(
         raise CompareError("there is nothing to compare: neither value contains a tensor or number")
     findings = [
         measure(
-            path,
-            rank if by_rank else None,
-            found[rank].get(path, ABSENT),
-            wanted[rank].get(path, ABSENT),
-            rule,
+            path, rank if by_rank else None, have.get(path, ABSENT), want.get(path, ABSENT), rule
         )
         for path in paths
-        for rank in range(len(found))
-        if path in found[rank] or path in wanted[rank]
+        for rank, (have, want) in enumerate(zip(found, wanted, strict=True))
+        if path in have or path in want
     ]
     world_size = len(found) if by_rank else None
     wrong = [finding for finding in findings if not finding.equal]
     if wrong:
-        first, (cause, where) = wrong[0], _explain(wrong, found, wanted, before, rule)
+        first, (cause, where) = wrong[0], _explain(wrong, (found, wanted, before), rule)
         noise = _noise(first, findings, rule)
         text = _format_difference(wrong, cause, where, noise, len(paths), world_size)
     else:
         first, cause = max(findings, key=lambda finding: finding.ratio), None
         text = _format_equal(first, findings, len(paths), world_size, rule)
-    return Comparison(
-        equal=not wrong,
-        name=format_path(first.path),
-        rank=first.rank,
-        max_error=first.error,
-        tolerance=first.tolerance,
-        cause=cause.name if cause else first.cause,
-        text=text,
-    )
+    name, why = format_path(first.path), cause.name if cause else first.cause
+    return Comparison(not wrong, name, first.rank, first.error, first.tolerance, why, text)
 
 
 def _list_parts(parts: Any, world_size: int | None) -> list:
@@ -746,33 +726,31 @@ def _list_parts(parts: Any, world_size: int | None) -> list:
 
 
 def _explain(
-    wrong: Sequence[Finding],
-    found: Sequence[Leaves],
-    wanted: Sequence[Leaves],
-    before: Sequence[Leaves],
-    rule: Rule,
+    wrong: Sequence[Finding], by_rank: Sequence[Sequence[Leaves]], rule: Rule
 ) -> tuple[Cause | None, Finding]:
-    """Return the cause that the first of the tensors shows that show one, and where it shows."""
+    """Return the cause that the first of the tensors shows that show one, and where it shows.
+
+    by_rank: what the ranks hold, should hold, and held before.
+    """
     firsts: dict[Path, Finding] = {}
     for finding in wrong:
         firsts.setdefault(finding.path, finding)
-    for path, finding in list(firsts.items())[:MOST_EXAMINED]:
+    for finding in list(firsts.values())[:MOST_EXAMINED]:
         if finding.cause in ("missing", "unexpected", "type", "value"):
             return Cause(finding.cause, ""), finding
-        if cause := _cause(path, finding, found, wanted, before, rule):
+        if cause := _cause(finding, *by_rank, rule):
             return cause, finding
     return None, wrong[0]
 
 
 def _cause(
-    path: Path,
     finding: Finding,
     found: Sequence[Leaves],
     wanted: Sequence[Leaves],
     before: Sequence[Leaves],
     rule: Rule,
 ) -> Cause | None:
-    shared = all(one is wanted[0] for one in wanted)
+    path, shared = finding.path, all(one is wanted[0] for one in wanted)
     lists = found, wanted[:1] if shared else wanted, before
     read_ = [[read(one.get(path), path) for one in leaves_] for leaves_ in lists]
     if any(numbers is None for numbers in (*read_[0], *read_[1])):
@@ -783,13 +761,8 @@ def _cause(
     mine, references, parts = (
         [numbers.values.to(wide) for numbers in one if numbers is not None] for one in read_
     )
-    return find_cause(
-        mine,
-        references,
-        finding.rank,
-        rule.slack(dtype),
-        parts if len(parts) == len(before) else (),
-    )
+    known = parts if len(parts) == len(before) else ()
+    return find_cause(mine, references, finding.rank, rule.slack(dtype), known)
 
 
 def _noise(first: Finding, findings: Sequence[Finding], rule: Rule) -> str:

@@ -91,7 +91,6 @@ class Wait:
 
     @property
     def for_key(self) -> bool:
-        """Whether it waited for a key of a store."""
         return (self.op or "").startswith("store.")
 
     @property
@@ -337,7 +336,6 @@ def format_notes(notes: Iterable[tuple[int, str, Frame | None]]) -> list[str]:
 
 
 def format_returned(ranks: Iterable[int]) -> list[str]:
-    """Return a line that names the ranks that had returned; [] if none had."""
     ranks = list(ranks)
     return [f"{name_ranks(ranks)} had returned"] if ranks else []
 

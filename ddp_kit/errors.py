@@ -129,11 +129,7 @@ class ExerciseError(KitError, AssertionError):
     mistake = ""
 
     def __init__(
-        self,
-        message: str,
-        error: KitError | None = None,
-        trace: Any = None,
-        credit: float = 0.0,
+        self, message: str, error: KitError | None = None, trace: Any = None, credit: float = 0.0
     ):
         self.error, self.trace, self.credit = error, trace, credit
         super().__init__(message, error, trace, credit)
@@ -298,13 +294,7 @@ class InternalError(RunError, RuntimeError):
         ]
 
 
-class _HintedError(RunError):
-    """An error that ends with a hint, which is settable."""
-
-    hint: str
-
-
-class DeadlockError(_HintedError):
+class DeadlockError(RunError):
     """Ranks wait for each other, or for ranks that have returned: the run can never end.
 
     fact: which rank waits for which, in a sentence. waits: one for each stuck rank. hint: what
@@ -342,7 +332,7 @@ class DeadlockError(_HintedError):
             draw(self)
 
 
-class MismatchError(_HintedError):
+class MismatchError(RunError):
     """Ranks called different collectives, or the two ends of a message differ.
 
     The ranks of a collective must agree in the operation, shapes, dtype, op, root and split sizes;

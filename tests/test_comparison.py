@@ -78,13 +78,6 @@ def test_a_sum_in_another_order_is_never_a_bug(dtype, terms, signs):
         assert found.cause is None
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_mean_over_ranks_is_equal_without_saying_how_many_terms(seed):
-    numbers = random(128, 50, seed=seed)
-    mean = torch.stack([part.mean(0) for part in numbers.chunk(N)]).mean(0)
-    assert kit.compare([mean] * N, numbers.mean(0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64])
 @pytest.mark.parametrize("seed", range(20))
 def test_an_error_of_a_thousandth_is_never_rounding(dtype, seed):
@@ -580,19 +573,6 @@ def by_hand(rank, world_size, optimizer, mistake):
     return state(model, optimizer)
 
 
-def gather(rank, world_size, mistake):
-    """Multiply by a weight whose rows are spread over the ranks, and gather the columns."""
-    x, _ = batch()
-    mine = x @ small()[0].weight.chunk(world_size)[rank].T
-    columns = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(columns, mine.detach())
-    if mistake == "swapped shards":
-        columns[1], columns[3] = columns[3], columns[1]
-    if mistake == "shard missing":
-        columns[2].zero_()
-    return torch.cat(columns, 1)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [1, 20])
 def test_ddp_on_four_ranks_trains_the_model_of_one_process(optimizer, steps):
@@ -618,15 +598,6 @@ def test_each_usual_mistake_of_real_ranks_is_recognized(optimizer, mistake):
     if mistake == "drift":
         assert found.rank == 2
         assert found.name.startswith("model.")
-
-
-@pytest.mark.parametrize("mistake", [None, "swapped shards", "shard missing"])
-def test_each_mistake_of_gathered_shards_is_recognized(mistake):
-    x, _ = batch()
-    found = kit.compare(
-        kit.run(gather, mistake, backend="gloo"), (x @ small()[0].weight.T).detach()
-    )
-    assert found.cause == mistake, found
 
 
 def test_a_dtensor_is_refused_where_it_lies_and_gathered_is_right():

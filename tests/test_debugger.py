@@ -424,10 +424,7 @@ def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
 def test_commands_may_stand_in_the_line(notebook):
     cell = notebook.run("%ranks debug where ;; p torch.ones(2) + total, big.shape, ';' ;; locals")
     place = f"Cell In[{notebook.cell}]"
-    where = [
-        f"> {place}, line 4, in share",
-        "-> return total / parts",
-    ]
+    where = [f"> {place}, line 4, in share", "-> return total / parts"]
     assert cell.stdout.splitlines() == [
         *where,
         f"  {place}, line 9, in worker",

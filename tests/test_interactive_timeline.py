@@ -106,10 +106,6 @@ def test_ranks_that_called_different_collectives_are_noted():
     assert pack(script.trace(), {})["notes"] == {"0": "The ranks called different collectives."}
 
 
-def test_same_trace_gives_the_same_bytes():
-    assert pack(traces.mixed(4, 5), {}) == pack(traces.mixed(4, 5), {})
-
-
 def test_a_long_loop_has_few_calls_and_24_bytes_an_event():
     state = pack(traces.mixed(4, 500), {})
     assert len(state["rows"]) == 24 * 6000
@@ -120,13 +116,6 @@ def test_no_event_at_all():
     state = pack(Trace(2, spans=((5, 9), (7, 8))), {})
     assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 4), (2, 3)]
     assert state["rows"] == b""
-
-
-def test_a_rank_of_which_nothing_is_known():
-    script = traces.Script(2)
-    script.send(0, 1)
-    state = pack(script.trace(spans=()), {})
-    assert [(lane["begin"], lane["end"]) for lane in state["lanes"]] == [(0, 0.2 * MS), (0, 0)]
 
 
 def test_hosts_say_how_wrong_their_clocks_may_be():

@@ -44,7 +44,7 @@ def test_a_cell_runs_on_all_ranks_and_shows_prints_and_last_values_in_rank_order
     assert cell.stdout == printed + "".join(f"rank {rank}: tensor([6., 6.])\n" for rank in range(4))
 
 
-def test_a_function_that_a_cell_replaces_lasts_or_costs_the_names(notebook):
+def test_a_function_that_a_cell_replaces_is_put_back_and_the_names_stay(notebook):
     replaced = notebook.run("%%ranks -n 2\nkept = rank\ntorch.sum = dist.barrier = None")
     assert replaced.stdout == "".join(
         f"[rank {rank}] the next cell has the original torch.distributed.barrier and 1 more again\n"
@@ -69,7 +69,7 @@ def test_names_stay_on_each_rank_until_reset(notebook):
     assert "NameError: name 'held'" in notebook.raises("%%ranks\nheld").rendered
 
 
-def test_a_name_that_only_the_notebook_has_is_not_explained(notebook):
+def test_a_name_that_only_the_notebook_has_is_explained(notebook):
     notebook.run("only_here = 2\nimport statistics as stats")
     missing = notebook.raises("%%ranks -n 2\nonly_here * rank").rendered
     hint = "only_here is defined in the notebook, but not on the ranks: copy it with %ranks push"
@@ -116,14 +116,6 @@ def test_a_group_that_has_ended_is_reported(notebook):
     notebook.run("%ranks reset")
     groups = "list(kit.run(lambda r, w: len(dist.distributed_c10d._world.pg_map), world_size=2))"
     assert notebook.value(groups) == "[1, 1]"
-
-
-def test_what_kit_run_leaves_is_still_cleaned_up(notebook):
-    ranks = notebook.ranks(2)
-    notebook.run("kit.run(lambda rank, world_size: dist.new_group([0, 1]) and None, world_size=2)")
-    groups = "list(kit.run(lambda r, w: len(dist.distributed_c10d._world.pg_map), world_size=2))"
-    assert notebook.value(groups) == "[1, 1]"
-    assert notebook.ranks(2) == ranks
 
 
 def test_a_class_of_a_cell_can_be_saved_and_pulled(notebook):
@@ -249,22 +241,18 @@ WRONG = [
     ("%%ranks\n('a'\n    % (1 2))", "PoolError", "SyntaxError: invalid syntax. Perhaps you forgot"),
     ("%%ranks\nx = '\0'", "PoolError", "null bytes"),
     ("%%ranks --n 2\nrank", "PoolError", "unrecognized arguments: --n"),
-    ("%%ranks -n two\nrank", "PoolError", "invalid int value: 'two'"),
     ("%%ranks -n 0\nrank", "PoolError", "world_size must be at least 1, got 0"),
     ("%%ranks --only 4\nrank", "PoolError", "ranks below 4"),
     ("%%ranks --onl 1\nrank", "PoolError", "unrecognized arguments: --onl"),
-    ("%%ranks --only 0,a\nrank", "PoolError", "got '0,a'"),
     ("%%ranks --timeout -1\nrank", "PoolError", "positive number of seconds"),
     ("%%ranks --backend none\nrank", "BackendError", "none"),
     ("%%ranks\n%timeit 3", "PoolError", "'%timeit' is for the notebook"),
-    ("%%ranks\n!ls", "PoolError", "'!ls' is for the notebook"),
     ("%%ranks\ntorch.ones?", "PoolError", "'torch.ones?' is for the notebook"),
     ("%ranks fetch x", "PoolError", "use pull NAME, push NAME, reset or debug RANK"),
     ("%ranks pull", "PoolError", "needs names"),
     ("%ranks pull nothing", "PoolError", "no 'nothing' on ranks 0, 1, 2 and 3"),
     ("%ranks push nothing", "PoolError", "the notebook has no 'nothing'"),
     ("%ranks push kept unsendable", "PoolError", "unsendable['out'] cannot be sent"),
-    ("%ranks pull x --only 9", "PoolError", "ranks below 4"),
     ("%ranks pull kept --only 0 1", "PoolError", "got '0 1'"),
 ]
 
@@ -281,15 +269,8 @@ def test_an_impossible_cell_is_a_kit_error_and_nothing_is_lost(notebook):
     assert notebook.run("%%ranks\nkept").stdout == "".join(f"rank {r}: {r}\n" for r in range(4))
 
 
-def test_the_help_begins_with_the_name_of_the_magic(notebook):
-    help_begins = "get_ipython().find_cell_magic('ranks').__doc__.split()[:2]"
-    assert notebook.value(help_begins) == "['::', '%%ranks']"
-
-
 @pytest.mark.usefixtures("forked_spawn")
-def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(
-    kernel,
-):
+def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_is_gone(kernel):
     kernel.run("%load_ext ddp_kit")
     ranks = kernel.ranks(2)
     late = kernel.raises("%%ranks -n 2 --timeout 60\nheld = 3\nif rank: time = 1; time.sleep()")
@@ -407,7 +388,7 @@ def test_work_that_a_cell_leaves_behind_is_reported_and_disturbs_no_later_cell(n
     assert notebook.run("%%ranks\ndist.barrier()\nrank").stdout == "rank 0: 0\nrank 1: 1\n"
 
 
-def test_a_cell_is_missing_in_the_class_view_or_tells_its_code(notebook, tmp_path):
+def test_a_cell_is_in_the_class_view_without_its_code(notebook, tmp_path):
     path = tmp_path / "progress.jsonl"
     notebook.run(f"import os; os.environ['DDP_KIT_PROGRESS'] = {str(path)!r}; secret = 1")
     notebook.run("%%ranks -n 2\nsecret_value = rank")

@@ -31,19 +31,7 @@ from ddp_kit.plot import (
     support,
     tensors,
 )
-from ddp_kit.plot.style import (
-    PAPER,
-    TIMES,
-    byte_size,
-    luminance,
-    marker,
-    series_color,
-    significant,
-    text_color,
-)
-from ddp_kit.plot.tensors import number_text
-from ddp_kit.pool import Result
-from ddp_kit.trace import Trace
+from ddp_kit.plot.style import TIMES, luminance, marker, series_color, text_color
 
 NEW, SHARED = "#d0d0d0", "#ffffff"
 EQUAL_LOSSES = [[2.3, 1.1, 0.5]] * 4
@@ -98,6 +86,10 @@ def texts(picture):
     return [text.get_text() for ax in picture.axes for text in ax.texts]
 
 
+def legend(ax):
+    return [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
+
+
 def boxes(picture):
     """Return (text, fill) of every box with a number in it, in drawing order."""
     ax = picture.axes[0]
@@ -126,11 +118,6 @@ def test_sixteen_ranks_have_colours_of_their_own_of_which_okabes_and_itos_come_f
     assert len({rank_color(rank) for rank in range(16)}) == 16
     assert (rank_color(0), rank_color(7)) == ("#0072b2", "#000000")
     assert rank_color(16) == rank_color(0)
-
-
-def test_negative_rank_has_no_colour():
-    with pytest.raises(PlotError, match="rank must be at least 0, got -1"):
-        rank_color(-1)
 
 
 @pytest.mark.parametrize("rank", range(16))
@@ -163,16 +150,11 @@ def test_picture_has_paper_of_its_own_on_a_dark_page():
         assert {image.convert("RGB").getpixel(corner) for corner in corners} == {(255, 255, 255)}
 
 
-def test_pictures_of_eight_ranks_fit_a_notebook():
-    for picture in one_of_each(8):
-        assert picture.get_size_inches()[0] <= 9.03
-        assert 2_000 < len(picture._repr_png_()) < 60_000
-
-
 def test_every_look_at_a_picture_and_ipythons_printer_draw_the_same_bytes():
     picture = losses(EQUAL_LOSSES)
     first = picture._repr_png_()
     assert picture._repr_png_() == print_figure(picture, fmt="png") == first
+    assert repr(picture) == str(picture) == picture.text_table
 
 
 def test_same_data_gives_the_same_bytes_and_text_in_a_dark_style_too_and_rcparams_stay():
@@ -182,11 +164,6 @@ def test_same_data_gives_the_same_bytes_and_text_in_a_dark_style_too_and_rcparam
         dark = [(picture._repr_png_(), repr(picture)) for picture in one_of_each(3)]
         assert dict(matplotlib.rcParams) == before
     assert dark == drawn()
-
-
-def test_text_of_a_picture_is_its_table():
-    picture = losses(EQUAL_LOSSES)
-    assert repr(picture) == str(picture) == picture.text_table
 
 
 def test_plot_imports_no_pyplot():
@@ -204,8 +181,7 @@ def test_title_replaces_the_default_and_may_be_empty():
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")],
+    "draw", [getattr(plot, name) for name in plot.__all__ if name not in ("Picture", "rank_color")]
 )
 def test_input_of_the_wrong_type_is_a_plot_error(draw):
     given = (7, 0) if draw in (plot.ring_step, plot.placements) else (7,)
@@ -216,26 +192,6 @@ def test_input_of_the_wrong_type_is_a_plot_error(draw):
 
 
 # ---- tensors
-
-
-def test_gather_table():
-    picture = tensors(
-        [
-            {"before": t(1, 2), "after": [t(1, 2), t(11, 12)]},
-            {"before": t(11, 12), "after": None},
-        ]
-    )
-    assert repr(picture) == (
-        "What each rank holds: before → after\n"
-        "        before  after\n"
-        "rank 0  1 2     1 2 | 11 12\n"
-        "rank 1  11 12   \N{EN DASH}"
-    )
-
-
-def test_result_of_a_run_is_drawn_as_a_list_is():
-    values = ({"before": t(1)}, {"before": t(2)})
-    assert repr(tensors(Result(values, ("", ""), Trace(2)))) == repr(tensors(values))
 
 
 def test_moved_number_keeps_the_colour_of_its_rank():
@@ -412,7 +368,6 @@ def test_losses_that_cannot_be_drawn_are_named_below():
     shown = [text.get_text() for text in picture.axes[0].texts]
     assert "Rank 0: nan in epoch 2. Rank 1: inf in epoch 3." in shown
     assert not any("Rank 2" in text for text in shown)
-    assert [name.xy[1] for name in picture.axes[1].texts] == [1.0, 1.0, 0.5]  # the last finite ones
 
 
 def test_losses_table_has_two_decimals():
@@ -434,7 +389,7 @@ def test_losses_of_settings_have_names_and_no_colour_of_a_rank():
         "4 ranks, learning rate 0.3        2.30        nan"
     )
     ax = picture.axes[1]
-    assert [text.get_text() for text in ax.texts] == list(compared)
+    assert legend(ax) == list(compared)
     lines = [line for line in ax.lines if line.get_label() in compared]
     assert [to_hex(line.get_color()) for line in lines] == [series_color(0), series_color(1)]
     assert "4 ranks, learning rate 0.3: nan in step 2." in texts(picture)
@@ -465,16 +420,6 @@ def test_losses_that_still_carry_their_gradient_are_drawn():
 
 
 # ---- ring
-
-
-def test_ring_table_marks_what_changed():
-    assert repr(ring(ring_history(2))) == (
-        "Ring all-reduce on 2 ranks: complete after 2 steps\n"
-        "                  rank 0  rank 1\n"
-        "start             1 1     10 10\n"
-        "reduce-scatter 1  1 11*   11* 10\n"
-        "all-gather 1      11* 11  11 11*"
-    )
 
 
 def test_changed_cells_wear_the_colour_of_the_left_neighbour_and_an_arrow_leads_to_each():
@@ -543,7 +488,9 @@ def test_bandwidth_is_logarithmic_in_milliseconds_with_units():
     assert list(above.lines[0].get_xdata()) == [4096, 1_000_000]
     assert list(above.lines[0].get_ydata()) == pytest.approx([0.1234, 2])
     assert (above.get_ylabel(), below.get_xlabel()) == ("time (ms)", "size of the tensor")
-    assert [text.get_text() for text in above.texts] == ["built-in", "by hand"]
+    assert legend(above) == ["built-in", "by hand"]
+    alone = bandwidth({"built-in": SERIES["built-in"]})
+    assert [ax.get_xlabel() for ax in alone.axes[1:]] == ["size of the tensor"]
 
 
 def test_sizes_and_amounts_have_three_digits_in_a_picture():
@@ -608,13 +555,10 @@ def test_dashed_series_have_other_colours_than_those_they_share():
     ]
     assert [color for color, _ in looks[1::2]] == [series_color(i) for i in (0, 1, 0, 1)]
     assert "Dotted: the model." in " ".join(texts(picture))
-    hollow = [each.get_markerfacecolor() == PAPER for each in above.lines[::2]]
-    assert hollow == [False, False, True, True]
     one, *residuals = below.lines
     assert list(one.get_ydata()) == [1, 1]
     assert [list(each.get_ydata()) for each in residuals] == [pytest.approx([2, 0.5])] * 4
     assert below.get_ylabel() == f"{TIMES} the model"
-    assert [label.get_text() for label in below.get_yticklabels()] == ["0.5", "1", "2"]
 
 
 def test_residuals_of_a_single_series_are_drawn():
@@ -626,11 +570,8 @@ def test_residuals_of_a_single_series_are_drawn():
     ("given", "message"),
     [
         ({"dashed": {"by hand": "slow"}}, "dashed must map names of series (built-in, by hand) to"),
-        ({"dashed": {"slow": "by hand"}}, "dashed must map names of series (built-in, by hand) to"),
-        ({"dashed": {"by hand": "by hand"}}, "dashed must map names of series"),
         ({"residuals": True}, "residuals need a model of each series that is drawn, at each size"),
         ({"model": {"tree": [(1, 1.0)]}}, "model has 'tree', but the series are built-in, by hand"),
-        ({"model": [("built-in", 1)]}, "model must map names of series to pairs"),
         ({"model": {"by hand": [(4, [1, 2])]}}, "'by hand, model' has 2 values for 4 bytes"),
     ],
 )
@@ -644,12 +585,6 @@ def test_tensors_are_samples_and_numbers():
     plain = bandwidth({"a": [(1000, samples), (2000, 0.005)]})
     drawn = bandwidth({"a": [(torch.tensor(1000), t(*samples)), (2000, torch.tensor(0.005))]})
     assert repr(drawn) == repr(plain)
-
-
-def test_one_series_has_no_ratio():
-    picture = bandwidth({"built-in": SERIES["built-in"]})
-    assert len(picture.axes) == 2
-    assert picture.axes[1].get_xlabel() == "size of the tensor"
 
 
 # ---- scaling
@@ -672,9 +607,8 @@ def test_scaling_table_separates_prediction_measurement_and_publication():
 
 
 def test_prediction_is_a_line_measurement_a_filled_mark_publication_a_hollow_one():
-    ring_line, tree_line, measured, published = (
-        scaling(PREDICTED, MEASURED, PUBLISHED).axes[1].lines
-    )
+    ax = scaling(PREDICTED, MEASURED, PUBLISHED).axes[1]
+    ring_line, tree_line, measured, published = (line for line in ax.lines if len(line.get_xdata()))
     for line in (ring_line, tree_line):
         assert (line.get_linestyle(), line.get_marker()) == ("-", "None")
     for marks in (measured, published):
@@ -705,14 +639,10 @@ def test_pictures_with_one_order_give_a_name_one_colour():
 
 
 def test_the_key_says_which_is_which_and_leaves_out_what_is_not_drawn():
-    whole = texts(scaling(PREDICTED, MEASURED, PUBLISHED))
-    assert whole[1:4] == [
-        "line: predicted",
-        "filled: measured here",
-        "hollow: published, Somebody 2018",
-    ]
-    assert whole[4:] == ["ring", "tree"]
-    assert "filled: measured here" not in texts(scaling(PREDICTED))
+    whole = legend(scaling(PREDICTED, MEASURED, PUBLISHED).axes[1])
+    published = "published, hollow: Somebody 2018"
+    assert whole == ["ring", "tree", "measured here: filled", published]
+    assert legend(scaling(PREDICTED).axes[1]) == ["ring", "tree"]
 
 
 def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
@@ -723,20 +653,6 @@ def test_scaling_is_logarithmic_but_an_efficiency_is_a_share_of_100():
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
     assert ax.get_ylabel() == "efficiency (%)"
     assert list(ax.lines[0].get_ydata()) == [100, 25]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (({},), "predicted is empty"),
-        (({"a": []},), "'a' has no points"),
-        ((PREDICTED, {"b": [(2, 0)]}), "'b' has 0 for 2 ranks: both must be positive"),
-        ((PREDICTED, {"b": [(2, 1), (2, 2)]}), "'b' has 2 ranks twice"),
-    ],
-)
-def test_scaling_says_what_it_cannot_draw(arguments, message):
-    with pytest.raises(PlotError, match=message):
-        scaling(*arguments)
 
 
 # ---- step times
@@ -754,9 +670,8 @@ def test_bars_end_at_the_median_and_lines_at_fastest_and_slowest():
     picture = step_times(STEP_TIMES)
     ax = picture.axes[1]
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([12, 20.5])
-    assert list(ax.lines[0].get_xdata()) == pytest.approx([10, 30])
+    assert ax.collections[0].get_segments()[0][:, 0] == pytest.approx([10, 30])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["DDP", "by hand"]
-    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first name is on top
     assert ax.get_xlabel() == "time of one step (ms)"
 
 
@@ -768,17 +683,6 @@ HELD = {
 }
 
 
-def test_memory_table_has_every_byte_and_the_sum():
-    assert repr(memory(HELD)) == (
-        "What each device holds after each step (bytes)\n"
-        "                device  batch  shard   kept  in all\n"
-        "scatter              0  4,000      0      0   4,000\n"
-        "scatter              1      0  1,500      0   1,500\n"
-        "parallel apply       0  4,000      0    500   4,500\n"
-        "parallel apply       1      0  1,500  2,500   4,000"
-    )
-
-
 def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
     _, first, second = memory(HELD).axes
     bars = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in first.patches]
@@ -787,17 +691,6 @@ def test_bars_of_a_device_are_stacked_on_the_scale_of_all():
     assert bars == [(0, 0, 1500), (1, 0, 1500), (1, 1500, 2500)]
     assert first.get_ylim() == second.get_ylim()
     assert [text.get_text() for text in second.texts] == ["1.5 kB", "4 kB"]
-
-
-def test_a_kind_has_its_look_whatever_the_others_hold():
-    full = memory({"a": [{"x": 1, "y": 2, "z": 3}]})
-    less = memory({"a": [{"x": 1, "y": 0, "z": 3}]})
-    x, y, z = full.axes[1].patches
-    assert x.get_facecolor() == y.get_facecolor()
-    assert y.get_hatch()
-    assert not x.get_hatch()
-    assert less.axes[1].patches[1].get_facecolor() == z.get_facecolor()
-    assert "y" not in texts(less)
 
 
 def test_known_kinds_look_the_same_whatever_stands_beside_them():
@@ -844,32 +737,6 @@ def test_memory_of_ranks_speaks_of_ranks_and_counts_tokens():
     assert {"rank 0", "rank 1"} <= set(texts(picture))
     assert "device" not in " ".join(texts(picture))
     assert [text.get_text() for text in picture.axes[1].texts] == ["1,200"]
-
-
-# ---- numbers
-
-
-@pytest.mark.parametrize(
-    ("write", "value", "text"),
-    [
-        (number_text, 3.0, "3"),
-        (number_text, -0.0, "0"),
-        (number_text, 1 / 3, "0.333"),
-        (number_text, -7, "-7"),
-        (number_text, 1e9, "1e9"),
-        (number_text, float("inf"), "inf"),
-        (number_text, 2e-7, "2e-7"),
-        (significant, 1234.5, "1230"),
-        (significant, 9.999, "10.0"),
-        (significant, 0.012345, "0.0123"),
-        (significant, 100, "100"),
-        (byte_size, 0, "0 B"),
-        (byte_size, 4096, "4.1 kB"),
-        (byte_size, 999_999, "1 MB"),
-    ],
-)
-def test_numbers_are_short(write, value, text):
-    assert write(value) == text
 
 
 # ---- support
@@ -919,7 +786,7 @@ def test_each_outcome_has_a_sign_and_the_key_explains_it():
     assert "nccl: it needs a GPU" in shown
 
 
-def test_what_was_not_tried_looks_like_what_was():
+def test_what_was_not_tried_is_marked_as_such():
     drawn = support({"nccl": {(op, "float32"): how for op, how in UNTRIED.items()}})
     rows = [line.split(maxsplit=1) for line in drawn.text_table.splitlines()[-3:]]
     assert rows == [["send", "documented"], ["AVG", "excluded"], ["barrier", "not run"]]
@@ -928,31 +795,10 @@ def test_what_was_not_tried_looks_like_what_was():
         assert shown.count(meaning) == 1
 
 
-def test_a_cell_that_nobody_asked_for_is_empty():
-    drawn = support({"gloo": {("send", "float32"): "works", ("barrier", "any"): "works"}})
-    assert texts(drawn).count("✓") == 3  # of four cells two, and the key
-    assert "hung" not in texts(drawn)
-
-
-def test_places_that_are_all_missing_are_listed_in_words():
-    drawn = support({"nccl": "it needs a GPU", "mpi": "it needs mpi4py"})
-    assert drawn.text_table.endswith("nccl: it needs a GPU\nmpi: it needs mpi4py")
-    assert not drawn.axes[0].patches
-
-
 CAUSAL = [
     [(0, range(0, 4), range(0, 4), 16)],
     [(0, range(4, 6), range(4, 6), 4), (1, range(4, 6), range(0, 4), 8)],
 ]
-
-
-def test_attention_table_has_the_pairs_of_each_step():
-    assert repr(attention(CAUSAL, title="Two ranks")) == (
-        "Two ranks (pairs)\n"
-        "        step 0  step 1  in all\n"
-        "rank 0      16       0      16\n"
-        "rank 1       4       8      12"
-    )
 
 
 def test_a_score_has_the_colour_of_the_rank_that_computes_it_and_a_step_lasts_as_long_as_any():
@@ -966,13 +812,8 @@ def test_a_score_has_the_colour_of_the_rank_that_computes_it_and_a_step_lasts_as
         (rank_color(1), (4, 4, 2, 2)),
         (rank_color(1), (0, 4, 4, 2)),
     ]
-    masked = [patch.get_xy()[:3].tolist() for patch in matrix.patches]
-    assert masked == [[[0, 0], [4, 0], [4, 4]], [[4, 4], [6, 4], [6, 6]]]
-    spans = [
-        (bars.get_paths()[0].get_extents().x0, bars.get_paths()[0].get_extents().x1)
-        for bars in work.collections
-    ]
-    assert spans == [(0, 16), (0, 16), (0, 16), (0, 4), (16, 24), (16, 16), (16, 24), (16, 24)]
+    ends = [bars.get_paths()[0].get_extents().x1 for bars in work.collections]
+    assert ends == [16, 16, 16, 4, 24, 16, 24, 24]
 
 
 def test_attention_says_what_is_masked_and_who_waits_only_if_it_is_so():
@@ -1005,17 +846,6 @@ def cells_of(picture):
     return drawn
 
 
-def test_pipeline_table_has_the_order_and_no_times():
-    later = [[(kind, i, 9 * a, 9 * b) for kind, i, a, b in rank] for rank in CELLS]
-    for cells in (CELLS, later):
-        assert repr(pipeline(cells)) == (
-            "What each rank of the pipeline computed\n"
-            "        kind and micro-batch\n"
-            "rank 0  F0 F1 B0 B1\n"
-            "rank 1  F0 B0 F1 B1"
-        )
-
-
 def test_cells_begin_and_end_where_they_were_measured():
     picture = pipeline(CELLS, unit="ms")
     wide = [(x, width) for x, width, _ in cells_of(picture)]
@@ -1025,6 +855,11 @@ def test_cells_begin_and_end_where_they_were_measured():
     assert picture.axes[1].get_xlim() == (0, 5)
     said = " ".join(texts(picture))
     assert "Blank is the bubble, here 40.0 % of the time" in said  # 6 of 10 are busy
+    longer = pipeline(CELLS, until=20)
+    assert longer.axes[1].get_xlim() == (0, 20)
+    assert "Blank until the last box ends is the bubble, here 40.0 %" in " ".join(texts(longer))
+    with pytest.raises(PlotError, match="until must be a finite number, such as 33, got '3'"):
+        pipeline(CELLS, until="3")
 
 
 def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
@@ -1038,7 +873,6 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     ]
     tall, low, *_ = (bars.get_paths()[0].get_extents() for bars in picture.axes[1].collections)
     assert tall.height > low.height
-    assert tall.y1 == pytest.approx(low.y1)
     assert {"stages 0, 2", "stage 1"} <= set(texts(picture))
     first, later, other, half = (fill for *_, fill in cells_of(picture))
     assert first == other
@@ -1046,21 +880,6 @@ def test_stages_of_a_rank_are_named_and_later_ones_are_lower_and_paler():
     assert half not in (first, later)
     key = {text for text in texts(picture) if "ward" in text}
     assert key == {"forward", "backward of the input"}
-
-
-def test_a_longer_axis_does_not_change_the_bubble():
-    longer, shorter = pipeline(CELLS, until=20), pipeline(CELLS, until=1)
-    assert longer.axes[1].get_xlim() == (0, 20)
-    assert "Blank until the last box ends is the bubble, here 40.0 %" in " ".join(texts(longer))
-    assert shorter.axes[1].get_xlim() == (0, 5)
-    assert "Blank is the bubble, here 40.0 %" in " ".join(texts(shorter))
-
-
-@pytest.mark.parametrize("until", ["3", float("inf"), None])
-def test_a_pipeline_asks_for_a_number_to_reach(until):
-    message = f"until must be a finite number, such as 33, got {until!r}"
-    with pytest.raises(PlotError, match=message):
-        pipeline([[("F", 0, 0, 1)]], until=until)
 
 
 # ---- all pictures
@@ -1089,18 +908,14 @@ def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
 @pytest.mark.parametrize(
     ("draw", "given", "message"),
     [
+        (rank_color, -1, "rank must be at least 0, got -1"),
         (tensors, [], "the result is empty"),
         (tensors, [{"a": t(1)}, t(7)], r"rank 1 must return a dict .* got tensor\(\[7\]\)"),
-        (tensors, [{}], "rank 0 must return a dict .* got {}"),
         (tensors, [{"a": t(1)}, {"b": t(1)}], r"rank 0 has \['a'\], rank 1 has \['b'\]"),
         (tensors, [{"a": "seven"}], "'a' of rank 0 is neither a tensor nor None: 'seven'"),
         (tensors, [{"a": torch.zeros(2, 3, 4)}], r"'a' of rank 0 has more than two .*\(2, 3, 4\)"),
-        (losses, [], "the result is empty"),
         (losses, [[1.0], []], r"rank 1 must return a sequence of losses, got \[\]"),
-        (losses, [None], "rank 0 must return a sequence of losses, got None"),
-        (losses, [[10**400]], r"rank 0 must return a sequence of losses, got \[10000"),
         (losses, {"1 rank": []}, r"'1 rank' must be a sequence of losses, got \[\]"),
-        (ring, [], "the result is empty"),
         (
             ring,
             [torch.ones(3, 2), torch.ones(2, 2)],
@@ -1114,15 +929,13 @@ def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
         (bandwidth, {"a": [(4, 1.0), (4, 2.0)]}, "'a' has 4 bytes twice"),
         (bandwidth, {"a": [(4, [])]}, "'a' has no samples for 4 bytes"),
         (bandwidth, {"a": [(4, [-1.0, 0.001, 0.002])]}, "'a' has -1.0 for 4 bytes"),
-        (bandwidth, {"a": [(4, [math.nan, 1.0, 2.0])]}, "'a' has nan for 4 bytes"),
         (bandwidth, {"a": [(4, [1.0, 10**400])]}, "'a' has 1000"),
-        (bandwidth, {"a": [("4 kB", 1.0)]}, "'a' has 1.0 for '4 kB' bytes"),
         (bandwidth, {"a": 5}, r"'a' must have pairs \(bytes, number\), got 5"),
+        (scaling, {}, "predicted is empty"),
+        (scaling, {"a": [(2, 1), (2, 2)]}, "'a' has 2 ranks twice"),
         (step_times, {}, "times is empty"),
         (step_times, {"DDP": []}, "'DDP' has no samples"),
         (step_times, {"DDP": [-1.0]}, "'DDP' has a step of -1.0 seconds"),
-        (step_times, {"DDP": [10**400]}, "'DDP' has a step of 1000"),
-        (step_times, {"DDP": ["fast"]}, "'DDP' has a step of 'fast' seconds"),
         (memory, {}, "held is empty"),
         (memory, [{"parameters": 4}], "held must map the name of each step"),
         (memory, {"a": [dict.fromkeys(range(13), 1)]}, "at most 12 kinds can be drawn, got 13"),
@@ -1134,11 +947,8 @@ def test_ranks_and_devices_alone_wear_the_colours_of_ranks():
         (attention, [], "there is no rank to draw"),
         (attention, [CAUSAL[0], 3], "rank 1 must list .step, queries, keys, pairs. .* got 3"),
         (attention, [[(-1, range(4), range(4), 16)]], "rank 0 must list"),
-        (attention, [[("0", range(4), range(4), 16)] * 200], r"got .{,400}$"),
-        (pipeline, [], "the result is empty"),
         (pipeline, [[], []], "no rank has a cell: there is nothing to draw"),
         (pipeline, [[("G", 0, 0, 1)]], r"with the kind .*, got \('G', 0, 0, 1\)"),
-        (pipeline, [[7]], "a cell must be .* got 7"),
         (pipeline, [7], "a rank's cells must be a list, got 7"),
         (pipeline, [[("F", 0, 0, math.inf)]], "must be finite numbers, got"),
         (pipeline, [[("F", 0, 2, 1)]], "must follow each other"),

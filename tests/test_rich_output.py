@@ -10,7 +10,7 @@ import pytest
 from kernels import Cell, Kernel
 
 import ddp_kit as kit
-from ddp_kit.notebook.displayed import show_displayed
+from ddp_kit.notebook.live import show_displayed
 from ddp_kit.pool import view
 from ddp_kit.pool.rank.displayed import LIMIT
 from ddp_kit.pool.view import as_seen

@@ -12,7 +12,7 @@ import html
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
@@ -142,14 +142,6 @@ def _name(lesson: str, value: Any) -> str:
     return next(f"{lesson}.{name}" for name, found in names if found is value)  # a partial
 
 
-class Request(NamedTuple):
-    """What the controls ask for: settings, the step to show, whether to run in any case."""
-
-    settings: Settings
-    step: int
-    again: bool = False
-
-
 class Panel:
     """Controls of an explorer; `box` holds them all.
 
@@ -191,34 +183,36 @@ class Panel:
         if beside_picture:
             self._image.layout.display = "none"
         self._asked = self._chosen()
-        self._waiting: Request | None = None  # the newest request, until it is carried out
+        # The newest request, until it is carried out: settings, the step to show, whether to run
+        # in any case.
+        self._waiting: tuple[Settings, int, bool] | None = None
         self._patience = threading.Timer(PATIENCE, self._say_queued)
         for chooser in (*self._settings.values(), self._step):
             chooser.observe(lambda change: self._ask(), "value")
         again.on_click(lambda button: self._ask(again=True))
 
-    def _chosen(self) -> Request:
+    def _chosen(self) -> tuple[Settings, int]:
         settings = {name: chooser.value for name, chooser in self._settings.items()}
-        return Request(settings, self._step.value)
+        return settings, self._step.value
 
     def _ask(self, again: bool = False) -> None:
         """Update the options, and request what is chosen. On any thread."""
-        self._fit(self._chosen().settings)
+        self._fit(self._chosen()[0])
         chosen = self._chosen()
         if chosen == self._asked and not again:  # one change may cause others
             return
         self._asked = chosen
-        self._waiting = request = chosen._replace(again=again)
+        self._waiting = request = (*chosen, again)
         self._patience.cancel()
         self._patience = threading.Timer(PATIENCE, self._say_queued)
         self._patience.daemon = True
         self._patience.start()
         self._loop.call_soon_threadsafe(self._loop.call_later, PAUSE, self._take, request)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: tuple[Settings, int, bool]) -> None:
         if request is self._waiting:  # else a newer one has taken its place
             self._drop()
-            self._carry_out(request)
+            self._carry_out(*request)
 
     def _drop(self) -> None:
         self._waiting = None
@@ -235,14 +229,14 @@ class Panel:
                 self._settings[name].max = options[-1]
             self._settings[name].layout.display = "none" if name in idle else None
 
-    def _carry_out(self, request: Request) -> None:
+    def _carry_out(self, settings: Settings, step: int, again: bool) -> None:
         """Run if necessary, and draw. On the main thread, while no cell runs."""
         try:
             with view.unseen(), interruptible():
-                if request.again or request.settings != self._explorer.settings:
-                    self._say(f"running on {count(request.settings['world_size'], 'rank')} ...")
-                    self._explorer.run(request.settings)
-                self._show(request.step)
+                if again or settings != self._explorer.settings:
+                    self._say(f"running on {count(settings['world_size'], 'rank')} ...")
+                    self._explorer.run(settings)
+                self._show(step)
                 self._image.layout.display = None
         except KeyboardInterrupt:
             self._drop()

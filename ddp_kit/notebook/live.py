@@ -1,4 +1,4 @@
-"""The live view of a run: one display below the cell, which is empty after the run."""
+"""What runs show below a cell: the live view, which is empty at the end, and what they display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -17,10 +18,12 @@ from IPython.core.error import UsageError
 from IPython.display import display
 
 from ddp_kit import errors
-from ddp_kit.notebook.displayed import show_displayed
+from ddp_kit.error_text import name_ranks
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.pool import start_after_cell
+from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
+from ddp_kit.pool.wire.messages import Bundle
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
 OLD = 10  # seconds without an update after which a view says so; it has one every second
@@ -56,7 +59,6 @@ class NotebookView:
             self._handle.update(both, raw=True)
 
     def close(self) -> None:
-        """Show nothing."""
         if self._shown:
             self._shown = None
             self._handle.update({}, raw=True)
@@ -89,7 +91,6 @@ def _unbroken(text: str) -> str:
 
 
 def as_text(title: str, lines: Sequence[RankLine]) -> str:
-    """Return the same as text."""
     rows = view.rows(lines)
     doing = _padded([f"{line}  " for _, line in rows])
     bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for _, line in rows])
@@ -100,6 +101,37 @@ def as_text(title: str, lines: Sequence[RankLine]) -> str:
 def _padded(cells: list[str]) -> list[str]:
     width = max(map(len, cells))
     return [cell.ljust(width) for cell in cells]
+
+
+def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
+    """Show it in rank order: text beside its heading, what looks the same on several ranks once."""
+    ranks: dict[tuple[str, int], list[int]] = {}
+    for rank, bundles in displayed.items():
+        for look in _looks(bundles):
+            ranks.setdefault(look, []).append(rank)
+    for rank, bundles in displayed.items():
+        for (data, metadata), look in zip(bundles, _looks(bundles), strict=True):
+            if set(data) == {"text/plain"}:
+                print(beside_rank(rank, str(data["text/plain"])))
+            elif ranks[look][0] == rank:
+                print(f"{_name_range(ranks[look])}:")
+                display(data, metadata=metadata, raw=True)
+
+
+def _looks(bundles: Sequence[Bundle]) -> Iterator[tuple[str, int]]:
+    """Yield how each bundle looks, and how many up to it look so."""
+    seen: Counter[str] = Counter()
+    for data, _ in bundles:
+        # The text of a figure or a table may contain an address.
+        look = repr(sorted((kind, value) for kind, value in data.items() if kind != "text/plain"))
+        seen[look] += 1
+        yield look, seen[look]
+
+
+def _name_range(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}–{ranks[-1]}"  # noqa: RUF001
+    return name_ranks(ranks)
 
 
 @functools.cache

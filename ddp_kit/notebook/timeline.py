@@ -137,17 +137,14 @@ def _lanes(trace: Trace, events: list[Event]) -> list[dict[str, Any]]:
     lanes = []
     for rank, own in enumerate(moments):
         color = rank_color(rank)
+        clock = trace.clock_error[rank] if trace.clock_error else 0
         lane = {"begin": min(own, default=first), "end": max(own, default=first)}
-        lane |= {
-            "events": counts[rank],
-            "clock": trace.clock_error[rank] if trace.clock_error else 0,
-        }
-        lanes.append({**lane, "color": color, "ink": text_color(color)})
+        lane |= {"events": counts[rank], "clock": clock}
+        lanes.append(lane | {"color": color, "ink": text_color(color)})
     return lanes
 
 
 def _describe(event: Event, cell_names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
-    """Return the items of what `pack` says about a call."""
     line, where = "", event.where
     if where is not None:
         file = cell_names.get(where.file, where.file)

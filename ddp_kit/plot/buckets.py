@@ -8,19 +8,9 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
-from ddp_kit.plot.style import (
-    COLLECTIVE,
-    DASHES,
-    EDGE,
-    LOST,
-    NO_CALL,
-    bars,
-    byte_size,
-    draw_key,
-    significant,
-    write,
-)
+from ddp_kit.plot.style import COLLECTIVE, DASHES, EDGE, LOST, NO_CALL, bars, significant
 from ddp_kit.trace.events import Event
 
 OP = "DDP all_reduce"
@@ -119,14 +109,14 @@ def buckets(
     ax.axvline(over, color=LOST, linewidth=1.4, linestyle=DASHES, zorder=3)
     longest = max(longest, over) or 1
     ax.set(xlim=(0, 1.03 * longest), ylim=(len(shown) - 0.5, -above - 0.5))
-    names = [f"bucket {i}, {byte_size(e.nbytes)}" for i, e in enumerate(events[: len(shown)])]
+    names = [f"bucket {i}, {style.byte_size(e.nbytes)}" for i, e in enumerate(events[: len(shown)])]
     ax.set_yticks(range(-above, len(shown)), ["computing"] * above + names)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
     ha = "right" if over > 0.6 * longest else "left"
-    write(ax, over, -above - 0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
+    style.write(ax, over, -above - 0.62, "computing ends", 8.5, color=LOST, ha=ha, va="bottom")
     looks = {"hidden behind computing": HIDDEN, "not hidden": OPEN}
-    draw_key(sheet, LEFT, TOP + height + 0.53, looks)
+    style.draw_key(sheet, LEFT, TOP + height + 0.53, looks)
     return picture
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -15,11 +14,11 @@ from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
-from ddp_kit.plot import style as styles
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import LARGEST, Picture, open_picture, plain, read_named, read_numbers
 from ddp_kit.plot.style import INK, PAPER, TIMES, marker, series_color, significant, write
 
-LEFT, TOP, WIDE, TALL = 0.75, 0.42, 5.9, 2.7  # inches
+LEFT, TOP, WIDE, TALL = 0.75, 0.42, 5.7, 2.7  # inches
 MOST_MARKERS = 12  # points of a line; above, only its end is marked
 CLOSE = 0.02  # of the height of all lines: closer than this, one line hides the other
 DASH = 3.5  # points of each rank's colour in one period where all lines coincide
@@ -27,13 +26,20 @@ Pairs = Iterable[tuple[int, float]]
 Series = dict[str, dict[int, float]]
 
 
-def _names(names: Iterable[str]) -> tuple[list[str], float, float]:
-    """Return folded names of lines, the inches of a chart beside them, and those of the picture."""
-    folded = ["\n".join(styles.fold(name, 2, 9)) for name in names]
-    longest = max(len(line) for name in folded for line in name.split("\n"))
-    right = pictures.LEADER + 0.15 + 0.076 * longest
-    wide = min(WIDE, styles.WIDTH - LEFT - right)
-    return folded, wide, LEFT + wide + right
+def _fold(name: str) -> str:
+    return "\n".join(style.fold(name, 2, 9))
+
+
+def _width(names: Iterable[str]) -> float:
+    """Return the inches of a picture with a legend of these names."""
+    longest = max(len(line) for name in names for line in _fold(name).split("\n"))
+    return LEFT + WIDE + 0.55 + 0.076 * longest
+
+
+def _draw_legend(ax: Axes) -> None:
+    look = {"prop": {"family": style.FAMILY, "size": 9}, "labelcolor": INK, "frameon": False}
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "numpoints": 1}
+    ax.legend(**place, **look, labelspacing=0.6, scatterpoints=1)
 
 
 def losses(
@@ -59,17 +65,16 @@ def losses(
     else:
         of, ranks = " of each rank", range(len(values := pictures.read_ranks(result)))
         lines = {f"rank {r}": _losses(f"rank {r} must return", values[r]) for r in ranks}
-        fills, edges = [styles.rank_color(r) for r in ranks], [styles.edge_color(r) for r in ranks]
+        fills, edges = [style.rank_color(r) for r in ranks], [style.edge_color(r) for r in ranks]
     if title is None:
         title = f"{ylabel[:1].upper()}{ylabel[1:]}{of}, {xlabel} by {xlabel}"
     rows = [[name, f"{y[0]:.2f}", f"{y[-1]:.2f}"] for name, y in lines.items()]
     text_table = pictures.table(title, ["", f"first {xlabel}", f"last {xlabel}"], rows)
 
-    names, wide, full = _names(lines)
-    height = max(TALL, pictures.NAME_HEIGHT * len(lines))
+    height = max(TALL, 0.19 * len(lines))
     caption = " ".join(filter(None, (_note_end(name, y, xlabel) for name, y in lines.items())))
-    picture, _ = open_picture(title, text_table, full, TOP + height + 0.52, caption)
-    ax = picture.chart(LEFT, TOP, wide, height, "y", xlabel, ylabel)
+    picture, _ = open_picture(title, text_table, _width(lines), TOP + height + 0.52, caption)
+    ax = picture.chart(LEFT, TOP, WIDE, height, "y", xlabel, ylabel)
     dashed = _some_meet(list(lines.values()))
     for i, (name, y) in enumerate(lines.items()):
         _loss_line(ax, i, name, y, len(lines), fills[i], edges[i], dashed)
@@ -80,8 +85,7 @@ def losses(
     ax.xaxis.set_major_locator(ticker.MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
     ax.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6))
     ax.ticklabel_format(axis="y", useOffset=False)
-    ends = [_end(ax, y, longest + margin) for y in lines.values()]
-    pictures.name_lines(ax, names, ends, edges)
+    _draw_legend(ax)
     return picture
 
 
@@ -139,7 +143,6 @@ def bandwidth(
         raise PlotError("residuals need a model of each series that is drawn, at each size")
     compare = len(points) > 1 or residuals
     tall, gap, small = 2.5, 0.22, 1.15  # inches
-    names, wide, full = _names(points)
     below = TOP + tall + (gap + small) * compare + 0.55
     sizes = sorted(set().union(*points.values()))
     columns = points | {
@@ -149,38 +152,34 @@ def bandwidth(
     text_table = _table(f"{title} (ms)", "bytes", columns)
     notes = ["Thin bar: from the first to the third quartile."] * many
     caption = " ".join(notes + [f"{'Dotted' if dashed else 'Dashed'}: the model."] * bool(modelled))
-    picture, _ = open_picture(title, text_table, full, below, caption)
+    picture, _ = open_picture(title, text_table, _width(points), below, caption)
     xlabel = "size of the tensor"  # each tick has its unit
-    ax = picture.chart(LEFT, TOP, wide, tall, "both", "" if compare else xlabel, "time (ms)")
-    times = [time for found in quarters.values() for each in found.values() for time in each]
-    _log_log(ax, sizes, times + [time for line in modelled.values() for time in line.values()])
+    ax = picture.chart(LEFT, TOP, WIDE, tall, "both", "" if compare else xlabel, "time (ms)")
     for name, line in points.items():
-        _line(ax, looks[name], line, name in dashed)
-        style = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
+        _line(ax, looks[name], line, name in dashed, name)
+        look = {"color": series_color(looks[name]), "marker": "", "zorder": 2.5}
         for n, (low, _, high) in quarters[name].items() if many else ():
-            ax.plot([n, n], [low, high], linewidth=1.1, linestyle="-", **style)
+            ax.plot([n, n], [low, high], linewidth=1.1, linestyle="-", **look)
         if name in modelled:
-            style |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
-            ax.plot(list(modelled[name]), list(modelled[name].values()), **style)
-    pictures.name_lines(ax, names, _ends(points), [series_color(looks[name]) for name in points])
+            look |= {"linewidth": 1.4, "linestyle": (0, (1, 1.3) if dashed else (4, 2))}
+            ax.plot(list(modelled[name]), list(modelled[name].values()), **look)
+    _draw_legend(ax)
+    _log_log(ax, sizes)
     if compare:
         ax.tick_params(axis="x", labelbottom=False)
         base, *others = points
         bases = modelled if residuals else dict.fromkeys(others, points[base])
-        ratio = "\n".join(styles.fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
-        lower = picture.chart(LEFT, TOP + tall + gap, wide, small, "both", xlabel, ratio)
+        ratio = "\n".join(style.fold(f"{TIMES} {'the model' if residuals else base}", 1.15))
+        lower = picture.chart(LEFT, TOP + tall + gap, WIDE, small, "both", xlabel, ratio)
         ratios = {
             o: {n: t / b[n] for n, t in points[o].items() if n in b} for o, b in bases.items()
         }
-        shown = [ratio for line in ratios.values() for ratio in line.values()]
-        _log_log(lower, sizes, [1 / 1.3, 1.3, *shown])
-        if residuals and max(shown) > 3 * min(shown):  # so that ticks are below 1, too
-            lower.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-        _tick_at_one(lower)
         color = INK if residuals else series_color(looks[base])
         lower.axhline(1, color=color, linewidth=1.2, linestyle="-", zorder=2)
         for name, line in ratios.items():
             _line(lower, looks[name], line, name in dashed)
+        lower.update_datalim([(sizes[0], 1 / 1.3), (sizes[0], 1.3)])
+        _log_log(lower, sizes)
     return picture
 
 
@@ -217,30 +216,35 @@ def scaling(
     columns |= {f"{name}, published": points for name, points in others.items()}
     if title is None:
         title = "Efficiency by number of ranks" if efficiency else "Time by number of ranks"
-    names, wide, full = _names(lines)
-    row, foot = 0.22, TOP + TALL + 0.66  # inches
     text_table = _table(f"{title} ({unit})", "ranks", columns)
-    picture, sheet = open_picture(title, text_table, full, foot + row * (0.5 + len(others)))
+    hollow = {name: f"published, hollow: {name}" for name in others}
+    names = [*lines, *hollow.values(), *["measured here: filled"] * bool(dots)]
+    picture, _ = open_picture(title, text_table, _width(names), TOP + TALL + 0.52)
     ylabel = "efficiency (%)" if efficiency else "time (ms)"
-    ax = picture.chart(LEFT, TOP, wide, TALL, "both", "ranks", ylabel)
+    ax = picture.chart(LEFT, TOP, WIDE, TALL, "both", "ranks", ylabel)
     colors = {n: series_color(i) for i, n in enumerate(dict.fromkeys([*order, *lines, *dots]))}
     for name, points in lines.items():
-        ax.plot(list(points), list(points.values()), color=colors[name], linewidth=1.6, zorder=2)
+        look = {"color": colors[name], "linewidth": 1.6, "zorder": 2, "label": _fold(name)}
+        ax.plot(list(points), list(points.values()), **look)
+    if dots:
+        _marks(ax, {}, 0, INK, INK, "measured here: filled")
     for name, points in dots.items():
         _marks(ax, points, list(colors).index(name), colors[name], colors[name])
-    _rank_axes(ax, list(columns.values()), efficiency)
-    pictures.name_lines(ax, names, _ends(lines), [colors[name] for name in lines])
-
-    sheet.plot([LEFT, LEFT + 0.3], [foot, foot], color=INK, linewidth=1.6)
-    write(sheet, LEFT + 0.38, foot, "line: predicted", 8.5)
-    if dots:
-        _marks(sheet, {LEFT + 1.9: foot}, 0, INK, INK)
-        write(sheet, LEFT + 2.05, foot, "filled: measured here", 8.5)
     for i, (name, points) in enumerate(others.items()):
-        at, rim = foot + row * (1 + i), next((colors[n] for n in lines if name.startswith(n)), INK)
-        _marks(ax, points, i, PAPER, rim)
-        _marks(sheet, {LEFT + 0.15: at}, i, PAPER, rim)
-        write(sheet, LEFT + 0.38, at, f"hollow: published, {name}", 8.5)
+        rim = next((colors[n] for n in lines if name.startswith(n)), INK)
+        _marks(ax, points, i, PAPER, rim, _fold(hollow[name]))
+    _draw_legend(ax)
+    ranks = sorted(set().union(*columns.values()))
+    ax.set(xscale="log", xlim=(ranks[0] / 1.15, ranks[-1] * 1.15))
+    few = ranks[-1] <= 12
+    locator = ticker.FixedLocator(ranks) if few else ticker.LogLocator(2, numticks=14)
+    _ticks(ax.xaxis, locator, "{:,.0f}".format)
+    if efficiency:
+        highest = max(value for points in columns.values() for value in points.values())
+        ax.set_ylim(0, 1.06 * max(100, highest))
+        ax.yaxis.set_major_locator(ticker.MultipleLocator(20))
+    else:
+        _log_times(ax)
     return picture
 
 
@@ -258,21 +262,21 @@ def step_times(times: Mapping[str, Sequence[float]], title: str | None = None) -
     rows = [[name, significant(m)] for name, m in zip(samples, medians, strict=True)]
     text_table = pictures.table(title, ["", "median (ms)"], rows)
 
-    names = ["\n".join(styles.fold(name, 2.2, 9.5)) for name in samples]
+    names = ["\n".join(style.fold(name, 2.2, 9.5)) for name in samples]
     left = 0.25 + 0.079 * max(len(line) for name in names for line in name.split("\n"))
     wide, row, top = 5.4, 0.42, TOP + 0.16  # inches; the top is below the heading of the medians
     height, right = row * len(names), left + wide + 0.9
     caption = "Bar: the median. Thin line: from the fastest to the slowest step."
     picture, sheet = open_picture(title, text_table, right, top + height + 0.58, caption)
-    write(sheet, right, top - 0.1, "median", 8.5, color=styles.QUIET, ha="right")
+    write(sheet, right, top - 0.1, "median", 8.5, color=style.QUIET, ha="right")
     for i, middle in enumerate(medians):
         write(sheet, right, top + (i + 0.5) * row, f"{significant(middle)} ms", ha="right")
     ax = picture.chart(left, top, wide, height, "x", "time of one step (ms)")
-    ax.barh(range(len(names)), medians, height=0.56, color="#9fb4c9", linewidth=0)
+    reach = [(m - min(v), max(v) - m) for m, v in zip(medians, samples.values(), strict=True)]
+    whisker = {"ecolor": style.EDGE, "elinewidth": 1.1, "capsize": 2.5}
+    look = {"color": "#9fb4c9", "linewidth": 0, "error_kw": whisker}
+    ax.barh(range(len(names)), medians, height=0.56, xerr=list(zip(*reach, strict=True)), **look)
     longest = max(max(each) for each in samples.values()) or 1
-    for i, each in enumerate(samples.values()):
-        style = {"marker": "|", "markersize": 5, "markeredgewidth": 1.1, "linestyle": "-"}
-        ax.plot([min(each), max(each)], [i, i], color=styles.EDGE, linewidth=1.1, **style)
     ax.set(xlim=(0, longest * 1.03), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis="y", length=0)
@@ -327,87 +331,52 @@ def _points(name: str, pairs: Pairs, unit: str, factor: float) -> dict[int, floa
 
 def _table(title: str, first: str, columns: Series) -> str:
     rows = [
-        [f"{n:,.0f}", *(significant(p[n]) if n in p else styles.NOTHING for p in columns.values())]
+        [f"{n:,.0f}", *(significant(p[n]) if n in p else style.NOTHING for p in columns.values())]
         for n in sorted(set().union(*columns.values()))
     ]
     return pictures.table(title, [first, *columns], rows)
 
 
-def _ends(lines: Series) -> list[tuple[int, float]]:
-    return [list(points.items())[-1] for points in lines.values()]
-
-
-def _line(ax: Axes, index: int, values: dict[int, float], dashed: bool) -> None:
+def _line(ax: Axes, index: int, values: dict[int, float], dashed: bool, name: str = "") -> None:
     color = series_color(index)
-    style = {
-        "color": color,
-        "linewidth": 1.6,
-        "linestyle": styles.DASHES if dashed else "-",
-        "zorder": 3,
-    }
-    style |= {"marker": marker(index), "markersize": 6, "markeredgecolor": PAPER}
-    style |= {"markeredgewidth": 0.6}
+    look = {"color": color, "linewidth": 1.6, "linestyle": style.DASHES if dashed else "-"}
+    look |= {"marker": marker(index), "markersize": 6, "label": _fold(name), "zorder": 3}
+    look |= {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
     if dashed:
-        style |= {"markerfacecolor": PAPER, "markeredgecolor": color, "markeredgewidth": 1.2}
-    ax.plot(list(values), list(values.values()), **style)
+        look |= {"markerfacecolor": PAPER, "markeredgecolor": color, "markeredgewidth": 1.2}
+    ax.plot(list(values), list(values.values()), **look)
 
 
-def _marks(ax: Axes, points: dict[int, float], index: int, face: str, edge: str) -> None:
-    style = {"marker": marker(index), "markersize": 7, "linestyle": "", "zorder": 4}
+def _marks(
+    ax: Axes, points: dict[int, float], index: int, face: str, edge: str, label: str = ""
+) -> None:
+    look = {"marker": marker(index), "markersize": 7, "linestyle": "", "zorder": 4, "label": label}
     rim = {"markerfacecolor": face, "markeredgecolor": PAPER if face == edge else edge}
-    ax.plot(list(points), list(points.values()), **style, **rim, markeredgewidth=1.2)
+    ax.plot(list(points), list(points.values()), **look, **rim, markeredgewidth=1.2)
 
 
-def _log_log(ax: Axes, sizes: list[int], values: list[float]) -> None:
+def _log_log(ax: Axes, sizes: list[int]) -> None:
     """Make both axes logarithmic, with as many of the sizes named as there is room for."""
-    ax.set(xscale="log", yscale="log")
     low, high = math.log(sizes[0]), math.log(sizes[-1])
     margin = 0.04 * (high - low) or 0.5
     ticks = sorted({sizes[0], sizes[-1]})  # these always
     for n in sizes:
         if all(abs(math.log(n / at)) >= 0.1 * (high - low) for at in ticks):
             ticks = sorted([*ticks, n])
-    ax.set_xlim(math.exp(low - margin), math.exp(high + margin))
-    _ticks(ax.xaxis, ticker.FixedLocator(ticks), functools.partial(styles.byte_size, digits=3))
-    locator, ratio = _log_limits(ax, values)
-    if ratio <= 8:  # too narrow for 1, 2, 5: even steps
+    ax.set(xscale="log", xlim=(math.exp(low - margin), math.exp(high + margin)))
+    _ticks(ax.xaxis, ticker.FixedLocator(ticks), lambda n: style.byte_size(n, digits=3))
+    _log_times(ax)
+
+
+def _log_times(ax: Axes) -> None:
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5, or even ones if it is short."""
+    ax.set_yscale("log")
+    ax.margins(y=0.06)
+    low, high = ax.get_ylim()
+    locator = ticker.LogLocator(subs=(1.0,) if high / low > 1000 else (1.0, 2.0, 5.0))
+    if high / low <= 3:
         locator = ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
     _ticks(ax.yaxis, locator, "{:,g}".format)
-
-
-def _rank_axes(ax: Axes, drawn: list[dict[int, float]], efficiency: bool) -> None:
-    """Make the axis of ranks logarithmic, and that of times too; an efficiency begins at 0."""
-    ranks = sorted(set().union(*drawn))
-    values = [value for points in drawn for value in points.values()]
-    ax.set(xscale="log", xlim=(ranks[0] / 1.15, ranks[-1] * 1.15))
-    low, high = math.ceil(math.log2(ranks[0])), math.floor(math.log2(ranks[-1]))
-    powers = [2**p for p in range(low, high + 1, 1 + max(0, high - low) // 13)]
-    ticks = ranks if ranks[-1] <= 12 else powers or [ranks[0]]
-    _ticks(ax.xaxis, ticker.FixedLocator(ticks), "{:,.0f}".format)
-    if efficiency:
-        ax.set_ylim(0, 1.06 * max(100, *values))
-        ax.yaxis.set_major_locator(ticker.MultipleLocator(20))
-        return
-    ax.set_yscale("log")
-    locator, _ = _log_limits(ax, values)
-    _ticks(ax.yaxis, locator, lambda v: f"{v:,.0f}" if v >= 1 else f"{v:g}")
-
-
-def _log_limits(ax: Axes, values: list[float]) -> tuple[ticker.Locator, float]:
-    """Set the limits of a logarithmic y axis; return where its ticks are, and high over low."""
-    low, high = min(values), max(values)
-    margin = 0.06 * math.log(high / low) or 0.5
-    ax.set_ylim(low * math.exp(-margin), high * math.exp(margin))
-    locator = ticker.LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0))
-    return locator, high / low
-
-
-def _tick_at_one(ax: Axes) -> None:
-    """Name 1 on a logarithmic y axis, and leave out the ticks that are too close to it."""
-    low, high = ax.get_ylim()
-    apart = 0.12 * math.log(high / low)
-    others = [at for at in ax.get_yticks() if low <= at <= high and abs(math.log(at)) >= apart]
-    ax.yaxis.set_major_locator(ticker.FixedLocator(sorted([1, *others])))
 
 
 def _ticks(axis, locator, label) -> None:
@@ -427,7 +396,6 @@ def _losses(who: str, value: Sequence[float]) -> list[float]:
 
 
 def _some_meet(lines: Sequence[list[float]]) -> bool:
-    """Return whether two lines are somewhere so close that one would hide the other."""
     finite = [loss for y in lines for loss in y if math.isfinite(loss)]
     near = CLOSE * (max(finite) - min(finite)) if finite else 0.0
     return any(
@@ -448,26 +416,18 @@ def _loss_line(
     widest = 9 if len(y) > 1 else 14  # with no line, the markers alone must show
     on, off = DASH * (total - i), DASH * i
     dashes = (0, (on / 2.2, off / 2.2)) if i and dashed else "-"
-    style = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
+    look = {"color": color, "linewidth": 2.2, "linestyle": dashes, "dash_capstyle": "butt"}
     # Smaller for later lines, so that earlier ones show behind them.
     marks = {"marker": marker(i), "markersize": widest - (widest - 5.5) * i / max(1, total - 1)}
     marks |= {"markeredgecolor": PAPER if edge == color else edge, "markeredgewidth": 0.6}
     marks |= {"markevery": 1 if len(y) <= MOST_MARKERS else [len(y) - 1]}
-    ax.plot(x, y, label=name, zorder=3 + i / 100, **style, **marks)
+    ax.plot(x, y, label=_fold(name), zorder=3 + i / 100, **look, **marks)
 
 
 def _note_end(name: str, y: list[float], xlabel: str) -> str:
     """Return from where on the losses of a line cannot be drawn; "" if all can."""
     bad = next((x for x, loss in enumerate(y, start=1) if not math.isfinite(loss)), None)
     return "" if bad is None else f"{name[:1].upper()}{name[1:]}: {y[bad - 1]:g} in {xlabel} {bad}."
-
-
-def _end(ax, y: list[float], right: float) -> tuple[float, float]:
-    """Return where the line to the name begins: at the last point, or right of one not drawn."""
-    if math.isfinite(y[-1]):
-        return len(y), y[-1]
-    finite = [loss for loss in y if math.isfinite(loss)]
-    return right, finite[-1] if finite else ax.get_ylim()[0]
 
 
 def _samples(name: str, values: Sequence[float]) -> list[float]:

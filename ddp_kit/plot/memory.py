@@ -10,18 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ddp_kit.errors import PlotError
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_named, short, table
-from ddp_kit.plot.style import (
-    EDGE,
-    INK,
-    QUIET,
-    byte_size,
-    chip,
-    draw_key,
-    key_places,
-    set_hatch,
-    write,
-)
+from ddp_kit.plot.style import EDGE, INK, QUIET, write
 
 # Kinds in pairs, the whole and its part or copy: one hue, the second hatched.
 FILLS = ("#8fa9c4", "#dcc48e", "#8fb8b0", "#e3a9b4", "#c9c2ee", "#c4c4c4")
@@ -76,24 +67,24 @@ def memory(
     height = count * (TALL + GAP) - GAP
     caption = "The number on a bar is its sum."
     caption += f" All {name}s have the same scale." if count > 1 else ""
-    foot, full = TOP + height + 0.52, LEFT + WIDE + 0.15
+    foot = TOP + height + 0.52
     looks = {kind: (fill, EDGE, hatch) for kind, (fill, hatch) in kinds.items()}
-    below = foot + max((y for _, y in key_places(kinds, full)), default=0) + 0.25
-    picture, sheet = open_picture(title, text_table, full, below, caption)
+    below = foot + style.key_place(len(kinds) - 1, 3)[1] + 0.25
+    picture, sheet = open_picture(title, text_table, LEFT + WIDE + 0.15, below, caption)
     width = max(8, 64 // len(held))
     wrapped = functools.partial(textwrap.fill, width=width, break_long_words=False)
     for device in range(count):
         top = TOP + device * (TALL + GAP)
-        chip(sheet, 0, top + TALL / 2, 0.76, device, f"{name} {device}")
+        style.chip(sheet, 0, top + TALL / 2, 0.76, device, f"{name} {device}")
         ax = picture.chart(LEFT, top, WIDE, TALL, "y")
-        text = byte_size if unit == "bytes" else _count
+        text = style.byte_size if unit == "bytes" else _count
         _bars(ax, [devices[device] for devices in held.values()], kinds, text)
         ax.set(xlim=(-0.6, len(held) - 0.4), ylim=(0, 1.2 * highest))
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
         ax.set_xticks(range(len(held)), [wrapped(step) for step in held])
         ax.tick_params(axis="x", length=0, labelbottom=device == count - 1)
-    draw_key(sheet, 0, foot, looks, full)
+    style.draw_key(sheet, 0, foot, looks, columns=3)
     return picture
 
 
@@ -129,26 +120,20 @@ def _read(held: Held) -> tuple[Kinds, int]:
 
 
 def _looks(names: Iterable[str]) -> Kinds:
-    hues = sorted(range(len(FILLS)), key=lambda hue: hue not in OTHERS)
-    free = [(hue, second) for hue in hues for second in range(2)]
-    taken: dict[str, tuple[int, int]] = {}
+    hues = {name: {hue for known, (hue, _) in KNOWN.items() if known in name} for name in names}
+    free = [(hue, second) for hue in sorted(range(len(FILLS)), key=_is_known) for second in (0, 1)]
+    looks: Kinds = {}
+    for name in sorted(hues, key=lambda name: (name not in KNOWN, not hues[name])):
+        wanted = [KNOWN[name]] if name in KNOWN else []
+        wanted += [look for look in free if look[0] in hues[name]]
+        look = next(look for look in (*wanted, *free) if look in free)
+        free.remove(look)
+        looks[name] = FILLS[look[0]], "/////" if look[1] else None
+    return looks
 
-    def take(name: str, wanted: Iterable[tuple[int, int]]) -> None:
-        look = next((look for look in wanted if look in free), None)
-        if look and name not in taken:
-            free.remove(look)
-            taken[name] = look
 
-    for name in names:
-        take(name, [KNOWN[name]] if name in KNOWN else [])
-    for name in names:
-        same = {hue for known, (hue, _) in KNOWN.items() if known in name}
-        take(name, [look for look in free if look[0] in same])
-    for name in names:
-        take(name, free)
-    return {
-        name: (FILLS[hue], "/////" if second else None) for name, (hue, second) in taken.items()
-    }
+def _is_known(hue: int) -> bool:
+    return hue not in OTHERS
 
 
 def _count(value: float, digits: int = 0) -> str:
@@ -156,19 +141,16 @@ def _count(value: float, digits: int = 0) -> str:
 
 
 def _bars(
-    ax: Axes,
-    steps: Sequence[Mapping[str, int]],
-    kinds: Kinds,
-    text: Callable[[float, int], str],
+    ax: Axes, steps: Sequence[Mapping[str, int]], kinds: Kinds, text: Callable[[float, int], str]
 ) -> None:
     floor = [0] * len(steps)
     for kind, (fill, hatch) in kinds.items():
-        style = {"facecolor": fill, "edgecolor": EDGE, "linewidth": 0.6}
+        look = {"facecolor": fill, "edgecolor": EDGE, "linewidth": 0.6}
         for x, here in enumerate(steps):
             if tall := here.get(kind, 0):
-                (bar,) = ax.bar([x], [tall], 0.62, bottom=[floor[x]], **style)
-                set_hatch(bar, hatch, EDGE)
+                (bar,) = ax.bar([x], [tall], 0.62, bottom=[floor[x]], **look)
+                style.set_hatch(bar, hatch, EDGE)
                 floor[x] += tall
     for x, whole in enumerate(floor):
-        style = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
-        write(ax, x, whole, text(whole, 3), 8, **style)
+        look = {"ha": "center", "va": "bottom", "color": INK if whole else QUIET}
+        write(ax, x, whole, text(whole, 3), 8, **look)

@@ -14,23 +14,9 @@ from matplotlib.patches import Circle
 from ddp_kit.error_text import Wait, count, name_ranks
 from ddp_kit.errors import PlotError
 from ddp_kit.plot import picture as pictures
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, table
-from ddp_kit.plot.style import (
-    DASHES,
-    INK,
-    LOST,
-    NOTHING,
-    PAPER,
-    QUIET,
-    arrow,
-    blend,
-    box,
-    byte_size,
-    chip,
-    rank_color,
-    text_color,
-    write,
-)
+from ddp_kit.plot.style import DASHES, INK, LOST, NOTHING, PAPER, QUIET, box, write
 from ddp_kit.trace import Trace
 from ddp_kit.verdict import shortest_cycle
 
@@ -41,10 +27,7 @@ GONE, PALE = "#dcdcdc", "#9a9a9a"
 
 
 def messages(
-    source: Any,
-    title: str | None = None,
-    limit: int | None = None,
-    per_host: int | None = None,
+    source: Any, title: str | None = None, limit: int | None = None, per_host: int | None = None
 ) -> Picture:
     """Draw how many bytes each rank sent to each other one, point to point.
 
@@ -96,7 +79,7 @@ def messages(
 
     wide = max(0.45, min(0.85, 7.4 / (n + 1)))
     tall, size = min(0.42, 0.8 * wide), 9 if wide > 0.62 else 7.2
-    width = max(LEFT + (n + 1) * wide + GAP, pictures.room_for(title)) + 0.04  # for the last edge
+    width = LEFT + (n + 1) * wide + GAP + 0.04  # for the last edge
     below = TOP + (n + 1) * tall + GAP + 0.1
     picture, ax = open_picture(title, text_table, width, below, caption)
     write(ax, LEFT, TOP - 0.42, "to", 9, color=QUIET)
@@ -106,19 +89,19 @@ def messages(
     ys = [TOP + i * tall + (GAP if i == n else 0) for i in range(n + 1)]
     narrow = min(CHIP, wide - 0.12)
     for r, name in enumerate(ranks):
-        chip(ax, 0.16, ys[r] + tall / 2, CHIP, r, name)
+        style.chip(ax, 0.16, ys[r] + tall / 2, CHIP, r, name)
         short = name if wide > 0.62 else str(r)
-        chip(ax, xs[r] + (wide - narrow) / 2, TOP - 0.18, narrow, r, short)
+        style.chip(ax, xs[r] + (wide - narrow) / 2, TOP - 0.18, narrow, r, short)
     for i, y in enumerate(ys):
         for j, x in enumerate(xs):
             nbytes, edge = numbers[i][j], {"edge": "#d4d4d4", "linewidth": 0.6}
             if nbytes is None:
                 box(ax, x, y, wide, tall, PAPER, **edge)
-                style = {"color": "#a6a6a6", "ha": "center"}
-                write(ax, x + wide / 2, y + tall / 2, NOTHING, size, **style)
+                look = {"color": "#a6a6a6", "ha": "center"}
+                write(ax, x + wide / 2, y + tall / 2, NOTHING, size, **look)
             else:
-                fill = SUM if n in (i, j) else blend(FEW, MANY, nbytes / darkest)
-                box(ax, x, y, wide, tall, fill, text=byte_size(nbytes), size=size, **edge)
+                fill = SUM if n in (i, j) else style.blend(FEW, MANY, nbytes / darkest)
+                box(ax, x, y, wide, tall, fill, text=style.byte_size(nbytes), size=size, **edge)
     for border in borders:
         line = {"color": INK, "linewidth": 2.2, "linestyle": "-", "solid_capstyle": "butt"}
         ax.plot([xs[border]] * 2, [TOP - 0.3, ys[n - 1] + tall], **line)
@@ -133,7 +116,7 @@ def _matrix_caption(trace: Trace, limit: int | None) -> str:
     were, are = "was" if lost == 1 else "were", "is" if collectives == 1 else "are"
     parts = {
         "Rows: senders; columns: receivers; bytes of the tensors that were sent.": True,
-        f"The darkest shade stands for {byte_size(limit or 0)}.": limit is not None,
+        f"The darkest shade stands for {style.byte_size(limit or 0)}.": limit is not None,
         f"{count(lost, 'message')} {were} never received.": lost,
         f"{count(collectives, 'collective')} {are} not included.": collectives,
         f"The {dropped:,} oldest events were dropped and are not shown.": dropped,
@@ -194,16 +177,16 @@ def waits(error: Any, title: str | None = None) -> Picture:
     for rank, targets in peers.items():
         for peer in targets:
             # Curved, so that one in each direction do not cover each other.
-            style = {"linestyle": DASHES if _any(stuck[rank]) else "-", **bend}
+            look = {"linestyle": DASHES if _any(stuck[rank]) else "-", **bend}
             thick = (rank, peer) in why
             color, width, zorder = (LOST, 2.6, 4) if thick else (PALE, 1, 3)
-            arrow(ax, places[rank], places[peer], color, width, zorder=zorder, **style)
+            style.arrow(ax, places[rank], places[peer], color, width, zorder=zorder, **look)
     for rank, place in places.items():
-        fill = rank_color(rank) if rank not in returned else GONE
+        fill = style.rank_color(rank) if rank not in returned else GONE
         edge = {"edgecolor": LOST if rank in cycle else "none", "linewidth": 2.2}
         ax.add_patch(Circle(place, NODE, facecolor=fill, zorder=5, **edge))
-        style = {"color": text_color(fill), "ha": "center", "weight": "bold", "zorder": 6}
-        write(ax, *place, str(rank), 9.5, **style)
+        look = {"color": style.text_color(fill), "ha": "center", "weight": "bold", "zorder": 6}
+        write(ax, *place, str(rank), 9.5, **look)
         line = [f"line {line_of[rank]}"] if rank in line_of else []
         _beside(ax, place, middle, [states[rank], *line])
     return picture
@@ -255,7 +238,6 @@ def _places(ranks: Sequence[int], middle, radius: float) -> dict[int, tuple[floa
 
 
 def _beside(ax: Axes, place, middle, lines: Sequence[str]) -> None:
-    """Write lines beside a rank, away from the middle."""
     far = math.dist(place, middle) or 1
     x, y = (place[0] - middle[0]) / far, (place[1] - middle[1]) / far
     ha = "center" if abs(x) < 0.25 else "left" if x > 0 else "right"
@@ -264,5 +246,5 @@ def _beside(ax: Axes, place, middle, lines: Sequence[str]) -> None:
     for i, text in enumerate(lines):
         line = at_y + 0.155 * (i - (len(lines) - 1) / 2)
         paper = {"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none"}
-        style = {"ha": ha, "color": INK if i == 0 else QUIET, "bbox": paper, "zorder": 4.5}
-        write(ax, at_x, line, text, 8.5, **style)
+        look = {"ha": ha, "color": INK if i == 0 else QUIET, "bbox": paper, "zorder": 4.5}
+        write(ax, at_x, line, text, 8.5, **look)

@@ -23,13 +23,10 @@ from ddp_kit.trace import Trace
 DPI = 110
 LETTER = 0.102  # inches, of a letter of a title
 NARROW = 3.4  # inches: narrower, a caption would be a column
-NAME_HEIGHT = 0.175  # inches, of one line of a name beside a chart
 LARGEST = 1e300  # of a number that is drawn; beyond, it becomes infinite on the way to the chart
-LEADER = 0.24  # inches, from the chart to the names
 
 
 def read_ranks(result: Any) -> list[Any]:
-    """Return what every rank returned."""
     try:
         ranks = list(result)
     except TypeError:
@@ -58,7 +55,6 @@ def borders_caption(world_size: int, per_host: int) -> str:
 
 
 def read_trace(source: Any) -> Trace:
-    """Return the trace of a result or an error, or the trace that was given."""
     trace = source if isinstance(source, Trace) else getattr(source, "trace", None)
     if not isinstance(trace, Trace):
         raise PlotError(f"needs a trace, a result or an error with a .trace, got {source!r}")
@@ -89,11 +85,6 @@ def read_numbers(values: Any) -> list[Any]:
     values = plain(values)
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
     return [plain(value) for value in values] if is_sequence else [values]
-
-
-def room_for(title: str) -> float:
-    """Return the inches of the narrowest picture that a title and a caption fit into."""
-    return min(WIDTH, max(NARROW, LETTER * len(title)))
 
 
 class _Canvas(FigureCanvasAgg):
@@ -178,11 +169,13 @@ def open_picture(
 ) -> tuple[AnyPicture, Axes]:
     """Return a picture with its title and caption, and the sheet that they are written on.
 
-    The sheet is axes that cover the picture, in inches from its top left corner. A title that is
-    wider than the picture and than WIDTH is cut; the text table has all of it.
+    The sheet is axes that cover the picture, in inches from its top left corner. It is wider than
+    `width` where the title and the caption need that. A title that is wider than WIDTH, too, is
+    cut; the text table has all of it.
 
     below: where the caption begins, which is broken into lines. kind: the class of the picture.
     """
+    width = max(width, NARROW, min(WIDTH, LETTER * len(title)))
     lines = fold(caption, width)
     height = below + 0.17 * len(lines) + 0.05
     picture = kind(width, height, text_table)
@@ -211,33 +204,3 @@ def table(
         for line in lines
     ]
     return "\n".join([title, *(line.rstrip() for line in aligned)])
-
-
-def name_lines(
-    ax: Axes, names: Sequence[str], ends: Sequence[tuple[float, float]], colors: Sequence[str]
-) -> None:
-    """Write each name to the right of the axes, connected to its line's end by a thin line.
-
-    ends: the last point of each line, in data; the limits of the axes must be set before.
-    Names whose ends lie close are moved apart, so that lines that coincide have readable names.
-    """
-    ax.get_ylim()  # autoscaling is lazy, and reading transData does not trigger it
-    size = ax.get_figure().get_size_inches() * ax.get_position().size
-    to_axes = ax.transData + ax.transAxes.inverted()
-    heights = [to_axes.transform(end)[1] * size[1] for end in ends]
-    gap = NAME_HEIGHT * max(name.count("\n") + 1 for name in names)
-    order = sorted(range(len(heights)), key=lambda i: (round(heights[i], 6), -i))
-    floor, ceiling = 0.0, size[1]
-    for i in order:
-        heights[i] = max(heights[i], floor)
-        floor = heights[i] + gap
-    for i in reversed(order):
-        heights[i] = min(heights[i], ceiling)
-        ceiling = heights[i] - gap
-    for name, end, color, height in zip(names, ends, colors, heights, strict=True):
-        place = (1 + LEADER / size[0], height / size[1])
-        style = {"fontsize": 9, "family": FAMILY, "color": INK, "va": "center"}
-        line = {"arrowstyle": "-", "color": color, "linewidth": 1.1, "relpos": (0, 0.5)}
-        line |= {"shrinkA": 1, "shrinkB": 4}
-        style |= {"textcoords": "axes fraction", "annotation_clip": False, "arrowprops": line}
-        ax.annotate(name, end, place, **style)

@@ -10,21 +10,9 @@ from matplotlib.axes import Axes
 
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, room_for, table
-from ddp_kit.plot.style import (
-    KEY_ROW,
-    PAPER,
-    QUIET,
-    arrow,
-    blend,
-    box,
-    byte_size,
-    chip,
-    draw_key,
-    edge_color,
-    rank_color,
-    write,
-)
+from ddp_kit.plot import style
+from ddp_kit.plot.picture import Picture, open_picture, read_ranks, read_trace, table
+from ddp_kit.plot.style import PAPER, QUIET, box, write
 
 FEW, MANY, COMPLETE = "#eef1f4", "#8fa1b3", "#3d2a6b"  # no rank has one of these
 MOST_NUMBERS = 6  # ranks in `ring`; above, a cell is too small for its digits
@@ -68,9 +56,8 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
     stride = max(labels + n * wide + gap, 1.4)  # room for the name of a step
     bands = math.ceil(n / across)  # rows of panels per phase
     panel = head + n * tall + gap
-    width = max(across * stride - gap, room_for(title))
     below = top + bands * (1 if n == 1 else 2) * panel + 0.16 - 0.08
-    picture, ax = open_picture(title, text_table, width, below, _caption(n))
+    picture, ax = open_picture(title, text_table, across * stride - gap, below, _caption(n))
     for step, name in enumerate(names):
         # The first all-gather is below the first reduce-scatter; the key fills the gap.
         slot = step if step < n else bands * across + step - n + 1
@@ -82,18 +69,18 @@ def ring(result: Iterable[Any], title: str | None = None) -> Picture:
         for r in range(n):
             if r % math.ceil(0.12 / tall) == 0:
                 write(ax, x - 0.06, y + (r + 0.5) * tall, str(r), 8, color=QUIET, ha="right")
-            box(ax, x - 0.05, y + r * tall + 0.02, 0.03, tall - 0.04, rank_color(r), "none")
+            box(ax, x - 0.05, y + r * tall + 0.02, 0.03, tall - 0.04, style.rank_color(r), "none")
             for c, value in enumerate(held[r][step]):
                 place = (x + c * wide, y + r * tall, wide, tall)
                 text = str(value) if n <= MOST_NUMBERS else ""
                 box(ax, *place, _fill(value, n), PAPER, text, size, linewidth=1)
                 if changed[step][r][c]:
                     sender = (r - 1) % n
-                    _outline(ax, *place, rank_color(sender))
+                    _outline(ax, *place, style.rank_color(sender))
                     if n <= MOST_NUMBERS:
                         middle, edge = x + (c + 0.5) * wide, y + r * tall
                         ends = (middle, edge - 0.06), (middle, edge + 0.065)
-                        arrow(ax, *ends, edge_color(sender), 1.6, mutation_scale=7)
+                        style.arrow(ax, *ends, style.edge_color(sender), 1.6, mutation_scale=7)
     if n > 1:
         _key(ax, 0.02, top + head + bands * panel, n)
     return picture
@@ -136,38 +123,36 @@ def ring_step(result: Iterable[Any], step: int) -> Picture:
 
     left, top, tall, gap = 0.8, 0.75, 0.34, 0.3  # inches; the gap is an arrow's length
     wide = 0.09 * n + 0.3
-    width = max(left + n * wide + 1.6, room_for(title))
     caption = "Columns are chunks. A number's digits name the ranks in it."
     caption += " An arrow is a message of the trace." if n > 1 else ""
     below = top + n * (tall + gap) + 0.1
-    picture, ax = open_picture(title, text_table, width, below, caption)
+    picture, ax = open_picture(title, text_table, left + n * wide + 1.6, below, caption)
     for c in range(n):
         at = left + c * wide + 0.09, top - 0.1  # beside the arrow of a chunk
         write(ax, *at, str(c), 7.5, color=QUIET, ha="center")
     for r in range(n):
         y = top + r * (tall + gap)
-        chip(ax, 0, y + tall / 2, 0.6, r, f"rank {r}")
+        style.chip(ax, 0, y + tall / 2, 0.6, r, f"rank {r}")
         src = received[r].src if r in received else None
         for c, value in enumerate(held[r][step]):
             x = left + c * wide
             box(ax, x, y, wide, tall, _fill(value, n), PAPER, str(value), linewidth=1)
             if changed[r][c] and src is not None:
-                _outline(ax, x, y, wide, tall, rank_color(src))
+                _outline(ax, x, y, wide, tall, style.rank_color(src))
                 middle = x + wide / 2
                 ends = (middle, y - gap + 0.02), (middle, y)
-                arrow(ax, *ends, edge_color(src), 1.6, mutation_scale=9)
+                style.arrow(ax, *ends, style.edge_color(src), 1.6, mutation_scale=9)
                 if src > r:  # it leaves the last row, and enters above the first
                     end = top + src * (tall + gap) + tall
-                    style = {"color": edge_color(src), "linewidth": 1.6, "linestyle": ":"}
-                    ax.plot([middle] * 2, [end, end + gap - 0.08], **style)
+                    look = {"color": style.edge_color(src), "linewidth": 1.6, "linestyle": ":"}
+                    ax.plot([middle] * 2, [end, end + gap - 0.08], **look)
         if src is not None:
-            text = f"{byte_size(received[r].nbytes)} from rank {src}"
+            text = f"{style.byte_size(received[r].nbytes)} from rank {src}"
             write(ax, left + n * wide + 0.15, y + tall / 2, text, 8.5, color=QUIET)
     return picture
 
 
 def _read(result: Iterable[Any]) -> Held:
-    """Return held[rank][step][chunk] as whole numbers."""
     values = read_ranks(result)
     n = len(values)
     expected = (2 * (n - 1) + 1, n)
@@ -191,7 +176,6 @@ def _step_names(n: int) -> list[str]:
 
 
 def _changed(held: Held, step: int) -> list[list[bool]]:
-    """Return whether each rank's chunks changed in a step: [rank][chunk]."""
     return [
         [step > 0 and now != before for now, before in zip(rank[step], rank[step - 1], strict=True)]
         for rank in held
@@ -223,7 +207,7 @@ def _fill(value: int, n: int) -> str:
         return COMPLETE
     if have == 0:
         return PAPER
-    return blend(FEW, MANY, (have - 1) / max(1, n - 2))
+    return style.blend(FEW, MANY, (have - 1) / max(1, n - 2))
 
 
 def _outline(ax: Axes, x: float, y: float, wide: float, tall: float, color: str) -> None:
@@ -238,8 +222,8 @@ def _key(ax: Axes, x: float, y: float, n: int) -> None:
     names = {many: f"{'… ' * (many > 3)}{count(many, 'rank')}" for many in counts}
     looks = {names[many]: (_fill(int("1" * many), n), "none") for many in counts}
     looks |= {"complete": (COMPLETE, "none"), "from rank 0": ("none", "none")}
-    draw_key(ax, x, y, looks, width=0)
-    _outline(ax, x, y + (len(looks) - 1) * KEY_ROW, 0.26, 0.16, rank_color(0))
+    style.draw_key(ax, x, y, looks, columns=1)
+    _outline(ax, x, y + (len(looks) - 1) * style.KEY_ROW, 0.26, 0.16, style.rank_color(0))
 
 
 def _caption(n: int) -> str:

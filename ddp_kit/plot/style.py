@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -37,7 +37,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 NOTHING = "\N{EN DASH}"  # in place of a number
 FAMILY = "DejaVu Sans"  # comes with matplotlib, so a picture is the same on every machine
 WIDTH = 9.0  # inches; wider pictures are scaled down by the notebook
-KEY_TEXT, KEY_GAP, KEY_ROW = 0.34, 0.26, 0.21  # inches: to a text, between two entries, two rows
+KEY_ROW = 0.21  # inches of a row of a key
 CHIP = 0.21  # inches, the height of a rank's name
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct under every common colour blindness.
@@ -85,7 +85,6 @@ _SERIES = ("#703010", "#688098", "#888038", "#104000", "#a89088", "#c87060")
 
 
 def series_color(index: int) -> str:
-    """Return the colour of the index-th line that belongs to no rank."""
     return _SERIES[index % len(_SERIES)]
 
 
@@ -144,7 +143,6 @@ def chip(ax: Axes, x: float, middle: float, w: float, rank: int, text: str) -> N
 
 
 def arrow(ax: Axes, begin, end, color: str, width: float = 1.2, **style) -> None:
-    """Draw an arrow between two points of the axes."""
     style = {"linestyle": "-", "zorder": 4, "mutation_scale": 8 + width, **style}
     style = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "linewidth": width, **style}
     ax.add_patch(FancyArrowPatch(begin, end, color=color, **style))
@@ -167,26 +165,19 @@ def set_hatch(drawn, hatch: str | None, color: str) -> None:
                 getattr(drawn, name)(value)
 
 
-def key_places(texts: Iterable[str], width: float) -> list[tuple[float, float]]:
-    """Return the top left corner of each entry of a key, in inches, in rows of that width."""
-    x, y, places = 0.0, 0.0, []
-    for text in texts:
-        wide = KEY_TEXT + 0.075 * len(text)
-        if x and x + wide > width:
-            x, y = 0.0, y + KEY_ROW
-        places.append((x, y))
-        x += wide + KEY_GAP
-    return places
+def key_place(index: int, columns: int) -> tuple[float, float]:
+    """Return the top left corner of an entry of a key, in inches, with that many in a row."""
+    return index % columns * 8.4 / columns, index // columns * KEY_ROW
 
 
 def draw_key(
-    sheet: Axes, left: float, top: float, looks: Mapping[str, tuple], width: float = WIDTH
+    sheet: Axes, left: float, top: float, looks: Mapping[str, tuple], columns: int = 4
 ) -> None:
     """Draw a key; looks: what each text stands for, as a fill, an edge and perhaps a hatch."""
-    for (text, look), (x, y) in zip(looks.items(), key_places(looks, width), strict=True):
-        if look:
-            bars(sheet, [(left + x, 0.26)], (top + y, 0.14), *look)
-        write(sheet, left + x + KEY_TEXT, top + y + 0.07, text, 8.5)
+    for index, (text, look) in enumerate(looks.items()):
+        x, y = key_place(index, columns)
+        bars(sheet, [(left + x, 0.26)], (top + y, 0.14), *look)
+        write(sheet, left + x + 0.34, top + y + 0.07, text, 8.5)
 
 
 def significant(value: float, digits: int = 3) -> str:

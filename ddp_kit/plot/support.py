@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.picture import Picture, open_picture, read_named, table
-from ddp_kit.plot.style import PAPER, box, key_places, write
+from ddp_kit.plot.style import PAPER, box, key_place, write
 
 Cells = Mapping[tuple[str, str], str]
 
@@ -57,11 +57,10 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
     wide, tall = BOX * len(dtypes), HEAD + ROW * len(operations) + FOOT
     across = min(ACROSS, len(panels))
     found = {kind for cells in panels.values() for kind in cells.values()}
-    width = max(6.4, left + across * (wide + GAP) + 0.3)
+    width = max(8.4, left + across * (wide + GAP) + 0.3)
     key = TOP + tall * -(-len(panels) // ACROSS)
     kinds = [kind for kind in LOOKS if kind in found]
-    places_in_key = key_places([LOOKS[kind][2] for kind in kinds], width)
-    below = key + max((y + 0.25 for _, y in places_in_key), default=0)
+    below = key + (key_place(len(kinds) - 1, 3)[1] + 0.25 if kinds else 0)
     text_table = "\n".join(parts + reasons)
     picture, sheet = open_picture(title, text_table, width, below, "\n".join(reasons))
     for place, (name, cells) in enumerate(panels.items()):
@@ -77,14 +76,14 @@ def support(places: Mapping[str, Cells | str], title: str | None = None) -> Pict
             for column, dtype in enumerate(dtypes):
                 if (op, dtype) in cells:
                     _cell(sheet, x + BOX * column, y + HEAD + ROW * row, cells[op, dtype])
-    for kind, (x, y) in zip(kinds, places_in_key, strict=True):
+    for number, kind in enumerate(kinds):
+        x, y = key_place(number, 3)
         _cell(sheet, x, key + y - ROW / 2, kind)
         write(sheet, x + BOX + 0.07, key + y, LOOKS[kind][2], 8.5)
     return picture
 
 
 def _read(name: str, cells: Cells) -> dict[tuple[str, str], str]:
-    """Return the outcome of each cell, as a key of LOOKS."""
     kinds = {cell: outcome.partition(":")[0] for cell, outcome in cells.items()}
     for cell, kind in kinds.items():
         if kind not in LOOKS:

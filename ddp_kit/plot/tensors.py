@@ -15,37 +15,23 @@ from matplotlib.axes import Axes
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot.picture import Picture, open_picture, plain, read_ranks, room_for, table
-from ddp_kit.plot.style import (
-    DASHES,
-    INK,
-    NOTHING,
-    PAPER,
-    QUIET,
-    WIDTH,
-    arrow,
-    blend,
-    box,
-    chip,
-    rank_color,
-    text_color,
-    write,
-)
+from ddp_kit.plot import style
+from ddp_kit.plot.picture import Picture, open_picture, plain, read_ranks, table
+from ddp_kit.plot.style import DASHES, INK, NOTHING, PAPER, QUIET, WIDTH, box, write
 
 EMPTY, ELLIPSIS = "[]", "…"  # with NOTHING, the entries of a column that are no numbers
 NEW, SHARED = "#d0d0d0", PAPER
 MOST_ROWS, MOST_COLUMNS, ALL_COLUMNS = 4, 8, 16
-LEFT, ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.75, 0.55, 0.09, 0.14, 0.3  # inches
+ARROW, BLOCK_GAP, ROW_GAP, HEIGHT = 0.55, 0.09, 0.14, 0.3  # inches
 ALL, NONE_OF_IT, SUMMAND = "all", "nothing", "a summand"  # of a tensor that ranks share
 MOST_NUMBERS = 8  # rows or columns of such a tensor; a larger one is an outline
 LOW = 0.24  # inches of its rows
 FRAME = (1.25, 0.9)  # inches of a tensor that is drawn as an outline
-GAP, BETWEEN, LABEL = 0.3, 0.5, 0.42  # inches: between ranks, between stages, above a tensor
+GAP, LABEL = 0.3, 0.42  # inches: between ranks, above a tensor
 NARROW = 1.2  # inches: as wide as the names above a tensor
 TOP = 0.36  # inches, below the title
 NO_RANK, SEVERAL = -1, -2  # where the rank that held an entry at the first stage would be
 EDGE = "#8c8c8c"
-LONGEST_ARROW = 1.5  # inches, where the title is wider than the boxes
 SIZES = (9.5, 8.75, 8)  # points, of numbers; smaller ones are hard to read
 Origin = dict[Any, set[int]]  # the ranks that held each number of the first stage
 
@@ -84,29 +70,25 @@ def tensors(
     origin = _origins([rank[stages[0]] for rank in ranks])
     title = f"What each {name} holds: " + " → ".join(stages) if title is None else title
 
-    chip_width = 0.58 if len(name) <= 4 else 0.18 + 0.075 * len(f"{name} 0")
-    edge = LEFT + chip_width - 0.58
+    chip = 0.13 + 0.075 * len(f"{name} 0")  # inches
+    edge, top = chip + 0.17, 0.64
     cells, size, width_of_box, wide = _fit(ranks, stages, WIDTH - edge)
-    total = edge + sum(wide) + ARROW * (len(stages) - 1)
     tall = [HEIGHT * max(_height(cell) for cell in row) for row in cells]
-    top = 0.64
     below = top + sum(tall) + ROW_GAP * len(tall)
     rows = [[f"{name} {r}", *(_cell_text(cell) for cell in row)] for r, row in enumerate(cells)]
     text_table = table(title, ["", *stages], rows, align="<")
-    width = max(total, room_for(title))
-    spare = (width - total) / max(1, len(stages) - 1)
-    between = min(ARROW + spare, LONGEST_ARROW)
+    width = edge + sum(wide) + ARROW * (len(stages) - 1)
     caption = _caption(stages[0], cells, origin, name)
     picture, ax = open_picture(title, text_table, width + 0.02, below + 0.04, caption)
-    left = [edge + sum(wide[:s]) + between * s for s in range(len(stages))]
+    left = [edge + sum(wide[:s]) + ARROW * s for s in range(len(stages))]
     for s, stage in enumerate(stages):
         write(ax, left[s], top - 0.16, stage, 9.5, color=QUIET)
         if s:
-            ends = [(left[s] + x, (top + below - ROW_GAP) / 2) for x in (0.13 - between, -0.13)]
-            arrow(ax, *ends, INK, 1.1, mutation_scale=11, shrinkA=2, shrinkB=2)
+            ends = [(left[s] + x, (top + below - ROW_GAP) / 2) for x in (0.1 - ARROW, -0.1)]
+            style.arrow(ax, *ends, INK, 1.1, mutation_scale=11)
     y = top
     for r, row in enumerate(cells):
-        chip(ax, 0, y + tall[r] / 2, chip_width, r, f"{name} {r}")
+        style.chip(ax, 0, y + tall[r] / 2, chip, r, f"{name} {r}")
         for s, cell in enumerate(row):
             top_of_cell = y + (tall[r] - HEIGHT * _height(cell)) / 2
             _draw(ax, left[s], top_of_cell, cell, width_of_box, size, origin)
@@ -260,20 +242,19 @@ def _draw(ax: Axes, x: float, y: float, cell: list[Column], width, size, origin:
 
 def _number_box(ax: Axes, x: float, y: float, w: float, h: float, entry, fill: str, size) -> None:
     box(ax, x, y, w, h, fill, EDGE)
-    style = {"ha": "center", "color": text_color(fill)}
-    style["weight"] = "bold" if fill == NEW else "normal"
-    write(ax, x + w / 2, y + h / 2, number_text(entry), size, **style)
+    weight = "bold" if fill == NEW else "normal"
+    look = {"ha": "center", "color": style.text_color(fill), "weight": weight}
+    write(ax, x + w / 2, y + h / 2, number_text(entry), size, **look)
 
 
 def _fill(entry: Any, origin: Origin) -> str:
     holders = origin.get(entry, set())
     if len(holders) == 1:
-        return rank_color(next(iter(holders)))
+        return style.rank_color(next(iter(holders)))
     return SHARED if holders else NEW
 
 
 def _caption(first: str, cells, origin, name: str) -> str:
-    """Return what the colours and signs that occur in this picture mean."""
     drawn = _entries(cells)
     fills = {_fill(e, origin) for e in drawn if not isinstance(e, str)}
     parts = {
@@ -345,7 +326,40 @@ def placements(
     ]
     header = ["", *(stage or "holds" for stage in stages)]
     text_table = table(title, header, rows, align="<")
-    return _draw_parts(title, text_table, parts, tensor, shape, tuple(names))
+
+    named = len(shape) == 2 and bool(names)
+    left = 0.35 if named else 0.0
+    room = WIDTH - left if len(shape) == 1 else (WIDTH - left + GAP) / shape[1] - GAP
+    numbered, (wide, tall) = _tensor_size(parts, tensor.shape, room)
+    step, drop = max(wide, min(NARROW, room)) + GAP, LABEL + tall + 0.12
+    fitting = max(1, int((WIDTH + GAP) / step))  # ranks side by side, where the mesh is one row
+    across = shape[1] if len(shape) == 2 else min(shape[0], fitting)
+    lines = -(-len(ranks) // across)
+    head = 0.22 if any(parts) or names else 0.0
+    stage_height = head + lines * drop + 0.2
+    origin = _origin(next(iter(parts.values())), tensor.shape) if len(parts) > 1 else None
+    caption = _parts_caption(parts, numbered, origin)
+    below = TOP + len(parts) * stage_height - 0.1
+    picture, sheet = open_picture(
+        title, text_table, left + across * step - GAP + 0.02, below, caption
+    )
+    for number, (stage, held) in enumerate(parts.items()):
+        y = TOP + number * stage_height
+        if number:
+            style.arrow(sheet, (0.25, y - 0.2), (0.25, y + 0.1), INK, 1.1, mutation_scale=11)
+        if head:
+            label = stage + (f"   {names[-1]} \N{RIGHTWARDS ARROW}" if names else "")
+            write(sheet, 0.45 if number else left, y + 0.1, label, 9.5, color=QUIET)
+        if named:
+            middle = y + head + lines * drop / 2
+            text = f"\N{LEFTWARDS ARROW} {names[0]}"
+            write(sheet, 0.12, middle, text, 9.5, color=QUIET, ha="center", rotation=90)
+        colors = _colors(held)
+        for r, part in enumerate(held):
+            corner = left + r % across * step, y + head + r // across * drop
+            fills = _fills(part, colors[r], origin)
+            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, fills, numbered)
+    return picture
 
 
 def _matrix(values: Any, what: str) -> np.ndarray:
@@ -357,7 +371,6 @@ def _matrix(values: Any, what: str) -> np.ndarray:
 
 
 def _find(values: Any, whole: np.ndarray, rank: int) -> Part:
-    """Return which part of the whole a rank's tensor is."""
     held = np.zeros((0, 0)) if values is None else _matrix(values, f"what rank {rank} holds")
     if not held.size:
         return Part(NONE_OF_IT, (0, 0), held)
@@ -399,56 +412,6 @@ def _part_text(part: Part) -> str:
     return f"{part.name} = {'; '.join(rows)}"
 
 
-def _draw_parts(
-    title: str,
-    text_table: str,
-    parts: dict[str, list[Part]],
-    whole: np.ndarray,
-    mesh: tuple[int, ...],
-    names: tuple[str, ...],
-) -> Picture:
-    named = len(mesh) == 2 and bool(names)
-    left = 0.35 if named else 0.0
-    room = WIDTH - left if len(mesh) == 1 else (WIDTH - left + GAP) / mesh[1] - GAP
-    numbered, (wide, tall) = _tensor_size(parts, whole.shape, room)
-    step, drop = max(wide, min(NARROW, room)) + GAP, LABEL + tall + 0.12
-    fitting = max(1, int((WIDTH + GAP) / step))  # ranks side by side, where the mesh is one row
-    across = mesh[1] if len(mesh) == 2 else min(mesh[0], fitting)
-    lines = -(-math.prod(mesh) // across)
-    head = 0.22 if any(parts) or names else 0.0
-    width_of_stage, height_of_stage = left + across * step - GAP, head + lines * drop
-    several = len(parts)
-    beside = len(mesh) == 2 and several * (width_of_stage + BETWEEN) - BETWEEN <= WIDTH
-    total = several * (width_of_stage + BETWEEN) - BETWEEN if beside else width_of_stage
-    below = TOP + (height_of_stage if beside else several * (height_of_stage + 0.2) - 0.2)
-    width = max(total, room_for(title))
-    origin = _origin(next(iter(parts.values())), whole.shape) if several > 1 else None
-    caption = _parts_caption(parts, numbered, origin)
-    picture, sheet = open_picture(title, text_table, width + 0.02, below + 0.1, caption)
-    for number, (stage, held) in enumerate(parts.items()):
-        x = number * (width_of_stage + BETWEEN) if beside else 0.0
-        y = TOP if beside else TOP + number * (height_of_stage + 0.2)
-        if number:
-            ends = [(x - 0.42, y + height_of_stage / 2), (x - 0.1, y + height_of_stage / 2)]
-            if not beside:
-                ends = [(0.25, y - 0.2), (0.25, y + 0.1)]
-            arrow(sheet, *ends, INK, 1.1, mutation_scale=11)
-        if head:
-            at = x + left if beside or not number else 0.45
-            label = stage + (f"   {names[-1]} \N{RIGHTWARDS ARROW}" if names else "")
-            write(sheet, at, y + 0.1, label, 9.5, color=QUIET)
-        if named:
-            middle = y + head + lines * drop / 2
-            text = f"\N{LEFTWARDS ARROW} {names[0]}"
-            write(sheet, x + 0.12, middle, text, 9.5, color=QUIET, ha="center", rotation=90)
-        colors = _colors(held)
-        for r, part in enumerate(held):
-            corner = x + left + r % across * step, y + head + r // across * drop
-            fills = _fills(part, colors[r], origin)
-            _tensor(sheet, corner, (wide, tall), part, whole.shape, r, fills, numbered)
-    return picture
-
-
 def _tensor_size(
     parts: dict[str, list[Part]], shape: tuple[int, ...], room: float
 ) -> tuple[bool, tuple[float, float]]:
@@ -467,7 +430,7 @@ def _colors(held: list[Part]) -> list[str]:
     first: dict[tuple, int] = {}
     for r, part in enumerate(held):
         first.setdefault((*part[:2], part.numbers.tobytes()), r)
-    return [rank_color(first[(*part[:2], part.numbers.tobytes())]) for part in held]
+    return [style.rank_color(first[(*part[:2], part.numbers.tobytes())]) for part in held]
 
 
 def _origin(first: list[Part], shape: tuple[int, ...]) -> np.ndarray:
@@ -491,7 +454,7 @@ def _fills(part: Part, color: str, origin: np.ndarray | None) -> list[tuple[slic
     if part.name == NONE_OF_IT:
         return []
     if part.name == SUMMAND or origin is None:
-        fill = blend(color, PAPER, 0.7) if part.name == SUMMAND else color
+        fill = style.blend(color, PAPER, 0.7) if part.name == SUMMAND else color
         return [(slice(0, part.numbers.shape[0]), slice(0, part.numbers.shape[1]), fill)]
     held = _block(origin, part)
     blocks = itertools.product(_runs(held), _runs(held.T))
@@ -505,7 +468,7 @@ def _runs(lines: np.ndarray) -> list[slice]:
 
 
 def _rank_fill(rank: int) -> str:
-    return {NO_RANK: NEW, SEVERAL: SHARED}.get(rank) or rank_color(rank)
+    return {NO_RANK: NEW, SEVERAL: SHARED}.get(rank) or style.rank_color(rank)
 
 
 def _tensor(
@@ -520,7 +483,7 @@ def _tensor(
 ) -> None:
     """Draw the outline of the tensor, and in it what a rank holds."""
     (x, y), (wide, tall) = corner, size
-    chip(ax, x, y + 0.1, 0.58, rank, f"rank {rank}")
+    style.chip(ax, x, y + 0.1, 0.58, rank, f"rank {rank}")
     name = part.name if part.name not in (SUMMAND, NONE_OF_IT) else ""
     if part.name == SUMMAND:
         name = "+" if rank else ""
@@ -544,7 +507,6 @@ def _tensor(
 
 
 def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: np.ndarray | None) -> str:
-    """Return what the colours and outlines that occur in this picture mean."""
     found = {part.name for held in parts.values() for part in held}
     solid = [p for held in parts.values() for p in held if p.name not in (SUMMAND, NONE_OF_IT)]
     held = [] if origin is None else [_block(origin, part) for part in solid]

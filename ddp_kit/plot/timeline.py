@@ -2,87 +2,104 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Polygon
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
-from ddp_kit.plot import timeline_marks as marks
+from ddp_kit.plot import picture as pictures
+from ddp_kit.plot import style
 from ddp_kit.plot import timeline_steps as in_steps
-from ddp_kit.plot.picture import (
-    Picture,
-    borders_caption,
-    host_borders,
-    open_picture,
-    read_trace,
-    room_for,
+from ddp_kit.plot.style import DASHES, INK, LOST, NO_CALL, PAPER, QUIET, TIMES
+from ddp_kit.plot.timeline_lanes import (
+    MOST_MARKS,
+    MOST_STEPS,
+    Arrow,
+    Bar,
+    Flight,
+    Lanes,
+    Link,
+    busy,
+    by_steps,
+    by_time,
+    part,
 )
-from ddp_kit.plot.style import (
-    INK,
-    NO_CALL,
-    PAPER,
-    QUIET,
-    chip,
-    draw_key,
-    key_places,
-    significant,
-    write,
-)
-from ddp_kit.plot.timeline_lanes import Lanes, busy, by_steps, by_time, part
-from ddp_kit.plot.timeline_marks import LEFT
 from ddp_kit.trace import Trace
 
 if TYPE_CHECKING:
     from ddp_kit.notebook.timeline import TimelineWidget
 
-IN_FLIGHT = "in flight: called, not waited for yet"
+# By the kind of an Event: fill, edge and hatch of a bar, and what the key says of it.
+LOOKS = {"send": style.SEND, "recv": style.RECV, "collective": style.COLLECTIVE}
 NAMES = {"send": "in a send", "recv": "in a receive", "collective": "in a collective"}
-STEP = 1.2  # inches of a step, where there is room
-NARROW = 2.6  # inches of the narrowest lanes
+LEFT, WIDE = 0.75, 7.95  # inches: where the lanes begin on the sheet, and their width
+TYPE, CHARACTER, HEIGHT = 7.5, 0.0655, 0.15  # points; inches: of one character, of a label
+SLANT = 35  # degrees, of names that are close together
+APART, GAP = 0.23, 0.08  # inches from one name to the next: between slanted ones, level ones
+HALF = 0.27  # of a lane: how far a bar reaches from the middle
+MARKER = 4.5  # points: where a rank takes part in a collective
+INSET, FIRST, LEVEL = 0.04, 0.07, 0.155  # inches: of the ends of flights, below bars, between two
+MOST_NAMED = 12  # messages without another end; if there are more, they have dashes alone
+BINS = 60  # parts of the picture, of each of which a rank spends a share in calls
+BLOCK = 0.2  # inches: the height of training steps in small
+MOST_TICKS = 20  # training steps with a number
+TONES, SHOWN, ZOOM = ("#d3dde6", "#b3c3d1"), "#33475b", "#f3f5f7"  # of training steps
+
+
+class Name(NamedTuple):
+    """What is written above one collective, or above several with the same name.
+
+    begin, end: the places of the first and the last of them. at: the middle of the text or, if it
+    is slanted, its left end. text: "" if there is no room for it.
+    """
+
+    begin: float
+    end: float
+    at: float
+    text: str
+    whole: bool
 
 
 class Panel:
-    """The lanes of all ranks over one axis. head: inches of the names above them; tall: inches.
+    """The lanes of all ranks over one axis.
 
-    wide: inches of the axis: as many as the steps need, unless it is time, or a part of a run.
-    at_least: of these. many: there are too many events to draw them one by one.
+    many: there are too many events to draw them one by one. tall: inches. head: inches of the names
+    of collectives, which are above the lanes.
     """
 
-    def __init__(
-        self, lanes: Lanes, timed: bool, at_least: float = NARROW, is_part: bool = False
-    ) -> None:
+    def __init__(self, lanes: Lanes, timed: bool) -> None:
         begin, end = lanes.limits
-        self.lanes, self.timed = lanes, timed
+        self.lanes, self.timed, n = lanes, timed, len(lanes.spans)
         self.length = 1.003 * ((end - begin) or 1)
-        self.wide = marks.WIDE
-        if not timed and not is_part:
-            self.wide = min(marks.WIDE, max(NARROW, at_least, STEP * (end - begin)))
-        self.scale = self.wide / self.length
-        n = len(lanes.spans)
-        marks_needed = 2 * len(lanes.arrows) + len(lanes.links)
-        long = not timed and end - begin > marks.MOST_STEPS and bool(lanes.arrows)
-        self.many = marks_needed > marks.MOST_MARKS or long
-        most = 0.78 if lanes.flights and not self.many else 0.62
-        self.lane = max(0.36, min(most, 6.8 * most / n))
-        self.below = 0.12 if lanes.flights and not self.many else 0.0  # room for the lowest flight
+        self.scale = WIDE / self.length  # inches of one unit of the axis
+        drawn = 2 * len(lanes.arrows) + len(lanes.links)
+        long = not timed and end - begin > MOST_STEPS and bool(lanes.arrows)
+        self.many = drawn > MOST_MARKS or long
+        self.flights = [] if self.many else lanes.flights
+        most = 0.78 if self.flights else 0.62
+        self.lane = max(0.36, min(most, 6.8 * most / n))  # inches
+        self.below = 0.12 if self.flights else 0.0  # inches for the lowest flight
         self.tall = n * self.lane + self.below
-        slant, names = marks.place_names(lanes.links, self.scale, begin, self.wide)
-        if self.many and (slant or not all(name.text for name in names)):
-            names = []
-        self.slant, self.names = slant, names
-        self.head = marks.head_room(slant, names)
-
-    @property
-    def unnamed(self) -> bool:
-        """Whether the name of a collective is left out for lack of space."""
-        return any(not name.text for name in self.names)
+        self.slant, self.names = place_names(lanes.links, self.scale, begin)
+        if self.many and (self.slant or not all(name.text for name in self.names)):
+            self.names = []
+        self.shared = any(name.end > name.begin for name in self.names)
+        longest = max((len(name.text) for name in self.names), default=0)
+        rises = CHARACTER * longest * math.sin(math.radians(self.slant))
+        self.head = 0.28 + rises if longest else 0.0
+        self._labels: list[Bbox] = []
 
     def draw(
         self,
-        picture: Picture,
+        picture: pictures.Picture,
         sheet: Axes,
         top: float,
         xlabel: str,
@@ -92,13 +109,11 @@ class Panel:
 
         borders: the ranks above whose lanes a line separates two hosts.
         """
-        n = len(self.lanes.spans)
-        lane = self.lane
-        for rank in range(n):
-            chip(sheet, 0, top + (rank + 0.5) * lane, 0.62, rank, f"rank {rank}")
-        ax = picture.chart(LEFT, top, self.wide, self.tall, "x", xlabel)
+        for rank in range(len(self.lanes.spans)):
+            style.chip(sheet, 0, top + (rank + 0.5) * self.lane, 0.62, rank, f"rank {rank}")
+        self.ax = ax = picture.chart(LEFT, top, WIDE, self.tall, "x", xlabel)
         begin, _ = self.lanes.limits
-        ax.set(xlim=(begin, begin + self.length), ylim=(self.tall / lane - 0.5, -0.5))
+        ax.set(xlim=(begin, begin + self.length), ylim=(self.tall / self.lane - 0.5, -0.5))
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         steps = [1, 2, 5, 10]  # no ticks of 80 ms
@@ -106,25 +121,297 @@ class Panel:
         ax.xaxis.set_major_locator(locator)
         if not self.timed:  # lines between the steps
             ax.grid(False)
-            if self.length <= marks.MOST_STEPS + 1:
-                between = [begin + step for step in range(1, round(self.length))]
-                ax.set_xticks(between, minor=True)
-                ax.tick_params(axis="x", which="minor", length=0)
-                style = {"color": "#ececec", "linewidth": 0.8, "linestyle": "-"}
-                ax.grid(True, axis="x", which="minor", **style)
+            if self.length <= MOST_STEPS + 1:
+                for step in range(1, round(self.length)):
+                    ax.axvline(begin + step, color="#ececec", linewidth=0.8, zorder=0.5)
         for border in borders:
             ends = [begin - (LEFT - 0.02) / self.scale, begin + self.length]
-            style = {"color": INK, "linewidth": 1.8, "linestyle": "-", "clip_on": False}
-            ax.plot(ends, [border - 0.5 + self.below / lane] * 2, zorder=1, **style)
-        labels = marks.Labels(self.scale, lane)
+            look = {"color": INK, "linewidth": 1.8, "linestyle": "-", "clip_on": False}
+            ax.plot(ends, [border - 0.5 + self.below / self.lane] * 2, zorder=1, **look)
+        _draw_spans(ax, self.lanes)
         if self.many:
-            marks.draw_shares(ax, self.lanes, labels)
+            draw_shares(ax, self.lanes, LOOKS)
         else:
-            marks.draw_each(ax, self.lanes, labels)
-        marks.write_names(ax, self.slant, self.names, lane)
+            self._draw_each()
+        self._write_names()
+
+    def _draw_each(self) -> None:
+        lanes, groups = self.lanes, {}
+        for bar in lanes.bars:
+            groups.setdefault((bar.rank, bar.kind, bool(bar.never)), []).append(bar)
+        for (rank, kind, never), group in groups.items():
+            ranges = [(bar.begin, bar.end - bar.begin) for bar in group]
+            drawn = style.bars(self.ax, ranges, (rank - HALF, 2 * HALF), *LOOKS[kind], zorder=2)
+            if never:
+                drawn.set(linestyle=DASHES, edgecolor=LOST, linewidth=1.3)
+        for link in lanes.links:
+            self._draw_link(link)
+        named = {(bar.rank, bar.never) for bar in lanes.bars if self._label(bar)}
+        self._draw_flights()
+        few = sum(bool(each.never) for each in lanes.arrows) <= MOST_NAMED
+        for each in lanes.arrows:
+            if each.never:
+                rank = each.src if each.never == "never received" else each.dst
+                self._draw_lost(each, few and (rank, each.never) not in named)
+            else:
+                side = math.copysign(HALF, each.dst - each.src)
+                ends = (each.begin, each.src + side), (each.end, each.dst - side)
+                # Below the bars: it passes behind the ranks between its ends.
+                style.arrow(self.ax, *ends, style.edge_color(each.src), zorder=1.5)
+
+    def _is_free(self, begin: float, end: float, y: float) -> bool:
+        """Take a place for a label; return whether it was free."""
+        half = 0.5 * HEIGHT / self.lane
+        box = Bbox([[begin, y - half], [end, y + half]])
+        free = not any(map(box.overlaps, self._labels))
+        if free:
+            self._labels.append(box)
+        return free
+
+    def _write(self, x: float, y: float, text: str, **look) -> None:
+        style.write(self.ax, x, y, text, TYPE, **look)
+
+    def _width(self, text: str) -> float:
+        return (CHARACTER * len(text) + 0.06) / self.scale
+
+    def _label(self, bar: Bar) -> bool:
+        """Write the operation in its bar, if there is room; return whether it says "never"."""
+        if bar.kind == "collective" and not bar.waits:
+            return False  # its name is above the lanes
+        names = (f"wait ({bar.op})", "wait") if bar.waits else (bar.op,)
+        never = [f"{names[0]}: {bar.never}"] if bar.never else []
+        for text, share in itertools.product((*never, *names), (0.5, 0.25, 0.75)):
+            middle = bar.begin + share * (bar.end - bar.begin)
+            begin, end = middle - self._width(text) / 2, middle + self._width(text) / 2
+            if bar.begin <= begin and end <= bar.end and self._is_free(begin, end, bar.rank):
+                fill = LOOKS[bar.kind][0]
+                paper = {"boxstyle": "square,pad=0.12", "facecolor": fill, "edgecolor": "none"}
+                color = PAPER if bar.kind == "send" else INK
+                self._write(middle, bar.rank, text, color=color, ha="center", bbox=paper, zorder=3)
+                return text in never
+        return False
+
+    def _draw_flights(self) -> None:
+        """Draw thin lines below the bars, from a call to its `wait()`; those of one time in levels.
+
+        All of a kind are one line, because they may be hundreds.
+        """
+        levels = flight_levels(self.flights, self.lane)
+        drawn: dict[str, list[tuple[float, float, float, bool]]] = {}
+        for each, level in zip(self.flights, levels, strict=True):
+            y = each.rank + HALF + (FIRST + LEVEL * level) / self.lane
+            inset = INSET / self.scale
+            begin, end = each.begin + inset, max(each.end - inset, each.begin + 2 * inset)
+            drawn.setdefault(each.kind, []).append((begin, end, y, each.waited))
+            at = begin + 0.07 / self.scale
+            room = each.kind != "collective" and end - at > self._width(each.op)
+            if room and self._is_free(at, at + self._width(each.op), y):
+                paper = {"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none"}
+                look = {"color": LOOKS[each.kind][1], "bbox": paper, "zorder": 3.3, "clip_on": True}
+                self._write(at, y, each.op, **look)
+        for kind, flights in drawn.items():
+            look = {"color": LOOKS[kind][1], "zorder": 3.2, "markersize": 4}
+            xs = [x for begin, end, *_ in flights for x in (begin, end, math.nan)]
+            ys = [y for *_, y, _ in flights for _ in range(3)]
+            self.ax.plot(xs, ys, linestyle="-", linewidth=1.4, solid_capstyle="butt", **look)
+            rim = {"markerfacecolor": PAPER, "markeredgewidth": 1.1}
+            self.ax.plot(xs[::3], ys[::3], linestyle="", marker="o", **rim, **look)
+            waited = [(end, y) for _, end, y, waited in flights if waited]
+            if waited:
+                self.ax.plot(*zip(*waited, strict=True), linestyle="", marker="D", **look)
+
+    def _draw_link(self, link: Link) -> None:
+        color = LOOKS["collective"][1] if link.whole else LOST
+        places, ranks = zip(*sorted(link.points, key=lambda point: point[1]), strict=True)
+        look = {"color": color, "linewidth": 1.6, "linestyle": "-" if link.whole else DASHES}
+        if len(self.lanes.links) * 2 * MARKER > 0.8 * 72 * WIDE:
+            look["linewidth"] = 0.8
+        else:
+            look |= {"marker": "o", "markersize": MARKER, "markerfacecolor": PAPER}
+            look |= {"markeredgecolor": color, "markeredgewidth": 1.2}
+        self.ax.plot(places, ranks, zorder=3.5, **look)
+        for rank in range(min(ranks), max(ranks) + 1):  # no label there
+            self._is_free(min(places) - 0.05 / self.scale, max(places) + 0.05 / self.scale, rank)
+
+    def _draw_lost(self, lost: Arrow, named: bool) -> None:
+        """Draw the end of an arrow that has no other end and, if `named`, what never happened."""
+        sent = lost.never == "never received"
+        src = lost.src if lost.src is not None else -1
+        side = math.copysign(1, lost.dst - src) * (1 if sent else -1)
+        rank, at = (src, lost.begin) if sent else (lost.dst, lost.end)
+        near = (at, rank + HALF * side)
+        far = (at + 0.14 / self.scale * (1 if sent else -1), rank + 0.46 * side)
+        style.arrow(self.ax, *((near, far) if sent else (far, near)), LOST, linestyle=DASHES)
+        _, high = self.ax.get_xlim()
+        begin = max(near[0], far[0]) + 0.05 / self.scale
+        end = begin + self._width(lost.never)
+        if end > high:
+            end = min(near[0], far[0]) - 0.05 / self.scale
+            begin = end - self._width(lost.never)
+        if named and self._is_free(begin, end, far[1]):
+            self._write(begin, far[1], lost.never, color=LOST, zorder=5)
+
+    def _write_names(self) -> None:
+        """Write the names of collectives above the lanes, each that is shared above a bracket."""
+        look = {"rotation": self.slant, "rotation_mode": "anchor", "va": "baseline"}
+        look |= {"ha": "left" if self.slant else "center"}
+        foot, top = -0.5 - 0.02 / self.lane, -0.5 - 0.08 / self.lane
+        y = top - 0.03 / self.lane if self.shared else -0.55
+        for name in self.names:
+            color = LOOKS["collective"][1] if name.whole else LOST
+            if name.end > name.begin and name.text:
+                xs = name.begin, name.begin, name.end, name.end
+                _bracket(self.ax, xs, (foot, top, top, foot), color)
+            self._write(name.at, y, name.text, color=color, **look)
 
 
-class Timeline(Picture):
+def place_names(links: Sequence[Link], scale: float, low: float) -> tuple[int, list[Name]]:
+    """Return how to write the names of collectives: their slant in degrees, and each name.
+
+    Where there is no room for each, neighbours with the same name share one, as in
+    "all_reduce x 30". If the names still are too close, they are slanted.
+
+    scale: inches of one unit of the axis; low: where the axis begins.
+    """
+    tops = sorted(
+        (min(link.points, key=lambda p: p[1])[0], link.name, link.whole) for link in links
+    )
+    each = [(at, at, name, whole) for at, name, whole in tops]
+    shared = []
+    for (name, whole), group in itertools.groupby(tops, key=lambda top: top[1:]):
+        places = [at for at, *_ in group]
+        text = f"{name} {TIMES} {len(places):,}" if len(places) > 1 else name
+        shared.append((places[0], places[-1], text, whole))
+    for slant, found in ((0, each), (0, shared), (SLANT, each), (SLANT, shared)):
+        names, free = [], -math.inf
+        for begin, end, text, whole in found:
+            at, half = begin + (end - begin) / 2, CHARACTER * len(text) / 2 / scale
+            if slant:
+                first, last = at, at + APART / scale
+            else:  # above the names of the ranks there is nothing else
+                at = min(max(at, low - LEFT / scale + half), low + WIDE / scale - half)
+                first, last = at - half, at + half + GAP / scale
+            fits = first >= free
+            names.append(Name(begin, end, at, text if fits else "", whole))
+            free = last if fits else free
+        if all(name.text for name in names):
+            break
+    return slant, names
+
+
+def flight_levels(flights: Sequence[Flight], lane: float) -> list[int]:
+    """Return at which level below its bar each flight is drawn, from 0; lane: inches."""
+    most = 1 + max(0, int(((1 - 2 * HALF) * lane - FIRST - 0.04) / LEVEL))
+    over: dict[int, list[float]] = {}  # of each rank, where the last flight of each level ends
+    levels = [0] * len(flights)
+    for i in sorted(range(len(flights)), key=lambda i: flights[i].begin):
+        ends = over.setdefault(flights[i].rank, [-math.inf] * most)
+        begin, end = flights[i].begin, flights[i].end
+        free = (level for level in range(most) if ends[level] <= begin)
+        levels[i] = next(free, most - 1)
+        ends[levels[i]] = max(ends[levels[i]], end, math.nextafter(begin, math.inf))
+    return levels
+
+
+def _bracket(ax: Axes, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
+    ax.plot(xs, ys, color=color, linewidth=0.9, linestyle="-", clip_on=False)
+
+
+def _draw_spans(ax: Axes, lanes: Lanes) -> None:
+    for rank, (begin, end) in enumerate(lanes.spans):
+        style.bars(ax, [(begin, end - begin)], (rank - HALF, 2 * HALF), NO_CALL, "none")
+
+
+def draw_shares(ax: Axes, lanes: Lanes, looks, bins: int = BINS) -> None:
+    """Draw each rank's shares of time on each other; looks: by kind, as LOOKS."""
+    edges = np.linspace(*lanes.limits, bins + 1)
+    for rank, of_kinds in enumerate(shares(lanes, edges)):
+        base = np.full(bins, rank + HALF)
+        for (fill, edge, hatch), share in zip(looks.values(), of_kinds, strict=True):
+            top = base - 2 * HALF * share
+            if share.any():
+                look = {"facecolor": fill, "edgecolor": edge, "linewidth": 0, "zorder": 2}
+                # One shape for all bins: sixty would take a second to draw.
+                drawn = ax.stairs(top, edges, baseline=base, fill=True, **look)
+                style.set_hatch(drawn, hatch, edge)
+            base = top
+
+
+def shares(lanes: Lanes, edges: np.ndarray) -> np.ndarray:
+    """Return the share of each bin that each rank spends: (rank, kind, bin), kinds as in LOOKS."""
+    found = np.zeros((len(lanes.spans), len(LOOKS), len(edges) - 1))
+    spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for bar in lanes.bars:
+        spans.setdefault((bar.rank, bar.kind), []).append((bar.begin, bar.end))
+    for (rank, kind), of_kind in spans.items():
+        begin, end = np.array(of_kind).T
+        covered = [np.clip(edge - begin, 0, end - begin).sum() for edge in edges]
+        found[rank, list(LOOKS).index(kind)] = np.diff(covered) / np.diff(edges)
+    return found / np.maximum(1, found.sum(axis=1, keepdims=True))
+
+
+def _draw_overview(
+    picture: pictures.Picture, sheet: Axes, top: float, lanes: Lanes, training: in_steps.Training
+) -> None:
+    """Draw the whole run: a block for each training step and, in time, the lanes of all ranks."""
+    begin, end = lanes.limits
+    timed, spans, window = lanes.zero is not None, training.spans, training.window
+    n, head, tall = len(lanes.spans) if timed else 0, 0.26, _overview_height(lanes)
+    lane = (tall - BLOCK) / n if timed else 0.2
+    scale = WIDE / ((end - begin) or 1)
+    corners = [LEFT + (min(max(at, begin), end) - begin) * scale for at in window]
+    roof, floor = top + head + tall, top + head + tall + 0.5
+    points = [(corners[0], roof), (corners[1], roof), (LEFT + WIDE, floor), (LEFT, floor)]
+    sheet.add_patch(Polygon(points, facecolor=ZOOM, edgecolor="none", zorder=0))
+    xlabel = "time since the first rank began (ms)" if timed else "training step"
+    ax = picture.chart(LEFT, top + head, WIDE, tall, "x", xlabel)
+    roof = -0.5 - BLOCK / lane  # of the blocks; rank 0 is below them, at 0
+    ax.set(xlim=(begin, end), ylim=(n - 0.5, roof))
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    strip = roof, BLOCK / lane
+    style.bars(ax, [(begin, end - begin)], strip, NO_CALL, "none")
+    for fill, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
+        blocks = [(first, last - first) for first, last in drawn]
+        style.bars(ax, blocks, strip, fill, PAPER, linewidth=0.4, zorder=2)
+    if timed:
+        _draw_spans(ax, lanes)
+        # Dark and without a hatch, which nobody would see.
+        looks = {kind: (edge, edge, None) for kind, (_, edge, _) in LOOKS.items()}
+        draw_shares(ax, lanes, looks, bins=160)
+        for rank in range(n):
+            y = top + head + BLOCK + (rank + 0.5) * lane
+            style.bars(
+                sheet, [(LEFT - 0.14, 0.1)], (y - 0.04, 0.08), style.rank_color(rank), "none"
+            )
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=12, min_n_ticks=1))
+    else:
+        every = -(-len(spans) // MOST_TICKS)
+        ticks = range(every - 1, len(spans), every)
+        ax.set_xticks([sum(spans[i]) / 2 for i in ticks], [str(i + 1) for i in ticks])
+        ax.grid(False)
+    over = -math.inf  # where the last text ends
+    for first, last in training.runs:
+        number = last - first + 1
+        text = (
+            f"step {first + 1}" if number == 1 else f"{TIMES} {number:,} steps with the same calls"
+        )
+        low, high = max(begin, spans[first][0]), min(end, spans[last][1])
+        half = CHARACTER * len(text) / 2 / scale
+        at = min(max((low + high) / 2, begin - LEFT / scale + half), end - half)
+        if at - half > over:  # else there is no room for it
+            style.write(ax, at, roof - 0.13 / lane, text, TYPE, ha="center", color=QUIET)
+            over = at + half + GAP / scale
+        if number > 1:
+            foot, top_of_it = roof - 0.02 / lane, roof - 0.06 / lane
+            _bracket(ax, (low, low, high, high), (foot, top_of_it, top_of_it, foot), QUIET)
+
+
+def _overview_height(lanes: Lanes) -> float:
+    return BLOCK + (min(0.17 * len(lanes.spans), 1.4) if lanes.zero is not None else 0.0)
+
+
+class Timeline(pictures.Picture):
     """A timeline; `interact()` returns one to zoom into."""
 
     trace: Trace
@@ -166,18 +453,18 @@ def timeline(
     send that was never received, or a receive that was never sent to, is dashed and says so.
 
     A training run is drawn in small, with a block for each training step, and one step in large:
-    see `training_steps`. In other runs with very many events, bars are shares of time, and an
-    arrow stands for many messages, with their number. If a timed run begins or ends with a long
-    pause, such as an import, most of the pause is cut off, and the caption says how much.
-    `.interact()` of the picture returns one to zoom into.
+    see `training_steps`. In other runs with very many events, bars are shares of time, and there
+    are no arrows: see `messages`. If a timed run begins or ends with a long pause, such as an
+    import, most of the pause is cut off, and the caption says how much. `.interact()` of the
+    picture returns one to zoom into.
 
     Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step,
     or `per_host` is not a positive whole number.
     """
-    trace = read_trace(source)
+    trace = pictures.read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
-    borders = host_borders(trace.world_size, per_host)
+    borders = pictures.host_borders(trace.world_size, per_host)
     whole = by_time(trace) if timed else by_steps(trace)
     training = in_steps.find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
@@ -185,19 +472,15 @@ def timeline(
     cut = _say_cut(whole, window)
     title = _title(trace, timed, training and len(training.spans)) if title is None else title
 
-    top, overview = 0.36, None
     if not training:
-        large = Panel(lanes, timed, room_for(title) - LEFT)
+        large = Panel(lanes, timed)
         xlabel = "time since the first rank began (ms)" if timed else "step"
     else:
         shown, (begin, end) = training.label, training.window
         zero = begin if timed else begin - 0.5  # the first step is 1
-        overview = in_steps.Overview(lanes, training)
-        large = Panel(part(whole, begin, end, zero), timed, is_part=True)
+        large = Panel(part(whole, begin, end, zero), timed)
         here = "this training step" if training.shown is not None else "this part"
         xlabel = f"time since {here} began (ms)" if timed else f"order of the operations in {here}"
-        top += overview.whole + 0.28
-    top += large.head
     if timed:
         text_table = in_steps.time_table(title, whole)
         text_table += f"\n{in_steps.time_table(shown, large.lanes)}" if training else ""
@@ -210,28 +493,27 @@ def timeline(
     else:
         text_table = in_steps.step_table(title, trace, whole, whole.limits)
 
-    parts = []
-    if training:
-        is_median = timed and step is None and training.shown is not None
-        parts.append(_whole_caption(timed, is_median))
-    parts += [_caption_of_many(large.lanes) if large.many else _caption(large, timed), cut]
+    is_median = bool(training) and timed and step is None and training.shown is not None
+    parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]
     if borders:
-        parts.append(f"{borders_caption(trace.world_size, borders[0])}.")
+        parts.append(f"{pictures.borders_caption(trace.world_size, borders[0])}.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
-    key = _key(lanes, large.many)
-    full = LEFT + large.wide + 0.15
-    *_, (at, rows) = key_places(key, full - LEFT)
-    caption, foot = " ".join(filter(None, parts)), top + large.tall + 0.5
-    picture, sheet = open_picture(title, text_table, full, foot + rows + 0.25, caption, Timeline)
+    kinds = {bar.kind for bar in lanes.bars}
+    key = {"not in a call": (NO_CALL, "none")}
+    key |= {text: LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
+    above = 1.04 + _overview_height(lanes) if training else 0.0
+    top = 0.36 + above + large.head
+    foot = top + large.tall + 0.5
+    caption = " ".join(filter(None, parts))
+    full = LEFT + WIDE + 0.15
+    picture, sheet = pictures.open_picture(title, text_table, full, foot + 0.25, caption, Timeline)
     picture.trace = trace
-    if overview:
-        overview.draw(picture, sheet, 0.3)
-        write(sheet, LEFT, 0.3 + overview.whole + 0.13, shown, 9, weight="bold")
+    if training:
+        _draw_overview(picture, sheet, 0.3, lanes, training)
+        style.write(sheet, LEFT, 0.19 + above, shown, 9, weight="bold")
     large.draw(picture, sheet, top, xlabel, borders)
-    draw_key(sheet, LEFT, foot, key, full - LEFT)
-    if key.get(IN_FLIGHT) == ():
-        _draw_flight(sheet, LEFT + at, foot + rows + 0.07)
+    style.draw_key(sheet, LEFT, foot, key)
     return picture
 
 
@@ -252,79 +534,48 @@ def _say_cut(lanes: Lanes, window: tuple[float, float]) -> str:
         if high > low:
             calls = sum(low <= (b.begin if name == "first" else b.end) <= high for b in lanes.bars)
             calls = count(calls, "call") if calls else "no call"
-            parts.append(f"the {name} {significant((high - low) / 1e3)} s ({calls})")
+            parts.append(f"the {name} {style.significant((high - low) / 1e3)} s ({calls})")
     text = " and ".join(parts)
     return f"Not shown: {text}." if text else ""
 
 
 def _whole_caption(timed: bool, is_median: bool) -> str:
     """Return what the whole run in small means. is_median: the step was chosen by its duration."""
-    parts = [
+    return (
         "Above: the whole run. Each block is a training step: calls that every rank repeats"
         + (", and the computing before them." if timed else ".")
-    ]
-    if timed:
-        parts.append("Under the blocks, the height of a colour is its share of a rank's time.")
-    parts.append(f"Below: the dark block in large{', of median duration' if is_median else ''}.")
-    return " ".join(parts)
+        + (" Under the blocks, the height of a colour is its share of a rank's time." * timed)
+        + f" Below: the dark block in large{', of median duration' if is_median else ''}."
+    )
 
 
-def _caption(panel: Panel, timed: bool) -> str:
-    """Return what the picture does not show by itself."""
-    lanes = panel.lanes
+def _caption(panel: Panel) -> str:
+    lanes, timed = panel.lanes, panel.timed
+    if panel.many:
+        return (
+            "Too many events to draw one by one: the height of a colour is its share of each "
+            f"1/{BINS} of the picture. Messages and collectives are left out; kit.plot.messages "
+            "shows who sent how much to whom."
+        )
     color = ", in its sender's colour" if timed else ""
     when = ", drawn when its last rank called it; a bar is the wait for it" if timed else ""
     split = any(not link.whole for link in lanes.links)
-    never = any(arrow.never for arrow in lanes.arrows)
-    shared = any(name.end > name.begin for name in panel.names)
     parts = {
         "One bar per rank."
         if timed
         else "Each message or collective takes one step, and a longer bar is a wait. "
         "Computing takes none.": True,
         f"An arrow is a message{color}.": lanes.arrows,
+        "\N{WHITE CIRCLE}\N{BOX DRAWINGS LIGHT HORIZONTAL}\N{BLACK DIAMOND}: "
+        "in flight, called and not waited for yet.": panel.flights,
         f"A vertical line is a collective{when}.": lanes.links,
-        "A bracket joins collectives with the same name.": shared,
-        "Some names of collectives are left out for lack of space.": panel.unnamed,
+        "A bracket joins collectives with the same name.": panel.shared,
+        "Some names of collectives are left out for lack of space.": any(
+            not name.text for name in panel.names
+        ),
         "A dashed line: some ranks did not call it, or called another collective.": split,
-        "A dashed arrow: a message that was never sent or never received.": never,
+        "A dashed arrow: a message that was never sent or never received.": any(
+            arrow.never for arrow in lanes.arrows
+        ),
     }
     return " ".join(part for part, applies in parts.items() if applies)
-
-
-def _caption_of_many(lanes: Lanes) -> str:
-    """Return what the colours and arrows mean where events are not drawn one by one."""
-    parts = [
-        "Too many events to draw one by one: the height of a colour is its share of each "
-        f"1/{marks.BINS} of the picture."
-    ]
-    pairs, cuts = marks.count_pairs(lanes)
-    if pairs and cuts:
-        where = f"in each 1/{cuts}" if cuts > 1 else "in the whole"
-        parts.append(
-            f"An arrow is all messages of its pair {where} of the picture, and its number,"
-        )
-        parts.append("where there is room for it, is their count.")
-    elif pairs:
-        parts.append(f"No arrows: {len(pairs)} pairs of ranks. kit.plot.messages shows them.")
-    if any(arrow.never for arrow in lanes.arrows):
-        parts.append("Dashed: never received, or never sent.")
-    if lanes.links:
-        parts.append("Collectives have no line of their own here.")
-    return " ".join(parts)
-
-
-def _key(lanes: Lanes, many: bool) -> dict[str, tuple]:
-    """Return the names of what is drawn, each with its look; () is a flight, the last one."""
-    kinds = {bar.kind for bar in lanes.bars}
-    looks: dict[str, tuple] = {"not in a call": (NO_CALL, "none")}
-    looks |= {text: marks.LOOKS[kind] for kind, text in NAMES.items() if kind in kinds}
-    return looks | ({IN_FLIGHT: ()} if lanes.flights and not many else {})
-
-
-def _draw_flight(sheet: Axes, x: float, y: float) -> None:
-    ends = [x + 0.03, x + 0.23]
-    style = {"color": QUIET, "linewidth": 1.4, "linestyle": "-"}
-    sheet.plot(ends, [y, y], **style)
-    sheet.plot(ends[:1], [y], markerfacecolor=PAPER, **marks.CALLED, **style)
-    sheet.plot(ends[1:], [y], **marks.WAITED, **style)

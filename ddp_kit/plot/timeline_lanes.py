@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -15,6 +14,7 @@ from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Key, Schedule, schedule
 
 LEAVES, ARRIVES = 0.5, 0.88  # of a step: where its arrows begin and end
+MOST_MARKS, MOST_STEPS = 240, 48  # above, events are drawn as shares of time
 STARTING = 0.45  # of a step: what calls that return at once take before a wait that follows
 
 
@@ -38,7 +38,7 @@ class Bar:
 class Flight:
     """An operation in flight: from a call that returned at once until its `wait()` or its end.
 
-    kind: that of the Event. called, waited: its begin is that call, its end is that `wait()`.
+    kind: that of the Event. waited: its end is that `wait()`.
     """
 
     rank: int
@@ -46,7 +46,6 @@ class Flight:
     begin: float
     end: float
     op: str
-    called: bool = True
     waited: bool = True
 
 
@@ -54,14 +53,14 @@ class Flight:
 class Arrow:
     """A message, from the place of its send to that of its receive.
 
-    never: "never received" and `end` is None, or "never sent" and `begin` is None. src is None
-    for a receive from any source.
+    never: "never received", "never sent" or ""; of these, begin and end are the place of the side
+    that there is. src is None for a receive from any source.
     """
 
     src: int | None
     dst: int
-    begin: float | None
-    end: float | None
+    begin: float
+    end: float
     never: str = ""
 
 
@@ -92,7 +91,6 @@ class Lanes:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Where the picture begins and ends."""
         return min(begin for begin, _ in self.spans), max(end for _, end in self.spans)
 
 
@@ -138,19 +136,14 @@ def by_steps(trace: Trace) -> Lanes:
     return Lanes(spans, bars, list(flights.values()), arrows, links, plan)
 
 
-def _places(trace: Trace, plan: Schedule) -> list[tuple[dict[int, Event], list[float]]]:
-    """Return the collectives and where each of their ranks is drawn: side by side within a step."""
-    steps = [
-        [plan.at[rank, event.index] for rank, event in members.items()]
-        for members in trace.collectives
-    ]
-    total, seen = Counter(max(at) for at in steps), Counter[int]()
-    places = []
+def _places(trace: Trace, plan: Schedule) -> Iterator[tuple[dict[int, Event], list[float]]]:
+    """Yield the collectives and where each of their ranks is drawn: side by side within a step."""
+    steps = [[plan.at[rank, m[rank].index] for rank in m] for m in trace.collectives]
+    total, seen = Counter(map(max, steps)), Counter[int]()
     for members, at in zip(trace.collectives, steps, strict=True):
         seen[max(at)] += 1
         shift = seen[max(at)] / (total[max(at)] + 1)
-        places.append((members, [step + 0.5 + shift for step in at]))
-    return places
+        yield members, [step + 0.5 + shift for step in at]
 
 
 def by_time(trace: Trace) -> Lanes:
@@ -186,43 +179,36 @@ def by_time(trace: Trace) -> Lanes:
 
 
 def part(lanes: Lanes, begin: float, end: float, zero: float = 0.0) -> Lanes:
-    """Return what happened from `begin` to `end`; every place moves by `-zero`."""
-    over = end if end < lanes.limits[1] else math.inf  # what is in no later part
+    """Return what happened from `begin` to `end`; every place moves by `-zero`.
 
-    def inside(at: float | None) -> bool:
-        return at is not None and begin <= at <= end
-
-    def happens(each: Bar | Flight) -> bool:
-        lasts = each.begin < end and each.end > begin
-        return lasts or (each.begin == each.end and begin <= each.begin < over)
+    Spans and bars end there; flights, arrows and links may reach beyond the picture.
+    """
 
     def clip(at: float) -> float:
         return min(max(at, begin), end) - zero
 
-    def clipped(each: Bar | Flight) -> dict[str, float]:
-        return {"begin": clip(each.begin), "end": clip(each.end)}
+    def happens(each: Bar | Flight) -> bool:
+        lasts = each.begin < end and each.end > begin
+        return lasts or begin <= each.begin == each.end <= end
 
-    def move(at: float | None) -> float | None:
-        return None if at is None else at - zero
+    def moved(each):
+        return replace(each, begin=each.begin - zero, end=each.end - zero)
 
+    bars = filter(happens, lanes.bars)
     return replace(
         lanes,
         spans=[(clip(first), clip(last)) for first, last in lanes.spans],
-        bars=[replace(bar, **clipped(bar)) for bar in lanes.bars if happens(bar)],
-        flights=[
-            replace(f, **clipped(f), called=inside(f.begin), waited=f.waited and inside(f.end))
-            for f in lanes.flights
-            if happens(f)
-        ],
+        bars=[replace(bar, begin=clip(bar.begin), end=clip(bar.end)) for bar in bars],
+        flights=[moved(flight) for flight in lanes.flights if happens(flight)],
         arrows=[
-            replace(arrow, begin=move(arrow.begin), end=move(arrow.end))
+            moved(arrow)
             for arrow in lanes.arrows
-            if inside(arrow.begin) or inside(arrow.end)
+            if begin <= arrow.begin <= end or begin <= arrow.end <= end
         ],
         links=[
             replace(link, points=tuple((at - zero, rank) for at, rank in link.points))
             for link in lanes.links
-            if inside(min(at for at, _ in link.points))
+            if begin <= min(at for at, _ in link.points) <= end
         ],
     )
 
@@ -290,16 +276,18 @@ def _arrows(trace: Trace, places: dict[Key, tuple[float, float]], never: dict[Ke
     arrows = []
     for message in trace.messages():
         send, recv = message.send, message.recv
-        begin = places[send.rank, send.index][0]
+        key = send.rank, send.index
+        begin = places[key][0]
         if recv is not None:
             end = max(begin, places[recv.rank, recv.index][1])
             arrows.append(Arrow(send.rank, recv.rank, begin, end))
-        elif (send.rank, send.index) in never:
-            arrows.append(Arrow(send.rank, message.dst, begin, None, "never received"))
+        elif key in never:
+            arrows.append(Arrow(send.rank, message.dst, begin, begin, never[key]))
     for event in trace:
         key = event.rank, event.index
         if event.kind == "recv" and key in never:
-            arrows.append(Arrow(event.peer, event.rank, None, places[key][0], never[key]))
+            at = places[key][0]
+            arrows.append(Arrow(event.peer, event.rank, at, at, never[key]))
     return arrows
 
 

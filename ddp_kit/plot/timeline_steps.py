@@ -1,35 +1,23 @@
-"""A timeline's numbers as text, and its training steps: all in small, and one to draw in large."""
+"""A timeline's training steps, of which one is drawn in large, and its numbers as text."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median_low
-from typing import NamedTuple
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.patches import Polygon
-from matplotlib.ticker import MaxNLocator
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot import timeline_marks as marks
-from ddp_kit.plot.picture import Picture, table
-from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, TIMES, bars, rank_color, significant, write
-from ddp_kit.plot.timeline_lanes import Lanes, absent, short_name, unmatched
-from ddp_kit.plot.timeline_marks import CHARACTER, LEFT, TYPE, WIDE
+from ddp_kit.plot.picture import table
+from ddp_kit.plot.style import TIMES, significant
+from ddp_kit.plot.timeline_lanes import MOST_MARKS, MOST_STEPS, Lanes, absent, short_name, unmatched
 from ddp_kit.trace import Trace
 from ddp_kit.trace.events import Event
 from ddp_kit.trace.schedule import START, WAIT, Action
 from ddp_kit.trace.training_steps import TrainingStep, training_steps
 
 FEWEST, MOST_COLLECTIVES = 3, 12  # training steps; what is easy to read without them
-TONES, SHOWN = ("#d3dde6", "#b3c3d1"), "#33475b"
-ZOOM = "#f3f5f7"
-STRIP, LANE = 0.2, 0.15  # inches: of the blocks, and at most of a lane in small
-BINS = 160
-MOST_TICKS = 20
 LASTS = "\N{HORIZONTAL ELLIPSIS}"  # in the steps after the one in which a call began
 
 
@@ -56,7 +44,6 @@ class Training:
 
     @property
     def label(self) -> str:
-        """What is drawn in large."""
         total = len(self.spans)
         if self.shown is None:
             return f"After training step {total}, the last that was completed"
@@ -64,11 +51,7 @@ class Training:
         text = f"Training step {self.shown + 1:,} of {total:,}"
         if alike == total:
             return f"{text}, which all have the same calls"
-        return (
-            text
-            + (f", one of {alike:,} with" if alike > 1 else ", the only one with")
-            + " these calls"
-        )
+        return f"{text}, {f'one of {alike:,}' if alike > 1 else 'the only one'} with these calls"
 
 
 def find_training(trace: Trace, lanes: Lanes, step: int | None) -> Training | None:
@@ -127,7 +110,7 @@ def _are_worth(steps: dict[int, list[TrainingStep]]) -> bool:
 def _are_most(steps: dict[int, list[TrainingStep]], trace: Trace) -> bool:
     """Return whether there are too many events to draw one by one, and most are in steps."""
     inside = sum(len(step.events) for own in steps.values() for step in own)
-    return len(trace.collectives) > marks.MOST_MARKS and 2 * inside > len(trace.events)
+    return len(trace.collectives) > MOST_MARKS and 2 * inside > len(trace.events)
 
 
 def _calls(step: TrainingStep) -> tuple:
@@ -142,123 +125,29 @@ def _span(lanes: Lanes, ranks: list[TrainingStep]) -> tuple[float, float]:
     return min(at) + 0.5, max(at) + 1.5
 
 
-# ---- the whole run in small
-
-
-class Overview:
-    """The whole run: a block for each training step and, in time, the lanes of all ranks.
-
-    tall: inches of the axes; whole: inches with the texts above and below them.
-    """
-
-    def __init__(self, lanes: Lanes, training: Training) -> None:
-        self.lanes, self.training, self.timed = lanes, training, lanes.zero is not None
-        n = len(lanes.spans)
-        self.lane = min(LANE, 1.2 / n)
-        self.tall = STRIP + (0.06 + n * self.lane if self.timed else 0)
-        self.head, self.whole = 0.26, 0.26 + self.tall + 0.5
-
-    def draw(self, picture: Picture, sheet: Axes, top: float) -> None:
-        """Draw it from `top` inches on, and the lines that lead to the large step below it."""
-        begin, end = self.lanes.limits
-        xlabel = "time since the first rank began (ms)" if self.timed else "training step"
-        spans, window = self.training.spans, self.training.window
-        scale = WIDE / ((end - begin) or 1)
-        corners = [LEFT + (min(max(at, begin), end) - begin) * scale for at in window]
-        roof, floor = top + self.head + self.tall, top + self.whole
-        points = [(corners[0], roof), (corners[1], roof), (LEFT + WIDE, floor), (LEFT, floor)]
-        sheet.add_patch(Polygon(points, facecolor=ZOOM, edgecolor="none", zorder=0))
-        ax = picture.chart(LEFT, top + self.head, WIDE, self.tall, "x", xlabel)
-        ax.set(xlim=(begin, end), ylim=(self.tall, 0))
-        ax.set_yticks([])
-        ax.spines["left"].set_visible(False)
-        bars(ax, [(begin, end - begin)], (0, STRIP), NO_CALL, "none")
-        for look, drawn in ((TONES[0], spans[::2]), (TONES[1], spans[1::2]), (SHOWN, [window])):
-            blocks = [(first, last - first) for first, last in drawn]
-            bars(ax, blocks, (0, STRIP), look, PAPER, linewidth=0.4, zorder=2)
-        if self.timed:
-            self._draw_lanes(ax, sheet, top + self.head)
-            ax.xaxis.set_major_locator(MaxNLocator(nbins=12, min_n_ticks=1))
-        else:
-            every = -(-len(spans) // MOST_TICKS)
-            ticks = range(every - 1, len(spans), every)
-            ax.set_xticks([sum(spans[i]) / 2 for i in ticks], [str(i + 1) for i in ticks])
-            ax.grid(False)
-        self._name_steps(ax, scale)
-
-    def _draw_lanes(self, ax: Axes, sheet: Axes, top: float) -> None:
-        edges = np.linspace(*self.lanes.limits, BINS + 1)
-        found = marks.shares(self.lanes, edges)
-        for rank, (begin, end) in enumerate(self.lanes.spans):
-            y = STRIP + 0.06 + rank * self.lane
-            floor, tall = y + 0.9 * self.lane, 0.8 * self.lane
-            bars(ax, [(begin, end - begin)], (floor - tall, tall), NO_CALL, "none")
-            at = LEFT - 0.14, 0.1
-            bars(sheet, [at], (top + floor - tall, tall), rank_color(rank), "none")
-            # Dark and without a hatch, which nobody would see.
-            looks = {kind: (edge, edge, None) for kind, (_, edge, _) in marks.LOOKS.items()}
-            marks.stack(ax, found[rank], edges, floor, tall, looks)
-
-    def _name_steps(self, ax: Axes, scale: float) -> None:
-        """Write how many steps in a row are alike, above their blocks, where there is room."""
-        labels = marks.Labels(scale, 1)
-        low, high = self.lanes.limits
-        for first, last in sorted(self.training.runs, key=lambda run: run[0] - run[1]):
-            number = last - first + 1
-            texts = [f"step {first + 1}", str(first + 1)]
-            if number > 1:
-                texts = ["steps with the same calls", "steps", ""]
-                texts = [f"{TIMES} {number:,} {text}".rstrip() for text in texts]
-            begin = max(low, self.training.spans[first][0])
-            end = min(high, self.training.spans[last][1])
-            for text in texts:
-                half = CHARACTER * len(text) / 2 / scale + 0.04 / scale
-                at = min(max((begin + end) / 2, low - LEFT / scale + half), high - half)
-                if labels.take(at - half, at + half, 0):
-                    write(ax, at, -0.13, text, TYPE, ha="center", color=QUIET)
-                    break
-            if number > 1:
-                xs, ys = (begin, begin, end, end), (-0.02, -0.06, -0.06, -0.02)
-                ax.plot(xs, ys, color=QUIET, linewidth=0.9, linestyle="-", clip_on=False)
-
-
 # ---- as text
 
 
 def steps_table(title: str, trace: Trace, training: Training) -> str:
     """Return how many calls each rank made in each training step, before and after them."""
-    own = training.steps
-    places = {
-        rank: [event.index for s in steps for event in s.events] for rank, steps in own.items()
-    }
-    inside = {rank: set(indices) for rank, indices in places.items()}
-    where: Counter[tuple[int, str]] = Counter()
-    for event in trace:
-        rank, index = event.rank, event.index
-        if rank in own and index not in inside[rank]:
-            early, late = index < places[rank][0], index > places[rank][-1]
-            where[rank, "before" if early else "after" if late else "between"] += 1
-    rows = []
-    for name in ("before", "between", "after"):
-        calls = [where[rank, name] for rank in range(trace.world_size)]
-        if any(calls):
-            rows.append([name, *map(str, calls)])
+    own, ranks = training.steps, range(trace.world_size)
+    other: dict[str, list[int]] = {"before": [], "between": [], "after": []}
+    for rank in ranks:
+        indices = [event.index for event in trace if event.rank == rank]
+        inside = [event.index for step in own.get(rank, ()) for event in step.events]
+        first, last = (inside[0], inside[-1]) if inside else (0, math.inf)
+        before, after = sum(i < first for i in indices), sum(i > last for i in indices)
+        other["before"].append(before)
+        other["between"].append(len(indices) - before - after - len(inside) if inside else 0)
+        other["after"].append(after)
+    rows = {name: [name, *map(str, calls)] for name, calls in other.items() if any(calls)}
     middle = []
     for first, last in training.runs:
         name = str(first + 1) if first == last else f"{first + 1} to {last + 1}, each"
-        calls = [len(own[r][first].events) if r in own else 0 for r in range(trace.world_size)]
-        middle.append([name, *map(str, calls)])
-    before = sum(row[0] == "before" for row in rows)
-    rows = [*rows[:before], *middle, *rows[before:]]
-    header = ["calls in training step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    return table(title, header, rows)
-
-
-class _Item(NamedTuple):
-    """What one rank does in one step; began: in an earlier one."""
-
-    text: str
-    began: bool = False
+        middle.append([name, *(str(len(own[r][first].events) if r in own else 0) for r in ranks)])
+    early = [rows.pop("before")] if "before" in rows else []
+    header = ["calls in training step", *(f"rank {rank}" for rank in ranks)]
+    return table(title, header, [*early, *middle, *rows.values()])
 
 
 def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, float]) -> str:
@@ -279,14 +168,15 @@ def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, floa
         return text + (f" ({never[key]})" if key in never else without.get(key, ""))
 
     length = round(lanes.limits[1] - 0.5)
-    rows: list[list[list[_Item]]] = [[[] for _ in lanes.plan.actions] for _ in range(length)]
+    # By step and rank: each text, and whether that began in an earlier step.
+    rows: list[list[list[tuple[str, bool]]]] = [[[] for _ in lanes.spans] for _ in range(length)]
     for rank, own in enumerate(lanes.plan.actions):
         last = 0
         for action in own:
             text = "wait" if action.what == WAIT else name(action.event)
             shown = _steps(action, last, length)
             for step in shown:
-                rows[step][rank].append(_Item(text, step > shown[0]))
+                rows[step][rank].append((text, step > shown[0]))
             last = shown[-1]
     first = round(window[0] - 0.5)
     lines = [
@@ -294,7 +184,7 @@ def step_table(title: str, trace: Trace, lanes: Lanes, window: tuple[float, floa
         for step in range(first, round(window[1] - 0.5))
     ]
     header = ["step", *(f"rank {rank}" for rank in range(trace.world_size))]
-    if len(lines) > marks.MOST_STEPS:
+    if len(lines) > MOST_STEPS:
         lines = _join_equal(lines)
     return table(title, header, lines, align="<")
 
@@ -309,8 +199,8 @@ def _steps(action: Action, last: int, length: int) -> range:
     return range(begin, max(end, begin + 1))
 
 
-def _cell(items: list[_Item], is_first: bool) -> str:
-    texts = [LASTS if item.began and not is_first else item.text for item in items]
+def _cell(items: list[tuple[str, bool]], is_first: bool) -> str:
+    texts = [LASTS if began and not is_first else text for text, began in items]
     same = ((text, len(list(group))) for text, group in itertools.groupby(texts))
     return ", ".join(f"{text} {TIMES} {many}" if many > 1 else text for text, many in same)
 
@@ -337,18 +227,12 @@ def rank_table(title: str, trace: Trace, lanes: Lanes) -> str:
         sent[message.src] += message.nbytes
     header = ["", "sends", "bytes sent", "receives", "collectives", "steps waited"]
     found = [m for m in ("never received", "never sent") if any(m == k for _, k in never)]
-    rows = [
-        [
-            f"rank {rank}",
-            f"{counts[rank, 'send']:,}",
-            f"{sent[rank]:,}",
-            f"{counts[rank, 'recv']:,}",
-            f"{counts[rank, 'collective']:,}",
-            f"{waited[rank]:,}",
-            *(f"{never[rank, mark]:,}" for mark in found),
-        ]
-        for rank in range(trace.world_size)
-    ]
+    rows = []
+    for rank in range(trace.world_size):
+        sends, recvs, collectives = (counts[rank, k] for k in ("send", "recv", "collective"))
+        numbers = [sends, sent[rank], recvs, collectives, waited[rank]]
+        numbers += [never[rank, mark] for mark in found]
+        rows.append([f"rank {rank}", *(f"{number:,}" for number in numbers)])
     return table(title, [*header, *found], rows)
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon
 
 from ddp_kit.errors import PlotError
-from ddp_kit.plot import style as styles
+from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_ranks, short, table
 from ddp_kit.plot.style import NO_CALL, PAPER, QUIET, WIDTH, bars, chip, rank_color, write
 
@@ -71,7 +71,47 @@ def pipeline(
     ]
     header = "stage, kind and micro-batch" if several else "kind and micro-batch"
     text_table = table(title, ["", header], rows, align="<")
-    return _draw_cells(title, text_table, ranks, unit, several, until)
+
+    cells = [cell for rank in ranks for cell in rank]
+    begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
+    length = (end - begin) or 1.0
+    busy = sum(cell.end - cell.start for cell in cells)
+    idle = 1 - busy / (len(ranks) * length)
+    caption = (
+        "The number in a box is its micro-batch. Blank"
+        f"{' until the last box ends' if until > length else ''} is the bubble, here "
+        f"{100 * idle:.1f} % of the time of all ranks."
+    )
+    if several:
+        caption += " The boxes of a rank's later stage are lower and paler."
+    height, width = len(ranks) * ROW, WIDTH - LEFT - 0.15
+    picture, sheet = open_picture(title, text_table, WIDTH, TOP + height + 0.82, caption)
+    ax = picture.chart(LEFT, TOP, width, height, "x", xlabel=f"time ({unit})")
+    length = max(length, until)
+    ax.set(xlim=(0, length), ylim=(len(ranks), 0))
+    ax.set_yticks([])
+    for rank, own in enumerate(ranks):
+        middle = TOP + (rank + 0.5) * ROW
+        stages = sorted({cell.stage for cell in own})
+        chip(sheet, 0, middle - 0.06 * several, 0.72, rank, f"rank {rank}")
+        if several:
+            named = ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))
+            write(sheet, 0.36, middle + 0.12, named, 7, ha="center", color=QUIET)
+        bottom = rank + (1 + HIGH / ROW) / 2
+        for cell in own:
+            later = stages.index(cell.stage) / max(1, len(stages) - 1)  # from 0 to 1
+            fill = style.blend(KINDS[cell.kind][1], PAPER, PALER * later)
+            high = (1 - LOWER * later) * HIGH / ROW
+            x, wide = cell.start - begin, cell.end - cell.start
+            bars(ax, [(x, wide)], (bottom - high, high), fill, style.EDGE, linewidth=0.5)
+            number = str(cell.micro_batch)
+            if wide / length * width > ROOM * len(number):
+                look = {"ha": "center", "color": style.text_color(fill)}
+                write(ax, x + wide / 2, bottom - high / 2, number, 8, **look)
+    drawn = {cell.kind for cell in cells}
+    looks = {name: (fill, style.EDGE) for kind, (name, fill) in KINDS.items() if kind in drawn}
+    style.draw_key(sheet, LEFT, TOP + height + 0.58, looks)
+    return picture
 
 
 def _cells(cells: Any, rank: int) -> list[Cell]:
@@ -101,56 +141,6 @@ def _cells(cells: Any, rank: int) -> list[Cell]:
 
 def _name(cell: Cell, several: bool) -> str:
     return f"{cell.stage if several else ''}{cell.kind}{cell.micro_batch}"
-
-
-def _draw_cells(
-    title: str,
-    text_table: str,
-    ranks: list[list[Cell]],
-    unit: str,
-    several: bool,
-    until: float,
-) -> Picture:
-    cells = [cell for rank in ranks for cell in rank]
-    begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
-    length = (end - begin) or 1.0
-    busy = sum(cell.end - cell.start for cell in cells)
-    idle = 1 - busy / (len(ranks) * length)
-    caption = (
-        "The number in a box is its micro-batch. Blank"
-        f"{' until the last box ends' if until > length else ''} is the bubble, here "
-        f"{100 * idle:.1f} % of the time of all ranks."
-    )
-    if several:
-        caption += " The boxes of a rank's later stage are lower and paler."
-    height, width = len(ranks) * ROW, WIDTH - LEFT - 0.15
-    picture, sheet = open_picture(title, text_table, WIDTH, TOP + height + 0.82, caption)
-    ax = picture.chart(LEFT, TOP, width, height, "x", xlabel=f"time ({unit})")
-    length = max(length, until)
-    ax.set(xlim=(0, length), ylim=(len(ranks), 0))
-    ax.set_yticks([])
-    for rank, own in enumerate(ranks):
-        middle = TOP + (rank + 0.5) * ROW
-        stages = sorted({cell.stage for cell in own})
-        chip(sheet, 0, middle - 0.06 * several, 0.72, rank, f"rank {rank}")
-        if several:
-            named = ("stage " if len(stages) == 1 else "stages ") + ", ".join(map(str, stages))
-            write(sheet, 0.36, middle + 0.12, named, 7, ha="center", color=QUIET)
-        bottom = rank + (1 + HIGH / ROW) / 2
-        for cell in own:
-            later = stages.index(cell.stage) / max(1, len(stages) - 1)  # from 0 to 1
-            fill = styles.blend(KINDS[cell.kind][1], PAPER, PALER * later)
-            high = (1 - LOWER * later) * HIGH / ROW
-            x, wide = cell.start - begin, cell.end - cell.start
-            bars(ax, [(x, wide)], (bottom - high, high), fill, styles.EDGE, linewidth=0.5)
-            number = str(cell.micro_batch)
-            if wide / length * width > ROOM * len(number):
-                style = {"ha": "center", "color": styles.text_color(fill)}
-                write(ax, x + wide / 2, bottom - high / 2, number, 8, **style)
-    drawn = {cell.kind for cell in cells}
-    looks = {name: (fill, styles.EDGE) for kind, (name, fill) in KINDS.items() if kind in drawn}
-    styles.draw_key(sheet, LEFT, TOP + height + 0.58, looks)
-    return picture
 
 
 class Block(NamedTuple):
@@ -206,7 +196,8 @@ def attention(result: Iterable[Sequence[Any]], title: str | None = None) -> Pict
     ax = picture.chart(4.35, 0.66, 4.05, SIDE, "x", "pairs, one after the other")
     for rank in range(len(ranks)):
         chip(sheet, 3.63, 0.66 + SIDE * (rank + 0.5) / len(ranks), 0.58, rank, f"rank {rank}")
-    _draw_work(ax, work, max(length**2 / len(ranks), _duration(work)))
+    longest = sum(map(max, zip(*work, strict=True)))
+    _draw_work(ax, work, max(length**2 / len(ranks), longest))
     return picture
 
 
@@ -229,10 +220,6 @@ def _blocks(rank: int, value: Any) -> list[Block]:
     return [block for block in blocks if block.pairs]
 
 
-def _duration(work: Sequence[Sequence[int]]) -> int:
-    return sum(map(max, zip(*work, strict=True)))
-
-
 def _draw_block(ax: Axes, rank: int, block: Block, masked: bool) -> None:
     fill, (x, y) = rank_color(rank), (block.keys.start, block.queries.start)
     wide, tall = len(block.keys), len(block.queries)
@@ -241,8 +228,8 @@ def _draw_block(ax: Axes, rank: int, block: Block, masked: bool) -> None:
         corners = [(x, y), (x + wide, y), (x + wide, y + tall)]
         ax.add_patch(Polygon(corners, facecolor=PAPER, alpha=0.65, edgecolor="none", zorder=2))
     place = (x + wide * (0.32 if masked else 0.5), y + tall * (0.68 if masked else 0.5))
-    style = {"color": styles.text_color(fill), "ha": "center", "zorder": 3}
-    write(ax, *place, str(block.step), 8.5, **style)
+    look = {"color": style.text_color(fill), "ha": "center", "zorder": 3}
+    write(ax, *place, str(block.step), 8.5, **look)
 
 
 def _draw_work(ax: Axes, work: Sequence[Sequence[int]], most: float) -> None:
@@ -255,7 +242,7 @@ def _draw_work(ax: Axes, work: Sequence[Sequence[int]], most: float) -> None:
             bars(ax, [(start, max(pairs))], bar, NO_CALL, PAPER)
             bars(ax, [(start, count)], bar, fill, PAPER)
             if count:
-                style = {"color": styles.text_color(fill), "ha": "center"}
-                write(ax, start + count / 2, rank + 0.5, str(step), 8.5, **style)
+                look = {"color": style.text_color(fill), "ha": "center"}
+                write(ax, start + count / 2, rank + 0.5, str(step), 8.5, **look)
         start += max(pairs)
-    ax.axvline(start, color=QUIET, linewidth=0.8, linestyle=styles.DASHES)
+    ax.axvline(start, color=QUIET, linewidth=0.8, linestyle=style.DASHES)
