@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
-from program import DEADLOCK, MISMATCH, NONE, RAISED
 from report import OTHER, SILENT, Report
+from suite import DEADLOCK, MISMATCH, NONE, RAISED
 from with_kit import load
 
 TOOLS = ("gloo", "detail", "monitored_barrier", "flight_recorder")
