@@ -11,10 +11,9 @@ import argparse
 import csv
 import functools
 import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -23,6 +22,8 @@ import unittest
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -178,69 +179,62 @@ class Pool:
 
 
 class Plain:
-    """Processes that are started with Python alone, and again after a test that failed."""
+    """Forks of this process, which has imported PyTorch, for each test."""
 
     def __init__(self, column: str, world_size: int) -> None:
-        self._command = [sys.executable, __file__, "--rank", column]
-        self._world_size = world_size
-        self._ranks: list[subprocess.Popen] = []
+        self._column, self._world_size = column, world_size
 
     def run(self, name: str, folder: str) -> tuple[str, str]:
         """Return how a test ended, and the error."""
-        answers = [answer or [HANGS, ""] for answer in self._answers(name, folder)]
-        if any(answer[0] not in (PASSED, SKIPPED) for answer in answers):
-            self.close()
-        # A rank that waits for one that failed may fail, too, but does so later.
-        return tuple(max(answers, key=lambda answer: answer[0] not in (PASSED, SKIPPED, HANGS)))
+        context, waiting, answers = multiprocessing.get_context("fork"), {}, []
+        for rank in range(self._world_size):
+            reading, writing = context.Pipe(duplex=False)
+            what = self._column, rank, self._world_size, name, folder, writing
+            process = context.Process(target=be_rank, args=what)
+            process.start()
+            writing.close()
+            waiting[reading] = process
+        while waiting and (ready := connection.wait(list(waiting), LIMIT)):
+            for reading in ready:
+                try:
+                    answers.append(reading.recv())
+                except EOFError:
+                    answers.append(("died", ""))
+                self._end(waiting.pop(reading))
+            if any(answer[0] not in (PASSED, SKIPPED) for answer in answers):
+                break
+        for process in waiting.values():
+            self._end(process)
+        answers += [(HANGS, "")] * len(waiting)
+        # A rank that waits for one that failed may hang or fail, too, but does so later.
+        by_weight = {PASSED: 0, SKIPPED: 0, HANGS: 1}
+        return max(answers, key=lambda answer: by_weight.get(answer[0], 2))
 
-    def _answers(self, name: str, folder: str) -> list:
-        for rank in range(len(self._ranks), self._world_size):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(self._world_size)}
-            own |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            pipes |= {"stderr": subprocess.DEVNULL, "env": os.environ | own, "text": True}
-            self._ranks.append(subprocess.Popen(self._command, start_new_session=True, **pipes))
-        answers: list = [None] * self._world_size
-        for process in self._ranks:
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([name, folder]) + "\n")
-                process.stdin.flush()
-        waiting = {process.stdout: rank for rank, process in enumerate(self._ranks)}
-        while waiting:
-            ready, *_ = select.select(list(waiting), [], [], LIMIT)
-            if not ready:
-                break
-            for stream in ready:
-                line = stream.readline()
-                answers[waiting.pop(stream)] = json.loads(line) if line else ["died", ""]
-            if any(answer and answer[0] not in (PASSED, SKIPPED) for answer in answers):
-                break
-        return answers
+    def _end(self, process: multiprocessing.Process) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        self._ranks = []
+        """Do nothing: each test has ended its processes."""
 
 
-def serve(column: str) -> None:
-    """Be a rank of `Plain`: answer every line of stdin."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else may write between the answers
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for line in sys.stdin:
-        try:
-            name, folder = json.loads(line)
-            with recording() if column == RECORDER else nullcontext():
-                answer = [case(rank, world_size, name, "gloo", folder), ""]
-        except BaseException as error:
-            answer = [type(error).__name__, traceback.format_exc()]
-        print(json.dumps(answer), file=answers, flush=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def be_rank(
+    column: str, rank: int, world_size: int, name: str, folder: str, answers: Connection
+) -> None:
+    """Run a test as a rank of `Plain`; send how it ended."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        with recording() if column == RECORDER else nullcontext():
+            answer = case(rank, world_size, name, "gloo", folder), ""
+    except BaseException as error:
+        answer = type(error).__name__, traceback.format_exc()
+    answers.send(answer)
+    signal.pause()  # until the process that has asked ends this one
 
 
 def run(column: str, tests: Sizes, ended: Ended, keep: Callable, text: bool = False) -> Ended:
@@ -334,9 +328,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        serve(sys.argv[2])
-    else:
-        import torch_suite  # by its name, because the ranks import what they run
+    import torch_suite  # by its name, because the ranks import what they run
 
-        torch_suite.main()
+    torch_suite.main()
