@@ -21,7 +21,8 @@ marked at the call that started it. If a rank starts an operation on one line an
 another, both are marked, and to show either is right.
 
 "2 s" after the ranks is the time that the program takes by itself, if it is long. A line "unseen:"
-gives the reason why nothing on the host can show the fault. "each of ALL" makes the program a
+gives the reason why nothing on the host can show the fault, and a line "otherwise on shm:" why the
+program does something else on the kit's backend shm. "each of ALL" makes the program a
 template, which is filled with every row of a table in `calls.py`. The indented lines below a
 category are what its programs have in common; $body stands there for what is their own.
 """
@@ -72,8 +73,9 @@ class Program:
     expected: str
     world_size: int
     body: str
-    unseen: str = ""
     seconds: float = 0
+    unseen: str = ""
+    otherwise_on_shm: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -112,7 +114,8 @@ def read(text: str) -> Iterator[Program]:
         if head[0].startswith("# "):
             category, shared = head[0][2:], own.strip() or "$body"
             continue
-        title, sentence, *unseen = head
+        title, sentence, *notes = head
+        reasons = dict(note.split(": ", 1) for note in notes)
         name, expected, size, seconds, rows = _TITLE.fullmatch(title).groups()
         for row in eval(rows, dict(vars(calls))) if rows else [{}]:
             named = fill(name, row)
@@ -123,8 +126,9 @@ def read(text: str) -> Iterator[Program]:
                 expected,
                 int(size),
                 fill(shared, {"program": named, "body": fill(own, row)}) + "\n",
-                "".join(unseen).removeprefix("unseen: "),
                 int(seconds or 0),
+                reasons.get("unseen", ""),
+                reasons.get("otherwise on shm", ""),
             )
 
 
@@ -148,38 +152,10 @@ PROGRAMS = [
     for program in read((Path(__file__).parent / "programs" / f"{name}.txt").read_text("utf-8"))
 ]
 
-# Programs that do something else with backend="shm", by the reason.
-OTHERWISE_ON_SHM = {
-    "no rank relays what another one sends": [
-        "relay_through_a_rank_that_waits",
-        "broadcast_to_a_leaf_that_waits",
-    ],
-    "an operation whose Work was dropped goes on": [
-        "only_the_last_isend_is_waited_for",
-        "isend_thrown_away_before_a_barrier",
-        "isend_thrown_away_before_a_receive_from_any_source",
-        "first_irecv_thrown_away",
-        "any_source_irecv_thrown_away_before_a_barrier",
-        "batch_thrown_away_before_a_barrier",
-    ],
-    "a rank can send to itself": [
-        "isend_irecv_to_oneself",
-        "batch_isend_irecv_to_oneself",
-        "pipeline_with_two_first_stages",
-    ],
-    "tensors need not be contiguous": ["send_of_a_tensor_that_is_not_contiguous"],
-    "PyTorch has monitored_barrier for gloo alone": [
-        "monitored_barrier_by_all",
-        "monitored_barrier_skipped",
-        "barrier_against_monitored_barrier",
-    ],
-}
-
 
 def programs_for(backend: str) -> list[Program]:
     """Return the programs whose expected answer holds for a backend, "gloo" or "shm"."""
-    others = {name for names in OTHERWISE_ON_SHM.values() for name in names}
-    return [one for one in PROGRAMS if backend != "shm" or one.name not in others]
+    return [one for one in PROGRAMS if backend != "shm" or not one.otherwise_on_shm]
 
 
 def tenth() -> list[Program]:

@@ -10,7 +10,7 @@ import functools
 import pytest
 import with_kit
 from report import Judgement, Report, judge
-from suite import DEADLOCK, MISMATCH, NONE, OTHERWISE_ON_SHM, PROGRAMS, Program, tenth
+from suite import DEADLOCK, MISMATCH, NONE, PROGRAMS, Program, tenth
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi, shm
@@ -70,7 +70,6 @@ def test_every_program_has_a_name_of_its_own_and_marks_of_its_ranks():
         ranks = {rank for lines in marks.values() for rank in lines}
         assert ranks <= set(range(program.world_size)), program.name
         assert bool(marks["fault"]) != program.is_right, program.name
-    assert {name for others in OTHERWISE_ON_SHM.values() for name in others} <= set(names)
 
 
 def test_a_report_is_right_if_its_kind_its_ranks_and_its_lines_are():
