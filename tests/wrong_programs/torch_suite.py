@@ -20,7 +20,7 @@ import traceback
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -158,71 +158,54 @@ def case(rank: int, world_size: int, name: str, backend: str, folder: str) -> st
     return PASSED
 
 
-class Pool:
-    """The ranks of a `kit.WorkerPool`."""
+@contextmanager
+def in_pool(column: str, world_size: int) -> Iterator[Callable[[str, str], tuple[str, str]]]:
+    """Return a function that runs a test on the ranks of a pool; how it ended, and the error."""
+    with kit.WorkerPool(world_size, backend=column, init=False) as pool:
 
-    def __init__(self, column: str, world_size: int) -> None:
-        self._backend = POOLS[column]
-        self._pool = kit.WorkerPool(world_size, backend=column, init=False)
+        def run_one(name: str, folder: str) -> tuple[str, str]:
+            try:
+                return pool.run(case, name, POOLS[column], folder, timeout=LIMIT)[0], ""
+            except kit.KitError as error:
+                return type(error).__name__, str(error)
 
-    def run(self, name: str, folder: str) -> tuple[str, str]:
-        """Return how a test ended, and the error."""
-        try:
-            result = self._pool.run(case, name, self._backend, folder, timeout=LIMIT)
-        except kit.KitError as error:
-            return type(error).__name__, str(error)
-        return result[0], ""
-
-    def close(self) -> None:
-        """End the ranks."""
-        self._pool.close()
+        yield run_one
 
 
-class Plain:
-    """Forks of this process, which has imported PyTorch, for each test."""
-
-    def __init__(self, column: str, world_size: int) -> None:
-        self._column, self._world_size = column, world_size
-
-    def run(self, name: str, folder: str) -> tuple[str, str]:
-        """Return how a test ended, and the error."""
-        context, waiting, answers = multiprocessing.get_context("fork"), {}, []
-        for rank in range(self._world_size):
-            reading, writing = context.Pipe(duplex=False)
-            what = self._column, rank, self._world_size, name, folder, writing
-            process = context.Process(target=be_rank, args=what)
-            process.start()
-            writing.close()
-            waiting[reading] = process
-        while waiting and (ready := connection.wait(list(waiting), LIMIT)):
-            for reading in ready:
-                try:
-                    answers.append(reading.recv())
-                except EOFError:
-                    answers.append(("died", ""))
-                self._end(waiting.pop(reading))
-            if any(answer[0] not in (PASSED, SKIPPED) for answer in answers):
-                break
-        for process in waiting.values():
-            self._end(process)
-        answers += [(HANGS, "")] * len(waiting)
-        # A rank that waits for one that failed may hang or fail, too, but does so later.
-        by_weight = {PASSED: 0, SKIPPED: 0, HANGS: 1}
-        return max(answers, key=lambda answer: by_weight.get(answer[0], 2))
-
-    def _end(self, process: multiprocessing.Process) -> None:
-        with suppress(ProcessLookupError):
+def in_forks(column: str, world_size: int, name: str, folder: str) -> tuple[str, str]:
+    """Run a test in forks of this process, which has imported PyTorch."""
+    context, waiting, answers = multiprocessing.get_context("fork"), {}, []
+    for rank in range(world_size):
+        reading, writing = context.Pipe(duplex=False)
+        what = column, rank, world_size, name, folder, writing
+        waiting[reading] = context.Process(target=be_rank, args=what)
+        waiting[reading].start()
+        writing.close()
+    ranks = list(waiting.values())
+    while waiting and (ready := connection.wait(list(waiting), LIMIT)):
+        for reading in ready:
+            del waiting[reading]
+            try:
+                answers.append(reading.recv())
+            except EOFError:
+                answers.append(("died", ""))
+        if any(answer[0] not in (PASSED, SKIPPED) for answer in answers):
+            break
+    for process in ranks:
+        with suppress(ProcessLookupError):  # it may have no group of its own yet
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
-
-    def close(self) -> None:
-        """Do nothing: each test has ended its processes."""
+    answers += [(HANGS, "")] * len(waiting)
+    # A rank that waits for one that failed may hang or fail, too, but does so later.
+    by_weight = {PASSED: 0, SKIPPED: 0, HANGS: 1}
+    return max(answers, key=lambda answer: by_weight.get(answer[0], 2))
 
 
 def be_rank(
     column: str, rank: int, world_size: int, name: str, folder: str, answers: Connection
 ) -> None:
-    """Run a test as a rank of `Plain`; send how it ended."""
+    """Run a test as a rank of `in_forks`; send how it ended."""
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -243,14 +226,16 @@ def run(column: str, tests: Sizes, ended: Ended, keep: Callable, text: bool = Fa
         todo = [name for name in tests if tests[name] == world_size and name not in ended]
         if not todo:
             continue
-        ranks = (Pool if column in POOLS else Plain)(column, world_size)
-        with closing(ranks):
+        with ExitStack() as stack:
+            run_one = functools.partial(in_forks, column, world_size)
+            if column in POOLS:
+                run_one = stack.enter_context(in_pool(column, world_size))
             for name in todo:
                 # A rank that was killed may still write when its folder is removed.
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                     for needed in ("barrier", "test_dir", "init_dir"):
                         os.mkdir(f"{folder}/{needed}")
-                    ended[name], error = ranks.run(name, folder)
+                    ended[name], error = run_one(name, folder)
                 keep()
                 if text:
                     print(f"{column}: {name} {ended[name]}\n{error}", file=sys.stderr, flush=True)
