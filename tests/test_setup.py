@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,49 +29,38 @@ ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 
 
-def by_name(lines: list[str]) -> dict[str, Requirement]:
-    """Parse requirement lines; the keys are normalized names."""
-    requirements = [Requirement(line) for line in lines]
-    return {canonicalize_name(one.name): one for one in requirements}
-
-
-def direct() -> dict[str, Requirement]:
-    """Return the requirements of pyproject.toml, including those of the test extra."""
-    return by_name(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
-
-
-def constraints() -> list[Requirement]:
-    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    return [Requirement(line) for line in lines if line and not line.startswith("#")]
-
-
-def conda() -> tuple[dict[str, Requirement], list[str]]:
-    """Return the conda packages and the lines of the pip section."""
-    packages = [line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)]
-    (pip,) = (line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict))
-    return by_name(packages), pip
+ASKED = {
+    canonicalize_name(Requirement(line).name): Requirement(line) for line in PROJECT["dependencies"]
+}
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+TARGETS = set(re.findall(r"^([a-z]+):.*## .+$", MAKEFILE, re.MULTILINE))  # of `make help`
 
 
 def test_conda_asks_for_the_packages_and_versions_of_pyproject():
-    packages, pip = conda()
-    asked = by_name(PROJECT["dependencies"])
-    asked["python"] = Requirement("python" + PROJECT["requires-python"])
-    found = {name: one.specifier for name, one in packages.items() if name != "pip"}
+    *packages, pip = ENVIRONMENT["dependencies"]
+    found = {one.name: one.specifier for one in map(Requirement, packages) if one.name != "pip"}
+    asked = {**ASKED, "python": Requirement("python" + PROJECT["requires-python"])}
     assert found == {CONDA_NAMES.get(name, name): one.specifier for name, one in asked.items()}
-    assert pip == ["-e ."]
+    assert pip == {"pip": ["-e ."]}
     assert ENVIRONMENT["name"] == "ddp_kit"
     assert ENVIRONMENT["channels"] == ["conda-forge", "nodefaults"]
 
 
 def test_the_doctor_refuses_the_pytorch_that_pip_refuses():
-    asked = by_name(PROJECT["dependencies"])["torch"].specifier
-    assert asked == Requirement("torch>=" + ".".join(map(str, OLDEST_PYTORCH))).specifier
+    oldest = Requirement("torch>=" + ".".join(map(str, OLDEST_PYTORCH)))
+    assert ASKED["torch"].specifier == oldest.specifier
 
 
 def test_each_dependency_has_a_tested_version_that_is_exact_and_in_range():
-    asked, pins = direct(), constraints()
-    assert set(asked) <= {canonicalize_name(pin.name) for pin in pins}
-    for pin in pins:
+    tests = map(Requirement, PROJECT["optional-dependencies"]["test"])
+    asked = {**ASKED, **{canonicalize_name(one.name): one for one in tests}}
+    assert set(asked) <= {canonicalize_name(pin.name) for pin in PINS}
+    for pin in PINS:
         (specifier,) = pin.specifier
         assert specifier.operator == "==", pin
         assert "*" not in specifier.version
@@ -82,23 +72,19 @@ def test_each_dependency_has_a_tested_version_that_is_exact_and_in_range():
 def test_one_tested_version_of_each_package_applies(python):
     names = [
         canonicalize_name(one.name)
-        for one in constraints()
+        for one in PINS
         if one.marker is None or one.marker.evaluate({"python_version": python})
     ]
     assert sorted(names) == sorted(set(names))
     assert {"torch", "torchvision"} <= set(names)
 
 
-def own_environment() -> dict[str, str]:
-    """Return the environment without what the `make` that runs these tests exports."""
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess:
+    """Run a command, without what the `make` that runs these tests exports."""
     exported = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ALL")
-    return {name: value for name, value in os.environ.items() if name not in exported}
-
-
-def targets() -> dict[str, str]:
-    """Return the targets that `make help` lists, with their descriptions."""
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    return dict(re.findall(r"^([a-z]+):.*## (.+)$", makefile, re.MULTILINE))
+    own = {name: value for name, value in os.environ.items() if name not in exported}
+    options = {"env": own, "cwd": ROOT, **options}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
@@ -108,13 +94,12 @@ def test_make_has_each_target_that_a_page_promises(page):
     spans = re.findall(r"`[^`\n]+`", text)
     promised = {name for code in blocks + spans for name in re.findall(r"\bmake ([a-z]+)", code)}
     assert promised
-    assert promised <= set(targets())
+    assert promised <= TARGETS
 
 
 def test_each_target_is_phony():
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    (phony,) = re.findall(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)
-    assert set(phony.split()) == set(targets())
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
+    assert set(phony.split()) == TARGETS
 
 
 def test_ci_runs_make_test():
@@ -125,10 +110,7 @@ def test_ci_runs_make_test():
 
 def test_another_pytorch_has_environments_of_its_own():
     options = ["TORCH=2.99.0", "PEERS=1", "ALL=1"]
-    command = ["make", "--dry-run", "--always-make", "test", "bench", *options]
-    out = subprocess.run(
-        command, cwd=ROOT, env=own_environment(), capture_output=True, text=True, timeout=600
-    )
+    out = run("make", "--dry-run", "--always-make", "test", "bench", *options)
     assert out.returncode == 0, out.stderr
     assert "torch==2.99.0" in out.stdout
     environments = set(re.findall(r"\.venv(?:-torch-2\.99\.0)?[\w-]*", out.stdout))
@@ -138,8 +120,7 @@ def test_another_pytorch_has_environments_of_its_own():
 
 def test_each_environment_is_ignored_and_removed_by_make_clean():
     ignored = (ROOT / ".gitignore").read_text("utf-8").split()
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    (removed,) = re.findall(r"^clean:.*\n\t@rm -rf (.+)$", makefile, re.MULTILINE)
+    (removed,) = re.findall(r"^clean:.*\n\t@rm -rf (.+)$", MAKEFILE, re.MULTILINE)
     for environment in (".venv", ".venv-peers", ".venv-graders", ".venv-torch-*"):
         assert f"{environment}/" in ignored
         assert environment in removed.split()
@@ -150,8 +131,7 @@ def test_a_clone_beside_a_script_does_not_hide_the_installed_package(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import ddp_kit\nprint(callable(ddp_kit.run))\n")
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(script)]
-    ran = subprocess.run(command, env=outside, capture_output=True, text=True, timeout=600)
+    ran = run(sys.executable, script, env=outside)
     assert ran.stdout == "True\n", ran.stderr
 
 
@@ -176,15 +156,8 @@ def test_a_test_run_in_the_background_gets_interrupts(pytestconfig):
 def test_a_failure_is_named_at_once(tmp_path):
     path = tmp_path / "test_two.py"
     path.write_text("def test_one():\n    assert 0\n\n\ndef test_two():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-v", "-p", "conftest", str(path)]
-    out = subprocess.run(
-        [*command, "--rootdir", str(tmp_path)],
-        cwd=ROOT,
-        env=own_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    options = ["-n", "0", "-v", "-p", "conftest", "--rootdir", tmp_path]
+    out = run(sys.executable, "-m", "pytest", *options, path)
     before, named, after = out.stdout.partition("::test_one failed\n")
     assert named, out.stdout + out.stderr
     assert before.splitlines()[-1].startswith("call of ")

@@ -28,24 +28,22 @@ ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of miss
 SESSION = 90
 
 
+def cells(path: Path) -> dict[str, str]:
+    """Return the sources of a notebook's cells, by their names."""
+    notebook = json.loads(path.read_text("utf-8"))
+    return {cell["id"]: "".join(cell["source"]) for cell in notebook["cells"]}
+
+
 @cache
 def minutes() -> dict[str, dict[str, int]]:
     """Return the minutes of each exercise, by its notebook and its number."""
     found: dict[str, dict[str, int]] = {}
     for path in sorted(ROOT.glob("notebooks/exercises/[0-9]*.ipynb")):
-        stubs, solved = (
-            {cell["id"]: "".join(cell["source"]) for cell in json.loads(text)["cells"]}
-            for text in (
-                path.read_text("utf-8"),
-                (ROOT / "notebooks" / "solutions" / path.name).read_text("utf-8"),
-            )
-        )
-        for cell, stub in stubs.items():
+        solved = cells(ROOT / "notebooks" / "solutions" / path.name)
+        for cell, stub in cells(path).items():
             gap = r'^ *raise NotImplementedError\("Exercise (\d+\.\d+)'
             if stated := re.search(gap, stub, re.MULTILINE):
-                missing = (
-                    len(solved[cell].splitlines()) - len(stub.splitlines()) - 2
-                )  # and a comment
+                missing = solved[cell].count("\n") - stub.count("\n") - 2  # and a comment
                 found.setdefault(path.name, {})[stated[1]] = ESTIMATE[missing]
     return found
 
@@ -79,26 +77,19 @@ def named(tree: ast.AST) -> Iterator[str]:
                 yield from (key.value for key in keys if isinstance(key, ast.Constant))
 
 
-def test_each_lesson_is_linked():
-    lessons = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    linked = set(re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", GUIDE))
-    assert lessons == sorted(linked)
-
-
-def test_lessons_have_the_minutes_of_the_readme():
+def test_each_lesson_is_linked_with_the_minutes_of_the_readme():
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| \[(\w+)\]\(notebooks/\w+\.ipynb\) \| (\d+) \|", readme, re.MULTILINE)
     said = [(name.removesuffix(".ipynb"), took) for name, took in LESSON.findall(GUIDE)]
     assert sorted(said) == sorted(table)
+    lessons = {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+    assert lessons == set(re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", GUIDE))
 
 
 def test_exercises_have_the_minutes_that_their_missing_lines_suggest():
     for name, each in minutes().items():
-        text = (ROOT / "notebooks" / "exercises" / name).read_text("utf-8")
-        first = "".join(json.loads(text)["cells"][0]["source"])
-        wanted = (
-            f"**About {sum(each.values())} minutes**, estimated from the number of missing lines."
-        )
+        first, *_ = cells(ROOT / "notebooks" / "exercises" / name).values()
+        wanted = f"**About {sum(each.values())} minutes**, estimated from the number of missing"
         assert wanted in first, name
     assert sorted(number for each in minutes().values() for number in each) == sorted(GAPS)
 

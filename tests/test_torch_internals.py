@@ -23,18 +23,15 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MESSAGES = {"send", "recv", "batch_isend_irecv"}
 GRADIENTS = {"DDP all_reduce", "DDP forward", "DDP find_unused_parameters"}
 OPERATORS = [  # the last name of each feature of functional collectives, and which it is
-    ("broadcast_", "broadcast"),
-    ("all_reduce_", "all_reduce"),
-    ("all_reduce_coalesced_", "all_reduce_coalesced"),
-    ("all_gather_into_tensor_out", "all_gather_into_tensor"),
-    ("all_gather_into_tensor_coalesced", "all_gather_into_tensor_coalesced"),
-    ("reduce_scatter_tensor_out", "reduce_scatter_tensor"),
-    ("reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    *((f"{name}_", name) for name in ("broadcast", "all_reduce", "all_reduce_coalesced")),
+    *((f"{name}_out", name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
+    *((f"{name}_tensor_coalesced",) * 2 for name in ("all_gather_into", "reduce_scatter")),
     ("all_to_all_single", "all_to_all_single"),
 ]
 SHARD_DIM = {"functional shard_dim_alltoall"}
 FUNCTIONAL = {f"functional {name}" for _, name in OPERATORS} | SHARD_DIM
-LOST = {  # operations that are not in the trace, by the last of the names that are missing
+# Operations that are not in the trace, by the last of the names that are missing.
+LOST = {
     **dict.fromkeys(("send", "recv", "recv_anysource"), MESSAGES),
     **{name: {name} for name in ("broadcast", "reduce", "gather", "scatter", "barrier")},
     **{name: {name} for name in ("reduce_scatter", "monitored_barrier", "all_to_all_single")},
@@ -44,11 +41,9 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
     "allgather_coalesced": {"all_gather_coalesced"},
     "all_gather_single": {"all_gather_into_tensor"},
     "reduce_scatter_single": {"reduce_scatter_tensor"},
-    "all_gather_single_coalesced": {
-        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    },
-    "reduce_scatter_single_coalesced": {
-        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    **{
+        f"{op}_single_coalesced": {f"{old}_tensor_coalesced", f"{op}_single_coalesced"}
+        for op, old in (("all_gather", "allgather_into"), ("reduce_scatter", "reduce_scatter"))
     },
     "_new_group_with_tag": {"new_group"},
     "_ddp_init_helper": GRADIENTS,
@@ -64,36 +59,19 @@ LOST = {  # operations that are not in the trace, by the last of the names that 
     "_op_dk": FUNCTIONAL,
     "_resolve_process_group": FUNCTIONAL,
 }
-DOCUMENTED = {  # modules that have a page in PyTorch's documentation
-    "torch.autograd.graph",
-    *("torch", "torch.autograd", "torch.cuda", "torch.func", "torch.futures", "torch.library"),
-    *(
-        "torch.linalg",
-        "torch.ops",
-        "torch.optim",
-        "torch.random",
-        "torch.utils.data",
-        "torch.version",
-    ),
-    *("torch.nn", "torch.nn.functional", "torch.nn.init", "torch.nn.parallel"),
-    *("torch.distributed", "torch.distributed.device_mesh", "torch.distributed.tensor"),
-    *("torch.autograd.graph", "torch.distributed.tensor.parallel"),
-    "torch.multiprocessing",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    *("torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"),
-    *("torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.optim"),
-    *("torch.distributed.tensor", "torch.distributed.tensor.parallel"),
-    *("torch.autograd.graph", "torch.utils.checkpoint"),
-    "torch.distributed.pipelining",
-    *("torch.backends", "torch.backends.mha", "torch.backends.opt_einsum"),
-    "torch.nn.modules.module",
-    "cloudpickle",
-}
+# Modules that have a page in PyTorch's documentation.
+DOCUMENTED = """
+    cloudpickle torch torch.autograd torch.autograd.graph torch.backends torch.backends.mha
+    torch.backends.opt_einsum torch.cuda torch.distributed torch.distributed.checkpoint
+    torch.distributed.algorithms.ddp_comm_hooks.default_hooks torch.distributed.fsdp
+    torch.distributed.checkpoint.state_dict torch.distributed.device_mesh torch.distributed.optim
+    torch.distributed.pipelining torch.distributed.tensor torch.distributed.tensor.parallel
+    torch.func torch.futures torch.library torch.linalg torch.multiprocessing torch.nn
+    torch.nn.functional torch.nn.init torch.nn.modules.module torch.nn.parallel torch.ops
+    torch.optim torch.random torch.utils.checkpoint torch.utils.data torch.version
+"""
 IN_TABLE = {name.replace(":", ".").rpartition(".")[2] for f in Feature.all for name in f.names}
-ACCESS = {"getattr", "hasattr", "setattr", "delattr"}
-OF_PYTHON = {  # documented by Python
-    *("_asdict", "_fields", "_replace", "_current_frames", "_getframe"),
-}
+OF_PYTHON = {"_asdict", "_fields", "_replace", "_current_frames", "_getframe"}  # documented
 ELSEWHERE = {  # other undocumented names
     ("notebook/magics.py", "_filename_map"),
     # Lesson 17 shows PyTorch's simulator of schedules, and says that it is private.
@@ -232,7 +210,7 @@ def private_names(tree):
                 yield from [*alias.name.split("."), *(getattr(node, "module", "") or "").split(".")]
         elif isinstance(node, ast.Constant) and node.value in IN_TABLE:
             yield node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESS:
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
 
 
@@ -271,7 +249,7 @@ def undocumented(file, tree, own):
     if not file.startswith("mpi/"):  # its groups are written in Python, and have such methods
         own = own - IN_TABLE
     known = {name for path, name in ELSEWHERE if path == file}
-    return (names - own - OF_PYTHON | (torch_modules(tree) - DOCUMENTED)) - known
+    return (names - own - OF_PYTHON | (torch_modules(tree) - {*DOCUMENTED.split()})) - known
 
 
 def test_only_one_module_uses_undocumented_names():

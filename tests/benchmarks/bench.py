@@ -11,15 +11,15 @@ import json
 import os
 import platform
 import re
-import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ MARK = "DDP_KIT_BENCH"  # every process of a side has it in its environment, als
 PATIENCE = 120.0  # seconds for one answer of a side
 REST = 1.0  # seconds before a round, so that the threads of the other sides are asleep
 FAREWELL = 15.0  # seconds for a side to leave
+GROWTH = "growth with the number of ranks"
+GROWTH_ROUNDS = 3
+COLUMNS = {  # of its table
+    "start": "start and first result",
+    "bare_start": "the same with mp.spawn",
+    "warm": "warm call",
+    "floor": "a word, all_reduce, a word back",
+    "memory": "memory of a rank",
+    "deadlock": "a deadlock is found",
+    "events": "100,000 traced events",
+    "smaller": "call on half of them",
+}
 PACKAGES = ("torch", "cloudpickle", "accelerate", "ipyparallel", "nbdistributed")
 
 
@@ -43,10 +55,10 @@ class SideFailed(Exception):
 class Running:
     """A side's process, and everything that it starts."""
 
-    def __init__(self, side: Side, python: str) -> None:
+    def __init__(self, side: Side, python: str = sys.executable) -> None:
         self._mark = uuid.uuid4().hex
         self._home = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
-        self._errors = Path(self._home.name, "errors").open("wb+")  # noqa: SIM115
+        self._errors = Path(self._home.name, "errors")
         environment = {
             **{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
             MARK: self._mark,
@@ -54,75 +66,67 @@ class Running:
             "TMPDIR": self._home.name,
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         }
-        self._process = subprocess.Popen(
-            [python, str(HERE / side.script), side.measure],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            cwd=self._home.name,
-            start_new_session=True,
-        )
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, str(HERE / side.script), side.measure],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                cwd=self._home.name,
+                start_new_session=True,
+                text=True,
+            )
+
+    def __enter__(self) -> Running:
         try:
             self._answer()  # "ready"
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Let the side leave, then end what is left of it."""
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=FAREWELL)
+        kill_marked(self._mark)
+        self._process.communicate()
+        self._home.cleanup()
 
     def round(self) -> Any:
         """Have the side measure once more."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(b"again\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise SideFailed(self._reason()) from None
+        with suppress(BrokenPipeError):  # the answer says why
+            print("again", file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + PATIENCE
-        line = b""
-        while not line.endswith(b"\n"):
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([self._process.stdout], [], [], left)[0]:
-                raise SideFailed(f"no answer within {PATIENCE:g} s")
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                raise SideFailed(self._reason())
-            line += data
+        impatience = threading.Timer(PATIENCE, kill_marked, [self._mark])
+        impatience.start()
+        line = self._process.stdout.readline()
+        impatience.cancel()
+        if not line:
+            raise SideFailed(self._reason())
         return json.loads(line)
 
     def _reason(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
+        if self._process.wait() == -signal.SIGKILL:
+            return f"no answer within {PATIENCE:g} s"
+        lines = self._errors.read_text("utf-8", errors="replace").strip().splitlines()
         last = re.sub(r"\S*/\S*", "…", lines[-1]) if lines else "it ended without a word"
         return "not installed" if last.startswith("ModuleNotFoundError") else last[:120]
-
-    def close(self) -> None:
-        """Let the side leave, then end what is left of it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(OSError, subprocess.TimeoutExpired):
-            self._process.stdin.close()
-            self._process.wait(FAREWELL)
-        kill_marked(self._mark)
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
-        self._home.cleanup()
 
 
 def kill_marked(mark: str) -> None:
     """Kill all processes that have this mark in their environment."""
     for _ in range(12):  # those that were being started as well; at most a minute
         left = [process for process in psutil.process_iter() if _has(process, mark)]
-        if not left:
-            return
         for process in left:
             with suppress(psutil.NoSuchProcess):  # it left by itself
                 process.kill()
         psutil.wait_procs(left, 5)
+        if not left:
+            return
 
 
 def _has(process: psutil.Process, mark: str) -> bool:
@@ -132,16 +136,6 @@ def _has(process: psutil.Process, mark: str) -> bool:
         return alive and process.environ().get(MARK) == mark
     except (psutil.Error, OSError):
         return False
-
-
-@contextmanager
-def running(side: Side, python: str) -> Iterator[Running]:
-    """Start a side, and end it with this block."""
-    process = Running(side, python)
-    try:
-        yield process
-    finally:
-        process.close()
 
 
 def compare(comparison: Comparison, peers_python: str) -> dict[Side, list[float] | str]:
@@ -157,13 +151,13 @@ def compare(comparison: Comparison, peers_python: str) -> dict[Side, list[float]
                 say(f"{comparison.title}: round {number + 1}, {side.name}")
                 try:
                     if comparison.fresh:
-                        with running(side, python) as process:
+                        with Running(side, python) as process:
                             times += process.round()
-                    else:
-                        if side not in warm:
-                            warm[side] = stack.enter_context(running(side, python))
-                        time.sleep(REST)
-                        times += warm[side].round()
+                        continue
+                    if side not in warm:
+                        warm[side] = stack.enter_context(Running(side, python))
+                    time.sleep(REST)
+                    times += warm[side].round()
                 except SideFailed as failed:
                     results[side] = str(failed)
     say("")
@@ -205,9 +199,49 @@ def shown(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"
 
 
+def measure_growth() -> dict[int, dict[str, float] | str]:
+    """Return the medians of some rounds for each number of ranks, or why there are none."""
+    found: dict[int, dict[str, float] | str] = {}
+    for ranks in (2, 4, 8, 16, 32, 64):
+        rounds: list[dict[str, float]] = []
+        try:
+            for number in range(GROWTH_ROUNDS):
+                say(f"{GROWTH}: round {number + 1}, {ranks} ranks")
+                rounds.append({})
+                for script in ("kit_side.py", "bare_side.py"):
+                    with Running(Side(script, script, f"growth {ranks}")) as process:
+                        rounds[-1] |= process.round()
+            found[ranks] = {key: statistics.median(one[key] for one in rounds) for key in COLUMNS}
+        except SideFailed as failed:
+            found[ranks] = str(failed)
+    say("")
+    return found
+
+
+def growth_table(found: dict[int, dict[str, float] | str]) -> str:
+    """Return as a table what grows with the number of ranks."""
+    lines = [
+        f"**{GROWTH}** (goal: nothing grows faster than it; medians of {GROWTH_ROUNDS} pools)",
+        "",
+        f"| ranks | {' | '.join(COLUMNS.values())} |",
+        f"|--:|{'--:|' * len(COLUMNS)}",
+    ]
+    for ranks, values in found.items():
+        cells = (
+            [values] + [""] * (len(COLUMNS) - 1)
+            if isinstance(values, str)
+            else [
+                f"{value / 1e6:.0f} MB" if key == "memory" else shown(value)
+                for key, value in values.items()
+            ]
+        )
+        lines.append(f"| {ranks} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def heavy_modules() -> str:
     """Say what a rank has imported that its worker did not ask for."""
-    with running(Side("ddp_kit", "kit_side.py", "modules"), sys.executable) as side:
+    with Running(Side("ddp_kit", "kit_side.py", "modules")) as side:
         loaded = ", ".join(side.round()) or "none"
     return f"A rank has imported, of matplotlib, IPython, torchvision and ipywidgets: {loaded}.\n"
 
@@ -233,14 +267,12 @@ def machine(peers_python: str) -> str:
 
 def main() -> None:
     """Measure, print the tables, and record them if --record is given."""
-    import growth  # it imports this module
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="write the tables into README.md")
     parser.add_argument("--peers", default=sys.executable, help="the Python that has the peers")
     parser.add_argument("--only", default="", help="comparisons whose title begins with this")
     options = parser.parse_args()
-    titles = [*(comparison.title for comparison in COMPARISONS), growth.TITLE]
+    titles = [*(comparison.title for comparison in COMPARISONS), GROWTH]
     if not any(title.startswith(options.only) for title in titles):
         parser.error(f"no title begins with {options.only!r}: {titles}")
     options.peers = os.path.abspath(options.peers)  # sides run in a folder of their own
@@ -251,9 +283,9 @@ def main() -> None:
         if comparison.title.startswith(options.only):
             tables[comparison.title] = table(comparison, compare(comparison, options.peers))
             print(tables[comparison.title], flush=True)
-    if growth.TITLE.startswith(options.only):
-        tables[growth.TITLE] = growth.table(growth.measure())
-        print(tables[growth.TITLE], flush=True)
+    if GROWTH.startswith(options.only):
+        tables[GROWTH] = growth_table(measure_growth())
+        print(tables[GROWTH], flush=True)
     heavy = heavy_modules()
     print(heavy)
     if options.record:

@@ -72,30 +72,23 @@ def run(check: Check) -> Outcome:
     mark = uuid.uuid4().hex
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {MARK: mark, "PYTHONPATH": path}
-    begin = time.monotonic()
+    begin, status = time.monotonic(), None
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         printed, errors = Path(folder, "stdout"), Path(folder, "stderr")
         with printed.open("wb") as out, errors.open("wb") as err:  # a pipe could stay open
             process = subprocess.Popen(
                 check.command, stdout=out, stderr=err, env=environment, cwd=folder
             )
-            try:
-                status: int | None = process.wait(check.limit)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                _end(process, mark)
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(check.limit)
+            process.terminate()  # it does nothing to a process that has ended
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(FAREWELL)
+            kill_marked(mark)
+            process.wait()
         seconds = time.monotonic() - begin
         passed, lines = _judge(check, status, _read(printed), _read(errors))
     return Outcome(check.title, passed, seconds, tuple(lines))
-
-
-def _end(process: subprocess.Popen, mark: str) -> None:
-    process.terminate()  # it does nothing to a process that has ended
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(FAREWELL)
-    kill_marked(mark)
-    process.wait()
 
 
 def _read(path: Path) -> list[str]:
@@ -111,14 +104,14 @@ def _judge(
         return False, [f"no result within {check.limit:g} s"]
     if status:
         said = [re.sub(r"\S*/\S*", "…", line)[:200] for line in errors or printed]
-        if refused := next((line for line in said if REFUSED.search(line)), ""):
-            return True, [f"refused: {REFUSED.search(refused)[0]}"]
+        if refused := REFUSED.search("\n".join(said)):
+            return True, [f"refused: {refused[0]}"]
         last = said[-1] if said else "it printed nothing"
         return False, [f"exit status {status}: {last}", *said[-LAST:-1]]
-    if not check.proof and printed:
+    if not check.proof:
         return True, printed[-1:]
     for number, line in enumerate(printed):
-        if check.proof and line.startswith(check.proof):
+        if line.startswith(check.proof):
             return True, printed[number:]
     return False, [f"it ended without a line that begins with {check.proof!r}"]
 
@@ -135,49 +128,48 @@ def checks(
 
     gpus: 0 to try the checks on the CPU, with gloo.
     """
-    choices = [("nccl", gpus)] if nccl and gpus else []
+    has_nccl = nccl and gpus > 0
+    choices = [("nccl", gpus)] if has_nccl else []
     if gpus < FEW or not nccl:
         choices.append(("cuda:gloo" if gpus else "gloo", FEW))
     shared = ["cuda:gloo:2", "cuda:gloo:4"] if gpus else ["gloo:2", "gloo:4"]
-    own = [f"nccl:{count}" for count in sorted({1, gpus})] if nccl and gpus else []
+    own = [f"nccl:{count}" for count in sorted({1, gpus})] if has_nccl else []
     found = [
         _program("first_run", *own, *shared),
         _program("roofline", file="gpu_training"),
         _program("gpt", file="gpu_training"),
         _program("overlap", *own, shared[0], file="gpu_training"),
-        _program("all_reduce", *own, *shared, *([] if not gpus else ["gloo:2", "gloo:4"])),
+        _program("all_reduce", *own, *shared, *(["gloo:2", "gloo:4"] if gpus else [])),
+        *(_program("probe", *place.split(":"), title=f"probe of {place}") for place in own),
     ]
-    left_out = []
-    for place in own:
-        found.append(_program("probe", *place.split(":"), title=f"probe of {place}"))
     if gpus:
         # One dtype, because an operation that kills the ranks makes each dtype start new ones.
         options = "cuda:gloo", "2", "float32"
         found.append(_program("probe", *options, title="probe of cuda:gloo", alone=False))
-    if nccl and gpus:
+    if has_nccl:
         found.append(_program("nccl_on_a_shared_gpu", alone=False, limit=90))
         found.append(_program("flight_recorder", alone=False, limit=90))
     if gpus:
         found.append(_program("memory", str(min(gpus, 2))))
     script = str(ROOT / "notebooks" / "scripts" / "train.py")
-    options = ["--data", str(ROOT / "ddp_kit" / "lessons" / "data" / "digits"), "--epochs", "3"]
-    found.append(Check("train.py alone", (sys.executable, script, *options), "epoch 3: "))
+    data = str(ROOT / "ddp_kit" / "lessons" / "data" / "digits")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus or 2)]
-    title = f"train.py, torchrun on {_ranks(gpus or 2)}"
-    found.append(Check(title, (sys.executable, *launch, script, *options), "epoch 3: "))
+    for how, before in (" alone", []), (f", torchrun on {_ranks(gpus or 2)}", launch):
+        command = sys.executable, *before, script, "--data", data, "--epochs", "3"
+        found.append(Check(f"train.py{how}", command, "epoch 3: "))
     for backend, ranks in choices if gpus else ():
         port = ["cuda_port", backend.rpartition(":")[2], str(ranks)]
         title = f"lesson 03's script on GPUs, {backend} on {_ranks(ranks)}"
         found.append(_program(*port, title=title, alone=False))
+    left_out = []
     for name in lessons():
         for backend, ranks in choices:
             if backend.endswith("gloo") and torch_version < NEEDS.get(name, ()):
                 wanted = ".".join(map(str, NEEDS[name]))
                 left_out.append(f"{name}, {backend}: its gloo must be that of PyTorch {wanted}.")
                 continue
-            module = ["-m", f"ddp_kit.lessons.{name}"]
             options = ["--backend", backend, "--world-size", str(ranks)]
-            command = (sys.executable, *module, *options)
+            command = sys.executable, "-m", f"ddp_kit.lessons.{name}", *options
             title = f"{name}, {backend} on {_ranks(ranks)}"
             found.append(Check(title, command, f"{name}: {_ranks(ranks)}, "))
     if gpus > 1:
@@ -240,24 +232,22 @@ def machine() -> str:
         "print(', '.join(gpus) or 'no GPU')\n"
         "print(f'PyTorch {torch.__version__}, CUDA {torch.version.cuda}, nccl {version}')\n"
     )
-    gpus, versions = _ask([sys.executable, "-c", code]).splitlines()[-2:]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = "unknown"
-    with suppress(OSError, subprocess.SubprocessError):
-        driver = _ask(query).splitlines()[0]
-    commit = ""  # there may be no git
-    with suppress(OSError, subprocess.SubprocessError):
-        commit = f"commit {_ask(['git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD'])}, "
-    system = f"{platform.system()} on {platform.machine()}, {os.cpu_count()} cores"
+    gpus, versions = _ask(sys.executable, "-c", code).splitlines()[-2:]
+    driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    commit = _ask("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")  # there may be no git
     return (
-        f"{gpus}; {system}; {versions}, driver {driver}, Python {platform.python_version()}; "
-        f"{commit}{f'{date.today():%d %B %Y}'.lstrip('0')}."
+        f"{gpus}; {platform.system()} on {platform.machine()}, {os.cpu_count()} cores; {versions}, "
+        f"driver {driver.partition(chr(10))[0] or 'unknown'}, Python {platform.python_version()}; "
+        f"{f'commit {commit}, ' if commit else ''}{f'{date.today():%d %B %Y}'.lstrip('0')}."
     )
 
 
-def _ask(command: Sequence[str]) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return answer.stdout.strip()
+def _ask(*command: str) -> str:
+    """Return what a command prints; "" if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return answer.stdout.strip()
+    return ""
 
 
 def run_all(
@@ -290,9 +280,8 @@ def run_all(
     for check in found:
         if check.alone:
             note(check, bounded(check))
-    with ThreadPoolExecutor(
-        max(1, (os.cpu_count() or 1) // 5)
-    ) as executor:  # a lesson: 5 processes
+    at_once = max(1, (os.cpu_count() or 1) // 5)  # a lesson: 5 processes
+    with ThreadPoolExecutor(at_once) as executor:
         waiting = {executor.submit(bounded, check): check for check in found if not check.alone}
         for future in as_completed(waiting):
             note(waiting[future], future.result())
@@ -301,7 +290,9 @@ def run_all(
 
 def main() -> int:
     """Run all checks and write the record, if there is a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--record", type=Path, default=RECORD, help="the file to write")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for all checks")
     parser.add_argument("--only", default="", help="run checks whose title matches this pattern")
@@ -329,10 +320,6 @@ def main() -> int:
     found = [check for check in found if re.search(options.only, check.title)]
     done = run_all(machine(), found, left_out, options.record, options.limit)
     return 0 if all(outcome.passed for outcome in done) else 1
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
 
 
 if __name__ == "__main__":

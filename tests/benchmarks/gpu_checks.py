@@ -88,9 +88,8 @@ def first_run(places: Sequence[tuple[str, int]]) -> None:
             line = f"{backend:9} on {ranks}: first {cold:5.2f} s, warm {1e3 * warm:3.0f} ms, "
             line += f"{each / MIB:4.0f} MiB of the GPU a rank"
             if ranks > 1:
-                line += (
-                    f", deadlock after {_raises(pool, wait_for_nobody, kit.DeadlockError):.2f} s"
-                )
+                seconds = _raises(pool, wait_for_nobody, kit.DeadlockError)
+                line += f", deadlock after {seconds:.2f} s"
             pool.run(add_up)  # ranks that were stuck have been replaced
             seconds = _raises(pool, raise_on_the_last, kit.RankError)
             lines.append(f"{line}, exception after {seconds:.2f} s")
@@ -178,17 +177,17 @@ train()
 def flight_recorder() -> None:
     """Print what nccl's watchdog and PyTorch's Flight Recorder leave of a job that is stuck."""
     with tempfile.TemporaryDirectory() as folder:
-        program, dump = Path(folder, "stuck.py"), Path(folder, "trace_")
-        program.write_text(STUCK, "utf-8")
-        names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]  # from PyTorch 2.9, before
-        options = dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-        names = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-        options |= dict.fromkeys(names, str(dump))
-        begin = time.monotonic()
-        command = [sys.executable, str(program)]
-        ended = subprocess.run(
-            command, env=os.environ | options, capture_output=True, text=True, timeout=80
-        )
+        dump = str(Path(folder, "trace_"))
+        options = {  # the second of two names is that of a PyTorch before 2.9
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_FR_DUMP_TEMP_FILE": dump,
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        }
+        begin, command = time.monotonic(), [sys.executable, "-c", STUCK]
+        streams = {"capture_output": True, "text": True}
+        ended = subprocess.run(command, env=os.environ | options, timeout=80, **streams)
         seconds = time.monotonic() - begin
         files = sorted(Path(folder).glob("trace_*"))
         if not files:
@@ -204,9 +203,8 @@ def flight_recorder() -> None:
             found = pickle.loads(file.read_bytes())
             print(f"  {file.name}: {', '.join(found)}")
             for entry in found["entries"]:
-                frames = [f"{frame['name']}:{frame['line']}" for frame in entry["frames"]]
-                kept = {key: value for key, value in entry.items() if key != "frames"}
-                print(f"  {kept} at {' < '.join(frames[:4])}")
+                frames = [f"{frame['name']}:{frame['line']}" for frame in entry.pop("frames")]
+                print(f"  {entry} at {' < '.join(frames[:4])}")
 
 
 def all_reduce_times(rank: int, world_size: int, sizes: Sequence[int]) -> list[float]:
@@ -214,22 +212,18 @@ def all_reduce_times(rank: int, world_size: int, sizes: Sequence[int]) -> list[f
     found = []
     for nbytes in sizes:
         tensor, times = torch.ones(nbytes // 4, device=kit.device()), []
-        until = time.monotonic() + 4
-        while len(times) < 3 or (len(times) < 40 and nbytes < 16 * MIB):
+        is_large, until = nbytes >= 16 * MIB, time.monotonic() + 4
+        while len(times) < 3 or (len(times) < 40 and not is_large):
             dist.barrier()
             begin = time.perf_counter()
             dist.all_reduce(tensor)
-            _wait()
+            if kit.device().type == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-            if nbytes >= 16 * MIB and time.monotonic() > until:
+            if is_large and time.monotonic() > until:
                 break
         found.append(statistics.median(times[1:] or times))
     return found
-
-
-def _wait() -> None:
-    if kit.device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def all_reduce(places: Sequence[tuple[str, int]], sizes: Sequence[int] = SIZES) -> None:
@@ -436,18 +430,14 @@ def main(name: str, *arguments: str) -> None:
         first_run(places(arguments))
     elif name == "all_reduce":
         all_reduce(places(arguments), SIZES if torch.cuda.is_available() else SIZES[:4])
-    elif name == "nccl_on_a_shared_gpu":
-        nccl_on_a_shared_gpu()
-    elif name == "flight_recorder":
-        flight_recorder()
-    elif name == "probe":
-        probe(*arguments)
     elif name == "cuda_port":
         cuda_port(arguments[0], int(arguments[1]))
     elif name == "memory":
         memory([torch.device("cuda", index) for index in range(int(arguments[0]))], nvidia_smi)
-    else:
+    elif name == "dp_against_ddp":
         dp_against_ddp(int(arguments[0]), torch.device("cuda", 0), "nccl")
+    else:
+        globals()[name](*arguments)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,18 @@ def recompute(gpt: GPT, how: str) -> GPT:
     return gpt
 
 
-def allocated() -> int:
-    """Return the bytes of tensors on the GPU; 0 without one."""
-    return torch.cuda.memory_allocated() if ON_GPU else 0
-
-
 def kept(layers: int, how: str, autocast: bool) -> dict[str, float]:
     """Train a GPT; return its bytes by kind, the most that it held, and the seconds of a step."""
+    cuda = torch.cuda  # without a GPU, it counts 0 bytes
     torch.manual_seed(0)
     gc.collect()  # a block that recomputes refers to itself
-    if ON_GPU:
-        torch.cuda.empty_cache()
-    start = allocated()
+    cuda.empty_cache()
+    start = cuda.memory_allocated()
     with DEVICE:
         gpt = GPT(Config(layers=layers, **GPT_SIZES))
     gpt = recompute(gpt if autocast else gpt.to(torch.bfloat16), how)
-    if ON_GPU:
-        torch.cuda.empty_cache()
-    parameters = allocated() - start
+    cuda.empty_cache()
+    parameters = cuda.memory_allocated() - start
     optimizer = torch.optim.AdamW(gpt.parameters(), fused=ON_GPU)
     shape = BATCH, GPT_SIZES["context"] + 1
     tokens = torch.randint(GPT_SIZES["vocabulary"], shape, device=DEVICE)
@@ -142,22 +137,20 @@ def kept(layers: int, how: str, autocast: bool) -> dict[str, float]:
         optimizer.zero_grad()
 
     step()
-    states = allocated() - start - parameters - tokens.nbytes
+    states = cuda.memory_allocated() - start - parameters - tokens.nbytes
     seconds = median(step, rounds=5)
     if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    before = allocated()
+        cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
     loss = forward()
-    activations = allocated() - before
+    activations = cuda.memory_allocated() - before
     loss.backward()
-    gradients = allocated() - before - loss.nbytes
-    peak = torch.cuda.max_memory_allocated() - start if ON_GPU else 0
     return {
         "parameters": parameters,
-        "gradients": gradients,
+        "gradients": cuda.memory_allocated() - before - loss.nbytes,
         "optimizer": states,
         "activations": activations,
-        "peak": peak,
+        "peak": cuda.max_memory_allocated() - start,
         "seconds": seconds,
     }
 
@@ -170,10 +163,9 @@ def gpt() -> None:
         f"gpt: {shape.parameters / 1e6:,.0f} million parameters, {MANY} layers of width "
         f"{shape.width}, {BATCH} sequences of {shape.context} tokens; MiB, and (the formula's)"
     )
-    print(
-        f"{'numbers':9}{'recompute':11}{'parameters':>16}{'gradients':>16}{'optimizer':>16}"
-        f"{'one layer':>16}{'head':>16}{'peak':>16}{'ms':>7}{'TFLOP/s':>9}"
-    )
+    columns = "parameters", "gradients", "optimizer", "one layer", "head", "peak"
+    header = "".join(f"{column:>16}" for column in columns)
+    print(f"{'numbers':9}{'recompute':11}{header}{'ms':>7}{'TFLOP/s':>9}")
     kinds = (
         ("bf16", False, model.Precision(2, 2, 4, 2)),
         ("autocast", True, model.Precision(4, 4, 8, 2)),
@@ -181,21 +173,17 @@ def gpt() -> None:
     for name, autocast, precision in kinds:
         for how in ("none", "selective", "full"):
             small, large = (kept(layers, how, autocast) for layers in (FEW, MANY))
-            layer = (large["activations"] - small["activations"]) / (MANY - FEW)
             plan = model.Plan(micro_batch=BATCH, recompute="full" if how == "full" else "none")
-            by_formula = model.memory(shape, plan, precision)
+            told = model.memory(shape, plan, precision)
+            layer = (large["activations"] - small["activations"]) / (MANY - FEW)
             one = model.activations(shape, plan, precision)
-            rows = [
-                (large[kind], by_formula[kind]) for kind in ("parameters", "gradients", "optimizer")
+            pairs = [
+                *((large[kind], told[kind]) for kind in ("parameters", "gradients", "optimizer")),
+                (layer, one),
+                (large["activations"] - MANY * layer, told["activations"] - MANY * one),
+                (large["peak"], sum(told.values())),
             ]
-            rows.append((layer, one))
-            rows.append(
-                (large["activations"] - MANY * layer, by_formula["activations"] - MANY * one)
-            )
-            rows.append((large["peak"], sum(by_formula.values())))
-            cells = "".join(
-                f"{f'{real / MIB:,.0f} ({told / MIB:,.0f})':>16}" for real, told in rows
-            )
+            cells = "".join(f"{f'{a / MIB:,.0f} ({b / MIB:,.0f})':>16}" for a, b in pairs)
             rate = shape.flops_per_token * tokens / large["seconds"] / 1e12
             print(f"{name:9}{how:11}{cells}{1e3 * large['seconds']:7.0f}{rate:9.4g}", flush=True)
 
@@ -236,18 +224,13 @@ def traced_step(rank: int, world_size: int, width: int, rows: int) -> dict[str, 
 
 def covered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
     """Return the length of the union of some spans that lies within the union of others."""
+    edges = sorted({edge for span in [*spans, *by] for edge in span})
 
-    def union(some: Sequence[tuple[float, float]]) -> list[list[float]]:
-        merged: list[list[float]] = []
-        for begin, end in sorted(some):
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([begin, end])
-        return merged
+    def holds(some: Sequence[tuple[float, float]], begin: float, end: float) -> bool:
+        return any(first <= begin and end <= last for first, last in some)
 
-    pairs = ((a, b) for a in union(spans) for b in union(by))
-    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+    pieces = pairwise(edges)
+    return sum(b - a for a, b in pieces if holds(spans, a, b) and holds(by, a, b))
 
 
 def overlap(*places: str) -> None:

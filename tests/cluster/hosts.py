@@ -14,9 +14,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import psutil
 
@@ -25,14 +27,12 @@ _NAME = re.compile(r"ddp_kit-(\d+)-\S+")  # a namespace of the process with this
 _numbers = count()
 
 
+@dataclass(frozen=True)
 class Host:
-    """A network namespace.
+    """A network namespace, and its address on the link."""
 
-    name: of the namespace. address: on the link.
-    """
-
-    def __init__(self, name: str, address: str = "") -> None:
-        self.name, self.address = name, address
+    name: str
+    address: str = ""
 
     def link(self, state: str) -> None:
         """Set this host's end of the link "down" or "up"."""
@@ -49,12 +49,18 @@ class Host:
 
     def set(self, name: str, value: str) -> None:
         """Change how TCP works on this host."""
-        writing = f"echo {value} > /proc/sys/net/ipv4/{name}"
-        _call(*self.command("sh", "-c", writing))
+        _call(*self.command("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"))
 
     def command(self, *program: str) -> list[str]:
         """Return the command that runs a program here; its process is the program's own."""
         return ["ip", "netns", "exec", self.name, *program]
+
+    def start(self, command: Sequence[str], out: Path, err: Path) -> psutil.Popen:
+        """Start a program here, in the folder of the files into which it prints."""
+        around = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+        with out.open("w") as to_out, err.open("w") as to_err:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": to_out, "stderr": to_err}
+            return psutil.Popen(self.command(*command), env=around, cwd=out.parent, **streams)
 
     def processes(self) -> list[psutil.Process]:
         """List what runs here."""
@@ -129,7 +135,5 @@ def sweep() -> None:
 
 def _call(*command: str) -> str:
     """Run a short command; return what it printed."""
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600
-    )
-    return done.stdout
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    return subprocess.run(command, check=True, timeout=600, **streams).stdout

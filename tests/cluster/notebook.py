@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-from hosts import LINK, Host
+from hosts import Host
 from processes import wait_until
 
 START = 300  # seconds; every process imports PyTorch, and the machine may have other work
@@ -69,7 +66,7 @@ class Notebook:
         per_host: int = 1,
         options: Sequence[str] = (),
     ) -> None:
-        self.hosts, self.notes = hosts, folder / "notes"
+        self.hosts, self.notes, self._folder = hosts, folder / "notes", folder
         self.notes.mkdir()
         script, self._out, self._err = folder / "script.py", folder / "out", folder / "err"
         text = SCRIPT.format(
@@ -80,18 +77,11 @@ class Notebook:
             address=hosts[0].address,
         )
         script.write_text(text)
-        self._folder = folder
-        self.script = self._start(hosts[0], [sys.executable, str(script)], self._out, self._err)
+        self.script = hosts[0].start([sys.executable, str(script)], self._out, self._err)
         wait_until(lambda: "  torchrun " in self.printed(), START, "the command is printed")
         (command,) = (line for line in self.printed().splitlines() if line.startswith("  torchrun"))
         words = [sys.executable, "-m", "torch.distributed.run", *options, *shlex.split(command)[1:]]
-        self.agent = self._start(hosts[1], words, folder / "out-1", folder / "err-1")
-
-    def _start(self, host: Host, command: list[str], out: Path, err: Path) -> psutil.Popen:
-        around = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
-        with out.open("w") as to_out, err.open("w") as to_err:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": to_out, "stderr": to_err}
-            return psutil.Popen(host.command(*command), env=around, cwd=self._folder, **streams)
+        self.agent = hosts[1].start(words, folder / "out-1", folder / "err-1")
 
     def printed(self) -> str:
         """Return what the script has printed."""
@@ -99,8 +89,7 @@ class Notebook:
 
     def wait_for(self, *notes: str) -> None:
         """Wait until the worker has written these notes."""
-        found = self.notes
-        wait_until(lambda: all((found / note).exists() for note in notes), START, str(notes))
+        wait_until(lambda: all((self.notes / n).exists() for n in notes), START, str(notes))
 
     def told(self, seconds: float = START) -> dict:
         """Wait for the script's end; return what it has told."""

@@ -24,7 +24,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def test_a_killed_run_leaves_its_hosts_forever(hosts):
+def test_the_hosts_of_a_killed_run_are_swept_and_those_of_a_living_one_are_not(hosts):
     folder = Path(__file__).parent
     command = [sys.executable, "-c", LEFT]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as run:
@@ -38,11 +38,7 @@ def test_a_killed_run_leaves_its_hosts_forever(hosts):
 
 
 @pytest.mark.usefixtures("_allowed")
-def test_a_host_outlives_an_interrupt():
-    names = []
-    try:
-        with two_hosts() as made:
-            names += [host.name for host in made]
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        assert not any(name in namespaces() for name in names)
+def test_an_interrupt_removes_the_hosts():
+    with pytest.raises(KeyboardInterrupt), two_hosts() as made:
+        raise KeyboardInterrupt
+    assert not any(host.name in namespaces() for host in made)

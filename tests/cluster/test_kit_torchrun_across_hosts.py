@@ -96,7 +96,7 @@ def notebook(hosts, tmp_path):
         one.assert_nothing_is_left()
 
 
-def test_a_deadlock_across_hosts_lasts_until_gloo_gives_up(notebook):
+def test_a_deadlock_across_hosts_is_found_with_all_its_waits(notebook):
     run = notebook(MUTUAL, per_host=2)
     told = run.told()
     assert told["error"] == "DeadlockError", told
@@ -110,7 +110,7 @@ def test_a_deadlock_across_hosts_lasts_until_gloo_gives_up(notebook):
     assert run.since(told, "0", "2") < BOUND
 
 
-def test_a_deadlock_among_ranks_of_another_host_is_not_seen(notebook):
+def test_a_deadlock_among_ranks_of_another_host_is_found(notebook):
     run = notebook(ELSEWHERE, per_host=2)
     told = run.told()
     assert (told["error"], told["returned"]) == ("DeadlockError", [0, 1, 3]), told
@@ -118,13 +118,13 @@ def test_a_deadlock_among_ranks_of_another_host_is_not_seen(notebook):
     assert run.since(told, "2") < BOUND
 
 
-def test_a_rank_or_thread_on_another_host_that_is_slow_is_taken_for_a_deadlock(notebook):
+def test_a_rank_or_thread_on_another_host_may_be_slow(notebook):
     told = notebook(SLOW, before="other_hosts.LOST = 3").told()
     assert told["error"] is None, told
     assert (told["values"], told["messages"]) == ([2, 1], 3)  # without what a thread sends late
 
 
-def test_a_host_that_is_cut_off_is_waited_for_forever(notebook):
+def test_a_host_that_is_cut_off_is_reported(notebook):
     run = notebook(WAITING, before="other_hosts.LOST = 5")
     run.wait_for(*RANKS)
     run.hosts[1].link("down")
@@ -135,7 +135,7 @@ def test_a_host_that_is_cut_off_is_waited_for_forever(notebook):
     )
 
 
-def test_the_end_of_an_agent_is_told_as_a_broken_connection(notebook):
+def test_the_end_of_an_agent_is_reported(notebook):
     run = notebook(WAITING)
     run.wait_for(*RANKS)
     run.agent.kill()
@@ -144,7 +144,7 @@ def test_the_end_of_an_agent_is_told_as_a_broken_connection(notebook):
     assert told["text"] == "host 1 (rank 1) has stopped: torchrun has ended there"
 
 
-def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
+def test_ranks_on_another_host_end_with_the_notebook(notebook, tmp_path):
     run = notebook(SLEEPING)
     run.wait_for(*RANKS)
     run.script.kill()
@@ -153,19 +153,19 @@ def test_ranks_outlive_the_notebook_on_another_host(notebook, tmp_path):
         file.unlink()
 
 
-def test_the_ranks_of_another_host_are_missing_when_time_is_up(notebook):
+def test_a_run_whose_time_is_up_has_the_waits_of_another_host(notebook):
     told = notebook(WAITING, before="options['timeout'] = 5").told()
     assert told["error"] == "RunTimeoutError", told
     assert [(rank, op) for rank, op, _ in told["waits"]] == [(0, "barrier"), (1, None)]
 
 
-def test_a_message_between_hosts_of_unequal_ends_is_not_compared(notebook):
+def test_the_ends_of_a_message_between_hosts_are_compared(notebook):
     told = notebook(UNEQUAL).told()
     assert told["error"] == "MismatchError", told
     assert told["text"].startswith("rank 0 sends 8 bytes, rank 1 receives into a tensor of 4 bytes")
 
 
-def test_a_rank_that_dies_on_another_host_is_told_as_a_broken_connection(notebook):
+def test_a_rank_that_dies_on_another_host_is_reported(notebook):
     # On a busy machine: wait long for the reason, and let the agent outlive its rank. If both are
     # gone when the observer looks, it cannot know which ended first.
     late = "--monitor-interval", "10"

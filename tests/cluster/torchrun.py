@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from hosts import LINK, Host
+from hosts import Host
 
 PORT = "29400"  # where host 0 keeps the store
 RENDEZVOUS = ("c10d", "static")  # how agents find each other
@@ -32,31 +30,21 @@ class Torchrun:
         rendezvous: str = "c10d",
         per_host: int = 2,
     ) -> None:
-        self.hosts, self.folder = hosts, folder
+        self.hosts, self.folder, self.agents = hosts, folder, []
         folder.mkdir()
-        self.agents = [self._start(n, rendezvous, per_host, program) for n in (0, 1)]
-
-    def _start(
-        self, number: int, rendezvous: str, per_host: int, program: Sequence[str]
-    ) -> psutil.Popen:
-        host, first = self.hosts[number], self.hosts[0].address
-        if rendezvous == "c10d":
-            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"]
-            meeting += ["--rdzv-id", "test", "--rdzv-conf", f"is_host={number == 0}".lower()]
-            # Otherwise the ranks get the machine's name, which resolves to each host itself.
-            meeting += ["--local-addr", host.address]
-        else:
+        first = hosts[0].address
+        for number, host in enumerate(hosts):
             meeting = ["--master-addr", first, "--master-port", PORT, "--node-rank", str(number)]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        command += ["--nproc-per-node", str(per_host), *meeting]
-        command += [part.replace("{host}", str(number)) for part in program]
-        around = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
-        with self._file("out", number).open("w") as out, self._file("err", number).open("w") as err:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-            return psutil.Popen(host.command(*command), env=around, **streams)
-
-    def _file(self, stream: str, number: int) -> Path:
-        return self.folder / f"{stream}-{number}"
+            if rendezvous == "c10d":
+                meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORT}"]
+                meeting += ["--rdzv-id", "test", "--rdzv-conf", f"is_host={number == 0}".lower()]
+                # Otherwise the ranks get the machine's name, which resolves to each host itself.
+                meeting += ["--local-addr", host.address]
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *meeting]
+            command += ["--nproc-per-node", str(per_host)]
+            command += [part.replace("{host}", str(number)) for part in program]
+            streams = (folder / f"{stream}-{number}" for stream in ("out", "err"))
+            self.agents.append(host.start(command, *streams))
 
     def ranks(self) -> list[psutil.Process]:
         """List the running ranks and the processes that they have started."""
@@ -70,4 +58,4 @@ class Torchrun:
 
     def printed(self, stream: str) -> list[str]:
         """Return what was printed on "out" or "err", by host."""
-        return [self._file(stream, number).read_text() for number in (0, 1)]
+        return [(self.folder / f"{stream}-{number}").read_text() for number in (0, 1)]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from program import DEADLOCK, MISMATCH, NONE
 from report import Report
+from suite import DEADLOCK, MISMATCH, NONE
 
 _LINE = re.compile(r" at (.+):(\d+)$", re.MULTILINE)
 

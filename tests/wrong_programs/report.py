@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from program import DEADLOCK, MISMATCH, NONE, RAISED, UNAWAITED, Program
+from suite import DEADLOCK, MISMATCH, NONE, RAISED, UNAWAITED, Program
 
 OTHER = "other"  # an error that names no cause, such as a connection that a peer has closed
 SILENT = "silent"  # the program did not end, and the tool said nothing until it was stopped

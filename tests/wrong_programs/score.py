@@ -13,29 +13,25 @@ import json
 import os
 import platform
 import re
-import select
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
-from program import Program
 from report import SILENT, Judgement, Report, judge
-from suite import PROGRAMS, programs_for
+from suite import PROGRAMS, Program, programs_for
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 VERDICTS = HERE / "verdicts.csv"
-BLOCK = re.compile(r"(?<=<!-- verdicts -->\n).*(?=<!-- /verdicts -->)", re.DOTALL)
 TOOLS = {
     "ddp_kit": "ddp_kit",
     "gloo": "gloo, {timeout:g} s timeout",
@@ -44,6 +40,7 @@ TOOLS = {
     "flight_recorder": "flight recorder, dumped after {timeout:g} s",
 }
 MARK = "DDP_KIT_VERDICTS"  # every process of a tool has it in its environment
+JOBS = 24  # programs at once, under PyTorch's tools
 PATIENCE = 90.0  # seconds beyond the program's own after which a tool has no answer
 Results = dict[str, Report]  # by the program's name
 
@@ -52,14 +49,18 @@ class Tool:
     """A process that runs programs under one tool; it is started again if it gives no answer."""
 
     def __init__(self, name: str, timeout: float, backend: str) -> None:
-        self._environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._command = [sys.executable, str(HERE / "with_torch.py"), name, str(timeout)]
         if name == "ddp_kit":
             self._command = [sys.executable, str(HERE / "with_kit.py"), backend]
-        elif name == "detail":
-            self._environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        elif name == "flight_recorder":
-            self._environment["TORCH_FR_BUFFER_SIZE"] = "20000"
+        self._environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            **{
+                "detail": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+                "flight_recorder": {"TORCH_FR_BUFFER_SIZE": "20000"},
+            }.get(name, {}),
+        }
         self._process: subprocess.Popen | None = None
         self.left: list[str] = []  # processes and files that were there when it had ended
 
@@ -74,108 +75,86 @@ class Tool:
                 stderr=subprocess.DEVNULL,
                 env={**self._environment, MARK: self._folder.name, "TMPDIR": str(self._folder)},
                 start_new_session=True,
+                text=True,
             )
         job = {"file": str(file), "world_size": program.world_size, "seconds": program.seconds}
-        line = self._answer((json.dumps(job) + "\n").encode(), PATIENCE + program.seconds)
-        if not line.endswith(b"\n"):
+        impatience = threading.Timer(PATIENCE + program.seconds, self._kill)
+        impatience.start()
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            return Report(**json.loads(self._process.stdout.readline()))
+        except (BrokenPipeError, ValueError):
             self.close()
             return Report(SILENT, text="the tool itself gave no answer")
-        return Report(**json.loads(line))
-
-    def _answer(self, job: bytes, patience: float) -> bytes:
-        assert self._process is not None
-        deadline, line = time.monotonic() + patience, b""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(job)
-            self._process.stdin.flush()
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
-                return line
-            data = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not data:
-                return line
-            line += data
-        return line
+        finally:
+            impatience.cancel()
 
     def close(self) -> None:
         """End the process; note what it has left, and remove that."""
         if self._process is None:
             return
-        self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(15)
-        owned = [process for process in psutil.process_iter() if self._owns(process)]
-        self.left += [f"process {process.name()}" for process in owned]
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=15)
+        self.left += [f"process {process.name()}" for process in self._owned()]
         files = [path.name for path in self._folder.iterdir()]
         # PyTorch keeps its cache of compiled functions, which belongs to no tool.
         self.left += [f"file {name}" for name in files if not name.startswith("torchinductor_")]
+        self._kill()
+        self._process.communicate()
+        self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        owned = self._owned()
         for process in owned:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(owned, 5)
-        self._process.wait()
-        self._process.stdout.close()
-        self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _owns(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self._folder.name
-        except (psutil.Error, OSError):
-            return False
+    def _owned(self) -> list[psutil.Process]:
+        owned = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self._folder.name:
+                    owned.append(process)
+        return owned
 
 
 def score(
     tool: str,
     programs: Sequence[Program],
     timeout: float,
-    jobs: int,
-    show: Callable[[Program, Report], None] | None = None,
+    show: Callable[[str, Program, Report], None] | None = None,
     backend: str = "gloo",
 ) -> tuple[Results, list[str]]:
     """Return what a tool says of each program, and the processes and files that it has left.
 
-    jobs: how many run at once; the kit runs one. show: is called with each report as it comes.
-    backend: of the kit's ranks.
+    show: is called with each report as it comes. backend: of the kit's ranks.
     """
     results: Results = {}
-    todo = list(programs)[::-1]
     left: list[str] = []
+    todo = iter(list(programs))
     lock = threading.Lock()
 
-    def work(folder: Path) -> None:
+    def work(folder: str) -> None:
         process = Tool(tool, timeout, backend)
-        try:
-            while True:
-                with lock:
-                    if not todo:
-                        return
-                    program = todo.pop()
-                report = process.ask(program, program.write(folder))
+        with contextlib.closing(process):
+            for program in todo:
+                report = process.ask(program, program.write(Path(folder)))
                 with lock:
                     results[program.name] = report
                     say(f"{tool}: {len(results)} of {len(programs)}, {program.name}")
                     if show is not None:
-                        show(program, report)
-        finally:
-            process.close()
-            left.extend(process.left)
+                        show(tool, program, report)
+        left.extend(process.left)
 
-    with tempfile.TemporaryDirectory(prefix="wrong-") as folder:
-        count = 1 if tool == "ddp_kit" else min(jobs, len(programs))
-        workers = [threading.Thread(target=work, args=(Path(folder),)) for _ in range(count)]
-        for worker in workers:
-            worker.start()
+    count = 1 if tool == "ddp_kit" else JOBS
+    with tempfile.TemporaryDirectory(prefix="wrong-") as folder, ThreadPoolExecutor(count) as pool:
         try:
-            for worker in workers:
-                worker.join()
-        except BaseException:
-            with lock:
-                todo.clear()  # each ends after the program that it runs
-            for worker in workers:
-                worker.join()
-            raise
+            for task in [pool.submit(work, folder) for _ in range(count)]:
+                task.result()
+        finally:
+            list(todo)  # after an interrupt, each ends with the program that it runs
     say("")
     return results, left
 
@@ -191,30 +170,26 @@ def row(name: str, programs: Sequence[Program], results: Results) -> str:
     """Return a tool's line of the table."""
     wrong = [program for program in programs if not program.is_right]
     right = [program for program in programs if program.is_right]
-    judged = {program.name: judge(program, results[program.name]) for program in programs}
-    found = [program for program in wrong if judged[program.name].outcome == "TP"]
     visible = [program for program in wrong if not program.unseen]
-    times = [results[program.name].seconds for program in found]
-    noise = sum(results[program.name].noise for program in found)
+    judged = {program.name: judge(program, results[program.name]) for program in programs}
+
+    def share(some: Sequence[Program], what: str, value: object = True) -> str:
+        having = sum(getattr(judged[program.name], what) == value for program in some)
+        return f"{having / len(some):.3f} ({having}/{len(some)})" if some else ""
+
+    true_positives = [one for one in wrong if judged[one.name].outcome == "TP"]
+    found = [results[program.name] for program in true_positives]
     cells = [
         name,
-        share(sum(program in found for program in visible), len(visible)),
-        share(len(found), len(wrong)),
-        share(sum(judged[program.name].outcome == "TN" for program in right), len(right)),
-        *(
-            share(sum(getattr(judged[one.name], what) for one in found), len(found))
-            for what in ("kind", "ranks", "lines")
-        ),
-        f"{noise / len(found):.2f}" if found else "",
-        f"{statistics.median(times):.1f} s" if found else "",
-        f"{max(times):.1f} s" if found else "",
+        share(visible, "outcome", "TP"),
+        share(wrong, "outcome", "TP"),
+        share(right, "outcome", "TN"),
+        *(share(true_positives, what) for what in ("kind", "ranks", "lines")),
+        f"{statistics.mean(one.noise for one in found):.2f}" if found else "",
+        f"{statistics.median(one.seconds for one in found):.1f} s" if found else "",
+        f"{max(one.seconds for one in found):.1f} s" if found else "",
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def share(some: int, whole: int) -> str:
-    """Write a share with its counts: "0.98 (251/256)"."""
-    return f"{some / whole:.3f} ({some}/{whole})" if whole else ""
 
 
 HEAD = """\
@@ -234,7 +209,7 @@ def by_category(programs: Sequence[Program], results: dict[str, Results]) -> str
     return "\n".join(lines)
 
 
-def print_failure(program: Program, report: Report) -> None:
+def print_failure(_tool: str, program: Program, report: Report) -> None:
     """Print a line if a tool did not say what is true of a program."""
     judged = judge(program, report)
     if judged in (Judgement("TN"), Judgement("TP", True, True, True)):
@@ -259,10 +234,10 @@ def print_report(tool: str, program: Program, report: Report) -> None:
 
 def machine() -> str:
     """Describe where and when this was run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"{date.today():%d %B %Y}; {platform.system()} on {platform.machine()}, {cores} cores, "
-        f"Python {platform.python_version()}, torch {torch.__version__}."
+        f"{date.today():%d %B %Y}; {platform.system()} on {platform.machine()}, "
+        f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}."
     )
 
 
@@ -286,7 +261,6 @@ def main() -> None:
     parser.add_argument("--show", metavar="NAME", help="print a program and stop")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds, of PyTorch's tools")
     parser.add_argument("--backend", default="gloo", help="of ddp_kit's ranks, such as shm")
-    parser.add_argument("--jobs", type=int, default=24, help="programs at once, not for ddp_kit")
     parser.add_argument("--failures", action="store_true", help="print what ddp_kit gets wrong")
     parser.add_argument("--text", action="store_true", help="print what each tool said")
     options = parser.parse_args()
@@ -304,14 +278,11 @@ def main() -> None:
     left: dict[str, list[str]] = {}
     for tool in options.tools:
         show = print_failure if options.failures and tool == "ddp_kit" else None
-        if options.text:
-            show = partial(print_report, tool)
-        results[tool], left[tool] = score(
-            tool, programs, options.timeout, options.jobs, show, options.backend
-        )
+        show = print_report if options.text else show
+        results[tool], left[tool] = score(tool, programs, options.timeout, show, options.backend)
     rows = [
-        row(TOOLS[tool].format(timeout=options.timeout), programs, results[tool])
-        for tool in results
+        row(TOOLS[tool].format(timeout=options.timeout), programs, said)
+        for tool, said in results.items()
     ]
     wrong = sum(not program.is_right for program in programs)
     counted = f"{wrong} wrong programs and {len(programs) - wrong} right ones, {machine()}"
@@ -322,7 +293,8 @@ def main() -> None:
     if options.record:
         record_verdicts(programs, results)
         readme = README.read_text("utf-8")
-        README.write_text(BLOCK.sub(lambda _: text, readme), "utf-8")
+        block = re.compile(r"(?<=<!-- verdicts -->\n).*(?=<!-- /verdicts -->)", re.DOTALL)
+        README.write_text(block.sub(lambda _: text, readme), "utf-8")
 
 
 if __name__ == "__main__":

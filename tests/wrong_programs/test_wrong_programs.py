@@ -9,9 +9,8 @@ import functools
 
 import pytest
 import with_kit
-from program import NONE
-from report import Judgement, judge
-from suite import OTHERWISE_ON_SHM, PROGRAMS, tenth
+from report import Judgement, Report, judge
+from suite import DEADLOCK, MISMATCH, NONE, PROGRAMS, Program, tenth
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi, shm
@@ -20,21 +19,17 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 LIMIT = 8.0  # seconds of a run in which the kit says nothing
 
-# The programs of which the kit says nothing, or too much, or another class or other ranks.
-REASONS: dict[str, list[str]] = {}
-KNOWN = {name: reason for reason, names in REASONS.items() for name in names}
-
 
 def parameters():
     for number, program in enumerate(tenth()):
-        reason = program.unseen or KNOWN.get(program.name)
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        marks += [pytest.mark.long] if number % 2 else []
+        marks = [pytest.mark.long] if number % 2 else []
+        if program.unseen:
+            marks.append(pytest.mark.xfail(strict=True, reason=program.unseen))
         yield pytest.param(program, id=program.name, marks=marks)
 
 
 @pytest.mark.parametrize("program", list(parameters()))
-def test_a_program_is_judged_wrongly(program, tmp_path):
+def test_the_verdict_about_a_program_is_right(program, tmp_path):
     is_judged(program, tmp_path, "gloo")
 
 
@@ -47,7 +42,7 @@ def test_a_program_is_judged_wrongly(program, tmp_path):
         ("mpi", "new_group_that_a_non_member_creates_later"),
     ],
 )
-def test_a_program_is_judged_wrongly_on_another_backend(backend, name, tmp_path):
+def test_the_verdict_about_a_program_is_right_on_another_backend(backend, name, tmp_path):
     if missing := {"shm": shm, "mpi": mpi}[backend].missing():
         pytest.skip(missing)
     is_judged(next(each for each in PROGRAMS if each.name == name), tmp_path, backend)
@@ -66,7 +61,7 @@ def is_judged(program, folder, backend):
     assert judged.ranks, (program.marks, report.ranks, report.absent, report.text)
 
 
-def test_a_program_has_no_name_or_mark_of_its_own():
+def test_every_program_has_a_name_of_its_own_and_marks_of_its_ranks():
     names = [program.name for program in PROGRAMS]
     assert len(names) == len(set(names))
     for program in PROGRAMS:
@@ -75,38 +70,19 @@ def test_a_program_has_no_name_or_mark_of_its_own():
         ranks = {rank for lines in marks.values() for rank in lines}
         assert ranks <= set(range(program.world_size)), program.name
         assert bool(marks["fault"]) != program.is_right, program.name
-    assert {name for name in KNOWN if name not in names} == set()
-    assert {name for others in OTHERWISE_ON_SHM.values() for name in others} <= set(names)
 
 
-def test_a_report_is_judged_right_although_it_is_not(program_and_report):
-    program, right, wrong = program_and_report
-    assert judge(program, right) == Judgement("TP", True, True, True)
-    for report, what in wrong:
-        assert not getattr(judge(program, report), what), report
-
-
-@pytest.fixture
-def program_and_report():
-    """A program, the report that is right, and reports that are wrong in one thing each."""
-    from program import DEADLOCK, MISMATCH, program
-    from report import Report
-
-    body = """
-    if rank != 1:
-        dist.barrier()  # fault: 0, 2; absent: 1
-    """
-    one = program("skipped", "call matching", "Rank 1 skips it.", DEADLOCK, 3, body)
+def test_a_report_is_right_if_its_kind_its_ranks_and_its_lines_are():
+    body = "if rank != 1:\n    dist.barrier()  # fault: 0, 2; absent: 1\n"
+    program = Program("skipped", "call matching", "Rank 1 skips it.", DEADLOCK, 3, body)
     lines = {0: [7], 2: [7]}
-    return (
-        one,
-        Report(DEADLOCK, lines, [1]),
-        [
-            (Report(MISMATCH, lines, [1]), "kind"),
-            (Report(DEADLOCK, lines, []), "ranks"),
-            (Report(DEADLOCK, {0: [7]}, [1]), "ranks"),
-            (Report(DEADLOCK, {0: [7], 1: [7], 2: [7]}, [1]), "ranks"),
-            (Report(DEADLOCK, {0: [7], 2: [6]}, [1]), "lines"),
-            (Report(DEADLOCK, {0: [7], 2: []}, [1]), "lines"),
-        ],
-    )
+    assert judge(program, Report(DEADLOCK, lines, [1])) == Judgement("TP", True, True, True)
+    for report, what in [
+        (Report(MISMATCH, lines, [1]), "kind"),
+        (Report(DEADLOCK, lines, []), "ranks"),
+        (Report(DEADLOCK, {0: [7]}, [1]), "ranks"),
+        (Report(DEADLOCK, {0: [7], 1: [7], 2: [7]}, [1]), "ranks"),
+        (Report(DEADLOCK, {0: [7], 2: [6]}, [1]), "lines"),
+        (Report(DEADLOCK, {0: [7], 2: []}, [1]), "lines"),
+    ]:
+        assert not getattr(judge(program, report), what), report

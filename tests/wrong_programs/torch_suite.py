@@ -11,18 +11,19 @@ import argparse
 import csv
 import functools
 import json
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -157,90 +158,66 @@ def case(rank: int, world_size: int, name: str, backend: str, folder: str) -> st
     return PASSED
 
 
-class Pool:
-    """The ranks of a `kit.WorkerPool`."""
+@contextmanager
+def in_pool(column: str, world_size: int) -> Iterator[Callable[[str, str], tuple[str, str]]]:
+    """Return a function that runs a test on the ranks of a pool; how it ended, and the error."""
+    with kit.WorkerPool(world_size, backend=column, init=False) as pool:
 
-    def __init__(self, column: str, world_size: int) -> None:
-        self._backend = POOLS[column]
-        self._pool = kit.WorkerPool(world_size, backend=column, init=False)
+        def run_one(name: str, folder: str) -> tuple[str, str]:
+            try:
+                return pool.run(case, name, POOLS[column], folder, timeout=LIMIT)[0], ""
+            except kit.KitError as error:
+                return type(error).__name__, str(error)
 
-    def run(self, name: str, folder: str) -> tuple[str, str]:
-        """Return how a test ended, and the error."""
-        try:
-            result = self._pool.run(case, name, self._backend, folder, timeout=LIMIT)
-        except kit.KitError as error:
-            return type(error).__name__, str(error)
-        return result[0], ""
-
-    def close(self) -> None:
-        """End the ranks."""
-        self._pool.close()
+        yield run_one
 
 
-class Plain:
-    """Processes that are started with Python alone, and again after a test that failed."""
-
-    def __init__(self, column: str, world_size: int) -> None:
-        self._command = [sys.executable, __file__, "--rank", column]
-        self._world_size = world_size
-        self._ranks: list[subprocess.Popen] = []
-
-    def run(self, name: str, folder: str) -> tuple[str, str]:
-        """Return how a test ended, and the error."""
-        answers = [answer or [HANGS, ""] for answer in self._answers(name, folder)]
+def in_forks(column: str, world_size: int, name: str, folder: str) -> tuple[str, str]:
+    """Run a test in forks of this process, which has imported PyTorch."""
+    context, waiting, answers = multiprocessing.get_context("fork"), {}, []
+    for rank in range(world_size):
+        reading, writing = context.Pipe(duplex=False)
+        what = column, rank, world_size, name, folder, writing
+        waiting[reading] = context.Process(target=be_rank, args=what)
+        waiting[reading].start()
+        writing.close()
+    ranks = list(waiting.values())
+    while waiting and (ready := connection.wait(list(waiting), LIMIT)):
+        for reading in ready:
+            del waiting[reading]
+            try:
+                answers.append(reading.recv())
+            except EOFError:
+                answers.append(("died", ""))
         if any(answer[0] not in (PASSED, SKIPPED) for answer in answers):
-            self.close()
-        # A rank that waits for one that failed may fail, too, but does so later.
-        return tuple(max(answers, key=lambda answer: answer[0] not in (PASSED, SKIPPED, HANGS)))
-
-    def _answers(self, name: str, folder: str) -> list:
-        for rank in range(len(self._ranks), self._world_size):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(self._world_size)}
-            own |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            pipes |= {"stderr": subprocess.DEVNULL, "env": os.environ | own, "text": True}
-            self._ranks.append(subprocess.Popen(self._command, start_new_session=True, **pipes))
-        answers: list = [None] * self._world_size
-        for process in self._ranks:
-            with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([name, folder]) + "\n")
-                process.stdin.flush()
-        waiting = {process.stdout: rank for rank, process in enumerate(self._ranks)}
-        while waiting:
-            ready, *_ = select.select(list(waiting), [], [], LIMIT)
-            if not ready:
-                break
-            for stream in ready:
-                line = stream.readline()
-                answers[waiting.pop(stream)] = json.loads(line) if line else ["died", ""]
-            if any(answer and answer[0] not in (PASSED, SKIPPED) for answer in answers):
-                break
-        return answers
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        self._ranks = []
+            break
+    for process in ranks:
+        with suppress(ProcessLookupError):  # it may have no group of its own yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    answers += [(HANGS, "")] * len(waiting)
+    # A rank that waits for one that failed may hang or fail, too, but does so later.
+    by_weight = {PASSED: 0, SKIPPED: 0, HANGS: 1}
+    return max(answers, key=lambda answer: by_weight.get(answer[0], 2))
 
 
-def serve(column: str) -> None:
-    """Be a rank of `Plain`: answer every line of stdin."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else may write between the answers
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for line in sys.stdin:
-        try:
-            name, folder = json.loads(line)
-            with recording() if column == RECORDER else nullcontext():
-                answer = [case(rank, world_size, name, "gloo", folder), ""]
-        except BaseException as error:
-            answer = [type(error).__name__, traceback.format_exc()]
-        print(json.dumps(answer), file=answers, flush=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def be_rank(
+    column: str, rank: int, world_size: int, name: str, folder: str, answers: Connection
+) -> None:
+    """Run a test as a rank of `in_forks`; send how it ended."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        with recording() if column == RECORDER else nullcontext():
+            answer = case(rank, world_size, name, "gloo", folder), ""
+    except BaseException as error:
+        answer = type(error).__name__, traceback.format_exc()
+    answers.send(answer)
+    signal.pause()  # until the process that has asked ends this one
 
 
 def run(column: str, tests: Sizes, ended: Ended, keep: Callable, text: bool = False) -> Ended:
@@ -249,14 +226,16 @@ def run(column: str, tests: Sizes, ended: Ended, keep: Callable, text: bool = Fa
         todo = [name for name in tests if tests[name] == world_size and name not in ended]
         if not todo:
             continue
-        ranks = (Pool if column in POOLS else Plain)(column, world_size)
-        with closing(ranks):
+        with ExitStack() as stack:
+            run_one = functools.partial(in_forks, column, world_size)
+            if column in POOLS:
+                run_one = stack.enter_context(in_pool(column, world_size))
             for name in todo:
                 # A rank that was killed may still write when its folder is removed.
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                     for needed in ("barrier", "test_dir", "init_dir"):
                         os.mkdir(f"{folder}/{needed}")
-                    ended[name], error = ranks.run(name, folder)
+                    ended[name], error = run_one(name, folder)
                 keep()
                 if text:
                     print(f"{column}: {name} {ended[name]}\n{error}", file=sys.stderr, flush=True)
@@ -334,9 +313,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        serve(sys.argv[2])
-    else:
-        import torch_suite  # by its name, because the ranks import what they run
+    import torch_suite  # by its name, because the ranks import what they run
 
-        torch_suite.main()
+    torch_suite.main()

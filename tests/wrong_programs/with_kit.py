@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from program import DEADLOCK, MISMATCH, NONE, RAISED, UNAWAITED
 from report import OTHER, SILENT, Report
+from suite import DEADLOCK, MISMATCH, NONE, RAISED, UNAWAITED
 
 import ddp_kit as kit
 

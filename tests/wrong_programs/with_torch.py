@@ -30,11 +30,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
-from program import DEADLOCK, MISMATCH, NONE, RAISED
 from report import OTHER, SILENT, Report
+from suite import DEADLOCK, MISMATCH, NONE, RAISED
 from with_kit import load
 
-TOOLS = ("gloo", "detail", "monitored_barrier", "flight_recorder")
 GRACE = 1.0  # seconds after the first failure in which other ranks may fail too
 SLACK = 10.0  # seconds beyond the timeout in which a rank must have reported
 NO_TIMEOUT = 600.0  # where the tool is to speak, and not the group's timeout
@@ -45,20 +44,12 @@ GUARDED = """
 """
 
 # What a reader concludes from the text of an error, in this order.
-KINDS = [
-    (MISMATCH, re.compile(r"Detected mismatch between collectives|preamble\.length|op\.nbytes")),
-    (
-        DEADLOCK,
-        re.compile(r"monitoredBarrier|[Tt]imed out|timeout"),
-    ),
-    (OTHER, re.compile(r"Connection (closed|reset)|pair closure|Broken pipe")),
-]
+KINDS = {
+    MISMATCH: r"Detected mismatch between collectives|preamble\.length|op\.nbytes",
+    DEADLOCK: r"monitoredBarrier|[Tt]imed out|timeout",
+    OTHER: r"Connection (closed|reset)|pair closure|Broken pipe",
+}
 _MISSING = re.compile(r"[Rr]anks? ((?:\d+(?:, )?)+) (?:failed to pass|successfully)")
-
-
-def kind_of(text: str) -> str:
-    """Return what kind of fault an error's text names."""
-    return next((kind for kind, pattern in KINDS if pattern.search(text)), RAISED)
 
 
 def guard(timeout: float) -> None:
@@ -97,11 +88,11 @@ def be_rank(rank: int, folder: Path, tool: str, timeout: float, job: dict) -> No
         )
         dist.barrier()  # all ranks have joined; from here on the clock runs
         worker = load(job["file"])
+        timer = threading.Timer(timeout, flight_recorder.dump, (folder, rank))
+        timer.daemon = True
         if tool == "monitored_barrier":
             guard(timeout)
         elif tool == "flight_recorder":
-            timer = threading.Timer(timeout, flight_recorder.dump, (folder, rank))
-            timer.daemon = True
             timer.start()
         said = {"began": time.monotonic()}
         try:
@@ -109,11 +100,8 @@ def be_rank(rank: int, folder: Path, tool: str, timeout: float, job: dict) -> No
             if tool == "monitored_barrier":
                 barrier(None, timeout)
         except BaseException as error:
-            lines = [
-                frame.lineno
-                for frame in traceback.extract_tb(error.__traceback__)
-                if frame.filename == job["file"]
-            ]
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == job["file"]]
             said |= {"text": f"{type(error).__name__}: {error}", "lines": lines[-1:]}
         said["ended"] = time.monotonic()
         if tool == "flight_recorder":
@@ -132,17 +120,14 @@ def run(tool: str, timeout: float, job: dict) -> Report:
     with tempfile.TemporaryDirectory(prefix="wrong-") as name:
         folder = Path(name)
         began = time.monotonic()
-        pids = {}
-        try:
-            for rank in range(job["world_size"]):
-                pids[rank] = os.fork() or be_rank(rank, folder, tool, timeout, job)
-            patience = timeout + job["seconds"] + SLACK
-            ended = _wait(pids, folder, patience)
-        finally:
-            for pid in pids.values():
-                os.kill(pid, signal.SIGKILL)
-            for pid in pids.values():
-                os.waitpid(pid, 0)
+        pids = {
+            rank: os.fork() or be_rank(rank, folder, tool, timeout, job)
+            for rank in range(job["world_size"])
+        }
+        ended = _wait(pids, folder, timeout + job["seconds"] + SLACK)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         said = {}
         for rank in pids:
             with contextlib.suppress(FileNotFoundError):
@@ -183,7 +168,10 @@ def _report(said: dict[int, dict]) -> Report:
     errors = {rank: one for rank, one in said.items() if "text" in one}
     if not errors:
         return Report(NONE)
-    kinds = {rank: kind_of(one["text"]) for rank, one in errors.items()}
+    kinds = {
+        rank: next((kind for kind, names in KINDS.items() if re.search(names, one["text"])), RAISED)
+        for rank, one in errors.items()
+    }
     telling = {rank for rank, kind in kinds.items() if kind != OTHER} or set(errors)
     first = min(telling, key=lambda rank: errors[rank]["ended"])
     kind = kinds[first]
