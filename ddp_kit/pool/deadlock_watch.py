@@ -235,7 +235,7 @@ class DeadlockWatch:
             return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(KEY_NOTICED)
-        return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
+        return all(self._boards[each.rank].head() == each.board.head for each in snapshots)
 
 
 def _silent(rank: int) -> str:

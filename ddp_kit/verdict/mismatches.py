@@ -88,7 +88,7 @@ def _doubtful(snapshots: Sequence[Snapshot]) -> tuple[list[Event], set[int]]:
     for snapshot in snapshots:
         known: dict[int, tuple] = {}
         rank = snapshot.rank
-        for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
+        for what, _, peer, bits, tag, sequence, *_ in snapshot.board.kept():
             if bits & _VOID or not what:
                 continue
             if what not in known:
@@ -192,7 +192,7 @@ def half_created(snapshots: Sequence[Snapshot]) -> MismatchError | None:
 
     None if there is none. Every worker must have returned: one that is still running may call it.
     """
-    if not any(b'"new_group"' in texts for texts in {each.log.texts for each in snapshots}):
+    if not any(b'"new_group"' in texts for texts in {each.board.texts for each in snapshots}):
         return None  # nearly always, and ranks often have the same texts
     if any(each.dropped for each in snapshots):
         return None  # the call may be among these
