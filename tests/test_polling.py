@@ -36,7 +36,7 @@ def found(source, line=1):
         ("while not (\n    work.is_completed()\n):\n    continue", set()),
     ],
 )
-def test_a_loop_that_only_polls_is_not_found(source, calls):
+def test_a_loop_that_only_polls_is_found(source, calls):
     lines = source.count("\n") + 1
     assert all(found(source, line) == calls for line in range(1, lines + 1))
     assert found(source, lines + 1) is None
@@ -83,7 +83,7 @@ def test_a_loop_that_only_polls_is_not_found(source, calls):
         "",
     ],
 )
-def test_a_loop_that_may_end_otherwise_counts_as_a_wait(source):
+def test_a_loop_that_may_end_otherwise_is_no_wait(source):
     assert found(f"def worker():\n{textwrap.indent(source, '    ')}", 2) is None
 
 

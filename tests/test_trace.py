@@ -755,7 +755,7 @@ def test_a_new_run_finds_an_empty_board(page):
     page.begin_wait(0, 1, limited=False, shown=True)
     page.begin(2, 500)
     snapshot = Snapshot(0, page.read())
-    assert (snapshot.log.head.run, snapshot.events, snapshot.waiting, snapshot.counts()) == (
+    assert (snapshot.board.head.run, snapshot.events, snapshot.waiting, snapshot.counts()) == (
         *(2, [], None, {}),
     )
 

@@ -13,7 +13,6 @@ from ddp_kit.backends import work
 from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
-from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
@@ -21,7 +20,7 @@ from ddp_kit.trace.board import EVENTS, Head
 from ddp_kit.trace.polling import find_polling_loop
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.stacks import in_standard_library
-from ddp_kit.verdict import ends_by_its_limit, judge
+from ddp_kit.verdict import Verdict, ends_by_its_limit, judge
 
 QUIET = 0.5  # seconds in which nothing moves before a run is judged
 QUIET_RANK = 1.0  # seconds in which a rank does not move before it is judged while others move
@@ -61,13 +60,13 @@ class DeadlockWatch:
         self._again = AGAIN
         self.notices: list[str] = []  # to be shown at once
         # Why waits can end only by their own time limit, by rank and event.
-        self._limited: dict[tuple[int, int], DeadlockError] = {}
+        self._limited: dict[tuple[int, int], Verdict] = {}
         self._said: set[str] = set()
         self._is_held = False  # which was said
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
-    ) -> DeadlockError | MismatchError | None:
+    ) -> Verdict | None:
         """Return why the run cannot end; None if it may. now: seconds.
 
         returned: the ranks that have returned; left_threads: those of them that have left a thread
@@ -84,9 +83,9 @@ class DeadlockWatch:
         if not any(heads[number].waits for number in quiet) or not self._is_due(now, quiet):
             return None
         began = time.monotonic()
-        error = self._judge(now, heads, quiet, returned, left_threads)
+        verdict = self._judge(now, heads, quiet, returned, left_threads)
         self._earliest = now + (time.monotonic() - began) / SHARE
-        return error
+        return verdict
 
     def _quiet(self, now: float, heads: list[Head], returned: Collection[int]) -> list[int]:
         """Return all ranks if none of them moves, else those that wait or have returned.
@@ -123,7 +122,7 @@ class DeadlockWatch:
         quiet: Collection[int],
         returned: Collection[int],
         left_threads: Collection[int],
-    ) -> DeadlockError | MismatchError | None:
+    ) -> Verdict | None:
         # Of a rank that moves only the counts matter: it may do anything, so it is running.
         boards = self._boards
         copies = [b.read() if n in quiet else b.read_counts() for n, b in enumerate(boards)]
@@ -133,28 +132,26 @@ class DeadlockWatch:
         gone = [number for number in returned if number in quiet]
         # Of another host it is not known whether a rank that has returned has left a thread.
         left_threads = {*left_threads, *(number for number in gone if number >= len(self._ranks))}
-        error = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
-        if error is not None:
-            return self._confirm(now, error, heads, quiet, snapshots, left_threads)
+        verdict = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
+        if verdict is not None:
+            return self._confirm(now, verdict, heads, quiet, snapshots, left_threads)
         why = ends_by_its_limit(snapshots, gone)
         if why is not None and (waits := self._limited_waits(why, snapshots)):
             why = self._confirm(now, why, heads, quiet, snapshots, left_threads)
-            if isinstance(why, DeadlockError):
+            if why is not None:
                 self._note_limited(why, waits)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
             since = max(self._since[number] for number in quiet)
             self._note_held(now, since, _CROWDED.format(name_ranks(crowded)))
         return None
 
-    def _limited_waits(
-        self, why: DeadlockError, snapshots: Sequence[Snapshot]
-    ) -> set[tuple[int, int]]:
+    def _limited_waits(self, why: Verdict, snapshots: Sequence[Snapshot]) -> set[tuple[int, int]]:
         """Return the waits with a time limit, by rank and event, if any of them is not known."""
         stuck = [snapshots[wait.rank] for wait in why.waits]
         waits = {(each.rank, each.waits[0].index) for each in stuck if not each.waits_forever}
         return set() if waits <= self._limited.keys() else waits
 
-    def _note_limited(self, why: DeadlockError, waits: set[tuple[int, int]]) -> None:
+    def _note_limited(self, why: Verdict, waits: set[tuple[int, int]]) -> None:
         """Note waits that only their own time limit can end; a rank may go on after that."""
         self._limited |= dict.fromkeys(waits, why)
         if why.fact not in self._said:  # it may try again and again
@@ -163,31 +160,31 @@ class DeadlockWatch:
 
     def why_raised(
         self, snapshots: Sequence[Snapshot], raised: Mapping[int, Raised]
-    ) -> DeadlockError | None:
+    ) -> Verdict | None:
         """Return why ranks raised, if a wait did whose end was certain to be its time limit.
 
         raised: what they have reported, by rank.
         """
         for rank, reply in sorted(raised.items()) if self._limited else ():
             wait, last = reply.inside, snapshots[rank].last_wait
-            error = self._limited.get((rank, last.index)) if last else None
-            if last and error and wait and (wait.op, wait.where) == (last.call, last.where):
-                return error
+            verdict = self._limited.get((rank, last.index)) if last else None
+            if last and verdict and wait and (wait.op, wait.where) == (last.call, last.where):
+                return verdict
         return None
 
     def _confirm(
         self,
         now: float,
-        error: DeadlockError | MismatchError,
+        verdict: Verdict,
         heads: list[Head],
         quiet: Collection[int],
         snapshots: Sequence[Snapshot],
         left_threads: Collection[int],
-    ) -> DeadlockError | MismatchError | None:
-        """Return the error if nothing but the ranks' waits decides how they go on."""
+    ) -> Verdict | None:
+        """Return the verdict if nothing but the ranks' waits decides how they go on."""
         waits = {snapshot.rank: snapshot.waits for snapshot in snapshots if snapshot.waits}
-        if isinstance(error, DeadlockError):  # what other ranks do cannot help these
-            waits = {wait.rank: waits[wait.rank] for wait in error.waits}
+        if verdict.waits:  # what other ranks do cannot help these
+            waits = {wait.rank: waits[wait.rank] for wait in verdict.waits}
         keys = any(event.kind == "key" for events in waits.values() for event in events)
         numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
         here = range(len(self._ranks))
@@ -217,9 +214,9 @@ class DeadlockWatch:
             return None
         if keys and not self._keys_stay_unset(snapshots):
             return None
-        if isinstance(error, DeadlockError):
-            return _located(error, dict(zip(numbers, answers, strict=True)))
-        return error
+        if verdict.waits:
+            return _located(verdict, dict(zip(numbers, answers, strict=True)))
+        return verdict
 
     def _note_held(self, now: float, since: float, why: str) -> None:
         """Note, once in a run, what keeps ranks from being judged that have not moved for long."""
@@ -235,7 +232,7 @@ class DeadlockWatch:
             return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(KEY_NOTICED)
-        return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
+        return all(self._boards[each.rank].head() == each.board.head for each in snapshots)
 
 
 def _silent(rank: int) -> str:
@@ -312,13 +309,13 @@ def _name_thread(acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot
     return f"{_HELD_BY}: {name!r} of {name_ranks(ranks)}, {frame}"
 
 
-def _located(error: DeadlockError, stacks: dict[int, list[list[Frame]]]) -> DeadlockError:
-    """Return the error with the line of the worker where a thread has no line of its own."""
-    waits = [
+def _located(verdict: Verdict, stacks: dict[int, list[list[Frame]]]) -> Verdict:
+    """Return the verdict with the line of the worker where a thread has no line of its own."""
+    waits = (
         wait if wait.where else replace(wait, where=_own_line(stacks[wait.rank][0]))
-        for wait in error.waits
-    ]
-    return DeadlockError(error.fact, waits, error.hint, error.returned, error.dropped)
+        for wait in verdict.waits
+    )
+    return replace(verdict, waits=tuple(waits))
 
 
 def _own_line(stack: list[Frame]) -> Frame | None:

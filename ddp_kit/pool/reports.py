@@ -169,7 +169,7 @@ def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[
     unknown = [
         number
         for number, snapshot in enumerate(snapshots)
-        if waits[number].op is None and snapshot.log is not EMPTY
+        if waits[number].op is None and snapshot.board is not EMPTY
     ]
     found = ask_for_stacks([ranks[number] for number in unknown])
     for number, threads in zip(unknown, found, strict=True):

@@ -33,7 +33,7 @@ from ddp_kit.pool.wire.output import drain
 from ddp_kit.pool.wire.payload import Payload
 from ddp_kit.trace import EMPTY, FORMING, IMPORTING, RAISED, Snapshot, join, read_wait
 from ddp_kit.trace.stacks import read_handled
-from ddp_kit.verdict import judge
+from ddp_kit.verdict import Verdict, judge
 
 GRACE = 0.3  # seconds after each failure in which ranks that wait may still report
 LONGEST_GRACE = 1.5  # seconds after the first failure after which no more reports are awaited
@@ -59,7 +59,7 @@ class Run:
         self._waiting: set[int] = set()
         self._watch: DeadlockWatch | None = None
         self.others: OtherHosts | None = None  # once the worker was sent, if there are any
-        self._verdict: DeadlockError | MismatchError | None = None
+        self._verdict: Verdict | None = None
 
     def execute(self, packed: Payload, backend: str, timeout: float | None) -> Result:
         """Call the worker in `packed` on every rank and return what came back.
@@ -287,14 +287,12 @@ class Run:
             raise error
         trace, result = join(self._snapshots), None
         failure = self._failure()
-        disagreement = self._disagreement(failure)
+        verdict = self._last_verdict(failure)
         if failure is None and self._verdict is None:
             result = Result(self._values(), tuple(output), trace)
-            if disagreement is None:
+            if verdict is None:
                 return result
-        if disagreement is not None:
-            self._complete(disagreement, result)
-        error = disagreement or failure
+        error = failure if verdict is None else self._error_of(verdict, result)
         assert error is not None, "without one there is a result"
         error.trace, error.cell_names = trace, ipython.cell_names()
         error.handled = self._reports.handled
@@ -305,18 +303,19 @@ class Run:
         elsewhere = self.others.error(self._reports) if self.others is not None else None
         return elsewhere or error_of_ranks(self._reports, self._ranks)
 
-    def _disagreement(self, failure: KitError | None) -> DeadlockError | MismatchError | None:
+    def _last_verdict(self, failure: KitError | None) -> Verdict | None:
         """Return why the ranks' calls do not fit together; None if they do."""
-        error = self._verdict  # on ranks that were still waiting
-        if error is None and not self._reports.broken:
+        verdict = self._verdict  # on ranks that were still waiting
+        if verdict is None and not self._reports.broken:
             others = self.others.snapshots() if self.others is not None else []
-            error = judge(self._snapshots + others, self._reports.returned, over=True)
-        if error is None and isinstance(failure, RankError) and self._watch is not None:
-            error = self._watch.why_raised(self._snapshots, self._reports.raised)
-        return error
+            verdict = judge(self._snapshots + others, self._reports.returned, over=True)
+        if verdict is None and isinstance(failure, RankError) and self._watch is not None:
+            verdict = self._watch.why_raised(self._snapshots, self._reports.raised)
+        return verdict
 
-    def _complete(self, error: DeadlockError | MismatchError, result: Result | None) -> None:
-        """Add to an error what ranks raised because of it, and what they have returned."""
+    def _error_of(self, verdict: Verdict, result: Result | None) -> DeadlockError | MismatchError:
+        """Return the error of a verdict, with what ranks raised because of it or returned."""
+        error = verdict.error()
         error.failures = self._reports.own_failures
         if self.others is not None:
             error.failures |= self.others.failures
@@ -327,6 +326,7 @@ class Run:
         if self._reports.handled:
             rank, handled = min(self._reports.handled.items())
             error.hint = f"The {handled.type} of rank {rank} may be the reason. {error.hint}"
+        return error
 
     def _values(self) -> tuple[Any, ...]:
         replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))

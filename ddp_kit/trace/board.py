@@ -38,22 +38,24 @@ from ddp_kit.trace import stacks
 IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
 
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
-_COUNT = struct.Struct("=II")  # how many operations were posted, and how many given up
-_ROW = struct.Struct("=IIiB3xqqQQQ")
 COUNTED = EVENTS  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
 TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
-_HEAD, _HEAD_OF_EVENT = struct.Struct("=QQqQQQQqq"), struct.Struct("=QQqQQ")  # its first fields
+# The numbers of the head, of a row and of a count take 8 bytes each, so that one can be written
+# without the others. These are their places in a Head and in a Row.
+_NUMBER, _OF_ROW = 8, 9  # bytes of a number, numbers of a row
+_MOVES, _BITS, _WAITING, _EVENTS = 0, 1, 2, 4
+_ROW_PEER, _ROW_BITS, _ROW_SEQUENCE, _ROW_WAITED, _ROW_END = 2, 3, 5, 7, 8
+_HEAD, _ROW, _COUNT = struct.Struct("=9q"), struct.Struct("=9q"), struct.Struct("=2q")
+
 _PROGRESS, _LABEL = struct.Struct("=QQ"), struct.Struct("=256s")  # numbers plus one; 0: none
-_PEER, _SEQUENCE = struct.Struct("=i"), struct.Struct("=q")
-_WAITED_END, _END = struct.Struct("=QQ"), struct.Struct("=Q")
-_PEER_AT, _BITS_AT, _SEQUENCE_AT, _WAITED_AT, _END_AT = 8, 12, 24, 40, 48
 _PHASE_AT, _PROGRESS_AT = 1023, 1024
 _HANDLED_AT = _PROGRESS_AT + _PROGRESS.size
 _LABEL_AT, _COUNTS_AT = 512, 4096
 _TEXTS_AT = _COUNTS_AT + COUNTED * _COUNT.size
 _ROWS_AT = _TEXTS_AT + TEXTS
+_COUNTS, _ROWS = _COUNTS_AT // _NUMBER, _ROWS_AT // _NUMBER
 _STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
 
@@ -176,10 +178,13 @@ class Board:
             self._file.truncate(_SIZE)
         else:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
-        self._page = mmap.mmap(self._file.fileno(), _SIZE)
+        self._map(mmap.mmap(self._file.fileno(), _SIZE))
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
-        self._waiting, self._began, self._ended, self._lines = -1, 0, 0, 0
+        self._began, self._ended, self._lines = 0, 0, 0
         self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
+
+    def _map(self, page: mmap.mmap) -> None:
+        self._page, self._numbers = page, memoryview(page).cast("q")
 
     def __reduce__(self) -> tuple:
         return Board, (reduction.DupFd(self._file.fileno()),)  # while a process is being spawned
@@ -201,7 +206,7 @@ class Board:
         if not kept:
             self._texts = self._counted = self._lines = 0
         self._run, self._events, self._bits = run, 0, 0
-        self._waiting, self._began, self._ended = -1, now, 0
+        self._began, self._ended, self._numbers[_WAITING] = now, 0, -1
         counts = self._counted * _COUNT.size
         self._page[_COUNTS_AT : _COUNTS_AT + counts] = bytes(counts)
         if self._page[_STACKS_AT]:
@@ -238,7 +243,7 @@ class Board:
     def add_count(self, text: Any) -> int:
         """Return a slot for the count of a channel or group; -1 if there is no room left."""
         if self._counted == COUNTED or not self.add_text(text):
-            self._bits |= HeadBits.CROWDED.value
+            self.write_state(HeadBits.CROWDED)
             return -1
         self._counted += 1
         self.write_count(self._counted - 1, 0, 0)
@@ -248,14 +253,24 @@ class Board:
     def write_count(self, slot: int, posted: int, given_up: int) -> None:
         """Write how many operations of a channel or group were posted and given up."""
         if slot >= 0:
-            _COUNT.pack_into(self._page, _COUNTS_AT + slot * _COUNT.size, posted, given_up)
+            at = _COUNTS + 2 * slot
+            self._numbers[at], self._numbers[at + 1] = posted, given_up
+
+    def post(self, row: tuple[int, ...], slot: int, sequence: int, start: int) -> int:
+        """Write that an operation was called, and its count; return its index.
+
+        row: the values of a Row before these of the operation itself. slot: of its count.
+        """
+        if slot >= 0:
+            self._numbers[_COUNTS + 2 * slot] = sequence + 1
+        return self.add_row(*row, sequence, start, 0, 0)
 
     def add_row(self, *row: int) -> int:
         """Write an event and return its index. row: the values of a Row."""
-        index = self._events
-        _ROW.pack_into(self._page, _row_at(index), *row)
-        self._events = index + 1
-        self._write_move()
+        index, numbers = self._events, self._numbers
+        _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
+        self._events = numbers[_EVENTS] = index + 1
+        self._moves = numbers[_MOVES] = self._moves + 1
         return index
 
     def begin_wait(
@@ -273,41 +288,43 @@ class Board:
         polled: it is a loop that does nothing but ask whether the event is complete. blocking: the
         call itself waits.
         """
-        if self._is_kept(index):
-            at = _row_at(index)
-            _WAITED_END.pack_into(self._page, at + _WAITED_AT, now, 0)
+        numbers = self._numbers
+        if index >= self._events - EVENTS:
+            at = _ROWS + index % EVENTS * _OF_ROW
+            numbers[at + _ROW_WAITED], numbers[at + _ROW_END] = now, 0
             if blocking:
-                self._page[at + _BITS_AT] |= _BLOCKING
+                numbers[at + _ROW_BITS] |= _BLOCKING
         if shown:
             if self._page[_STACKS_AT]:
                 self._forget_stacks()
-            self._waiting = index
             self._bits = self._bits & _NOT_OF_WAITS | limited * _LIMITED | polled * _POLLED
+            numbers[_BITS], numbers[_WAITING] = self._bits, index
         else:
             there = RowBits.IN_THREAD | limited * RowBits.LIMITED_THERE
             self._change_bits(index, RowBits.LIMITED_THERE, there)
-        self._write_move()
+        self._moves = numbers[_MOVES] = self._moves + 1
 
     def end_wait(self, index: int, now: int, shown: bool) -> None:
         """Write that the wait has ended. now: 0 if the event did not complete."""
-        self.write_end(index, now)
+        if index >= self._events - EVENTS:
+            self._numbers[_ROWS + index % EVENTS * _OF_ROW + _ROW_END] = now
         if shown:
-            self._waiting = -1
+            self._numbers[_WAITING] = -1
         else:
             self._change_bits(index, RowBits.IN_THREAD | RowBits.LIMITED_THERE)
-        self._write_move()
+        self._moves = self._numbers[_MOVES] = self._moves + 1
 
     def write_state(self, bit: HeadBits, holds: bool = True) -> None:
-        """Write whether a bit of the head holds: JOINS, RENUMBERED or TASKS."""
-        self._bits = self._bits & ~bit.value | holds * bit.value
-        self._write_move()
+        """Write whether a bit of the head holds that is not of a wait."""
+        self._bits = self._numbers[_BITS] = self._bits & ~bit.value | holds * bit.value
+        self._move()
 
     def write_callbacks(self, index: int, left: int, limited: bool) -> None:
         """Write whether callbacks of an event are left. limited: they run after a time anyway."""
         bits = RowBits.CALLS_BACK | limited * RowBits.CALLS_BACK_SOON
         both = RowBits.CALLS_BACK | RowBits.CALLS_BACK_SOON
         self._change_bits(index, both, bits if left else 0)
-        self._write_move()
+        self._move()
 
     def write_phase(self, phase: int) -> None:
         """Write what the process is doing: IMPORTING, SERVING, FORMING or RAISED."""
@@ -345,7 +362,7 @@ class Board:
     def write_end(self, index: int, now: int) -> None:
         """Write when an event was complete."""
         if self._is_kept(index):
-            _END.pack_into(self._page, _row_at(index) + _END_AT, now)
+            self._numbers[_row_at(index) + _ROW_END] = now
 
     def write_bit(self, index: int, bit: RowBits) -> None:
         """Add a bit to those of an event."""
@@ -354,31 +371,27 @@ class Board:
     def _change_bits(self, index: int, old: int, new: int = 0) -> None:
         """Remove some bits of an event, and add new ones."""
         if self._is_kept(index):
-            at = _row_at(index) + _BITS_AT
-            self._page[at] = self._page[at] & ~old | new
+            at = _row_at(index) + _ROW_BITS
+            self._numbers[at] = self._numbers[at] & ~old | new
 
     def write_source(self, index: int, source: int, sequence: int) -> None:
         """Write who sent a message that was received from any source."""
         if self._is_kept(index):
-            _PEER.pack_into(self._page, _row_at(index) + _PEER_AT, source)
-            _SEQUENCE.pack_into(self._page, _row_at(index) + _SEQUENCE_AT, sequence)
+            at = _row_at(index)
+            self._numbers[at + _ROW_PEER], self._numbers[at + _ROW_SEQUENCE] = source, sequence
 
     def _is_kept(self, index: int) -> bool:
         return index >= self._events - EVENTS
 
-    def _write_move(self) -> None:
-        """Write the part of the head that an event or a wait changes."""
-        self._moves += 1
-        _HEAD_OF_EVENT.pack_into(
-            self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events
-        )
+    def _move(self) -> None:
+        """Show a reader, at the end of each change, that there was one."""
+        self._moves = self._numbers[_MOVES] = self._moves + 1
 
     def _write_head(self) -> None:
+        waiting = self._numbers[_WAITING]
+        used = self._run, self._events, self._texts, self._counted, self._began, self._ended
+        _HEAD.pack_into(self._page, 0, self._moves + 1, self._bits, waiting, *used)
         self._moves += 1
-        _HEAD.pack_into(
-            *(self._page, 0, self._moves, self._bits, self._waiting, self._run, self._events),
-            *(self._texts, self._counted, self._began, self._ended),
-        )
 
     def head(self) -> Head:
         """Read the head."""
@@ -411,7 +424,7 @@ class Board:
         head = self.head()
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
             return None
-        row = Row(*_ROW.unpack_from(self._page, _row_at(head.waiting)))
+        row = Row(*_ROW.unpack_from(self._page, _ROWS_AT + head.waiting % EVENTS * _ROW.size))
         texts = b""
         if row.waited <= since and self._found[:2] != (run, row.what):
             texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
@@ -423,7 +436,7 @@ class Board:
 
     def unshare(self) -> None:
         """Write into memory of this process only from now on: it is a fork of the rank."""
-        self._page = mmap.mmap(-1, _SIZE)
+        self._map(mmap.mmap(-1, _SIZE))
 
     def read_stacks(self) -> str:
         """Return the stacks that the rank has written so far in this run."""
@@ -440,9 +453,11 @@ class Board:
 
     def close(self) -> None:
         """Close the file and unmap its memory."""
+        self._numbers.release()
         self._page.close()
         self._file.close()
 
 
 def _row_at(index: int) -> int:
-    return _ROWS_AT + index % EVENTS * _ROW.size
+    """Return the place of an event's row among the numbers of a board."""
+    return _ROWS + index % EVENTS * _OF_ROW

@@ -11,22 +11,10 @@ nccl and MPI choose their algorithms by size and network, and may send more or l
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ddp_kit import model
 from ddp_kit.torch_internals import COLLECTIVES
 from ddp_kit.trace.events import Event
-
-
-class Algorithm(NamedTuple):
-    """How a kind of call sends.
-
-    formula: what is sent, as text. sent: the same for the n ranks of a group, the bytes, and the
-    place of the rank in the group as counted from the root.
-    """
-
-    formula: str
-    sent: Callable[[int, float, int], float]
 
 
 def _children(n: int, place: int) -> int:
@@ -38,46 +26,45 @@ def _children(n: int, place: int) -> int:
     return sum(distance > place and place + distance < n for distance in distances)
 
 
-_RING = Algorithm(
-    "ring: 2(n-1)/n * bytes", lambda n, nbytes, _: model.chunked_ring(n, nbytes, 0, 1)
+# How a kind of call sends: as text, and what is sent for the n ranks of a group, the bytes, and the
+# place of the rank in the group as counted from the root.
+Algorithm = tuple[str, Callable[[int, float, int], float]]
+_NOTHING: Algorithm = ("", lambda n, nbytes, _: 0)
+_RING: Algorithm = (
+    "ring: 2(n-1)/n * bytes",
+    lambda n, nbytes, _: model.chunked_ring(n, nbytes, 0, 1),
 )
-_GATHER_RING = Algorithm("ring: (n-1) * bytes", lambda n, nbytes, _: (n - 1) * nbytes)
-_SCATTER_RING = Algorithm(
-    "ring: (n-1)/n * bytes (gloo: twice that)", lambda n, nbytes, _: (n - 1) * nbytes / n
+_GATHER_RING: Algorithm = ("ring: (n-1) * bytes", lambda n, nbytes, _: (n - 1) * nbytes)
+_SCATTER_RING: Algorithm = (
+    "ring: (n-1)/n * bytes (gloo: twice that)",
+    lambda n, nbytes, _: (n - 1) * nbytes / n,
 )
-_TO_ALL = Algorithm("direct: (n-1)/n * bytes", _SCATTER_RING.sent)
-_MESSAGE = Algorithm("bytes", lambda n, nbytes, _: nbytes)
-_BROADCAST = Algorithm(
-    "tree: children * bytes", lambda n, nbytes, place: _children(n, place) * nbytes
-)
-_REDUCE = Algorithm(
-    "ring: bytes; root (n-1)/n of it",
-    lambda n, nbytes, place: nbytes if place else (n - 1) * nbytes / n,
-)
-_GATHER = Algorithm("direct: bytes; root 0", lambda n, nbytes, place: nbytes if place else 0)
-_NOTHING = Algorithm("", lambda n, nbytes, _: 0)
-
-_BY_FUNCTION = {
-    "broadcast": _BROADCAST,
-    "reduce": _REDUCE,
-    "gather": _GATHER,
+_TO_ALL: Algorithm = ("direct: (n-1)/n * bytes", _SCATTER_RING[1])
+_BY_FUNCTION: dict[str, Algorithm] = {
+    "all_reduce": _RING,
+    "all_reduce_coalesced": _RING,
+    "all_gather": _GATHER_RING,
+    "all_gather_coalesced": _GATHER_RING,
+    "all_gather_into_tensor": _GATHER_RING,
+    "all_gather_into_tensor_coalesced": _GATHER_RING,
+    "reduce_scatter": _SCATTER_RING,
+    "reduce_scatter_tensor": _SCATTER_RING,
+    "reduce_scatter_tensor_coalesced": _SCATTER_RING,
+    "all_to_all": _TO_ALL,
+    "all_to_all_single": _TO_ALL,
     "scatter": _TO_ALL,
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _RING),
-    **dict.fromkeys(("all_to_all", "all_to_all_single"), _TO_ALL),
-    **dict.fromkeys(
-        (
-            *("all_gather", "all_gather_coalesced"),
-            *("all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
-        ),
-        _GATHER_RING,
+    "gather": ("direct: bytes; root 0", lambda n, nbytes, place: nbytes if place else 0),
+    "reduce": (
+        "ring: bytes; root (n-1)/n of it",
+        lambda n, nbytes, place: nbytes if place else (n - 1) * nbytes / n,
     ),
-    **dict.fromkeys(
-        ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
-        _SCATTER_RING,
+    "broadcast": (
+        "tree: children * bytes",
+        lambda n, nbytes, place: _children(n, place) * nbytes,
     ),
 }
 # By the method of ProcessGroup. Those that are not here send no tensors of the caller's.
-_ALGORITHMS = {"send": _MESSAGE} | {
+_ALGORITHMS: dict[str, Algorithm] = {"send": ("bytes", lambda n, nbytes, _: nbytes)} | {
     method: algorithm
     for function, algorithm in _BY_FUNCTION.items()
     for method in COLLECTIVES[function].found
@@ -86,7 +73,7 @@ _ALGORITHMS = {"send": _MESSAGE} | {
 
 def formula(event: Event) -> str:
     """Return the algorithm of a call and what a rank sends by it; "" if it sends no tensor."""
-    return _ALGORITHMS.get(event.method, _NOTHING).formula
+    return _ALGORITHMS.get(event.method, _NOTHING)[0]
 
 
 def bytes_sent(event: Event) -> float:
@@ -100,4 +87,5 @@ def bytes_sent(event: Event) -> float:
         return event.nbytes * (1 - rows[own] / sum(rows)) if sum(rows) else 0
     root = ranks.index(event.root) if event.root in ranks else 0
     place = (ranks.index(event.rank) - root) % n
-    return _ALGORITHMS.get(event.method, _NOTHING).sent(n, event.nbytes, place)
+    _, sent = _ALGORITHMS.get(event.method, _NOTHING)
+    return sent(n, event.nbytes, place)

@@ -12,7 +12,7 @@ import math
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ _REDUCE_OPS = {
 }
 # Who asks for less wants to see the time go by. PyTorch's own default is 30 minutes.
 _SHORT = timedelta(minutes=25)
+_STRIDED = torch.strided
 _NO_GROUP = Group("", ())  # of an event whose group did not fit on the board
 
 
@@ -108,22 +109,25 @@ def describe(method: str, args: tuple) -> Call:
     return Call(method, root, reduce_op, splits, inputs, outputs, _device(args))
 
 
-def facts(method: str, args: tuple) -> tuple:
-    """Return what a collective is called with; equal for calls that differ in numbers only."""
-    arguments, options = _arguments(method), args[-1] if args else None
-    root = getattr(options, "rootRank", None) if arguments.rooted else None
-    reduce_op = hash(getattr(options, "reduceOp", None)) if arguments.reducing else None
-    splits = args[2:4] if arguments.splitting and len(args) > 3 else ()
-    # NumPy's integers and tensors of one are splits, too.
-    rows = [tuple(map(operator.index, one)) for one in splits]
-    return root, reduce_op, *rows, *map(_fact, args)
-
-
-def _fact(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        order = value.layout is torch.strided and (value.is_contiguous() or value.stride())
-        return value.shape, value.dtype, value.is_cpu or value.device.type, order
-    return tuple(map(_fact, value)) if isinstance(value, (list, tuple)) else None
+def facts(method: str, args: Sequence[Any]) -> tuple:
+    """Return what a method is called with; equal for calls that differ in numbers only."""
+    _, _, rooted, reducing, splitting = _arguments(method)
+    found: list[Any] = [method]
+    if rooted:
+        found.append(getattr(args[-1], "rootRank", None))
+    if reducing:
+        found.append(hash(getattr(args[-1], "reduceOp", None)))
+    if splitting:  # NumPy's integers and tensors of one are splits, too
+        found += [tuple(map(operator.index, rows)) for rows in args[2:4]]
+    for value in args:
+        if type(value) is list and len(value) == 1:  # nearly always
+            value = value[0]
+        if isinstance(value, torch.Tensor):
+            order = value.layout is _STRIDED and (value.is_contiguous() or value.stride())
+            found.append((value.shape, value.dtype, value.is_cpu or value.device.type, order))
+        elif isinstance(value, (list, tuple)):
+            found.append(facts("", value))
+    return tuple(found)
 
 
 def _device(values: Iterable[Any]) -> str:
@@ -178,6 +182,7 @@ class CallSite(NamedTuple):
 
     op: str
     call: Call
+    kind: str  # see `kind_of`
     peer: int | None  # rank in the world
     tag: int
     line: Line | None  # the learner's own
@@ -196,7 +201,8 @@ class InternTable:
     def __init__(self, board: Board) -> None:
         self.board = board
         self._numbers: dict[Any, int] = {}  # of the texts that are on the board
-        self._sites: dict[tuple, CallSite] = {}  # of this run
+        # Of this run, for the recorder. The code is one whose id is in the key: it must not end.
+        self.sites: dict[tuple, tuple[CallSite, CodeType | None]] = {}
         self._groups: dict[Any, GroupInfo] = {}
         self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
@@ -207,7 +213,7 @@ class InternTable:
         """Begin a run on the board."""
         if not self.board.begin(run, now, keep_texts=True):
             self._numbers, self._counts, self._left = {}, {}, []
-        self._sites = {}  # a recording inside another one begins without an end
+        self.sites = {}  # a recording inside another one begins without an end
         for count in self._counts.values():
             count.posted = count.given_up = 0
         self._worlds, self._world = Counter(), ""
@@ -223,7 +229,7 @@ class InternTable:
         self._world = f" of world {self._worlds[size]} with {size} ranks"
         groups = self._groups.items()
         self._groups = {key: info for key, info in groups if not isinstance(key, tuple)}
-        self._sites = {}
+        self.sites = {}
 
     def site(
         self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Line | None
@@ -232,18 +238,14 @@ class InternTable:
 
         Raises ValueError, as PyTorch does, for a rank that does not exist.
         """
-        code, number = line or (None, 0)
-        key = group, call, peer, tag, op, id(code), number  # the hash of code is slow
-        if (known := self._sites.get(key)) is not None:  # it keeps the code alive
-            return known
         info = self.group(group)
         to = None if peer is None else info.rank(peer)
-        count = self.count(kind_of(call.method), to, tag, info)
+        kind = kind_of(call.method)
+        count = self.count(kind, to, tag, info)
         row = self.call(op, info, call), self.line(line), -1 if to is None else to, 0, tag
         sizes = [math.prod(shape) for shape, _ in call.inputs] if call.reduce_op else []
         summed = max(sizes, default=0)
-        self._sites[key] = CallSite(op, call, to, tag, line, info, count, row, summed)
-        return self._sites[key]
+        return CallSite(op, call, kind, to, tag, line, info, count, row, summed)
 
     def group(self, group: Any) -> GroupInfo:
         """Write a process group, or a name with ranks that wait for each other as a group does."""
@@ -265,7 +267,7 @@ class InternTable:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
         groups = [] if self._world else self._groups.items()  # the next run counts worlds anew
         self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
-        self._groups, self._sites = {}, {}
+        self._groups, self.sites = {}, {}
 
     def line(self, line: Line | None) -> int:
         """Write a line of code; return 0 for None."""

@@ -44,7 +44,7 @@ def find_polling_loop(file: str, line: int) -> Loop | None:
     if loop is None or loop.orelse:
         return None
     found = Loop()
-    if not _is_open(loop.test, found):
+    if not _says(loop.test, False, found):
         return None
     changed = {name for statement in loop.body for name in _assigned(statement)}
     if not all(_is_harmless(statement, found, changed) for statement in loop.body):
@@ -54,29 +54,19 @@ def find_polling_loop(file: str, line: int) -> Loop | None:
     return None if used & changed else found
 
 
-# Only waits for all of several operations count: one that is open is enough to stay in the loop.
+def _says(test: ast.expr, complete: bool, found: Loop, element: str = "") -> bool:
+    """Return whether a test is true only when all the operations in it are complete.
 
-
-def _is_open(test: ast.expr, found: Loop, element: str = "") -> bool:
-    """Return whether a test is true as long as any of the operations in it is not complete.
-
-    element: the name of an element of a collection, if that is all it may ask.
+    complete: False if it is to be true as long as any of them is not. Only waits for all of several
+    operations count: one that is open is enough to stay in the loop. element: the name of an
+    element of a collection, if that is all it may ask.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _is_complete(test.operand, found, element)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and not element:
-        return all(_is_open(value, found) for value in test.values)
-    made = None if element else _generated(test, "any", found)
-    return made is not None and _is_open(made.elt, found, ast.unparse(made.generators[0].target))
-
-
-def _is_complete(test: ast.expr, found: Loop, element: str = "") -> bool:
-    """Return whether a test is true only when all the operations in it are complete."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _is_open(test.operand, found, element)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not element:
-        return all(_is_complete(value, found) for value in test.values)
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
+        return _says(test.operand, not complete, found, element)
+    if isinstance(test, ast.BoolOp) and not element:
+        joined = isinstance(test.op, ast.And if complete else ast.Or)
+        return joined and all(_says(value, complete, found) for value in test.values)
+    if complete and isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
         work = test.func.value
         if test.func.attr != "is_completed" or test.args or test.keywords:
             return False
@@ -84,9 +74,9 @@ def _is_complete(test: ast.expr, found: Loop, element: str = "") -> bool:
             return isinstance(work, ast.Name) and work.id == element
         found.works.append(work)
         return _is_plain(work)
-    made = None if element else _generated(test, "all", found)
-    return made is not None and _is_complete(
-        made.elt, found, ast.unparse(made.generators[0].target)
+    made = None if element else _generated(test, "all" if complete else "any", found)
+    return made is not None and _says(
+        made.elt, complete, found, ast.unparse(made.generators[0].target)
     )
 
 

@@ -27,11 +27,11 @@ def read_wait(board: Board, run: int, since: int) -> tuple[str, int] | None:
 
 
 class Snapshot:
-    """What is on the board of one rank. log: the copy of the board."""
+    """What is on the board of one rank. board: a copy of it."""
 
-    def __init__(self, rank: int, log: BoardCopy) -> None:
-        self.rank, self.log = rank, log
-        self._texts, self._counted = read_texts(log.texts)
+    def __init__(self, rank: int, board: BoardCopy) -> None:
+        self.rank, self.board = rank, board
+        self._texts, self._counted = read_texts(board.texts)
 
     def call(self, what: int) -> dict[str, Any]:
         """Return what all events with this `what` in their row share, by the names of Event."""
@@ -40,7 +40,7 @@ class Snapshot:
     @cached_property
     def events(self) -> list[Event]:
         """The events that were kept, in the order in which the rank called them."""
-        rows = ((i, self.log.row(i)) for i in range(self._older, self.log.head.events))
+        rows = ((i, self.board.row(i)) for i in range(self._older, self.board.head.events))
         return [
             self._event(index, row) for index, row in rows if row.what and not row.has(RowBits.VOID)
         ]
@@ -48,19 +48,19 @@ class Snapshot:
     @property
     def dropped(self) -> int:
         """How many events were not kept: the oldest ones, and those whose text had no room."""
-        return self._older + sum(not what for what, *_ in self.log.kept())
+        return self._older + sum(not what for what, *_ in self.board.kept())
 
     @property
     def _older(self) -> int:
-        return max(0, self.log.head.events - EVENTS)
+        return max(0, self.board.head.events - EVENTS)
 
     @property
     def waiting(self) -> Event | None:
         """What the rank's worker waits for; None if it does not wait."""
-        index = self.log.head.waiting
-        if index < 0 or index < self._older or not self.log.row(index).what:
+        index = self.board.head.waiting
+        if index < 0 or index < self._older or not self.board.row(index).what:
             return None
-        return self._event(index, self.log.row(index))
+        return self._event(index, self.board.row(index))
 
     def as_wait(self) -> Wait:
         """Return where the rank is."""
@@ -80,12 +80,12 @@ class Snapshot:
     @property
     def joins(self) -> bool:
         """Whether the worker's own thread waits for other threads, and for nothing else."""
-        return self.waiting is None and self.log.head.has(HeadBits.JOINS)
+        return self.waiting is None and self.board.head.has(HeadBits.JOINS)
 
     @property
     def has_tasks(self) -> bool:
         """Whether a thread of a pool may run a callback, once a task is done."""
-        return self.log.head.has(HeadBits.TASKS)
+        return self.board.head.has(HeadBits.TASKS)
 
     @property
     def threads(self) -> dict[int, tuple[str, Frame | None]]:
@@ -96,7 +96,7 @@ class Snapshot:
     def notes(self) -> list[tuple[str, Frame | None]]:
         """What is to be said after this run, each with a line of the learner's."""
         notes = (text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note")
-        return [(said, line) for run, said, line in notes if run == self.log.head.run]
+        return [(said, line) for run, said, line in notes if run == self.board.head.run]
 
     @property
     def waits(self) -> tuple[Event, ...]:
@@ -109,15 +109,15 @@ class Snapshot:
     @property
     def waits_forever(self) -> bool:
         """Whether it waits, and no wait has a timeout that would end it."""
-        limited = self.waiting is not None and self.log.head.has(HeadBits.LIMITED)
+        limited = self.waiting is not None and self.board.head.has(HeadBits.LIMITED)
         return bool(self.waits) and not (limited or self.is_limited_elsewhere)
 
     @property
     def is_limited_elsewhere(self) -> bool:
         """Whether a timeout ends a wait of another thread, or lets a callback run."""
-        limited = any(self.log.row(e.index).has(RowBits.LIMITED_THERE) for e in self.thread_waits)
+        limited = any(self.board.row(e.index).has(RowBits.LIMITED_THERE) for e in self.thread_waits)
         return limited or any(
-            self.log.row(each.index).has(RowBits.CALLS_BACK_SOON) for each in self.callbacks
+            self.board.row(each.index).has(RowBits.CALLS_BACK_SOON) for each in self.callbacks
         )
 
     @property
@@ -129,17 +129,17 @@ class Snapshot:
     @property
     def polls(self) -> bool:
         """Whether its wait is a loop that asks whether an operation is complete."""
-        return self.waiting is not None and self.log.head.has(HeadBits.POLLED)
+        return self.waiting is not None and self.board.head.has(HeadBits.POLLED)
 
     @property
     def is_renumbered(self) -> bool:
         """Whether it has another number in its world than in the pool, so no peer is known."""
-        return self.log.head.has(HeadBits.RENUMBERED)
+        return self.board.head.has(HeadBits.RENUMBERED)
 
     @property
     def is_crowded(self) -> bool:
         """Whether it has used more channels than can be counted, or waits for too old an event."""
-        return self.log.head.has(HeadBits.CROWDED) or 0 <= self.log.head.waiting < self._older
+        return self.board.head.has(HeadBits.CROWDED) or 0 <= self.board.head.waiting < self._older
 
     @property
     def unawaited(self) -> list[Event]:
@@ -157,10 +157,10 @@ class Snapshot:
     def _events_where(self, condition: Callable[[Row], object]) -> list[Event]:
         """Return the events whose rows meet a condition, in the order of the calls."""
         found = []
-        for place, values in enumerate(self.log.kept()):
+        for place, values in enumerate(self.board.kept()):
             row = Row(*values)
             if row.what and condition(row):
-                rounds = (self.log.head.events - 1 - place) // EVENTS
+                rounds = (self.board.head.events - 1 - place) // EVENTS
                 found.append(self._event(place + rounds * EVENTS, row))
         return sorted(found, key=lambda event: event.index)
 
@@ -168,15 +168,15 @@ class Snapshot:
     def given_up(self) -> list[Event]:
         """The messages whose Work was dropped before anybody had waited for them."""
         some = any(given_up for _, given_up in self.counts().values())
-        if not some or not any(Row(*row).has(RowBits.GIVEN_UP) for row in self.log.kept()):
+        if not some or not any(Row(*row).has(RowBits.GIVEN_UP) for row in self.board.kept()):
             return []  # events take longer to make
         return [event for event in self.events if event.given_up]
 
     @property
     def latest(self) -> int:
         """The latest time on the board, in nanoseconds; 0: there is none."""
-        newest = max((max(row[-3:]) for row in self.log.kept()), default=0)
-        return max(self.log.head.began, self.log.head.ended, newest)
+        newest = max((max(row[-3:]) for row in self.board.kept()), default=0)
+        return max(self.board.head.began, self.board.head.ended, newest)
 
     def counts(self) -> dict[tuple, tuple[int, int]]:
         """Return how many operations were posted, and how many of them were given up.
@@ -184,8 +184,8 @@ class Snapshot:
         By (kind, peer, tag, group): kind is "send", "recv", "any" or "collective". What was not
         used in this run is left out.
         """
-        keys = self._counted[: self.log.head.counted]
-        counts = ((key, self.log.count(slot)) for slot, key in enumerate(keys))
+        keys = self._counted[: self.board.head.counted]
+        counts = ((key, self.board.count(slot)) for slot, key in enumerate(keys))
         return {key: (posted, given_up) for key, (posted, given_up) in counts if posted}
 
     def _event(self, index: int, row: Row) -> Event:
@@ -243,7 +243,7 @@ def join(snapshots: list[Snapshot]) -> Trace:
 
 def _spans(snapshots: list[Snapshot]) -> tuple[tuple[int, int], ...]:
     """Return when each worker began and ended; one that was stopped, at the latest known time."""
-    spans = [(snapshot.log.head.began, snapshot.log.head.ended) for snapshot in snapshots]
+    spans = [(snapshot.board.head.began, snapshot.board.head.ended) for snapshot in snapshots]
     if all(map(all, spans)):
         return tuple(spans)
     first = min((began for began, _ in spans if began), default=0)

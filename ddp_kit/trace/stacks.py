@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import BinaryIO
 
 from ddp_kit.error_text import Frame, RankFailure, text_of
@@ -51,11 +51,12 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+) ")
 def is_own(filename: str) -> bool:
     """Return whether a file is the learner's code, lessons included, and not a library's."""
     library = filename.startswith(_LIBRARIES) or _PACKAGES.search(filename) is not None
-    return filename.startswith(_LESSONS) or not (library or _is_generated(filename))
+    return filename.startswith(_LESSONS) or not (library or is_generated(filename))
 
 
 @functools.cache
-def _is_generated(filename: str) -> bool:
+def is_generated(filename: str) -> bool:
+    """Return whether a library or a compiler has made the code that has this as its file."""
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _CACHE
     return filename.startswith((cache, _CACHE, *_GENERATED))
 
@@ -77,11 +78,19 @@ def own_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         if not is_own(code.co_filename):
-            generated = generated or _is_generated(code.co_filename)
-        elif not (generated and any(name.startswith(_OF_DYNAMO) for name in code.co_names)):
-            break  # the other one is what torch.compile has made of a function, without its lines
+            generated = generated or is_generated(code.co_filename)
+        elif not (generated and is_compiled(code)):
+            break
         frame = frame.f_back
     return frame
+
+
+def is_compiled(code: CodeType) -> bool:
+    """Return whether this is what torch.compile has made of a function, without its lines.
+
+    It has called generated code, and the function itself is its caller.
+    """
+    return any(name.startswith(_OF_DYNAMO) for name in code.co_names)
 
 
 def describe_line(file: str, line: int, function: str) -> Frame:

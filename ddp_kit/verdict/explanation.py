@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ddp_kit.error_text import name_ranks
+from ddp_kit.error_text import Call, Wait, name_ranks
+from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace.events import Event, format_arguments
 from ddp_kit.verdict.graph import (
     Channel,
@@ -31,6 +33,31 @@ _COLLECTIVE = (
     "loop or a return that skips one."
 )
 _KEY = "Check how the key is spelled, and let a rank set it before it waits for other ranks."
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run can never end, or in what its ranks disagree; as in the error made from it.
+
+    waits: of the stuck ranks; () if ranks disagree, and then `calls` are what they called.
+    """
+
+    fact: str
+    hint: str
+    waits: tuple[Wait, ...] = ()
+    returned: tuple[int, ...] = ()
+    dropped: tuple[Wait, ...] = ()
+    calls: tuple[Call, ...] = ()
+    absent: tuple[int, ...] = ()
+
+    def error(self) -> DeadlockError | MismatchError:
+        """Return the error that the run raises."""
+        if self.waits:
+            return DeadlockError(self.fact, self.waits, self.hint, self.returned, self.dropped)
+        error = MismatchError(self.fact, self.calls, self.hint)
+        error.absent = self.absent
+        return error
+
 
 _Ranks = Mapping[int, RankState]
 _Waits = Mapping[int, tuple[int, ...]]

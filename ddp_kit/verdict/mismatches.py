@@ -7,11 +7,10 @@ from math import prod
 from typing import Any
 
 from ddp_kit.error_text import Call, count, name_ranks
-from ddp_kit.errors import MismatchError
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board import RowBits
 from ddp_kit.trace.events import Event, Shape, format_root
-from ddp_kit.verdict.explanation import format_operation, ranks_do
+from ddp_kit.verdict.explanation import Verdict, format_operation, ranks_do
 
 _VOID = RowBits.VOID.value
 _SAME_CALLS = "All ranks of a group must call the same collectives, in the same order."
@@ -36,7 +35,7 @@ _CREATED_BY_ALL = (
 _Wrong = tuple[str, str, list[Event]]  # the fact, the hint, and the calls to show
 
 
-def mismatch(events: Iterable[Event]) -> MismatchError | None:
+def mismatch(events: Iterable[Event]) -> Verdict | None:
     """Return the first disagreement, in the order of the lowest rank's calls; None if all agree.
 
     Only calls that were made are compared: it does not matter that a rank is missing.
@@ -47,7 +46,7 @@ def mismatch(events: Iterable[Event]) -> MismatchError | None:
 
 def mismatch_of(
     snapshots: Sequence[Snapshot], waits: Collection[Event] | None = None
-) -> MismatchError | None:
+) -> Verdict | None:
     """Return the first disagreement of these ranks, as `mismatch` does.
 
     waits: only these operations are compared; None: all.
@@ -63,7 +62,7 @@ def _ranks_of(events: Iterable[Event]) -> set[int]:
     return {rank for event in events for rank in (event.rank, *event.group.ranks)}
 
 
-def _first_mismatch(events: Sequence[Event], world: set[int]) -> MismatchError | None:
+def _first_mismatch(events: Sequence[Event], world: set[int]) -> Verdict | None:
     together: dict[tuple, list[Event]] = {}
     for event in events:
         together.setdefault(event.match_key, []).append(event)
@@ -71,7 +70,7 @@ def _first_mismatch(events: Sequence[Event], world: set[int]) -> MismatchError |
         wrong = _message(calls) if calls[0].kind != "collective" else _collective(calls)
         if wrong:
             fact, hint, shown = wrong
-            return MismatchError(fact, [_call(event, world) for event in shown], hint)
+            return Verdict(fact, hint, calls=_calls(shown, world))
     return None
 
 
@@ -88,7 +87,7 @@ def _doubtful(snapshots: Sequence[Snapshot]) -> tuple[list[Event], set[int]]:
     for snapshot in snapshots:
         known: dict[int, tuple] = {}
         rank = snapshot.rank
-        for what, _, peer, bits, tag, sequence, *_ in snapshot.log.kept():
+        for what, _, peer, bits, tag, sequence, *_ in snapshot.board.kept():
             if bits & _VOID or not what:
                 continue
             if what not in known:
@@ -187,12 +186,12 @@ def _collective(calls: list[Event]) -> _Wrong | None:
     return fact, _SAME_TENSORS, calls
 
 
-def half_created(snapshots: Sequence[Snapshot]) -> MismatchError | None:
-    """Return the error of a new_group that some ranks have called and others have not.
+def half_created(snapshots: Sequence[Snapshot]) -> Verdict | None:
+    """Return a new_group that some ranks have called and others have not.
 
     None if there is none. Every worker must have returned: one that is still running may call it.
     """
-    if not any(b'"new_group"' in texts for texts in {each.log.texts for each in snapshots}):
+    if not any(b'"new_group"' in texts for texts in {each.board.texts for each in snapshots}):
         return None  # nearly always, and ranks often have the same texts
     if any(each.dropped for each in snapshots):
         return None  # the call may be among these
@@ -206,9 +205,8 @@ def half_created(snapshots: Sequence[Snapshot]) -> MismatchError | None:
         if left:
             fact = _by_value(calls, _tensors, lambda e: ", ".join(str(list(r)) for r in e.inputs))
             fact = f"{fact}, which {name_ranks(left)} never called"
-            error = MismatchError(fact, [_call(call, members) for call in calls], _CREATED_BY_ALL)
-            error.absent = tuple(left)
-            return error
+            shown = _calls(calls, members)
+            return Verdict(fact, _CREATED_BY_ALL, calls=shown, absent=tuple(left))
     return None
 
 
@@ -239,6 +237,10 @@ def _by_value(
         clauses.append(f"{clause} with {given}" if given else clause)
         op_before = op
     return ", ".join(clauses)
+
+
+def _calls(events: Iterable[Event], world: Iterable[int]) -> tuple[Call, ...]:
+    return tuple(_call(event, world) for event in events)
 
 
 def _call(event: Event, world: Iterable[int]) -> Call:

@@ -56,14 +56,14 @@ def recorder_time(rank, world_size):
     is not; both take turns.
     """
     number, recorded, added = torch.ones(1), recorder.current, []
-    for _ in range(11):
+    for _ in range(5):
         took = []
         for recorder.current in (recorded, None):
             dist.barrier()
             began = time.thread_time()
-            for _ in range(500):
+            for _ in range(3000):
                 dist.all_reduce(number)
-            took.append((time.thread_time() - began) / 500)
+            took.append((time.thread_time() - began) / 3000)
         added.append(took[0] - took[1])
     recorder.current = recorded
     return statistics.median(added)
@@ -150,9 +150,9 @@ def traced(yes: bool):
             yield [pool.run(many_all_reduces, yes)[0]]
 
 
-def recording():
-    """The processor time that recording adds to an all_reduce on 2 ranks; rank 0's."""
-    with kit.WorkerPool(2) as pool:
+def recording(ranks: int):
+    """The processor time that recording adds to an all_reduce; rank 0's."""
+    with kit.WorkerPool(ranks) as pool:
         yield "ready"
         while True:
             yield [pool.run(recorder_time)[0]]
@@ -299,7 +299,7 @@ if __name__ == "__main__":
             "larger": lambda: resize(2, 4),
             "traced": lambda: traced(True),
             "untraced": lambda: traced(False),
-            "recording": recording,
+            **{f"recording {ranks}": partial(recording, ranks) for ranks in (1, 2)},
             "values": values,
             **{
                 f"all_reduce {backend} {ranks} {nbytes}": partial(

@@ -21,10 +21,17 @@ from torch.distributed import Work
 from ddp_kit import torch_internals
 from ddp_kit.error_text import Wait
 from ddp_kit.trace.board import Board, HeadBits, RowBits
-from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, Line, is_short, kind_of
+from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, Line, is_short
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.stacks import describe_line, own_frame, write_handled
+from ddp_kit.trace.stacks import (
+    describe_line,
+    is_compiled,
+    is_generated,
+    is_own,
+    own_frame,
+    write_handled,
+)
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
@@ -78,13 +85,25 @@ class Posted(NamedTuple):
 
     def as_wait(self) -> Wait:
         """Return the operation as what a rank waits in; the rank is not known here."""
-        op, call, peer, tag, line, group, *_ = self.site
-        root = None if call.root is None else group.ranks[call.root]
-        called = format_call(op, call.method, peer, tag, root)
-        if line is None:
+        site, call = self.site, self.site.call
+        root = None if call.root is None else site.group.ranks[call.root]
+        called = format_call(site.op, call.method, site.peer, site.tag, root)
+        if site.line is None:
             return Wait(0, called)
-        code, number = line
+        code, number = site.line
         return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
+
+
+_UNKNOWN = None, None  # a call that is not in the table
+
+
+class _Started(weakref.ref):
+    """The Work of an operation that may not be complete."""
+
+    __slots__ = ("goes_on", "key", "posted")
+    key: int
+    posted: Posted
+    goes_on: bool  # also without its Work
 
 
 class Recorder:
@@ -106,7 +125,7 @@ class Recorder:
         self._board: Board | None = table.board  # None: the run is over
         self._thread, self._forks = threading.get_ident(), _forks
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._started: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a Work
+        self._started: dict[int, _Started] = {}  # by the id of a Work
         # Receives from any source in the order of their calls, by tag and group: the index of each
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
@@ -126,7 +145,6 @@ class Recorder:
         self.at_end: set[Callable[[int], tuple[str, Line | None]]] = set()
         self.summed = 0  # the most numbers that the worker itself has summed in one call
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
-        self.calls: dict[tuple, Call] = {}  # collectives, by what they were called with
         self._handles = False  # an exception, in the newest wait
         table.begin(run, monotonic_ns())
 
@@ -136,7 +154,7 @@ class Recorder:
         # After a timeout gloo closes the connection, even if the exception is caught.
         if self._is_cut:
             return False
-        left = [reference() for reference, _ in self._started.values()]
+        left = [started() for started in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not (self._dropped or self._futures or self.results)
@@ -150,7 +168,6 @@ class Recorder:
                         self.table.note(self.run, text, line)
                 self._board.end(monotonic_ns())
             self._board = None
-            self.calls.clear()  # with their process groups, as in the table
             self.table.end()
 
     def begin_world(self, size: int, rank: int) -> None:
@@ -165,43 +182,61 @@ class Recorder:
     def post(
         self,
         group: Any,
-        call: Call,
+        call: Call | Callable[[], Call],
         peer: int | None = None,
         tag: int = 0,
         op: str = "",
         blocking: bool = False,
+        facts: tuple = (),
     ) -> Posted | None:
         """Write that an operation is called.
 
-        peer: rank in the group. op: the name to show; by default that of the function which the
-        learner called. blocking: the call itself waits. Raises ValueError, as PyTorch does, for a
-        rank that does not exist: a backend would wait for it forever. Raises RuntimeError in a
-        process that the rank has forked.
+        call: what it is called with, or a function that describes it, which is called once for
+        equal `facts`. peer: rank in the group. op: the name to show; by default that of the
+        function which the learner called. blocking: the call itself waits. Raises ValueError, as
+        PyTorch does, for a rank that does not exist: a backend would wait for it forever. Raises
+        RuntimeError in a process that the rank has forked.
         """
         start = monotonic_ns()
-        if self._hidden and threading.get_ident() in self._hidden:
+        me = threading.get_ident()
+        if me in self._hidden:
             return None
         if self._forks != _forks and not isinstance(group, tuple):
             raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
-        line, name, of_dtensor = _find_caller(sys._getframe(2))
-        op = of_dtensor + (op or self.prefix + (name or call.method))
+        frame, name, of_dtensor = _find_caller(sys._getframe(2))
+        code = frame and frame.f_code
         with self._lock:
             board = self._board
             if board is None:
                 return None
-            if line is None and (me := threading.get_ident()) != self._thread:
-                lines = dict(self.lines)  # other threads may add theirs
-                line = {thread.ident: started for thread, started in lines.items()}.get(me)
-            site = self.table.site(group, call, peer, tag, op, line)
+            # The hash of code, and the number of its line, take longer than these.
+            place = (id(code), frame.f_lasti) if frame else self._line_of_thread(me)
+            key = group, facts or call, peer, tag, op, self.prefix, name, of_dtensor, place
+            site, _ = self.table.sites.get(key, _UNKNOWN)
+            if site is None:
+                call = call if isinstance(call, Call) else call()
+                op = of_dtensor + (op or self.prefix + (name or call.method))
+                line = own_line(frame) or self._line_of_thread(me)
+                site = self.table.site(group, call, peer, tag, op, line)
+                self.table.sites[key] = site, code
             if site.summed > self.summed and not self.prefix:
                 self.summed = site.summed
-            index = board.add_row(*site.row, self.table.change(site.count, 1), start, 0, 0)
+            sequence = site.count.posted
+            site.count.posted = sequence + 1
+            index = board.post(site.row, site.count.slot, sequence, start)
             if blocking:
                 board.write_bit(index, RowBits.BLOCKING)
-            if call.method == "recv_anysource":
+            if site.kind == "any":
                 self._from_any.setdefault(site.count, {})[index] = _OPEN
         posted = self.newest = Posted(index, site)
         return posted
+
+    def _line_of_thread(self, me: int) -> Line | None:
+        """Return the line that has started a thread other than the worker's own."""
+        if me == self._thread:
+            return None
+        lines = dict(self.lines)  # other threads may add theirs
+        return {thread.ident: started for thread, started in lines.items()}.get(me)
 
     def note_thread(self, thread: threading.Thread) -> None:
         """Write the name of a thread, and where it was started."""
@@ -225,40 +260,50 @@ class Recorder:
                 self.table.change(posted.site.count, posted=-1)
                 self._from_any.get(posted.site.count, {}).pop(posted.index, None)
 
-    def track(self, work: Work | None, posted: Posted | None) -> None:
-        """Remember the Work of an operation until it is complete."""
+    def start(
+        self, posted: Posted | None, original: Callable, *args: Any, **kwargs: Any
+    ) -> Work | None:
+        """Call what starts an operation, and remember its Work until it is complete."""
+        try:
+            work = original(*args, **kwargs)
+        except BaseException:
+            self.take_back(posted)
+            raise
         if work is None or posted is None:
-            return
+            return work
         if self.batching:
             self.expect_no_wait(posted)
-            return
-        key = id(work)
+            return work
+        # A strong reference would keep the Work alive: the recorder must not change what happens.
+        started = self._started[id(work)] = _Started(work, self._drop)
+        started.key, started.posted = id(work), posted
         # A message ends with its Work, sent or not, except on MPI. A collective goes on: the
         # backend keeps it in a queue.
-        goes_on = kind_of(posted.site.call.method) == "collective" or hasattr(work, "ends_alone")
+        started.goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        return work
 
-        def drop(_: weakref.ref) -> None:
-            with self._lock:
-                if self._started.pop(key, None):
-                    self._dropped += 1
-                    if self._board is not None and not goes_on:
-                        self.table.change(posted.site.count, given_up=1)
-                        self._board.write_bit(posted.index, RowBits.GIVEN_UP)
-                        if posted.site.call.method == "recv_anysource":
-                            self._place(posted, None)
-
-        # A strong reference would keep the Work alive: the recorder must not change what happens.
-        self._started[key] = weakref.ref(work, drop), posted
+    def _drop(self, started: _Started) -> None:
+        """Note that the Work of an operation was deleted, perhaps before it was complete."""
+        with self._lock:
+            if self._started.pop(started.key, None):
+                self._dropped += 1
+                posted = started.posted
+                if self._board is not None and not started.goes_on:
+                    self.table.change(posted.site.count, given_up=1)
+                    self._board.write_bit(posted.index, RowBits.GIVEN_UP)
+                    if posted.site.kind == "any":
+                        self._place(posted, None)
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        posted = self.operation_of(work)
+        started = self._started.get(id(work))
+        posted = started.posted if started else self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
         itself = sys._getframe(2).f_code.co_filename == C10D  # the call that started it waits
         limited = bool(args or kwargs) and is_short(*args, *kwargs.values())
         done = self.block(posted, limited, original, work, *args, itself=itself, **kwargs)
-        if posted.site.call.method == "recv_anysource" and id(work) in self._started:
+        if posted.site.kind == "any" and id(work) in self._started:
             self._note_source(posted, work)
         self._started.pop(id(work), None)  # not before: a thread may be left in the wait
         return done
@@ -351,12 +396,12 @@ class Recorder:
             if (board := self._board) is not None:
                 board.end_wait(self.polled.index, monotonic_ns(), shown=True)
             self.polled = None
-        entry = self._started.pop(id(work), None)
-        if entry and self._board is not None:
-            self._board.write_end(entry[1].index, monotonic_ns())
-            self._board.write_bit(entry[1].index, RowBits.LOOKED_AFTER)
-            if entry[1].site.call.method == "recv_anysource":
-                self._note_source(entry[1], work)
+        started = self._started.pop(id(work), None)
+        if started and self._board is not None:
+            self._board.write_end(started.posted.index, monotonic_ns())
+            self._board.write_bit(started.posted.index, RowBits.LOOKED_AFTER)
+            if started.posted.site.kind == "any":
+                self._note_source(started.posted, work)
 
     def expect_no_wait(self, posted: Posted | None) -> None:
         """Write that PyTorch itself has started an operation and will not wait for it."""
@@ -368,25 +413,26 @@ class Recorder:
 
         wanted: whoever has it wants to know when the operation is complete.
         """
-        entry = self._started.pop(id(work), None)
-        posted = entry[1] if entry else self.operation_of(work)
-        if posted is not None:
-            self.remember(work, posted)
-            self.remember(future, posted)
-        if entry is None or self._board is None:
+        started = self._started.pop(id(work), None)
+        posted = started.posted if started else self.operation_of(work)
+        if posted is None:
+            return
+        self.remember(work, posted)
+        self.remember(future, posted)
+        if started is None or self._board is None:
             return
         if wanted:
-            self._board.write_bit(entry[1].index, RowBits.LOOKED_AFTER)
+            self._board.write_bit(posted.index, RowBits.LOOKED_AFTER)
         with self._lock:
             self._futures += 1
-            if entry[1].site.call.method == "recv_anysource":
-                self._place(entry[1], None)
+            if posted.site.kind == "any":
+                self._place(posted, None)
 
         def complete(_: torch.futures.Future) -> None:
             with self._lock:
                 self._futures -= 1
                 if self._board is not None:
-                    self._board.write_end(entry[1].index, monotonic_ns())
+                    self._board.write_end(posted.index, monotonic_ns())
 
         inspect.unwrap(type(future).then)(future, complete)  # nobody has used it yet
 
@@ -411,8 +457,9 @@ class Recorder:
 
     def operation_of(self, waitable: Any) -> Posted | None:
         """Return the operation that a Work, or a future of it, waits for; None if it is unknown."""
-        key = id(waitable)
-        return (self._started.get(key) or self._followed.get(key) or (None, None))[1]
+        if started := self._started.get(id(waitable)):
+            return started.posted
+        return self._followed.get(id(waitable), (None, None))[1]
 
     def _note_source(self, posted: Posted, work: Work) -> None:
         """Write who sent a message that was received from any source."""
@@ -441,19 +488,25 @@ class Recorder:
                 self._board.write_source(index, source, self.table.change(count, posted=1))
 
 
-def _find_caller(frame: FrameType | None) -> tuple[Line | None, str, str]:
-    """Return the learner's own line, and the function of `torch.distributed` that it called.
+def _find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
+    """Return the learner's own frame, and the function of `torch.distributed` that it called.
 
     The last value is a prefix: the function of DTensor that called it for the learner, as in
     "redistribute "; "" if there is none.
     """
-    name, of_dtensor, own = "", "", own_frame(frame)
-    while frame is not own:
+    name = of_dtensor = ""
+    generated = False
+    while frame is not None:  # as in `own_frame`, in one pass
         code = frame.f_code
-        if code.co_filename == C10D:
-            name = code.co_name
-        elif code.co_filename == _DTENSOR and code.co_name in _OF_DTENSOR:
+        file = code.co_filename
+        if is_own(file):
+            if not (generated and is_compiled(code)):
+                break
+        elif file == C10D:
+            name = "" if code.co_name.startswith("_") else code.co_name
+        elif file == _DTENSOR and code.co_name in _OF_DTENSOR:
             of_dtensor = f"{code.co_name} "
+        else:
+            generated = generated or is_generated(file)
         frame = frame.f_back
-    line = own and (own.f_code, own.f_lineno)
-    return line, "" if name.startswith("_") else name, of_dtensor
+    return frame, name, of_dtensor

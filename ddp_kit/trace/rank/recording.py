@@ -25,7 +25,7 @@ from ddp_kit.trace.board import FORMING, SERVING, Board
 from ddp_kit.trace.calls import Call, InternTable, describe, facts, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpus
-from ddp_kit.trace.rank.recorder import C10D, Posted, Recorder, while_recorded
+from ddp_kit.trace.rank.recorder import C10D, Recorder, while_recorded
 from ddp_kit.trace.stacks import is_own
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
@@ -134,12 +134,9 @@ def _collective(
     **kwargs: Any,
 ) -> Work | None:
     given = (*args, *kwargs.values())
-    key = group, method, facts(method, given)
-    call = recorder.calls.get(key)
-    if call is None:
-        call = recorder.calls[key] = _describe(group, method, given)
-    posted = recorder.post(group, call)
-    return _start(recorder, posted, original, group, *args, **kwargs)
+    described = functools.partial(_describe, group, method, given)
+    posted = recorder.post(group, described, facts=facts(method, given))
+    return recorder.start(posted, original, group, *args, **kwargs)
 
 
 def _describe(group: ProcessGroup, method: str, args: tuple) -> Call:
@@ -159,24 +156,17 @@ def _point_to_point(
 ) -> Work | None:
     given = (*args, *kwargs.values())
     *peer, tag = given[1:] if len(given) > 2 or method == "recv_anysource" else (given[1], 0)
-    refuse_on_gpus(group, method, given[0])
-    # nccl can do so in a batch with the send. With gloo it would wait for ever.
-    if method == "recv" and peer[0] == group.rank() and not given[0][0].is_cuda:
-        raise ValueError("a rank cannot receive from itself: src is its own rank")
-    posted = recorder.post(group, describe(method, given), *peer, tag=operator.index(tag))
-    return _start(recorder, posted, original, group, *args, **kwargs)
 
+    def describe_one() -> Call:
+        refuse_on_gpus(group, method, given[0])
+        # nccl can do so in a batch with the send. With gloo it would wait for ever.
+        if method == "recv" and peer[0] == group.rank() and not given[0][0].is_cuda:
+            raise ValueError("a rank cannot receive from itself: src is its own rank")
+        return describe(method, given)
 
-def _start(
-    recorder: Recorder, posted: Posted | None, original: Callable, *args: Any, **kwargs: Any
-) -> Work | None:
-    try:
-        work = original(*args, **kwargs)
-    except BaseException:
-        recorder.take_back(posted)
-        raise
-    recorder.track(work, posted)
-    return work
+    called = facts(method, given[:1])
+    posted = recorder.post(group, describe_one, *peer, tag=operator.index(tag), facts=called)
+    return recorder.start(posted, original, group, *args, **kwargs)
 
 
 def _start_batch(recorder: Recorder, original: Callable, *args: Any, **kwargs: Any) -> Any:
