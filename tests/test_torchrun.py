@@ -28,7 +28,7 @@ from processes import BOUND
 import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
-from ddp_kit.pool import rank_processes, view
+from ddp_kit.pool import ranks, view
 from ddp_kit.pool.rank.environment import attempt
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
@@ -482,6 +482,6 @@ def test_an_interrupt_before_the_ranks_are_asked_for_anything_is_raised(monkeypa
     def interrupted(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank_processes, "JoinGroup", interrupted)
+    monkeypatch.setattr(ranks, "JoinGroup", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kit.torchrun(lesson.my_place, nproc_per_node=1)

@@ -11,7 +11,7 @@ from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
 from ddp_kit.pool import memory
-from ddp_kit.pool.rank_handle import start_variables
+from ddp_kit.pool.ranks import start_variables
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
 PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"

@@ -7,8 +7,7 @@ run_loop.py        one run: the only loop that waits for ranks, and its result o
 deadlock_watch.py  when a run is judged
 reports.py         what the ranks have reported, and the error if some failed
 other_hosts.py     the same of ranks on other hosts, and when a host is lost
-rank_processes.py  the ranks of a pool: which are missing, replaced, or restarted for a changed file
-rank_handle.py     one rank's process: send to it, receive from it, end it
+ranks.py           the ranks of a pool, and one rank's process: send to it, receive, end it
 launchers.py       who starts the processes: spawn or mpiexec
 view.py            what is shown while a run lasts, and printed after it
 rank/              what runs in the process of a rank, and nowhere else
@@ -24,7 +23,7 @@ from ddp_kit.pool.pool import (
     run,
     shutdown,
 )
-from ddp_kit.pool.rank_processes import end_all
+from ddp_kit.pool.ranks import end_all
 from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.status import status

@@ -6,15 +6,18 @@ import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
+
+import psutil
 
 from ddp_kit.backends import work
 from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import DeadlockError, MismatchError
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
+from ddp_kit.pool.ranks import RankHandle, ask_for_stacks, started_by
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board import EVENTS, Head
@@ -231,11 +234,20 @@ class DeadlockWatch:
 
     def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether nobody sets the keys that ranks wait for, or has just set them."""
-        if have_processes(self._ranks):
+        if _have_processes(self._ranks):
             return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(KEY_NOTICED)
         return all(self._boards[each.rank].head() == each.log.head for each in snapshots)
+
+
+def _have_processes(ranks: Sequence[RankHandle]) -> bool:
+    own = {rank.process.pid for rank in ranks}
+    for process in started_by(ranks):
+        with suppress(psutil.Error):  # one that has ended may wait to be reaped
+            if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _silent(rank: int) -> str:

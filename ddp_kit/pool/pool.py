@@ -30,8 +30,7 @@ from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers import MPIExec, Spawn
 from ddp_kit.pool.memory import available_memory
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
-from ddp_kit.pool.rank_handle import start_variables
-from ddp_kit.pool.rank_processes import RankProcesses
+from ddp_kit.pool.ranks import RankProcesses, start_variables
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.wire.payload import Payload

@@ -20,9 +20,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers import was_ended_by_launcher, why_not_ready
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
-from ddp_kit.pool.rank_processes import START_TIMEOUT
+from ddp_kit.pool.ranks import START_TIMEOUT, RankHandle, ask_for_stacks
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
 from ddp_kit.trace.stacks import read_handled
@@ -124,7 +122,7 @@ def last_failed_run() -> FailedRun | None:
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
     """Return why the ranks did not form a group; None if they did."""
-    if reports.died and (why := why_not_ready(ranks[0].process)):
+    if reports.died and (why := getattr(ranks[0].process, "why_not_ready", str)()):
         return BackendError(f"the ranks ended before they were ready: {why}")
     if reports.died:
         rank = _first_death(reports, ranks)
@@ -160,7 +158,9 @@ def error_of_ranks(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | 
 
 
 def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
-    return min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
+    """Return the rank that ended first; a launcher's program ends the others because of it."""
+    processes = {n: ranks[n].process for n in reports.died}
+    return min(reports.died, key=lambda n: (getattr(processes[n], "was_ended_later", False), n))
 
 
 def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:

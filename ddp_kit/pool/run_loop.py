@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from multiprocessing import connection
 from typing import Any
 
 from ddp_kit.error_text import (
@@ -24,8 +25,13 @@ from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.rank_handle import RankHandle, Sources, stop_ranks
-from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
+from ddp_kit.pool.ranks import (
+    START_TIMEOUT,
+    RankHandle,
+    RankProcesses,
+    current_environment,
+    stop_ranks,
+)
 from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
@@ -118,15 +124,14 @@ class Run:
         self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
         first_failure = newest_failure = math.inf
         failed = 0
-        sources = Sources(self._ranks, self._waiting)
         while self._waiting or (self.others is not None and self.others.unfinished):
-            self._handle(sources, REFRESH)
+            self._handle(REFRESH)
             now = time.monotonic()
             if now >= tick:
                 tick = now + REFRESH
                 shown = min(self._world_size, len(self._ranks))  # others may be starting, too
                 self._view.update([self._line(number) for number in range(shown)])
-                self._find_deaths(sources)
+                self._find_deaths()
                 if self.others is not None:
                     self.others.look()
                 if not failed and self._cannot_end(now):
@@ -148,34 +153,35 @@ class Run:
     def _failed(self) -> int:
         return self._reports.failed + (0 if self.others is None else self.others.failed)
 
-    def _handle(self, sources: Sources, seconds: float) -> None:
+    def _handle(self, seconds: float) -> None:
         """Handle what comes from the ranks; return after `seconds` if nothing does."""
+        sources: dict[Any, tuple[int, str]] = {}
+        for number in self._waiting:
+            rank = self._ranks[number]
+            sources |= {rank.control: (number, "reply"), rank.process.sentinel: (number, "end")}
+            if rank.output.is_open:
+                sources[rank.output.pipe] = number, "output"
         ended = []
-        for number, what in sources.wait(seconds):
+        for number, what in [sources[ready] for ready in connection.wait(list(sources), seconds)]:
             if what == "output":
                 self._ranks[number].output.read()
-                if not self._ranks[number].output.is_open:
-                    sources.remove(number, "output")
             elif what == "end":
                 ended.append(number)
-            elif number in self._waiting:
+            else:
                 self._take_reply(number)
-                if number not in self._waiting:
-                    sources.remove(number)
         for number in ended:
-            self._note_end(sources, number)
+            self._note_end(number)
 
-    def _find_deaths(self, sources: Sources) -> None:
+    def _find_deaths(self) -> None:
         """Note ranks that have ended although a grandchild holds their sentinel open."""
         for number in sorted(self._waiting):
             if self._ranks[number].process.exitcode is not None:
-                self._note_end(sources, number)
+                self._note_end(number)
 
-    def _note_end(self, sources: Sources, number: int) -> None:
+    def _note_end(self, number: int) -> None:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
-            sources.remove(number)
 
     def _take_reply(self, number: int) -> None:
         rank, reports = self._ranks[number], self._reports

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddp_kit.error_text import count
 from ddp_kit.pool import pool
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.ranks import RankHandle
 from ddp_kit.trace import IMPORTING
 
 

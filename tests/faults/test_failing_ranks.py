@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ddp_kit as kit
 from ddp_kit.pool import launchers
 from ddp_kit.pool.rank import bootstrap
-from ddp_kit.pool.rank_handle import RankHandle
+from ddp_kit.pool.ranks import RankHandle
 from ddp_kit.pool.run_loop import Run
 
 
