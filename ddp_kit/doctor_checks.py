@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import platform
 import re
+import resource
 import socket
 import stat
 import sys
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from ddp_kit.backends import LOOPBACK, count_cores, mpi, shm, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.error_text import count
-from ddp_kit.pool.memory import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
+from ddp_kit.pool.arguments import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
 from ddp_kit.pool.pool import WARM_MEMORY, living_ranks
 
 TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
@@ -284,8 +286,6 @@ def loopback() -> Finding:
 
 
 def open_files() -> Finding:
-    import resource  # not on Windows
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return Finding("no limit", "Enough for any number of ranks.")
@@ -299,8 +299,6 @@ def open_files() -> Finding:
 
 def temporary_folder() -> Finding:
     """Check that the ranks can rendezvous: with a locked file in a private temporary folder."""
-    import fcntl  # not on Windows
-
     try:
         with tempfile.TemporaryDirectory(prefix="ddp_kit_doctor-") as folder:
             private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700

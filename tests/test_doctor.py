@@ -19,7 +19,7 @@ import torch
 import ddp_kit as kit
 from ddp_kit import doctor_checks as checks
 from ddp_kit.doctor_checks import Finding, findings, run_check
-from ddp_kit.pool import memory
+from ddp_kit.pool import arguments
 
 GIB = 2**30
 FINE = Finding("4 cores", "Enough.")
@@ -30,7 +30,7 @@ REFUSED = OSError(111, "Connection refused")
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """Return a function that makes functions and variables answer as on another machine."""
-    for path in ("ddp_kit.doctor_checks.CONTROL_GROUP", "ddp_kit.pool.memory.CONTROL_GROUP"):
+    for path in ("ddp_kit.doctor_checks.CONTROL_GROUP", "ddp_kit.pool.arguments.CONTROL_GROUP"):
         monkeypatch.setattr(path, tmp_path)
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
 
@@ -226,7 +226,7 @@ def test_a_loopback_that_drops_connections_is_named_in_time(monkeypatch):
 
 def test_the_doctor_and_the_pool_count_open_files_alike(machine):
     machine(files(140))
-    assert f"Enough for {memory.ranks_by_files()} ranks." in checks.open_files().consequence
+    assert f"Enough for {arguments.ranks_by_files()} ranks." in checks.open_files().consequence
 
 
 def test_the_temporary_folder_is_left_empty(tmp_path, monkeypatch):

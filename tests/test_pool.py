@@ -29,7 +29,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import doctor_checks as checks
-from ddp_kit.pool import arguments, memory, pool
+from ddp_kit.pool import arguments, pool
 from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.wire import payload
 
@@ -219,7 +219,7 @@ def test_an_impossible_world_size_is_refused(world_size, words):
 def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insists(monkeypatch):
     kit.run(pid, world_size=2)
     have = pool.living_ranks()
-    for module in (memory, checks):
+    for module in (arguments, checks):
         monkeypatch.setattr(module, "available_memory", lambda: 2.2e9)
     most = f"world_size must be at most {have + 8} now, .* 2.2 GB are free, got 100; .* = '100'"
     with pytest.raises(kit.PoolError, match=most):
@@ -231,7 +231,7 @@ def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insist
     assert pool.check_world_size(100) == 100
     assert "Enough for 100 ranks now, " in checks.memory().consequence
     monkeypatch.delenv("DDP_KIT_MAX_RANKS")
-    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(arguments, "available_memory", lambda: 0)
     assert len(kit.run(pid, world_size=2)) == 2, "they run already"
 
 

@@ -10,7 +10,7 @@ import pytest
 from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
-from ddp_kit.pool import memory
+from ddp_kit.pool import arguments
 from ddp_kit.pool.ranks import start_variables
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
@@ -158,15 +158,15 @@ def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(arguments, "CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("350\n")
     (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 20\nactive_file 30\nshmem 50\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory() > 1e6
+    assert arguments.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.available_memory() == 700
+    assert arguments.available_memory() == 700
     (tmp_path / "memory.stat").write_text("anon 250\n")
-    assert memory.available_memory() > 1e6, "the limit is left alone if it cannot be read"
+    assert arguments.available_memory() > 1e6, "the limit is left alone if it cannot be read"
 
 
 def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):

@@ -2,7 +2,7 @@
 
 pool.py            WorkerPool, and `run` on the notebook's shared pool, which may start early
 torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
-arguments.py       what can be run; memory.py: and on how many ranks
+arguments.py       what can be run, and on how many ranks
 run_loop.py        one run: the only loop that waits for ranks, and its result or error
 deadlock_watch.py  when a run is judged
 reports.py         what the ranks have reported, and the error if some failed

@@ -25,10 +25,9 @@ from typing import Any
 from ddp_kit.backends import ON_GPUS, choose_backend
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import arguments, ipython
-from ddp_kit.pool.arguments import explaining_arguments, prepare
+from ddp_kit.pool.arguments import available_memory, explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers import MPIExec, Spawn
-from ddp_kit.pool.memory import available_memory
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.ranks import RankProcesses, start_variables
 from ddp_kit.pool.result import Result

@@ -10,7 +10,7 @@ from kernels import Kernel
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool import memory
+from ddp_kit.pool import arguments
 
 
 def pid(rank, world_size):
@@ -38,7 +38,7 @@ def test_a_rank_costs_as_many_open_files_as_the_pool_expects():
         pool.run(pid)
         before = psutil.Process().num_fds()
         pool.run(pid, world_size=3)
-        assert psutil.Process().num_fds() - before == 2 * memory.FILES_A_RANK
+        assert psutil.Process().num_fds() - before == 2 * arguments.FILES_A_RANK
 
 
 def test_restart_gives_fresh_processes():

@@ -25,7 +25,6 @@ from ddp_kit import backends
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.rank import environment
 from ddp_kit.pool.rank.bootstrap import connect, leave, serve_connected
-from ddp_kit.pool.rank.clocks import compare_clocks
 from ddp_kit.pool.rank.observer import Observer
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
@@ -98,7 +97,7 @@ class Task:
         if local_size < world_size:
             with unrecorded():
                 environment.join_group("gloo")
-                clock = compare_clocks()
+                clock = environment.compare_clocks()
                 dist.destroy_process_group()
         backends.share_cores(local_size)
         backends.take_device(self.backend or "gloo", local_rank)
