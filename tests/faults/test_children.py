@@ -77,28 +77,17 @@ def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
     assert_gone(found, "their rank was killed")
 
 
-def test_children_of_a_stuck_rank_end_with_it(pool):
+def test_close_ends_what_stuck_and_idle_ranks_have_started(pool):
     def parent(rank, world_size):
-        child = subprocess.Popen(["sleep", "60"])
+        os.system("sleep 60 &")
         if rank == 0:
-            raise ValueError(child.pid)
+            raise ValueError(*(child.pid for child in psutil.Process().children()))
         time.sleep(60)
 
     with pytest.raises(kit.RankError) as caught:
         pool.run(parent)
-    children = [psutil.Process(int(caught.value.failures[0].message))]
+    left = [psutil.Process(int(caught.value.failures[0].message))]
     pool.close()  # rank 0 is idle until then; the fixture sees whether both sleeps are gone
-    assert ended(children)
-
-
-def test_close_ends_what_a_worker_left_running(pool):
-    def leave(rank, world_size):
-        os.system("sleep 60 &")
-        return [child.pid for child in psutil.Process().children()]
-
-    left = [psutil.Process(child) for children in pool.run(leave) for child in children]
-    assert len(left) == 2
-    pool.close()
     assert ended(left)
 
 
@@ -161,7 +150,7 @@ def boom():
     ],
     ids=["returns", "raises", "exits", "exits_with_a_text"],
 )
-def test_a_fork_of_a_rank_that_comes_back_serves_the_pool(leave, code, printed):
+def test_a_fork_of_a_rank_that_comes_back_ends(leave, code, printed):
     run = functools.partial(kit.run, world_size=2, timeout=60)
     warm = list(run(lambda rank, world_size: os.getpid()))
     forked = run(leave_copy, leave)
@@ -180,7 +169,7 @@ def sockets():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are read from /proc")
-def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board():
+def test_a_fork_of_a_rank_neither_holds_its_pipe_nor_writes_on_its_board():
     def look(rank, world_size):
         board, mine = recorder.current.table.board, sockets()
         reading, writing = os.pipe()

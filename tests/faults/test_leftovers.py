@@ -73,6 +73,7 @@ def test_close_leaves_no_process_and_no_folder():
         ranks = [psutil.Process(number) for number in pool.run(pid)]
         (folder,) = folders()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.stat().st_uid == os.getuid()
     assert ended(ranks)
     assert not folders()
 
