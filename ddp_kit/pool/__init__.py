@@ -1,6 +1,6 @@
 """Warm processes and the runs on them; the only home of processes and signals.
 
-pool.py            WorkerPool, and `run` on the notebook's shared pool, which may start early
+pool.py            WorkerPool, and `run` on the notebook's shared pool; `status` of both
 torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
 arguments.py       what can be run, and on how many ranks
 run_loop.py        one run: the only loop that waits for ranks, and its result or error
@@ -22,11 +22,11 @@ from ddp_kit.pool.pool import (
     launcher_of,
     run,
     shutdown,
+    status,
 )
 from ddp_kit.pool.ranks import end_all
 from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.status import status
 
 __all__ = [
     "FailedRun",

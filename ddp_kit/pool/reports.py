@@ -64,15 +64,17 @@ class Reports:
                 self.handled[number] = failure
 
     @property
+    def replies(self) -> dict[int, Returned | Raised]:
+        return dict(sorted((self.returned | self.raised).items()))
+
+    @property
     def threads(self) -> dict[int, str]:
-        replies = self.returned | self.raised
-        return {n: r.status.thread for n, r in replies.items() if r.status.thread}
+        return {n: r.status.thread for n, r in self.replies.items() if r.status.thread}
 
     @property
     def restarts(self) -> dict[int, str]:
         """Why processes cannot serve another run, by rank."""
-        replies = sorted((self.returned | self.raised).items())
-        return {n: r.status.restart for n, r in replies if r.status.restart}
+        return {n: r.status.restart for n, r in self.replies.items() if r.status.restart}
 
 
 class FailedRun(NamedTuple):
@@ -166,11 +168,8 @@ def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
 def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
     """Return where ranks are; those in no traced operation are asked for their stacks."""
     waits = [snapshot.as_wait() for snapshot in snapshots]
-    unknown = [
-        number
-        for number, snapshot in enumerate(snapshots)
-        if waits[number].op is None and snapshot.log is not EMPTY
-    ]
+    logs = [snapshot.log for snapshot in snapshots]
+    unknown = [n for n, wait in enumerate(waits) if wait.op is None and logs[n] is not EMPTY]
     found = ask_for_stacks([ranks[number] for number in unknown])
     for number, threads in zip(unknown, found, strict=True):
         main_thread = threads[0] if threads else []

@@ -131,7 +131,9 @@ class Run:
                 tick = now + REFRESH
                 shown = min(self._world_size, len(self._ranks))  # others may be starting, too
                 self._view.update([self._line(number) for number in range(shown)])
-                self._find_deaths()
+                for number in sorted(self._waiting):  # a grandchild may hold a sentinel open
+                    if self._ranks[number].process.exitcode is not None:
+                        self._note_end(number)
                 if self.others is not None:
                     self.others.look()
                 if not failed and self._cannot_end(now):
@@ -142,9 +144,12 @@ class Run:
             elif not failed and now >= deadline:
                 self._reports.timeout = timeout
                 return False
-            patience = now >= newest_failure + GRACE and self._all_wait()
-            if patience or now >= first_failure + LONGEST_GRACE:
+            if now >= first_failure + LONGEST_GRACE:
                 break
+            if now >= newest_failure + GRACE and all(
+                self._snapshot(number).waiting for number in self._waiting
+            ):
+                break  # none of them will report by itself
         if failed and self.others is not None:
             self.others.find_reason(self._reports)
         return not failed
@@ -171,12 +176,6 @@ class Run:
                 self._take_reply(number)
         for number in ended:
             self._note_end(number)
-
-    def _find_deaths(self) -> None:
-        """Note ranks that have ended although a grandchild holds their sentinel open."""
-        for number in sorted(self._waiting):
-            if self._ranks[number].process.exitcode is not None:
-                self._note_end(number)
 
     def _note_end(self, number: int) -> None:
         # A rank that replied and then ended still has its reply in the pipe.
@@ -215,10 +214,6 @@ class Run:
                 view.say(line)
             self._watch.notices.clear()
         return self._verdict is not None
-
-    def _all_wait(self) -> bool:
-        """Return whether all remaining ranks wait, so that none will report by itself."""
-        return all(self._snapshot(number).waiting for number in self._waiting)
 
     def _line(self, number: int) -> view.RankLine:
         """Return what the live view shows of a rank."""
@@ -295,7 +290,9 @@ class Run:
         failure = self._failure()
         disagreement = self._disagreement(failure)
         if failure is None and self._verdict is None:
-            result = Result(self._values(), tuple(output), trace)
+            replies = sorted(self._reports.returned.items())
+            values = tuple(rebuild(rank, reply.payload.unpack) for rank, reply in replies)
+            result = Result(values, tuple(output), trace)
             if disagreement is None:
                 return result
         if disagreement is not None:
@@ -334,15 +331,13 @@ class Run:
             rank, handled = min(self._reports.handled.items())
             error.hint = f"The {handled.type} of rank {rank} may be the reason. {error.hint}"
 
-    def _values(self) -> tuple[Any, ...]:
-        replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
-        return tuple(rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
-
     @property
     def _group_is_intact(self) -> bool:
         """Every rank has replied, and left the process group unchanged."""
-        replies = [*self._reports.returned.values(), *self._reports.raised.values()]
-        return len(replies) == len(self._ranks) and all(r.status.group_intact for r in replies)
+        replies = self._reports.replies
+        return len(replies) == len(self._ranks) and all(
+            reply.status.group_intact for reply in replies.values()
+        )
 
     @property
     def _restarts(self) -> dict[int, str]:
@@ -376,7 +371,7 @@ class Run:
 
     def _show_displayed(self) -> None:
         """Show what ranks have displayed; of one that was stopped it is unknown."""
-        replies = sorted((self._reports.returned | self._reports.raised).items())
+        replies = self._reports.replies.items()
         displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
         show = view.current.show_displayed
         if displayed and view.current.visible and show is not None:
