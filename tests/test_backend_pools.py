@@ -22,7 +22,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.backends import mpi, shm
-from ddp_kit.pool import launchers, view
+from ddp_kit.pool import launchers
 
 needs_mpi = pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
 needs_shm = pytest.mark.skipif(shm.missing() is not None, reason=str(shm.missing()))
@@ -217,14 +217,9 @@ def test_a_wait_that_only_its_timeout_can_end_is_explained(run):
 
 # The pool keeps three ranks after this one, so the tests above come first.
 @needs_mpi
-def test_a_larger_world_starts_new_ranks_without_a_word(monkeypatch):
+def test_a_larger_world_starts_new_ranks_without_a_word(watch):
     seen: list[str] = []
-
-    class Watching(view.NoLiveView):
-        def update(self, lines):
-            seen.extend(line.doing for line in lines)
-
-    monkeypatch.setattr(view, "current", view.View(Watching))
+    watch(lambda lines: seen.extend(line.doing for line in lines))
     assert [value for value, _ in kit.run(total, world_size=3, backend="mpi")] == [6.0] * 3
     assert "starting under mpiexec" in seen[:3]
     assert set(seen[:3]) <= {"starting under mpiexec", "ready"}, "one may have been quick"

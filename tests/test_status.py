@@ -13,7 +13,7 @@ import pytest
 from processes import ended, wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool import keep_names, view
+from ddp_kit.pool import keep_names
 from ddp_kit.pool import pool as pool_module
 
 
@@ -58,20 +58,19 @@ def test_a_pool_shows_its_ranks_their_state_and_their_memory():
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
+def test_a_run_that_is_going_on_is_shown(watch, pool, tmp_path):
     seen: list[object] = []
 
-    class Watching(view.NoLiveView):
-        def update(self, lines):
-            seen.append(last())
-            if {rank.state for rank in seen[-1].ranks} == {"running"}:
-                (tmp_path / "seen").touch()
+    def look(lines):
+        seen.append(last())
+        if {rank.state for rank in seen[-1].ranks} == {"running"}:
+            (tmp_path / "seen").touch()
 
     def until_seen(rank, world_size):
         while not (tmp_path / "seen").exists():
             time.sleep(0.01)
 
-    monkeypatch.setattr(view, "current", view.View(Watching))
+    watch(look)
     pool.run(until_seen, timeout=60)
     assert seen[-1].running
     assert str(seen[-1]).startswith("WorkerPool: 2 ranks, gloo, running")
