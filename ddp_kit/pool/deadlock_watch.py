@@ -146,17 +146,13 @@ class DeadlockWatch:
                 None if waits <= self._limited.keys() else self._confirm(why, snapshots, left)
             )
             if isinstance(confirmed, DeadlockError):
-                self._note_limited(confirmed, waits)
+                self._limited |= dict.fromkeys(waits, confirmed)
+                if confirmed.fact not in self._said:  # a rank may go on, and try again and again
+                    self._said.add(confirmed.fact)
+                    self.notices.append(confirmed.fact)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
             self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded)))
         return None
-
-    def _note_limited(self, why: DeadlockError, waits: set[tuple[int, int]]) -> None:
-        """Note waits that only their own time limit can end; a rank may go on after that."""
-        self._limited |= dict.fromkeys(waits, why)
-        if why.fact not in self._said:  # it may try again and again
-            self._said.add(why.fact)
-            self.notices.append(why.fact)
 
     def why_raised(
         self, snapshots: Sequence[Snapshot], raised: Mapping[int, Raised]
@@ -193,7 +189,7 @@ class DeadlockWatch:
             snapshot, found = snapshots[number], stacks[number]
             known = len(snapshot.thread_waits) if number in waits else 0
             if not found:
-                self._note_held(waits, _silent(number))
+                self._note_held(waits, _SILENT.format(number))
                 return None
             if snapshot.polls and not _polls(found[0]):
                 return None
@@ -244,13 +240,6 @@ def _have_processes(ranks: Sequence[RankHandle]) -> bool:
             if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
-
-
-def _silent(rank: int) -> str:
-    return (
-        f"no verdict while rank {rank} does not say what it does: native code may hold Python's "
-        "lock, or the worker handles all signals, also the real-time signal that the kit uses"
-    )
 
 
 def _may_act(
@@ -343,6 +332,10 @@ _OF_GROUPS = {
 }
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
+_SILENT = (
+    "no verdict while rank {} does not say what it does: native code may hold Python's lock, or "
+    "the worker handles all signals, also the real-time signal that the kit uses"
+)
 _CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"
 
 # What a thread does that runs nothing but the standard library, by the files and functions on its

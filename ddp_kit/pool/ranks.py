@@ -7,6 +7,7 @@ RankProcesses  the ranks of a pool: which are missing, replaced, or restarted fo
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import sys
@@ -355,7 +356,8 @@ class RankProcesses:
         cells = ipython.cell_names()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
-            new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
+            unseen = cells.keys() - rank.cells_seen
+            new = {name: "".join(linecache.getlines(name)) for name in unseen}
             changed = None if environment == rank.environment else environment
             rank.send(CallWorker(packed, new, changed, number))
             rank.cells_seen |= new.keys()

@@ -419,10 +419,9 @@ def _choose_address(address: str | None, port: int | None) -> tuple[str, int, st
     for chosen in [port] if port else random.SystemRandom().sample(range(20000, 30000), 20):
         try:
             socket.create_server(("", chosen)).close()
+            return address, chosen, doubt
         except OSError as error:
             reason = error.strerror
-        else:
-            return address, chosen, doubt
     if port:
         raise PoolError(
             f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "
