@@ -333,7 +333,7 @@ class MPIExec(Launcher):
             ranks.clear()
             if program is not None:
                 program.end()
-            program = self._program = MPIExecProgram(size, self._folder.socket)
+            program = self._program = MPIExecProgram(size, self._folder.file("socket"))
         are_new = program.provide(ranks, size, broken)
         self._size = size if are_new else self._size
         return are_new

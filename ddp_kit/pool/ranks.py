@@ -339,7 +339,7 @@ class RankProcesses:
         if not join or len(self.ranks) < world_size or self._has_formed(world_size, backend):
             return
         self._groups += 1
-        store = self.folder.store(self._groups) if self._init else None
+        store = self.folder.file(self._groups) if self._init else None
         for number, rank in enumerate(self.ranks[:world_size]):
             rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store))
         self._formed = (world_size, backend)

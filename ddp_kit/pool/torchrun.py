@@ -146,7 +146,7 @@ class _Job:
             sweep()
             folder = PrivateFolder()
             self.on_end.callback(folder.remove)
-            file = Path(folder.program)
+            file = Path(folder.file("program.py"))
             if rendezvous.store is not None:
                 _, port = rendezvous.store
                 file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
@@ -155,7 +155,7 @@ class _Job:
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
-            options = ["--nproc-per-node", str(self.here), "--log-dir", folder.logs]
+            options = ["--nproc-per-node", str(self.here), "--log-dir", folder.file("logs")]
             options += ["--max-restarts", str(self.restarts)]
             self.agent = Torchrun(
                 self.here, folder, options, str(file), variables, rendezvous, join_timeout
@@ -331,8 +331,8 @@ class Torchrun(Program):
         path = os.pathsep.join(filter(None, sys.path))
         # torchrun also takes options from these variables, which some clusters set.
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
-        environment = own | variables | {SOCKET: folder.socket, "PYTHONPATH": path}
-        super().__init__(count, folder.socket, command, environment, timeout)
+        environment = own | variables | {SOCKET: folder.file("socket"), "PYTHONPATH": path}
+        super().__init__(count, folder.file("socket"), command, environment, timeout)
 
     def explain_start(self) -> str:
         reason = self.reason()
