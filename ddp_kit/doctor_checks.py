@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import platform
 import re
+import resource
 import socket
 import stat
 import sys
@@ -14,9 +16,9 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from ddp_kit.backends import LOOPBACK, count_cores, mpi, shm, threads_per_rank
 from ddp_kit.data import load_torchvision_operators
 from ddp_kit.error_text import count
-from ddp_kit.pool.memory import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
+from ddp_kit.pool.arguments import RANK_MEMORY, available_memory, ranks_by_files, ranks_by_memory
 from ddp_kit.pool.pool import WARM_MEMORY, living_ranks
 
 TIMEOUT = 5.0  # seconds; a driver or a network folder that hangs may take no longer
@@ -38,13 +40,16 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one check found, and what follows from it."""
+class Finding(NamedTuple):
+    """What one check found, and what follows from it: what it means, or what to do about it."""
 
     found: str
-    consequence: str  # what it means, and what to do if it is a problem
+    consequence: str
     ok: bool = True  # False if it needs the learner's attention
+
+
+def problem(found: str, consequence: str) -> Finding:
+    return Finding(found, consequence, ok=False)
 
 
 def doctor() -> None:
@@ -66,40 +71,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def findings() -> dict[str, Finding]:
     """Return what every check found, by its subject, in the order of the report."""
-    by_subject = {
-        "Python": python,
-        "PyTorch": pytorch,
-        "torchvision": torchvision,
-        "backends": backends,
-        "GPUs": gpus,
-        "CUDA": cuda,
-        "cores": cores,
-        "memory": memory,
-        "shared memory": shared_memory,
-        "loopback": loopback,
-        "open files": open_files,
-        "temporary folder": temporary_folder,
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the findings report it, and stderr stays empty
-        found = {subject: run_check(check) for subject, check in by_subject.items()}
+        found = {subject: run_check(check) for subject, check in CHECKS.items()}
     # In this thread: one of its own would never be the main thread.
     return found | {"main thread": guard(main_thread)}
 
 
 def run_check(check: Callable[[], Finding], timeout: float = TIMEOUT) -> Finding:
     """Return what a check finds, or that it raised an error or took longer than `timeout`."""
-    results: list[Finding] = []
+    results = [_failed(f"no result within {timeout:g} s")]
     # Some checks call into the system, where only another thread can stop waiting for them.
-    thread = threading.Thread(
-        target=lambda: results.append(guard(check)), name="ddp_kit doctor", daemon=True
-    )
+    thread = threading.Thread(target=lambda: results.append(guard(check)), daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         return _failed(str(error))
     thread.join(timeout)
-    return results[0] if results else _failed(f"no result within {timeout:g} s")
+    return results[-1]
 
 
 def guard(check: Callable[[], Finding]) -> Finding:
@@ -111,83 +100,71 @@ def guard(check: Callable[[], Finding]) -> Finding:
 
 
 def _failed(reason: str) -> Finding:
-    return Finding(f"the check failed ({reason})", "The kit may work nevertheless.", ok=False)
+    return problem(f"the check failed ({reason})", "The kit may work nevertheless.")
 
 
 def format_report(found: Mapping[str, Finding]) -> str:
     """Return the findings as aligned lines, and how many need attention."""
+    lines = []
+    for subject, finding in found.items():
+        start = f"{'ok' if finding.ok else 'WARN':<6}{subject:<18}"
+        text = f"{start}{finding.found}. {finding.consequence}"
+        whole_words = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent=" " * len(start), **whole_words)
     problems = sum(not finding.ok for finding in found.values())
     summary = f"{problems} {'line needs' if problems == 1 else 'lines need'} attention."
-    lines = [_format_finding(subject, finding) for subject, finding in found.items()]
     return "\n".join([*lines, "", summary if problems else "No problems found."])
 
 
-def _format_finding(subject: str, finding: Finding) -> str:
-    start = f"{'ok' if finding.ok else 'WARN':<6}{subject:<18}"
-    return textwrap.fill(
-        f"{finding.found}. {finding.consequence}",
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+# --- the checks ------------------------------------------------------------------------------
 
 
 def python() -> Finding:
-    """Check that the kit supports this Python on this system."""
     found = f"{platform.python_version()} on {platform.system()}"
     if sys.platform == "win32":
-        return Finding(found, "The kit needs Linux or macOS: use WSL.", ok=False)
+        return problem(found, "The kit needs Linux or macOS: use WSL.")
     if sys.version_info[:2] < OLDEST_PYTHON:
-        oldest = _dotted(OLDEST_PYTHON)
-        return Finding(found, f"The kit needs Python {oldest} or newer.", ok=False)
+        return problem(found, f"The kit needs Python {_dotted(OLDEST_PYTHON)} or newer.")
     return Finding(found, "Every rank is a separate process of this Python.")
 
 
 def pytorch() -> Finding:
-    """Check that PyTorch is new enough, and what it is built for."""
-    version = torch.__version__
-    if _numbers(version) < OLDEST_PYTORCH:
-        oldest = _dotted(OLDEST_PYTORCH)
-        return Finding(version, f"The kit needs PyTorch {oldest} or newer.", ok=False)
-    cuda = torch.version.cuda
+    version, cuda = torch.__version__, torch.version.cuda
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_PYTORCH:
+        return problem(version, f"The kit needs PyTorch {_dotted(OLDEST_PYTORCH)} or newer.")
     if cuda is None:
         return Finding(f"{version}, built without CUDA", "Ranks compute on the CPU.")
     return Finding(f"{version}, built for CUDA {cuda}", "Ranks can use NVIDIA GPUs, if present.")
 
 
 def torchvision() -> Finding:
-    """Check that torchvision is installed and matches PyTorch, without importing it."""
+    """Check torchvision without importing it, which may fail or take seconds."""
     try:
         version = metadata.version("torchvision")
         required = " ".join(metadata.requires("torchvision") or ())
     except metadata.PackageNotFoundError:
-        return Finding(
+        return problem(
             "not installed",
             "kit.mnist and the lessons that train on digits need it: pip install torchvision",
-            ok=False,
         )
+    here = torch.__version__
     wanted = re.search(r"\btorch\s*\(?==\s*([\w.]+)", required)
-    if wanted and wanted[1] != torch.__version__.split("+")[0]:
-        return Finding(
-            f"{version} is for torch {wanted[1]}, but torch {torch.__version__} is installed",
-            f"Importing it may fail. Install the torchvision for torch {torch.__version__}.",
-            ok=False,
+    if wanted and wanted[1] != here.split("+")[0]:
+        return problem(
+            f"{version} is for torch {wanted[1]}, but torch {here} is installed",
+            f"Importing it may fail. Install the torchvision for torch {here}.",
         )
     if not load_torchvision_operators():
-        return Finding(
-            f"{version}, whose operators cannot be loaded into torch {torch.__version__}",
+        return problem(
+            f"{version}, whose operators cannot be loaded into torch {here}",
             "It was built for another build of PyTorch, such as one with CUDA. kit.mnist, "
             "datasets, transforms and models work if ddp_kit is imported first. torchvision.ops "
             "and torchvision.io do not work: to use them, install both packages from one index.",
-            ok=False,
         )
     return Finding(f"{version}, built for this PyTorch", "All of it works.")
 
 
 def backends() -> Finding:
-    """Check which backends are available."""
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -198,89 +175,58 @@ def backends() -> Finding:
     if unavailable := ", ".join(name for name, here in available.items() if not here):
         found += f" (unavailable: {unavailable})"
     if not available["gloo"]:
-        hint = "The lessons need gloo: install PyTorch from PyPI or conda."
-        return Finding(found, hint, ok=False)
+        return problem(found, "The lessons need gloo: install PyTorch from PyPI or conda.")
     auto = "nccl if every rank has its own GPU, otherwise gloo" if available["nccl"] else "gloo"
     hint = "" if available["mpi"] else ' To use mpi: pip install "ddp_kit[mpi]"'
     return Finding(found, f'backend="auto" selects {auto}.{hint}')
 
 
-def cuda() -> Finding:
-    """Check whether this process has initialized CUDA, which is no problem for the ranks."""
-    if torch.cuda.is_initialized():
-        return Finding(
-            "initialized in this process",
-            "That is no problem: ranks are spawned, not forked, and initialize CUDA themselves.",
-        )
-    return Finding(
-        "not initialized in this process", "It would be no problem: ranks are spawned, not forked."
-    )
-
-
-def main_thread() -> Finding:
-    """Check that the calling thread may start ranks."""
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return Finding("this is it", "Ranks can be started from here.")
-    return Finding(
-        f"this is the thread {thread.name!r}",
-        "Ranks can only be started from the main thread: call kit.run directly in a cell.",
-        ok=False,
-    )
-
-
 def gpus() -> Finding:
-    """Check how many GPUs PyTorch sees, and so how many ranks nccl can serve."""
     seen = torch.cuda.device_count()
     if seen and dist.is_nccl_available():
-        return Finding(
-            str(seen),
-            f"nccl supports up to {count(seen, 'rank')}, one per GPU. More ranks use gloo on the "
-            "CPU.",
-        )
+        most = f"nccl supports up to {count(seen, 'rank')}, one per GPU."
+        return Finding(str(seen), f"{most} More ranks use gloo on the CPU.")
     if seen:
-        return Finding(
+        return problem(
             f"{seen}, but this PyTorch has no nccl",
             'Ranks use gloo on the CPU, or on the GPUs with backend="cuda:gloo".',
-            ok=False,
         )
     if hidden := sum(path.name[6:].isdigit() for path in DEVICES.glob("nvidia*")):
-        return Finding(
+        return problem(
             f"{hidden} in the machine, but PyTorch sees none",
             "Ranks use gloo on the CPU. PyTorch is built without CUDA, the driver is too old, or "
             "CUDA_VISIBLE_DEVICES hides them.",
-            ok=False,
         )
     return Finding("none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
 
 
+def cuda() -> Finding:
+    spawned = "no problem: ranks are spawned, not forked"
+    if torch.cuda.is_initialized():
+        then = f"That is {spawned}, and initialize CUDA themselves."
+        return Finding("initialized in this process", then)
+    return Finding("not initialized in this process", f"It would be {spawned}.")
+
+
 def cores() -> Finding:
-    """Check how many cores there are, and how many threads each rank gets."""
     total = count_cores()
     found = count(total, "core")
     quota = _control_group("cpu.max")
     if quota and quota[0] < total * quota[1]:
-        return Finding(
+        return problem(
             f"{found}, but this container is limited to {quota[0] / quota[1]:g}",
             "Ranks start more threads than that (oversubscription), which slows them down: call "
             "torch.set_num_threads(1) in the worker.",
-            ok=False,
         )
     if total == 1:
-        return Finding(
-            found, "All ranks share it: results are correct, but timings mean nothing.", ok=False
-        )
+        return problem(found, "All ranks share it: results are correct, but timings mean nothing.")
     two, four = (count(threads_per_rank(ranks), "thread") for ranks in (2, RANKS))
-    consequence = f"2 ranks get {two} each, {RANKS} ranks get {four} each."
-    if total < RANKS:
-        consequence += (
-            f" {RANKS} ranks share {total} cores (oversubscription): slower, but correct."
-        )
-    return Finding(found, consequence)
+    shared = f" {RANKS} ranks share {total} cores (oversubscription): slower, but correct."
+    each = f"2 ranks get {two} each, {RANKS} ranks get {four} each."
+    return Finding(found, each + (shared if total < RANKS else ""))
 
 
 def memory() -> Finding:
-    """Check how much memory is free, and how many ranks fit in it."""
     total, free = psutil.virtual_memory().total, available_memory()
     found = f"{_size(free)} free of {_size(total)}"
     limit = _control_group("memory.max")
@@ -288,102 +234,71 @@ def memory() -> Finding:
         found = f"{_size(free)} free of the {_size(limit[0])} to which this container is limited"
     ranks = ranks_by_memory(living_ranks())
     if ranks >= RANKS and free < WARM_MEMORY:
-        return Finding(
+        return problem(
             found,
             f"Enough for {ranks} ranks that do little, but {RANKS} ranks that train need up to "
             f"{_size(WARM_MEMORY)}, as in lesson 08: call kit.run(worker, world_size=2) there. No "
             "ranks start in the background.",
-            ok=False,
         )
     if ranks >= RANKS:
         return Finding(found, f"Enough for {ranks} ranks now, the most that kit.run starts.")
     fewer = f"call kit.run(worker, world_size={ranks}), or " if ranks > 1 else ""
-    return Finding(
+    return problem(
         found,
         f"Enough for {count(ranks, 'rank')} of {RANK_MEMORY / 1e6:g} MB, but the lessons "
         f"use {RANKS}. The system kills a rank when memory runs out: {fewer}shut down other "
         "notebooks.",
-        ok=False,
     )
 
 
 def shared_memory() -> Finding:
-    """Check how much shared memory /dev/shm has, for those that need it."""
-    space = shared_space()
-    if space is None:
+    try:
+        space = os.statvfs("/dev/shm")
+    except FileNotFoundError:
         return Finding("no /dev/shm", "The kit does not need it.")
-    size, free = space
+    size, free = (blocks * space.f_frsize for blocks in (space.f_blocks, space.f_bavail))
     found = f"{_size(free)} free of {_size(size)}"
     if free < SMALL:
-        return Finding(
+        return problem(
             found,
             "DataLoader workers may die of a bus error, and nccl may fail to start: use "
             "num_workers=0, or start the container with --shm-size=1g. The kit and gloo do not "
             "use it.",
-            ok=False,
         )
     return Finding(found, "DataLoader workers and nccl use it. The kit and gloo do not.")
 
 
-def shared_space() -> tuple[int, int] | None:
-    """Return the size of /dev/shm and its free space, in bytes; None if there is none."""
-    try:
-        space = os.statvfs("/dev/shm")
-    except FileNotFoundError:
-        return None
-    return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-
-
 def loopback() -> Finding:
-    """Check that gloo's network interface exists and passes messages."""
     if LOOPBACK not in (interface for _, interface in socket.if_nameindex()):
-        return Finding(
-            f"no interface {LOOPBACK}",
-            f"gloo cannot connect the ranks: enable it, on Linux with `ip link set {LOOPBACK} up`.",
-            ok=False,
-        )
+        up = f"enable it, on Linux with `ip link set {LOOPBACK} up`."
+        return problem(f"no interface {LOOPBACK}", f"gloo cannot connect the ranks: {up}")
     try:
-        connect_to_self()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(1.0)
+            with socket.create_connection(server.getsockname(), 1.0):
+                server.accept()[0].close()
     except OSError as error:
-        return Finding(
+        return problem(
             f"no connection through {LOOPBACK} ({error.strerror or error})",
             "gloo cannot connect the ranks: check the firewall, or the container's network.",
-            ok=False,
         )
     return Finding(f"{LOOPBACK} works", "gloo connects the ranks through it only.")
 
 
-def connect_to_self(timeout: float = 1.0) -> None:
-    """Connect to a port of this process on 127.0.0.1; raise OSError if that fails."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(timeout)
-        with socket.create_connection(server.getsockname(), timeout):
-            server.accept()[0].close()
-
-
 def open_files() -> Finding:
-    """Check how many files may be open, and how many ranks that allows."""
-    import resource  # not on Windows
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return Finding("no limit", "Enough for any number of ranks.")
-    ranks = ranks_by_files(limit)
-    found = f"at most {limit}"
+    ranks = ranks_by_files()
     if ranks < RANKS:
-        return Finding(
-            found,
-            f"Enough for {count(ranks, 'rank')}, but the lessons use {RANKS}: run `ulimit -n 1024` "
-            "before starting Jupyter.",
-            ok=False,
-        )
-    return Finding(found, f"Enough for {ranks} ranks.")
+        raise_it = "run `ulimit -n 1024` before starting Jupyter."
+        enough = f"Enough for {count(ranks, 'rank')}, but the lessons use {RANKS}: {raise_it}"
+        return problem(f"at most {limit}", enough)
+    return Finding(f"at most {limit}", f"Enough for {ranks} ranks.")
 
 
 def temporary_folder() -> Finding:
     """Check that the ranks can rendezvous: with a locked file in a private temporary folder."""
-    import fcntl  # not on Windows
-
     try:
         with tempfile.TemporaryDirectory(prefix="ddp_kit_doctor-") as folder:
             private = stat.S_IMODE(os.stat(folder).st_mode) == 0o700
@@ -391,22 +306,42 @@ def temporary_folder() -> Finding:
                 file.write(b"x")
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return Finding(
+        return problem(
             f"unusable ({error.strerror or error})",
             "Ranks cannot start, because their rendezvous is a locked file there: set TMPDIR to a "
             "folder on a local disk with free space.",
-            ok=False,
         )
     if not private:
-        return Finding(
-            "accessible to other users",
-            "This file system ignores permissions: set TMPDIR to a folder on a local disk.",
-            ok=False,
-        )
-    return Finding(
-        "private, and supports file locks",
-        "The ranks' rendezvous is a file there and needs no port.",
+        ignores = "This file system ignores permissions: set TMPDIR to a folder on a local disk."
+        return problem("accessible to other users", ignores)
+    then = "The ranks' rendezvous is a file there and needs no port."
+    return Finding("private, and supports file locks", then)
+
+
+def main_thread() -> Finding:
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return Finding("this is it", "Ranks can be started from here.")
+    return problem(
+        f"this is the thread {thread.name!r}",
+        "Ranks can only be started from the main thread: call kit.run directly in a cell.",
     )
+
+
+CHECKS: dict[str, Callable[[], Finding]] = {
+    "Python": python,
+    "PyTorch": pytorch,
+    "torchvision": torchvision,
+    "backends": backends,
+    "GPUs": gpus,
+    "CUDA": cuda,
+    "cores": cores,
+    "memory": memory,
+    "shared memory": shared_memory,
+    "loopback": loopback,
+    "open files": open_files,
+    "temporary folder": temporary_folder,
+}
 
 
 def _control_group(file: str) -> list[int] | None:
@@ -418,12 +353,7 @@ def _control_group(file: str) -> list[int] | None:
 
 
 def _size(nbytes: float) -> str:
-    """Return a number of bytes as MiB or GiB."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -14,6 +14,7 @@ from processes import BOUND, alive
 
 import ddp_kit as kit
 from ddp_kit.pool import pool as pool_module
+from ddp_kit.pool import view
 
 
 def pytest_sessionstart() -> None:
@@ -67,3 +68,17 @@ def pool():
     """A pool of its own for a test that breaks it."""
     with kit.WorkerPool(2) as own:
         yield own
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that has `look` called with the lines of the live view of each run."""
+
+    def watch(look):
+        class Watching(view.NoLiveView):
+            def update(self, lines):
+                look(lines)
+
+        monkeypatch.setattr(view, "current", view.View(Watching))
+
+    return watch

@@ -250,22 +250,17 @@ def terminal(monkeypatch):
     return terminal
 
 
+HALF = "█" * 10 + "░" * 10
+
+
 @pytest.mark.parametrize(
     ("columns", "lines", "line"),
     [
         (80, [RankLine("forming the group", 3)] * 2, "2 ranks: 2 forming the group 3 s"),
         (80, [RankLine("computing")] * 2, "2 ranks at work"),
         (80, [RankLine("computing"), RankLine("computing", newest="loss 1")], "[rank 1] loss 1"),
-        (
-            80,
-            [RankLine("done", newest="loss 1"), RankLine("computing")],
-            "2 ranks: 1 done, 1 computing",
-        ),
-        (
-            80,
-            [RankLine("computing", None, (3, 4)), RankLine("computing", None, (1, 2))],
-            f"[rank 1] {'█' * 10}{'░' * 10} 1 of 2",
-        ),
+        (80, [RankLine("done"), RankLine("computing")], "2 ranks: 1 done, 1 computing"),
+        (80, [RankLine("", None, (at, 4)) for at in (3, 2)], f"[rank 1] {HALF} 2 of 4"),
         (20, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 10}"),
         (20, [RankLine("computing", newest="語" * 90)], f"[rank 0] {'語' * 5}"),
         (0, [RankLine("computing", newest="x" * 90)], f"[rank 0] {'x' * 70}"),  # nobody knows
@@ -370,14 +365,13 @@ def test_only_the_ranks_of_a_run_are_listed_and_counted_after_others_were_lost(m
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path):
+def test_a_rank_that_forms_a_group_itself_is_shown_so(watch, tmp_path):
     seen: list[list[str]] = []
 
-    class Watching(NoLiveView):
-        def update(self, lines):
-            seen.append([line.doing for line in lines])
-            if seen[-1] == ["forming the group", "computing"]:
-                (tmp_path / "go").touch()
+    def look(lines):
+        seen.append([line.doing for line in lines])
+        if seen[-1] == ["forming the group", "computing"]:
+            (tmp_path / "go").touch()
 
     def meets(rank, world_size):
         while rank and not (tmp_path / "go").exists():
@@ -385,30 +379,26 @@ def test_a_rank_that_forms_a_group_itself_seems_to_compute(monkeypatch, tmp_path
         store = f"file://{tmp_path}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
 
-    monkeypatch.setattr(pool_view, "current", View(Watching))
+    watch(look)
     with kit.WorkerPool(2, init=False) as bare:
         bare.run(meets, timeout=60)
     assert ["forming the group", "computing"] in seen
 
 
-def test_a_flood_does_not_hide_what_was_printed_last(monkeypatch, tmp_path):
+def test_what_is_printed_last_is_shown_also_of_a_flood(watch, tmp_path):
     def flood(rank, world_size):
         print("x" * 10_000_000)
         print("newest")
         while not Path(tmp_path, "seen").exists():
             time.sleep(0.01)
 
-    class Watching:
-        def update(self, lines):
-            shown.append(lines[0].newest)
-            if shown[-1] == "newest":
-                Path(tmp_path, "seen").touch()
-
-        def close(self):
-            pass
+    def look(lines):
+        shown.append(lines[0].newest)
+        if shown[-1] == "newest":
+            Path(tmp_path, "seen").touch()
 
     shown: list[str] = []
-    monkeypatch.setattr(pool_view, "current", View(lambda world_size: Watching()))
+    watch(look)
     kit.run(flood, world_size=1, timeout=60)
     assert shown[-1] == "newest", "what is printed beyond the limit of the output is shown"
     assert set(shown) <= {"", "x" * 100, "newest"}

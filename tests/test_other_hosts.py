@@ -75,7 +75,7 @@ def waiting_board(line="", rows=1):
     return board
 
 
-def test_a_board_changes_on_its_way():
+def test_what_is_sent_arrives_as_it_was():
     board = waiting_board().read()
     assert decode(encode(board)) == board
     sign, answer = Sign(3, True, board.head), Answer(4, 0.5, STACKS)
@@ -84,7 +84,7 @@ def test_a_board_changes_on_its_way():
 
 
 @pytest.mark.parametrize("rows", [10, EVENTS + 10])
-def test_a_board_travels_without_its_newest_events(rows):
+def test_a_board_travels_with_its_newest_events(rows):
     board = waiting_board(rows=rows).read()
     kept = Snapshot(2, torchrun_store.newest(board, 3))
     assert [event.index for event in kept.events] == [rows - 3, rows - 2, rows - 1]
@@ -94,7 +94,7 @@ def test_a_board_travels_without_its_newest_events(rows):
     assert first.waiting.index == rows - 5
 
 
-def test_a_rank_is_judged_by_a_board_that_is_out_of_date(far):
+def test_a_rank_whose_board_is_out_of_date_seems_to_move(far):
     board = waiting_board()
     far.sign(2, shown=False, moves=board.head().moves, waiting=0)
     far.hosts.look()
@@ -113,7 +113,7 @@ def test_a_rank_is_judged_by_a_board_that_is_out_of_date(far):
     assert Snapshot(2, remote.read()).waiting is None
 
 
-def test_a_line_that_only_the_notebook_can_read_is_missing(far):
+def test_a_line_that_only_the_notebook_can_read_is_added(far):
     far.show(2, waiting_board(line=""))
     far.hosts.look()
     where = Snapshot(2, far.hosts.boards[0].read()).waiting.where
@@ -124,10 +124,11 @@ LIBRARY = Frame(threading.__file__, 2, "run", "", own=False)
 STACKS = [[Frame(__file__, 1, "worker", "recv()", own=True), LIBRARY]]
 
 
-def test_a_library_of_another_host_is_taken_for_the_worker(monkeypatch):
-    monkeypatch.setitem(torchrun_store._NAMES, "/elsewhere/python", "<stdlib>")
+def test_a_library_of_another_host_is_that_of_this_one(monkeypatch):
     there = replace(LIBRARY, file="/elsewhere/python/threading.py")
-    sent = encode(Answer(7, 1.0, [[STACKS[0][0], there]]))
+    with monkeypatch.context() as patched:
+        patched.setattr(torchrun_store, "_NAMES", {"/elsewhere/python": "<stdlib>"})
+        sent = encode(Answer(7, 1.0, [[STACKS[0][0], there]]))
     assert decode(sent).stacks == STACKS
 
 
@@ -137,24 +138,20 @@ def test_a_library_of_another_host_is_taken_for_the_worker(monkeypatch):
         (Answer(7, 60.0, STACKS), [STACKS]),
         (Answer(8, 60.0, STACKS), None),
         (Answer(7, 0.0, STACKS), None),
+        (None, None),
     ],
-    ids=["waits", "has moved", "has just moved"],
+    ids=["waits", "has moved", "has just moved", "does not answer"],
 )
-def test_a_rank_that_has_moved_is_called_stuck(answer, found, far):
+def test_only_a_rank_that_has_not_moved_is_called_stuck(answer, found, far, monkeypatch):
+    monkeypatch.setattr(other_hosts, "CONFIRM", 0.1 if answer is None else 60)
     far.sign(2, moves=7)
     far.hosts.look()
-    far.store.set("answer 1 2", encode(answer))
+    if answer is not None:
+        far.store.set("answer 1 2", encode(answer))
     assert far.hosts.ask_for_stacks([2]) == found
 
 
-def test_a_host_that_does_not_answer_is_waited_for(far, monkeypatch):
-    monkeypatch.setattr(other_hosts, "CONFIRM", 0.1)
-    far.sign(2, moves=7)
-    far.hosts.look()
-    assert far.hosts.ask_for_stacks([2]) is None
-
-
-def test_a_host_that_has_not_started_or_gives_signs_is_lost(far, monkeypatch):
+def test_a_host_that_gives_no_more_signs_is_lost(far, monkeypatch):
     monkeypatch.setattr(other_hosts, "LOST", 0.2)
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
@@ -170,7 +167,7 @@ def test_a_host_that_has_not_started_or_gives_signs_is_lost(far, monkeypatch):
     assert str(far.error()).startswith("host 1 (ranks 2 and 3) has not answered for 0.2 s")
 
 
-def test_the_reason_is_not_the_rank_that_failed_by_itself(far):
+def test_the_reason_is_the_rank_that_failed_by_itself(far):
     cut, raised = RankFailure(2, "RuntimeError", "closed"), RankFailure(3, "ValueError", "boom")
     far.end(2, "cut", RemoteReport(failure=cut))
     assert far.hosts.unfinished == [3]
@@ -182,7 +179,7 @@ def test_the_reason_is_not_the_rank_that_failed_by_itself(far):
     assert far.hosts.unfinished == []
 
 
-def test_the_rank_that_torchrun_ended_is_named_as_the_one_that_died(far):
+def test_the_rank_that_died_is_named_and_not_the_one_that_torchrun_ended(far):
     far.end(2, "terminated")
     far.end(3, "died")
     error = far.error()
@@ -191,7 +188,7 @@ def test_the_rank_that_torchrun_ended_is_named_as_the_one_that_died(far):
     assert pickle.loads(pickle.dumps(error)).host == 1
 
 
-def test_the_end_of_torchrun_on_this_host_is_waited_out(far):
+def test_the_end_of_torchrun_on_this_host_is_reported(far):
     far.sign(2)
     far.hosts.look()
     del far.server
@@ -205,7 +202,7 @@ def test_the_end_of_torchrun_on_this_host_is_waited_out(far):
     )
 
 
-def test_a_store_that_is_gone_is_a_bare_runtime_error(monkeypatch):
+def test_a_store_that_is_gone_is_reported(monkeypatch):
     monkeypatch.setattr(other_hosts, "STORE_TIMEOUT", timedelta(seconds=1))
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port

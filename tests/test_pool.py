@@ -29,7 +29,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit import doctor_checks as checks
-from ddp_kit.pool import arguments, memory, pool
+from ddp_kit.pool import arguments, pool
 from ddp_kit.pool.result import beside_rank
 from ddp_kit.pool.wire import payload
 
@@ -44,43 +44,24 @@ def pid(rank, world_size):
     return os.getpid()
 
 
-def one_raises(rank, world_size):
-    if rank == 1:
-        raise ValueError("boom")
-    dist.barrier()
-
-
 # --- values and output ---------------------------------------------------------------------
 
 
 def test_values_come_back_in_rank_order():
-    result = kit.run(lambda rank, world_size: (rank, world_size), world_size=3)
-    assert list(result) == [(0, 3), (1, 3), (2, 3)]
-    assert len(result) == 3
-    assert result[2] == (2, 3)
-
-
-def test_arguments_reach_every_rank():
-    assert list(kit.run(total, 10, world_size=3)) == [30, 30, 30]
+    result = kit.run(lambda rank, world_size, tail: (rank, world_size, tail), "x", world_size=3)
+    assert list(result) == [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]
+    assert (len(result), result[2]) == (3, (2, 3, "x"))
 
 
 class Scaled:
-    def __init__(self, by):
-        self.by = by
-
     def __call__(self, rank, world_size):
-        return rank * self.by
+        return rank * 7
 
 
 def test_every_kind_of_callable_is_a_worker():
     by = 7
-    workers = [
-        lambda rank, world_size: rank * 7,
-        lambda rank, world_size: rank * by,
-        Scaled(7),
-        functools.partial(lambda factor, rank, world_size: rank * factor, 7),
-    ]
-    for worker in workers:
+    seven = functools.partial(lambda factor, rank, world_size: rank * factor, 7)
+    for worker in (lambda rank, world_size: rank * by, Scaled(), seven):
         assert list(kit.run(worker, world_size=2)) == [0, 7]
 
 
@@ -108,24 +89,12 @@ def test_prints_of_python_c_and_grandchildren_come_through(capfd):
 
 
 def test_output_of_one_run_does_not_leak_into_the_next():
-    kit.run(lambda rank, world_size: print("first"), world_size=2)
-    assert kit.run(lambda rank, world_size: print("second"), world_size=2).output == (
-        "second\n",
-        "second\n",
-    )
+    for words in ("first", "second"):
+        result = kit.run(lambda rank, world_size, words: print(words), words, world_size=2)
+    assert result.output == ("second\n",) * 2
 
 
-def test_the_error_of_a_run_has_what_was_printed():
-    def fail(rank, world_size):
-        print("before", rank)
-        assert rank
-
-    with pytest.raises(kit.RankError) as caught:
-        kit.run(fail, world_size=2)
-    assert caught.value.output == ("before 0\n", "before 1\n")
-
-
-def test_random_numbers_without_a_seed_are_not_as_the_readme_says():
+def test_random_numbers_without_a_seed_are_as_the_readme_says():
     def draw(rank, world_size):
         return torch.rand(1).item(), random.random(), numpy.random.random()
 
@@ -136,11 +105,6 @@ def test_random_numbers_without_a_seed_are_not_as_the_readme_says():
     assert len(set(others)) == 8
 
 
-def test_repr_shows_values_or_that_there_are_none():
-    assert repr(kit.run(total, world_size=2)) == "rank 0: 1\nrank 1: 1"
-    assert repr(kit.run(lambda r, w: None, world_size=2)) == "2 ranks returned None"
-
-
 class Table:
     """Its repr has columns, as that of a DataFrame."""
 
@@ -148,8 +112,16 @@ class Table:
         return "   a\n0  1"
 
 
-def test_repr_moves_the_first_line_of_a_value_against_the_others():
-    assert repr(kit.run(lambda r, w: Table(), world_size=1)) == "rank 0:    a\n        0  1"
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((1, 1), "rank 0: 1\nrank 1: 1"),
+        ((None, None), "2 ranks returned None"),
+        ((Table(),), "rank 0:    a\n        0  1"),
+    ],
+)
+def test_repr_shows_values_below_each_other_or_that_there_are_none(values, text):
+    assert repr(kit.Result(values, ("",) * len(values), None)) == text
 
 
 # --- warm processes and world sizes --------------------------------------------------------
@@ -161,22 +133,18 @@ def test_a_rank_loads_no_notebook_and_no_picture_library(pool):
     assert list(loaded) == [[], []]
 
 
-def test_a_rank_computes_on_its_share_of_the_cores():
-    cores = len(os.sched_getaffinity(0))
-    threads = kit.run(lambda rank, world_size: torch.get_num_threads(), world_size=2)
-    assert list(threads) == [max(1, cores // 2)] * 2
-
-
-def test_device_is_the_cpu_under_gloo():
-    assert set(kit.run(lambda r, w: str(kit.device()), backend="gloo")) == {"cpu"}
-
-
-def test_a_rank_finds_its_rank_in_the_environment_as_under_torchrun():
+def test_a_rank_has_its_share_of_the_cores_a_device_and_torchruns_variables():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    read = kit.run(lambda rank, world_size: [os.environ[name] for name in names], world_size=3)
-    assert list(read) == [[str(r), str(r), "3", "3"] for r in range(3)]
-    again = kit.run(lambda rank, world_size: os.environ["WORLD_SIZE"], world_size=2)
-    assert list(again) == ["2", "2"]
+
+    def look(rank, world_size):
+        return torch.get_num_threads(), str(kit.device()), [os.environ[name] for name in names]
+
+    cores = len(os.sched_getaffinity(0))
+    for size in (3, 2):
+        expected = [
+            (max(1, cores // size), "cpu", [str(r), str(r), *[str(size)] * 2]) for r in range(size)
+        ]
+        assert list(kit.run(look, world_size=size, backend="gloo")) == expected
 
 
 def test_the_notebooks_folder_and_path_reach_the_ranks(tmp_path, monkeypatch):
@@ -219,7 +187,7 @@ def test_an_impossible_world_size_is_refused(world_size, words):
 def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insists(monkeypatch):
     kit.run(pid, world_size=2)
     have = pool.living_ranks()
-    for module in (memory, checks):
+    for module in (arguments, checks):
         monkeypatch.setattr(module, "available_memory", lambda: 2.2e9)
     most = f"world_size must be at most {have + 8} now, .* 2.2 GB are free, got 100; .* = '100'"
     with pytest.raises(kit.PoolError, match=most):
@@ -231,7 +199,7 @@ def test_more_ranks_than_fit_into_free_memory_are_refused_unless_somebody_insist
     assert pool.check_world_size(100) == 100
     assert "Enough for 100 ranks now, " in checks.memory().consequence
     monkeypatch.delenv("DDP_KIT_MAX_RANKS")
-    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(arguments, "available_memory", lambda: 0)
     assert len(kit.run(pid, world_size=2)) == 2, "they run already"
 
 
@@ -242,7 +210,7 @@ class Two:
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("size", [numpy.int64(2), numpy.array(2), torch.tensor(2), Two()])
-def test_a_whole_number_of_another_type_is_refused_or_reaches_the_worker(size):
+def test_a_whole_number_of_another_type_reaches_the_worker_as_an_int(size):
     def what(rank, world_size):
         return type(world_size) is int and world_size
 
@@ -252,28 +220,76 @@ def test_a_whole_number_of_another_type_is_refused_or_reaches_the_worker(size):
         assert "2 ranks" in repr(pool)
 
 
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(kit.BackendError, match="got 'smoke'"):
-        kit.run(pid, backend="smoke")
-
-
 @pytest.mark.skipif(torch.cuda.device_count() > 3, reason="this machine has the GPUs")
 def test_nccl_without_gpus_is_refused():
     with pytest.raises(kit.BackendError, match='use backend="gloo"'):
         kit.run(pid, backend="nccl")
 
 
-def test_a_worker_of_the_wrong_signature_is_refused():
-    def alone(rank):
-        return rank
+def alone(rank):
+    return rank
 
-    with pytest.raises(kit.PoolError, match=r"alone\(rank\) cannot be called as alone") as caught:
-        kit.run(alone)
-    assert "write alone(rank, world_size)" in str(caught.value)
-    with pytest.raises(kit.PoolError, match=r"cannot be called as total\(rank, world_size, 1, 2\)"):
-        kit.run(total, 1, 2)
-    with pytest.raises(kit.PoolError, match="must be a function, got 3; pass the function itself"):
-        kit.run(3)
+
+async def awaits(rank, world_size):
+    return rank
+
+
+def yields(rank, world_size):
+    yield rank
+
+
+def with_a_lock():
+    """Return workers that are sent by value, and use a lock in one way each."""
+    lock = threading.Lock()
+
+    def helper():
+        return lock
+
+    def keeps(rank, world_size, lock=lock):
+        pass
+
+    return (lambda rank, world_size: lock), (lambda rank, world_size: helper()), keeps
+
+
+USES, CALLS, KEEPS = with_a_lock()
+ONLY_CHILDREN = "return values from the worker, or pass a tensor"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((alone,), r"alone\(rank\) cannot be called as alone.*write alone\(rank, world_size\)"),
+        ((total, 1, 2), r"cannot be called as total\(rank, world_size, 1, 2\)"),
+        ((3,), "must be a function, got 3; pass the function itself"),
+        ((awaits,), r"awaits is an async function.*asyncio\.run"),
+        ((yields,), "yields is a generator function.*in a list"),
+        ((total, threading.Lock()), "argument 0 cannot be sent to the ranks: lock"),
+        ((USES,), "^lock, which the worker uses, cannot be sent to the ranks: lock"),
+        ((CALLS,), r"^lock, which helper\(\) uses, cannot be sent"),
+        ((KEEPS,), r"it uses something that only this process has \([^;]*$"),
+        ((total, multiprocessing.Queue()), ONLY_CHILDREN),
+        ((total, multiprocessing.Event()), ONLY_CHILDREN),
+        ((total, multiprocessing.Pipe()[0]), ONLY_CHILDREN),
+    ],
+)
+def test_a_worker_that_cannot_be_called_or_sent_is_refused_before_anything_starts(args, message):
+    with pytest.raises(kit.PoolError, match=message):
+        kit.run(*args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "smoke"}, "got 'smoke'"),
+        *(
+            ({"timeout": wrong}, "timeout must be a positive number")
+            for wrong in (0, -1, "soon", True, float("nan"), 10**400)
+        ),
+    ],
+)
+def test_an_impossible_backend_or_timeout_is_refused(options, message):
+    with pytest.raises(kit.KitError, match=message):
+        kit.run(pid, **options)
 
 
 def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys):
@@ -304,20 +320,20 @@ def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys)
         (lambda: kit.torchrun(world_size=2), "nproc_per_node= sets the number of ranks"),
     ],
 )
-def test_a_wrong_argument_is_a_bare_type_error(call, message):
+def test_a_wrong_argument_is_named_with_those_that_there_are(call, message):
     with pytest.raises(kit.PoolError) as caught:
         call()
     assert message in str(caught.value)
     assert caught.value._render_traceback_() == [f"PoolError: {caught.value}"]
 
 
-def test_a_signature_is_hidden_from_completion_and_help():
+def test_a_signature_is_there_for_completion_and_help():
     for function in (kit.run, kit.torchrun):
         assert next(iter(inspect.signature(function).parameters)) == "worker"
     assert list(inspect.signature(kit.WorkerPool).parameters) == ["world_size", "backend", "init"]
 
 
-def test_a_type_error_that_is_no_ones_arguments_changes(monkeypatch):
+def test_a_type_error_that_has_another_cause_is_left_alone(monkeypatch):
     def fail(*_args):
         raise TypeError("of another kind")
 
@@ -326,7 +342,7 @@ def test_a_type_error_that_is_no_ones_arguments_changes(monkeypatch):
         kit.run(pid)
 
 
-def test_a_rank_that_a_result_lacks_is_a_bare_index_error():
+def test_a_rank_that_a_result_lacks_is_named_with_those_that_it_has():
     result = kit.Result(("a", "b", "c"), ("", "", ""), None)
     assert (result[-1], result[1:]) == ("c", ("b", "c"))
     for rank in (5, -4, "loss"):
@@ -340,46 +356,6 @@ def test_a_rank_that_a_result_lacks_is_a_bare_index_error():
     assert numpy.array(kit.Result((1, 2), ("", ""), None)).tolist() == [1, 2]
     with pytest.raises(IndexError, match=r"which has rank 0$"):
         kit.Result((None,), ("",), None)[1]
-
-
-def test_an_argument_that_cannot_be_pickled_is_named():
-    with pytest.raises(kit.PoolError, match=r"argument 1 cannot be sent to the ranks: lock"):
-        kit.run(lambda rank, world_size, *args: None, 1, threading.Lock())
-
-
-def test_a_closure_that_cannot_be_pickled_is_named():
-    lock = threading.Lock()
-    with pytest.raises(
-        kit.PoolError, match="lock, which the worker uses, cannot be sent to the ranks: lock"
-    ):
-        kit.run(lambda rank, world_size: lock)
-
-
-def test_what_a_function_that_the_worker_calls_uses_is_named():
-    lock = threading.Lock()
-
-    def helper():
-        return lock
-
-    with pytest.raises(kit.PoolError, match=r"^lock, which helper\(\) uses, cannot be sent"):
-        kit.run(lambda rank, world_size: helper())
-
-
-@pytest.mark.parametrize(
-    "make", [multiprocessing.Queue, multiprocessing.Event, lambda: multiprocessing.Pipe()[0]]
-)
-def test_what_only_children_inherit_is_refused_with_what_works(make):
-    with pytest.raises(kit.PoolError, match="return values from the worker, or pass a tensor"):
-        kit.run(lambda rank, world_size, inherited: None, make(), world_size=1)
-
-
-def test_what_cannot_be_found_is_not_said_to_be_made_inside_the_worker():
-    def worker(rank, world_size, lock=threading.Lock()):  # noqa: B008
-        pass
-
-    with pytest.raises(kit.PoolError, match="it uses something that only this process has") as e:
-        kit.run(worker)
-    assert "inside" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -449,24 +425,12 @@ def test_an_object_in_place_of_a_module_is_sent_by_name(tmp_path, monkeypatch):
     assert list(kit.run(lambda rank, world_size: odd_module.lr, world_size=1)) == [3]
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "soon", True, float("nan"), 10**400])
-def test_an_impossible_timeout_is_refused(timeout):
-    with pytest.raises(kit.PoolError, match="timeout must be a positive number"):
-        kit.run(pid, timeout=timeout)
-
-
 def test_a_module_that_answers_for_every_name_can_be_used(tmp_path, monkeypatch):
     lazy = tmp_path / "lazy_names.py"
     lazy.write_text("x = 3\ndef __getattr__(name):\n    return {}[name]\n")
     monkeypatch.syspath_prepend(tmp_path)
     lazy_names = importlib.import_module("lazy_names")
     assert list(kit.run(lambda rank, world_size: lazy_names.x, world_size=2)) == [3, 3]
-
-
-def test_another_thread_is_refused_when_the_ranks_are_warm():
-    kit.run(pid, world_size=2)
-    with ThreadPoolExecutor(1) as executor, pytest.raises(kit.PoolError, match="main thread only"):
-        executor.submit(kit.run, pid, world_size=2).result()
 
 
 class EndsWhoeverUnpicklesIt:
@@ -485,24 +449,17 @@ def test_a_rank_cannot_start_ranks():
         kit.run(lambda rank, world_size: kit.run(pid), world_size=1)
 
 
-def test_a_helper_thread_cannot_run_ranks():
-    errors = []
-
-    def call():
-        try:
-            kit.run(pid)
-        except kit.PoolError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=call, name="helper")
-    thread.start()
-    thread.join()
-    assert errors
-    assert "not from the thread 'helper'" in errors[0]
+def test_a_helper_thread_cannot_run_ranks_also_not_warm_ones():
+    kit.run(pid, world_size=2)
+    with ThreadPoolExecutor(1, "helper") as executor:
+        error = executor.submit(kit.run, pid, world_size=2).exception()
+    assert isinstance(error, kit.PoolError)
+    assert "main thread only" in str(error)
+    assert "not from the thread 'helper_0'" in str(error)
 
 
-def test_a_long_value_fills_the_cell():
-    text = repr(kit.run(lambda r, w: "x" * 5_000, world_size=2))
+def test_a_long_value_is_cut_in_a_cell():
+    text = repr(kit.Result(("x" * 5_000,) * 2, ("", ""), None))
     assert len(text) < 3_300
     assert text.count(" more characters") == 2
     assert "... and 3,502 more characters\nrank 1: 'xxx" in text
@@ -530,13 +487,13 @@ def leave_a_cycle(rank, world_size, folder):
     weakref.finalize(Cycle(), (folder / str(rank)).touch)
 
 
-def test_an_idle_rank_keeps_what_only_the_garbage_collector_frees(tmp_path):
+def test_an_idle_rank_frees_what_only_the_garbage_collector_frees(tmp_path):
     kit.run(leave_a_cycle, tmp_path, world_size=2)
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2, 60, "both ranks have collected garbage")
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_ranks_stay_after_shutdown_or_the_next_run_fails():
+def test_shutdown_ends_the_ranks_and_the_next_run_starts_new_ones():
     kit.run(total, world_size=2)
     pids = kit.run(pid, world_size=2)
     kit.shutdown()
@@ -548,10 +505,9 @@ def test_ranks_stay_after_shutdown_or_the_next_run_fails():
 def test_a_closed_pool_says_so(pool):
     pool.close()
     pool.close()
-    with pytest.raises(kit.PoolError, match="this pool is closed"):
-        pool.run(pid)
-    with pytest.raises(kit.PoolError, match="this pool is closed"):
-        pool.restart()
+    for call in (lambda: pool.run(pid), pool.restart):
+        with pytest.raises(kit.PoolError, match="this pool is closed"):
+            call()
     assert "closed" in repr(pool)
 
 

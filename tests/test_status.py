@@ -13,7 +13,7 @@ import pytest
 from processes import ended, wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool import keep_names, view
+from ddp_kit.pool import keep_names
 from ddp_kit.pool import pool as pool_module
 
 
@@ -58,20 +58,19 @@ def test_a_pool_shows_its_ranks_their_state_and_their_memory():
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_run_that_is_going_on_is_shown(monkeypatch, pool, tmp_path):
+def test_a_run_that_is_going_on_is_shown(watch, pool, tmp_path):
     seen: list[object] = []
 
-    class Watching(view.NoLiveView):
-        def update(self, lines):
-            seen.append(last())
-            if {rank.state for rank in seen[-1].ranks} == {"running"}:
-                (tmp_path / "seen").touch()
+    def look(lines):
+        seen.append(last())
+        if {rank.state for rank in seen[-1].ranks} == {"running"}:
+            (tmp_path / "seen").touch()
 
     def until_seen(rank, world_size):
         while not (tmp_path / "seen").exists():
             time.sleep(0.01)
 
-    monkeypatch.setattr(view, "current", view.View(Watching))
+    watch(look)
     pool.run(until_seen, timeout=60)
     assert seen[-1].running
     assert str(seen[-1]).startswith("WorkerPool: 2 ranks, gloo, running")
@@ -127,8 +126,9 @@ def in_loop(call, until, seconds=30):
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_no_run_has_used_for_a_while_end_and_the_next_run_starts_new_ones(monkeypatch):
-    monkeypatch.setattr(pool_module, "UNUSED", 0.3)
     with kit.WorkerPool(1) as pool:
+        in_loop(lambda: pool.run(pid), lambda: True)  # a loop that is closed before they end
+        monkeypatch.setattr(pool_module, "UNUSED", 0.3)
         three = in_loop(lambda: pool.run(pid, world_size=3), lambda: not pool._processes.ranks)
         assert not any(map(psutil.pid_exists, three))
         assert str(last()) == "WorkerPool: no ranks; the next run starts them"
@@ -173,15 +173,6 @@ def test_a_rank_gives_back_the_memory_of_a_training_step():
         before = rank.memory_full_info().uss
         pool.run(train)
         wait_until(lambda: rank.memory_full_info().uss < before + 50e6, 30, "it was given back")
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_unused_ranks_end_in_a_loop_after_one_that_was_closed(monkeypatch):
-    with kit.WorkerPool(1) as pool:
-        pool.run(pid, world_size=2)
-        in_loop(lambda: pool.run(pid), lambda: True)  # closed long before UNUSED is over
-        monkeypatch.setattr(pool_module, "UNUSED", 0.1)
-        in_loop(lambda: pool.run(pid), lambda: not pool._processes.ranks)
 
 
 @pytest.mark.usefixtures("forked_ranks")

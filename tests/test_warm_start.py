@@ -10,8 +10,8 @@ import pytest
 from kernels import ENVIRONMENT, Kernel
 from processes import assert_gone, wait_until
 
-from ddp_kit.pool import memory
-from ddp_kit.pool.rank_handle import start_variables
+from ddp_kit.pool import arguments
+from ddp_kit.pool.ranks import start_variables
 
 IMPORT = "import os\nimport ddp_kit as kit\n"
 PIDS = "list(kit.run(lambda rank, world_size: os.getpid()))"
@@ -116,6 +116,7 @@ NO_PROCESS = """
 import errno, multiprocessing.util as util
 
 def no_process(*args):
+    util.spawnv_passfds = spawn
     raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
 spawn, util.spawnv_passfds = util.spawnv_passfds, no_process
@@ -127,54 +128,31 @@ spawn, util.spawnv_passfds = util.spawnv_passfds, no_process
     [
         (IMPORT, {"DDP_KIT_WARM": "0"}),
         (NO_MEMORY + IMPORT, {}),
+        (NO_PROCESS + IMPORT, {}),
         (IMPORT + "with kit.WorkerPool(1) as pool: pool.run(print)", {}),
+        ("import os\n%run lesson.py\nimport ddp_kit as kit", {}),
     ],
-    ids=["turned off", "too little memory", "a cell that has a pool of its own"],
+    ids=["turned off", "too little memory", "a failure", "a pool of its own", "in a lesson"],
 )
-def test_no_rank_starts_before_a_run(start, set_up, variables):
+def test_no_rank_starts_before_a_run(start, tmp_path, set_up, variables):
+    lesson = "import ddp_kit as kit\nwith kit.WorkerPool(1) as p: p.run(print)\n"
+    (tmp_path / "lesson.py").write_text(lesson)
     kernel = start(set_up, **variables)
     kernel.run("pass")
     assert not ranks(kernel)
     assert len(pids(kernel, OF_ONE_RANK)) == 1
 
 
-def test_a_start_that_fails_leaves_the_cell_alone(start):
-    kernel = start(NO_PROCESS + IMPORT)
-    kernel.run("util.spawnv_passfds = spawn")
-    assert not ranks(kernel)
-    assert len(pids(kernel, OF_ONE_RANK)) == 1
-
-
-def test_a_killed_kernel_that_ran_nothing_leaves_nothing(start, tmp_path):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    kernel = start(TMPDIR=str(folder))
-    wait_for_ranks(kernel)
-    started = ranks(kernel)
-    wait_until(lambda: "starting" not in kernel.value(STATES), 300, "they wait for the first run")
-    kernel.process.kill()
-    assert_gone(started, "the kernel was killed")
-    assert not list(folder.glob("ddp_kit*"))
-
-
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(arguments, "CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("350\n")
     (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 20\nactive_file 30\nshmem 50\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory() > 1e6
+    assert arguments.available_memory() > 1e6
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.available_memory() == 700
+    assert arguments.available_memory() == 700
     (tmp_path / "memory.stat").write_text("anon 250\n")
-    assert memory.available_memory() > 1e6, "the limit is left alone if it cannot be read"
-
-
-def test_a_lesson_under_percent_run_that_has_its_own_pool_starts_no_others(start, tmp_path):
-    lesson = tmp_path / "lesson.py"
-    lesson.write_text("import ddp_kit as kit\nwith kit.WorkerPool(1) as p: p.run(print)\n")
-    kernel = start(f"%run {lesson.name}")
-    kernel.run("pass")
-    assert not ranks(kernel)
+    assert arguments.available_memory() > 1e6, "the limit is left alone if it cannot be read"
 
 
 def test_a_script_starts_no_rank_by_its_import():
@@ -189,10 +167,14 @@ def test_a_script_starts_no_rank_by_its_import():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize("how", ["shutdown", "SIGKILL while they import"])
-def test_a_kernel_that_never_runs_anything_leaves_no_process(start, how):
-    kernel = start()
+@pytest.mark.parametrize("how", ["shutdown", "killed while they import", "killed when they wait"])
+def test_a_kernel_that_never_runs_anything_leaves_nothing(start, tmp_path, how):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    kernel = start(TMPDIR=str(folder))
     wait_for_ranks(kernel)
+    if how == "killed when they wait":
+        wait_until(lambda: "starting" not in kernel.value(STATES), 300, "they wait for a run")
     left = [kernel.process, *ranks(kernel)]
     if how == "shutdown":
         kernel.manager.shutdown_kernel()
@@ -200,3 +182,4 @@ def test_a_kernel_that_never_runs_anything_leaves_no_process(start, how):
         kernel.process.kill()
     psutil.wait_procs(left, 120)  # a rank notices when its imports are done
     assert_gone(left, how)
+    assert not list(folder.glob("ddp_kit*"))

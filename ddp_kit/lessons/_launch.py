@@ -24,7 +24,6 @@ from ddp_kit.comparison import Comparison
 from ddp_kit.errors import BackendError, KitError, PoolError, ProofError
 from ddp_kit.pool.ipython import shell
 from ddp_kit.pool.rank import environment
-from ddp_kit.pool.rank.clocks import compare_clocks
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.view import print_output
 from ddp_kit.trace import (
@@ -127,7 +126,7 @@ class Ranks:
             with self._group():
                 launch = [self._folder.launch]
                 dist.broadcast_object_list(launch, src=0)
-                self._folder.launch, self._folder.clock = launch[0], compare_clocks()
+                self._folder.launch, self._folder.clock = launch[0], environment.compare_clocks()
 
     def say(self, line: str) -> None:
         """Print a line in one process only."""

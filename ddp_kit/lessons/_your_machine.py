@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
-from ddp_kit.pool.rank_handle import kill_marked
+from ddp_kit.pool.ranks import kill_marked
 from ddp_kit.pool.wire.messages import RANK_MARK
 
 EXITS = (

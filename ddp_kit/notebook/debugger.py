@@ -21,7 +21,7 @@ from ddp_kit import pool
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import ipython
-from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, shorten
+from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, known, shorten
 
 LONGEST_VALUE = 200  # characters of a variable in the list of all
 # Commands of pdb that continue a program, change where it stops, or need its exception.
@@ -174,7 +174,7 @@ class RankDebugger(_Pdb):
             value = self._getval(arg)
         except Exception:  # pdb has printed it
             return
-        kind = value.__reduce__()[1][0] if type(value) is Summary else type(value)
+        kind = known(value).kind if type(value) is Summary else type(value)
         self.message(kind)
 
     def get_names(self) -> list[str]:
@@ -208,7 +208,7 @@ def _rebuild(copy: FrameCopy) -> FrameType:
 
 def _module(value: Summary) -> Any:
     """Return this process's module for the summary of one; but here is no process group."""
-    kind, name, *_ = value.__reduce__()[1]
+    kind, name, *_ = known(value)
     if kind != "module" or name.startswith("torch.distributed"):
         return value
     return sys.modules.get(name, value)

@@ -1,14 +1,13 @@
 """Warm processes and the runs on them; the only home of processes and signals.
 
-pool.py            WorkerPool, and `run` on the notebook's shared pool, which may start early
+pool.py            WorkerPool, and `run` on the notebook's shared pool; `status` of both
 torchrun.py        `kit.torchrun`: the same on processes that torchrun starts
-arguments.py       what can be run; memory.py: and on how many ranks
+arguments.py       what can be run, and on how many ranks
 run_loop.py        one run: the only loop that waits for ranks, and its result or error
 deadlock_watch.py  when a run is judged
 reports.py         what the ranks have reported, and the error if some failed
 other_hosts.py     the same of ranks on other hosts, and when a host is lost
-rank_processes.py  the ranks of a pool: which are missing, replaced, or restarted for a changed file
-rank_handle.py     one rank's process: send to it, receive from it, end it
+ranks.py           the ranks of a pool, and one rank's process: send to it, receive, end it
 launchers.py       who starts the processes: spawn or mpiexec
 view.py            what is shown while a run lasts, and printed after it
 rank/              what runs in the process of a rank, and nowhere else
@@ -23,11 +22,11 @@ from ddp_kit.pool.pool import (
     launcher_of,
     run,
     shutdown,
+    status,
 )
-from ddp_kit.pool.rank_processes import end_all
+from ddp_kit.pool.ranks import end_all
 from ddp_kit.pool.reports import FailedRun, last_failed_run
 from ddp_kit.pool.result import Result
-from ddp_kit.pool.status import status
 
 __all__ = [
     "FailedRun",

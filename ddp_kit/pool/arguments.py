@@ -6,23 +6,33 @@ import functools
 import inspect
 import math
 import operator
+import os
 import reprlib
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
+import psutil
 
 from ddp_kit.backends import choose_backend
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import view
-from ddp_kit.pool.memory import check_room
 from ddp_kit.pool.wire import messages, payload
 
-LONGEST = 1e300  # seconds; longer ones cannot be added to a time
+FILES_A_RANK = 5  # control and print pipe, board, and two that multiprocessing holds
+FILES_ELSEWHERE = 100  # what a notebook's kernel has open for itself, generously
+RANK_MEMORY = 250e6  # bytes that a process uses once it has imported torch
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # where a container's limit is
+CACHE = "inactive_file", "active_file"  # of what the group has read; it gives way to processes
+NEVER_REFUSED = 4  # ranks, because a system can also swap
+INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free memory
 
+LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 
 # What other programs, and other functions of the kit, call the number of ranks.
 _NUMBERS = {
@@ -113,6 +123,59 @@ def check_world_size(world_size: int, living: int) -> int:
         raise PoolError(f"world_size must be at least 1, got {size}")
     check_room(size, living)
     return size
+
+
+# --- how many ranks this machine has room for ------------------------------------------------
+
+
+def available_memory() -> int:
+    """Return how many bytes processes may still use, on this machine and in this container."""
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        stat = dict(map(str.split, lines))
+        used -= sum(int(stat[name]) for name in CACHE)
+        available = min(available, limit - used)
+    return available
+
+
+def check_room(size: int, living: int) -> None:
+    """Raise PoolError unless there is room for `size` ranks, of which `living` run already."""
+    if size <= living:
+        return
+    if size > (most := ranks_by_files()):
+        raise PoolError(
+            f"world_size must be at most {most} here, because of the limit on open files, got "
+            f"{size}; run `ulimit -n {FILES_ELSEWHERE + FILES_A_RANK * size}` before starting "
+            "Jupyter"
+        )
+    if size > max(NEVER_REFUSED, most := ranks_by_memory(living)):
+        raise PoolError(
+            f"world_size must be at most {most} now, because a rank needs about "
+            f"{RANK_MEMORY / 1e6:g} MB and {available_memory() / 1e9:.1f} GB are free, got {size}; "
+            "call kit.shutdown() in other notebooks, or insist with "
+            f"os.environ[{INSIST!r}] = '{size}'"
+        )
+
+
+def ranks_by_memory(living: int) -> int:
+    """Return how many ranks fit into the memory that is free, with `living` that run already."""
+    insisted = os.environ.get(INSIST, "")
+    fitting = living + int(available_memory() / RANK_MEMORY)
+    return max(1, fitting, int(insisted) if insisted.isdecimal() else 0)
+
+
+def ranks_by_files() -> int:
+    """Return how many ranks this process can start with the files that it may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, (limit - FILES_ELSEWHERE) // FILES_A_RANK)
+
+
+# --- the other arguments -----------------------------------------------------------------------
 
 
 def whole_number(value: Any) -> int | None:

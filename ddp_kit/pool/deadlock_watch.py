@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
+
+import psutil
 
 from ddp_kit.backends import work
 from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks, have_processes
+from ddp_kit.pool.ranks import RankHandle, ask_for_stacks, started_by
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
 from ddp_kit.trace.board import EVENTS, Head
@@ -50,9 +53,8 @@ class DeadlockWatch:
     def __init__(
         self, ranks: Sequence[RankHandle], run: int, remote: RemoteRanks | None = None
     ) -> None:
-        self._ranks, self._remote = ranks, remote
+        self._ranks, self._remote, self._run = ranks, remote, run
         self._boards = [*(rank.board for rank in ranks), *(remote.boards if remote else ())]
-        self._run = run
         self._seen: list[object] = [None] * len(self._boards)  # on the board of each rank
         self._since = [math.inf] * len(self._boards)  # when that was seen first
         self._judged: set[tuple[int, object]] = set()  # the ranks that were judged last
@@ -63,6 +65,8 @@ class DeadlockWatch:
         self._limited: dict[tuple[int, int], Verdict] = {}
         self._said: set[str] = set()
         self._is_held = False  # which was said
+        # What the current look is about: the moment, and the ranks that do not move.
+        self._now, self._heads, self._quiet = -math.inf, list[Head](), list[int]()
 
     def look(
         self, now: float, returned: Collection[int], left_threads: Collection[int]
@@ -72,77 +76,73 @@ class DeadlockWatch:
         returned: the ranks that have returned; left_threads: those of them that have left a thread
         of the worker running, which may send.
         """
-        heads = [board.head() for board in self._boards]
-        for number, head in enumerate(heads):
+        self._now, self._heads = now, [board.head() for board in self._boards]
+        for number, head in enumerate(self._heads):
             seen = head.moves, number in returned
             if seen != self._seen[number]:
                 self._seen[number], self._since[number] = seen, now
-        if any(head.run != self._run for head in heads):
+        if any(head.run != self._run for head in self._heads):
             return None  # a rank has not begun
-        quiet = self._quiet(now, heads, returned)
-        if not any(heads[number].waits for number in quiet) or not self._is_due(now, quiet):
+        self._quiet = self._find_quiet(returned)
+        if not any(self._heads[number].waits for number in self._quiet) or not self._is_due():
             return None
         began = time.monotonic()
-        verdict = self._judge(now, heads, quiet, returned, left_threads)
+        verdict = self._judge(returned, left_threads)
         self._earliest = now + (time.monotonic() - began) / SHARE
         return verdict
 
-    def _quiet(self, now: float, heads: list[Head], returned: Collection[int]) -> list[int]:
+    def _find_quiet(self, returned: Collection[int]) -> list[int]:
         """Return all ranks if none of them moves, else those that wait or have returned.
 
         While others move, ranks must be quiet for longer: those that come to wait with them at
         nearly the same time belong in the same verdict.
         """
-        if now - max(self._since) >= QUIET:
-            return list(range(len(heads)))
-        return [
-            number
-            for number, since in enumerate(self._since)
-            if now - since >= QUIET_RANK and (heads[number].waits or number in returned)
-        ]
+        everyone = range(len(self._heads))
+        if self._now - max(self._since) >= QUIET:
+            return list(everyone)
+        rests = [number for number in everyone if self._heads[number].waits or number in returned]
+        return [number for number in rests if self._now - self._since[number] >= QUIET_RANK]
 
-    def _is_due(self, now: float, quiet: list[int]) -> bool:
-        """Return whether these ranks are to be judged now: not all of them were, or it is time."""
-        if now < self._earliest and len(quiet) < len(self._boards):
+    def _is_due(self) -> bool:
+        """Return whether the quiet ranks are to be judged: not all of them were, or it is time."""
+        if self._now < self._earliest and len(self._quiet) < len(self._boards):
             return False
-        judged = {(number, self._seen[number]) for number in quiet}
+        judged = {(number, self._seen[number]) for number in self._quiet}
         if not judged <= self._judged:
             self._again = AGAIN
-        elif now < self._next:
+        elif self._now < self._next:
             return False
         self._judged = judged
         # A thread that keeps the run from being judged may end; asking costs room on the board.
-        self._next, self._again = now + self._again, 2 * self._again
+        self._next, self._again = self._now + self._again, 2 * self._again
         return True
 
-    def _judge(
-        self,
-        now: float,
-        heads: list[Head],
-        quiet: Collection[int],
-        returned: Collection[int],
-        left_threads: Collection[int],
-    ) -> Verdict | None:
+    @property
+    def _has_moved(self) -> bool:
+        return any(self._boards[number].head() != self._heads[number] for number in self._quiet)
+
+    def _judge(self, returned: Collection[int], left_threads: Collection[int]) -> Verdict | None:
         # Of a rank that moves only the counts matter: it may do anything, so it is running.
-        boards = self._boards
-        copies = [b.read() if n in quiet else b.read_counts() for n, b in enumerate(boards)]
-        if any(boards[number].head() != heads[number] for number in quiet):
+        copies = [
+            board.read() if number in self._quiet else board.read_counts()
+            for number, board in enumerate(self._boards)
+        ]
+        if self._has_moved:
             return None  # the copies are of different moments
         snapshots = [Snapshot(number, copy) for number, copy in enumerate(copies)]
-        gone = [number for number in returned if number in quiet]
+        gone = [number for number in returned if number in self._quiet]
         # Of another host it is not known whether a rank that has returned has left a thread.
-        left_threads = {*left_threads, *(number for number in gone if number >= len(self._ranks))}
-        verdict = judge(snapshots, gone, long=now - max(self._since) >= AGAIN)
+        left = {*left_threads, *(number for number in gone if number >= len(self._ranks))}
+        verdict = judge(snapshots, gone, long=self._now - max(self._since) >= AGAIN)
         if verdict is not None:
-            return self._confirm(now, verdict, heads, quiet, snapshots, left_threads)
+            return self._confirm(verdict, snapshots, left)
         why = ends_by_its_limit(snapshots, gone)
         if why is not None and (waits := self._limited_waits(why, snapshots)):
-            why = self._confirm(now, why, heads, quiet, snapshots, left_threads)
+            why = self._confirm(why, snapshots, left)
             if why is not None:
                 self._note_limited(why, waits)
         if crowded := [snapshot.rank for snapshot in snapshots if snapshot.is_crowded]:
-            since = max(self._since[number] for number in quiet)
-            self._note_held(now, since, _CROWDED.format(name_ranks(crowded)))
+            self._note_held(self._quiet, _CROWDED.format(name_ranks(crowded)))
         return None
 
     def _limited_waits(self, why: Verdict, snapshots: Sequence[Snapshot]) -> set[tuple[int, int]]:
@@ -174,10 +174,7 @@ class DeadlockWatch:
 
     def _confirm(
         self,
-        now: float,
         verdict: Verdict,
-        heads: list[Head],
-        quiet: Collection[int],
         snapshots: Sequence[Snapshot],
         left_threads: Collection[int],
     ) -> Verdict | None:
@@ -186,41 +183,46 @@ class DeadlockWatch:
         if verdict.waits:  # what other ranks do cannot help these
             waits = {wait.rank: waits[wait.rank] for wait in verdict.waits}
         keys = any(event.kind == "key" for events in waits.values() for event in events)
-        numbers = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
-        here = range(len(self._ranks))
-        answers = ask_for_stacks([self._ranks[number] for number in numbers if number in here])
-        if self._remote is not None:
-            # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
-            # of these ranks may have moved.
-            far = self._remote.ask_for_stacks([number for number in numbers if number not in here])
-            if far is None or any(self._boards[number].head() != heads[number] for number in quiet):
-                self._seen = [None] * len(self._boards)  # look again soon
-                return None
-            answers += far
+        asked = range(len(snapshots)) if keys else sorted(waits.keys() | set(left_threads))
+        stacks = self._ask_for_stacks(asked)
+        if stacks is None:
+            self._seen = [None] * len(self._boards)  # look again soon
+            return None
         acting: dict[int, list[Frame]] = {}
-        for number, stacks in zip(numbers, answers, strict=True):
-            snapshot = snapshots[number]
+        for number in asked:
+            snapshot, found = snapshots[number], stacks[number]
             known = len(snapshot.thread_waits) if number in waits else 0
-            if not stacks:
-                self._note_held(now, max(self._since[each] for each in waits), _silent(number))
+            if not found:
+                self._note_held(waits, _SILENT.format(number))
                 return None
-            if snapshot.polls and not _polls(stacks[0]):
+            if snapshot.polls and not _polls(found[0]):
                 return None
-            for stack in _may_act(stacks, known, snapshot.joins, snapshot.has_tasks):
+            for stack in _may_act(found, known, snapshot.joins, snapshot.has_tasks):
                 acting.setdefault(number, stack)
         if acting:
-            since = max(self._since[number] for number in waits)
-            self._note_held(now, since, _name_thread(acting, snapshots))
+            self._note_held(waits, _name_thread(acting, snapshots))
             return None
         if keys and not self._keys_stay_unset(snapshots):
             return None
-        if verdict.waits:
-            return _located(verdict, dict(zip(numbers, answers, strict=True)))
-        return verdict
+        return _located(verdict, stacks) if verdict.waits else verdict
 
-    def _note_held(self, now: float, since: float, why: str) -> None:
+    def _ask_for_stacks(self, numbers: Sequence[int]) -> dict[int, list[list[Frame]]] | None:
+        """Return which lines ranks run; None if one has moved on another host."""
+        here = [number for number in numbers if number < len(self._ranks)]
+        answers = ask_for_stacks([self._ranks[number] for number in here])
+        if self._remote is not None:
+            # Boards of other hosts arrive late. At the moment at which all hosts are asked, none
+            # of these ranks may have moved.
+            far = self._remote.ask_for_stacks(numbers[len(here) :])
+            if far is None or self._has_moved:
+                return None
+            answers += far
+        return dict(zip(numbers, answers, strict=True))
+
+    def _note_held(self, ranks: Iterable[int], why: str) -> None:
         """Note, once in a run, what keeps ranks from being judged that have not moved for long."""
-        if now - since < HELD:
+        since = max(self._since[number] for number in ranks)
+        if self._now - since < HELD:
             self._next = min(self._next, since + HELD)
         elif not self._is_held:
             self._is_held = True
@@ -228,18 +230,20 @@ class DeadlockWatch:
 
     def _keys_stay_unset(self, snapshots: Sequence[Snapshot]) -> bool:
         """Return whether nobody sets the keys that ranks wait for, or has just set them."""
-        if have_processes(self._ranks):
+        if _have_processes(self._ranks):
             return False  # they may have the store, too
         # All ranks have answered. Whoever waits for a key that was set would move by now.
         time.sleep(KEY_NOTICED)
         return all(self._boards[each.rank].head() == each.board.head for each in snapshots)
 
 
-def _silent(rank: int) -> str:
-    return (
-        f"no verdict while rank {rank} does not say what it does: native code may hold Python's "
-        "lock, or the worker handles all signals, also the real-time signal that the kit uses"
-    )
+def _have_processes(ranks: Sequence[RankHandle]) -> bool:
+    own = {rank.process.pid for rank in ranks}
+    for process in started_by(ranks):
+        with suppress(psutil.Error):  # one that has ended may wait to be reaped
+            if process.pid not in own and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _may_act(
@@ -251,7 +255,8 @@ def _may_act(
     waits until threads go on, so it counts whatever another one does. has_tasks: tasks in pools
     have callbacks.
     """
-    rest = [stack for stack in stacks[1:] if not any(map(_is_wait, stack))]
+    places = [[(frame.file, frame.function) for frame in stack] for stack in stacks]
+    rest = [stack for stack, at in zip(stacks[1:], places[1:], strict=True) if _WAIT not in at]
     if len(stacks) - 1 - len(rest) != waits:
         rest = stacks[1:]
     passes = joins or has_tasks
@@ -277,7 +282,7 @@ def _is_idle(stack: list[Frame], passes: bool) -> bool:
 
     passes: somebody waits for the result of a task, or is called with it.
     """
-    if any(f.file == _WATCHES_PARENT or _place(f) in _OF_GROUPS for f in stack):
+    if any(f.file == _WATCHES_PARENT or (f.file, f.function) in _OF_GROUPS for f in stack):
         return True
     roles = [_ROLES.get((os.path.basename(frame.file), frame.function)) for frame in stack]
     if PASSES_ON in roles:
@@ -288,14 +293,6 @@ def _is_idle(stack: list[Frame], passes: bool) -> bool:
         if role != WAITS:  # the line tells a wait for work from a call of C, which has no frame
             return role == IDLES and any(text in frame.source for text in _GETS)
     return False
-
-
-def _place(frame: Frame) -> tuple[str, str]:
-    return frame.file, frame.function
-
-
-def _is_wait(frame: Frame) -> bool:
-    return _place(frame) == _WAIT
 
 
 def _name_thread(acting: Mapping[int, list[Frame]], snapshots: Sequence[Snapshot]) -> str:
@@ -339,6 +336,10 @@ _OF_GROUPS = {
 }
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
+_SILENT = (
+    "no verdict while rank {} does not say what it does: native code may hold Python's lock, or "
+    "the worker handles all signals, also the real-time signal that the kit uses"
+)
 _CROWDED = f"no verdict on {{}}: more than {EVENTS:,} calls are open, or as many tags were used"
 
 # What a thread does that runs nothing but the standard library, by the files and functions on its

@@ -72,7 +72,3 @@ def reloads_modules() -> bool:
     ipython = shell()
     loaded = ipython.extension_manager.loaded if ipython is not None else ()
     return any("autoreload" in name for name in loaded)
-
-
-def source(name: str) -> str:
-    return "".join(linecache.getlines(name))

@@ -29,55 +29,24 @@ from ddp_kit.backends import mpi
 from ddp_kit.errors import BackendError, KitError, PoolError
 from ddp_kit.pool.interrupts import holding_interrupt
 from ddp_kit.pool.private_folder import PrivateFolder
-from ddp_kit.pool.rank import bootstrap, mpiexec_main
-from ddp_kit.pool.rank_handle import Ends, Process, RankHandle, stop_ranks
+from ddp_kit.pool.rank import bootstrap
+from ddp_kit.pool.ranks import (
+    START_TIMEOUT,
+    Ends,
+    Launcher,
+    Process,
+    RankHandle,
+    Show,
+    stop_ranks,
+)
 from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
-CONNECT_TIMEOUT = 60.0  # seconds until all processes of mpiexec must have connected
-KEPT = 8000  # bytes of a program's output that are read at its beginning and at its end
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
 LONGEST_PATH = 100  # bytes in the path of a socket; some systems allow a few more
 
 _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
-
-
-Show = Callable[[list[str]], None]  # is called with what each process is doing, again and again
-
-
-class Launcher:
-    """Starts the processes of a pool's ranks."""
-
-    hosts = 1  # on which it starts ranks; this process sees those of its own host
-    store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
-    reusable = True  # its ranks serve one run after another
-    separate = False  # its ranks can end one by one
-
-    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
-        """Put at least `world_size` living processes into `ranks`; return whether some are new.
-
-        A launcher that takes its time leaves `ranks` as they are until `wait` has been called.
-
-        broken: some may have ended, or owe a reply that nobody waits for.
-        """
-        raise NotImplementedError
-
-    def wait(self, show: Show) -> None:
-        """Wait until the processes exist. An interrupt or an error ends them."""
-
-    def end(self) -> None:
-        """End what is left when the processes have ended."""
-
-
-def was_ended_by_launcher(process: Process) -> bool:
-    """Return whether the launcher ended a process because another one had ended."""
-    return getattr(process, "was_ended_by_launcher", False)
-
-
-def why_not_ready(process: Process) -> str:
-    """Return what the launcher's program printed about ranks that never came; "" if nothing."""
-    return getattr(process, "why_not_ready", str)()
 
 
 # --- spawn -----------------------------------------------------------------------------------
@@ -102,12 +71,7 @@ class Spawn(Launcher):
 
 
 def _spawn(ends: Ends) -> tuple[Process, Callable[[], None]]:
-    with (
-        holding_interrupt(),
-        _main_module(FIRST),
-        _no_resource_tracker(),
-        _variable(RANK_MARK, ends.mark),
-    ):
+    with holding_interrupt(), _prepared_for_spawn(ends.mark):
         args = ends.control, ends.printed, ends.board, os.getpid()
         started = mp.spawn(bootstrap.serve_spawned, args, nprocs=1, join=False)
     # torch writes these if `serve_spawned` fails.
@@ -120,41 +84,24 @@ def _remove(files: Sequence[str]) -> None:
 
 
 @contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable for the processes that are started in this block."""
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
+def _prepared_for_spawn(mark: str) -> Iterator[None]:
+    """Let a rank have its mark, and run FIRST instead of the notebook's script.
 
-
-@contextmanager
-def _no_resource_tracker() -> Iterator[None]:
-    """Start processes without multiprocessing's tracker of named memory, which is not used here.
-
-    The tracker outlives SIGTERM, and a kernel that is shut down waits seconds for it, is then
-    killed, and cannot clean up.
+    It has no tracker of named memory of multiprocessing's, which the kit does not use: the tracker
+    outlives SIGTERM, and a kernel that is shut down waits seconds for it, is then killed, and
+    cannot clean up.
     """
-    getfd = resource_tracker.getfd
+    getfd, main = resource_tracker.getfd, sys.modules["__main__"]
     with open(os.devnull, "wb") as nowhere:
-        resource_tracker.getfd = nowhere.fileno
         try:
+            os.environ[RANK_MARK] = mark
+            resource_tracker.getfd = nowhere.fileno
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            sys.modules["__main__"].__file__ = str(FIRST)
             yield
         finally:
-            resource_tracker.getfd = getfd
-
-
-@contextmanager
-def _main_module(file: Path) -> Iterator[None]:
-    """Let spawn run `file` first in each rank, and not the notebook's script again."""
-    before = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules["__main__"].__file__ = str(file)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = before
+            resource_tracker.getfd, sys.modules["__main__"] = getfd, main
+            os.environ.pop(RANK_MARK, None)
 
 
 # --- programs that start ranks ---------------------------------------------------------------
@@ -168,15 +115,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-class Program:
+class Program(Launcher):
     """A program, such as mpiexec, that starts one process for each rank, which takes seconds.
 
     It passes no pipes on, so its processes connect to a socket and are sent theirs. They live and
     die together, and none can be added.
 
     count: number of processes that connect. path: of the socket. command: starts the program.
-    environment: the program's. To be created while interrupts are held, because the program
-    inherits a blocked SIGINT.
+    environment: the program's. timeout: seconds for all to connect. To be created while interrupts
+    are held, because the program inherits a blocked SIGINT.
 
     Raises PoolError if it cannot be started.
     """
@@ -185,15 +132,19 @@ class Program:
     start_error: type[KitError]  # raised if its processes do not come
 
     def __init__(
-        self, count: int, path: str, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        count: int,
+        path: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        timeout: float,
     ) -> None:
         if len(os.fsencode(path)) > LONGEST_PATH:
             raise PoolError(
                 f"the name of the temporary folder is too long for a socket in it ({path!r}); "
                 "set TMPDIR to a folder with a shorter name"
             )
-        self.count = count
-        self._path = path
+        self.count, self._path, self._timeout = count, path, timeout
         self._lines: list[socket.socket] = []
         self._attempt = 0
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
@@ -212,20 +163,19 @@ class Program:
             self._printed.close()
             raise PoolError(f"{self.name} cannot be started here ({error.strerror})") from error
 
-    @property
-    def all_connected(self) -> bool:
-        return len(self._calls) == self.count
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        if ranks or not self.all_connected:
+            return False
+        ranks += [self._admit(*call) for call in sorted(self._calls)]
+        return True
 
-    def wait(self, seconds: float, show: Show) -> None:
-        """Wait until all processes have connected; any exception ends them.
-
-        Raises `start_error`, with the program's own words, if they have not after `seconds`.
-        """
-        deadline = time.monotonic() + seconds
+    def wait(self, show: Show) -> None:
+        """Raise `start_error`, with the program's own words, if the processes do not come."""
+        deadline = time.monotonic() + self._timeout
         try:
             while not self.all_connected:
                 if self.ended or time.monotonic() > deadline:
-                    raise self.start_error(self.explain_start(seconds))
+                    raise self.start_error(self.explain_start())
                 if connection.wait([self._listener], 0.1):
                     self._accept()
                 ready = {rank for rank, *_ in self._calls}
@@ -235,7 +185,11 @@ class Program:
             self.end()
             raise
 
-    def explain_start(self, seconds: float) -> str:
+    @property
+    def all_connected(self) -> bool:
+        return len(self._calls) == self.count
+
+    def explain_start(self) -> str:
         return f"{self.name} did not start {self.count} ranks: {self.in_one_line()}"
 
     def _accept(self) -> None:
@@ -249,9 +203,6 @@ class Program:
                 if attempt != self._attempt:  # the program has restarted all of them
                     self._attempt, self._calls = attempt, []
                 self._calls.append((rank, pid, line))
-
-    def admit(self) -> list[RankHandle]:
-        return [self._admit(*call) for call in sorted(self._calls)]
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankHandle:
         def start(ends: Ends) -> tuple[_ConnectedProcess, Callable[[], None]]:
@@ -272,16 +223,11 @@ class Program:
                 os.unlink(self._path)
 
     def printed(self) -> str:
-        """Return the beginning and the end of what the program has printed."""
         if self._printed.closed:
             return self._last
         # Not by seek: the program writes at this file's position.
         file = self._printed.fileno()
-        size = os.fstat(file).st_size
-        if size <= 2 * KEPT:
-            return os.pread(file, size, 0).decode(errors="replace")
-        ends = os.pread(file, KEPT, 0), os.pread(file, KEPT, size - KEPT)
-        return "\n".join(end.decode(errors="replace") for end in ends)
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def in_one_line(self) -> str:
         if self._printed.closed:
@@ -357,7 +303,7 @@ class _ConnectedProcess:
         return self._program.reason()
 
     @property
-    def was_ended_by_launcher(self) -> bool:
+    def was_ended_later(self) -> bool:
         return self._program.first_end()[0] not in (None, self._rank)
 
 
@@ -387,23 +333,33 @@ class MPIExec(Launcher):
             ranks.clear()
             if program is not None:
                 program.end()
-            program = self._program = MPIExecProgram(size, self._folder.socket)
-        if ranks or not program.all_connected:
-            return False
-        ranks += program.admit()
-        self._size = size
-        return True
+            program = self._program = MPIExecProgram(size, self._folder.file("socket"))
+        are_new = program.provide(ranks, size, broken)
+        self._size = size if are_new else self._size
+        return are_new
 
     def wait(self, show: Show) -> None:
-        """Wait for the processes. Raise BackendError with mpiexec's output if they do not start."""
         assert self._program is not None, "provide has started it"
-        self._program.wait(CONNECT_TIMEOUT, show)
+        self._program.wait(show)
         self._program.close_listener()
 
     def end(self) -> None:
         self._size = 0
         if self._program is not None:
             self._program.end()
+
+
+# What mpiexec runs. It connects at once, before large imports: the pool must know of all ranks when
+# one of them cannot load MPI, because mpiexec then ends the others.
+_BECOME_RANK = (
+    "import json, os, socket, struct, sys; "
+    "line = socket.socket(socket.AF_UNIX); line.connect(sys.argv[1]); "
+    "sys.path[:], sys.argv[:], call = json.loads(sys.argv[2]); "
+    "names = 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'PMIX_RANK'; "
+    "rank = next(int(os.environ[name]) for name in names if name in os.environ); "
+    "line.sendall(struct.pack(call, 0, rank, os.getpid())); "
+    "from ddp_kit.pool.rank import bootstrap; bootstrap.serve_under_mpiexec(line)"
+)
 
 
 class MPIExecProgram(Program):
@@ -413,10 +369,11 @@ class MPIExecProgram(Program):
     start_error = BackendError
 
     def __init__(self, world_size: int, path: str) -> None:
-        passed = json.dumps([sys.path, sys.argv, CALL.format])
-        script = [sys.executable, mpiexec_main.__file__, path, passed]
+        script = [sys.executable, "-c", _BECOME_RANK, path]
+        script.append(json.dumps([sys.path, sys.argv, CALL.format]))
         command = [*mpi.mpiexec(world_size), *script]
-        super().__init__(world_size, path, command, os.environ | mpi.environment())
+        environment = os.environ | mpi.environment()
+        super().__init__(world_size, path, command, environment, START_TIMEOUT)
 
     def on_rank_stopped(self) -> None:
         self.end()
@@ -426,13 +383,8 @@ class MPIExecProgram(Program):
         if self._first is None:
             with suppress(subprocess.TimeoutExpired):
                 self._program.wait(PATIENCE)
-            self._first = self._parse_first()
+            text, self._first = self.in_one_line(), (None, None)
+            for pattern, sign in ((_LEFT, 0), (_CODE, 1), (_SIGNAL, -1)):
+                if found := pattern.search(text):
+                    self._first = int(found[1]), sign * int(found[found.lastindex or 1])
         return self._first
-
-    def _parse_first(self) -> tuple[int | None, int | None]:
-        text = self.in_one_line()
-        for pattern, sign in ((_SIGNAL, -1), (_CODE, 1)):
-            if found := pattern.search(text):
-                return int(found[1]), sign * int(found[2])
-        found = _LEFT.search(text)
-        return (int(found[1]), 0) if found else (None, None)

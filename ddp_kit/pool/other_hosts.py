@@ -19,24 +19,8 @@ from ddp_kit.error_text import Frame, RankFailure, Wait, name_ranks
 from ddp_kit.errors import KitError, PoolError, RankDiedError, RankError
 from ddp_kit.pool import ipython
 from ddp_kit.pool.reports import Reports, rebuild
-from ddp_kit.pool.wire.torchrun_store import (
-    ASKED,
-    CUT,
-    DIED,
-    ENDS,
-    LOST,
-    OVER,
-    PERIOD,
-    RAISED,
-    RETURNED,
-    STOPPED,
-    TERMINATED,
-    RemoteReport,
-    Sign,
-    Silence,
-    connect,
-    decode,
-)
+from ddp_kit.pool.wire import torchrun_store as wire
+from ddp_kit.pool.wire.torchrun_store import LOST, RemoteReport, Sign, Silence, decode
 from ddp_kit.trace import EMPTY, BoardCopy, Clock, Snapshot
 from ddp_kit.trace.board import Head
 
@@ -52,7 +36,8 @@ class OtherHosts:
     address, port: of torchrun's store. here: the number of ranks on each host. hosts: how many,
     with this one. attempt: how often torchrun has restarted all ranks.
 
-    boards: of these ranks, in their order. ended: how ranks have ended, by rank.
+    boards: of these ranks, in their order. signs, ended: their last signs of life, and how they
+    have ended, by rank.
 
     Raises PoolError if the store is unavailable.
     """
@@ -61,12 +46,12 @@ class OtherHosts:
         self._here, self._ranks = here, range(here, here * hosts)
         self.ended: dict[int, str] = {}
         self._reports: dict[int, RemoteReport] = {}
-        self._signs: dict[int, Sign] = {}
+        self.signs: dict[int, Sign] = {}
         self._silences: dict[int, Silence] = {}
         self._agent_is_gone = False
         self._lost: tuple[float, list[int]] | None = None  # seconds, and ranks that were silent
         try:
-            self._store = connect(address, port, attempt, STORE_TIMEOUT)
+            self._store = wire.connect(address, port, attempt, STORE_TIMEOUT)
         except RuntimeError as error:
             raise PoolError(
                 f"torchrun's store at {address}:{port} does not answer: it has ended, or this "
@@ -80,7 +65,7 @@ class OtherHosts:
 
     @property
     def returned(self) -> set[int]:
-        return set(self._ended(RETURNED))
+        return set(self._ended(wire.RETURNED))
 
     @property
     def failed(self) -> int:
@@ -90,7 +75,7 @@ class OtherHosts:
 
     @property
     def failures(self) -> dict[int, RankFailure]:
-        return self._failures(RAISED) | self._failures(CUT)
+        return self._failures(wire.RAISED) | self._failures(wire.CUT)
 
     def look(self) -> None:
         """Read what has come since the last call; call it several times a second."""
@@ -104,11 +89,11 @@ class OtherHosts:
             self._lost = LOST, silent
 
     def _read_ends(self) -> None:
-        text = self._store.get(ENDS).decode() if self._store.check([ENDS]) else ""
+        text = self._store.get(wire.ENDS).decode() if self._store.check([wire.ENDS]) else ""
         for line in text.splitlines():
             rank, how = line.split()
             if int(rank) not in self.ended:
-                if how in (RETURNED, RAISED, CUT):
+                if how in (wire.RETURNED, wire.RAISED, wire.CUT):
                     self._reports[int(rank)] = decode(self._store.get(f"report {rank}"))
                 else:
                     log = self.board(int(rank)) or EMPTY
@@ -116,23 +101,16 @@ class OtherHosts:
                 self.ended[int(rank)] = how
 
     def _read_signs(self) -> None:
-        known = [rank for rank in self._ranks if rank in self._signs]
-        known += [
-            rank
-            for rank in self._ranks
-            if rank not in self._signs and self._store.check([f"sign {rank}"])
-        ]
+        there = self._store.check
+        known = [n for n in self._ranks if n in self.signs or there([f"sign {n}"])]
         signs = self._store.multi_get([f"sign {rank}" for rank in known]) if known else []
         for rank, sign in zip(known, map(decode, signs), strict=True):
-            heard = sign != self._signs.get(rank)
-            self._signs[rank] = sign
+            heard = sign != self.signs.get(rank)
+            self.signs[rank] = sign
             self._silences.setdefault(rank, Silence()).look(heard)
 
     def _silence(self, rank: int) -> float:
         return self._silences[rank].seconds if rank in self._silences else 0.0
-
-    def sign(self, rank: int) -> Sign | None:
-        return self._signs.get(rank)
 
     def board(self, rank: int) -> BoardCopy | None:
         try:
@@ -150,15 +128,15 @@ class OtherHosts:
         """
         if not ranks:
             return []
-        moves = {rank: sign.head.moves for rank, sign in self._signs.items()}
+        moves = {rank: sign.head.moves for rank, sign in self.signs.items()}
         try:
             asked = time.monotonic()
-            question = self._store.add(ASKED, 1)
+            question = self._store.add(wire.ASKED, 1)
             keys = [f"answer {question} {rank}" for rank in ranks]
             while not self._store.check(keys):
                 if time.monotonic() > asked + CONFIRM:
                     return None
-                time.sleep(PERIOD / 10)
+                time.sleep(wire.PERIOD / 10)
             passed = time.monotonic() - asked
             answers = [decode(sent) for sent in self._store.multi_get(keys)]
         except RuntimeError:
@@ -192,7 +170,7 @@ class OtherHosts:
 
     def release(self) -> None:
         """Let the ranks leave: everything they have reported has arrived."""
-        self._store.set(OVER, "")
+        self._store.set(wire.OVER, "")
 
     def find_reason(self, reports: Reports) -> None:
         """Wait a few seconds for what other hosts report, if ranks here have lost a connection."""
@@ -208,7 +186,9 @@ class OtherHosts:
 
     @property
     def _has_reason(self) -> bool:
-        return self._lost is not None or bool({RAISED, DIED, STOPPED} & set(self.ended.values()))
+        return self._lost is not None or bool(
+            {wire.RAISED, wire.DIED, wire.STOPPED} & set(self.ended.values())
+        )
 
     def error(self, reports: Reports) -> KitError | None:
         """Return why the run failed; None if other hosts were not the reason.
@@ -221,15 +201,15 @@ class OtherHosts:
         own = {rank: reply.failure for rank, reply in raised if not reply.inside}
         lost = [replace(reply.inside, rank=rank) for rank, reply in raised if reply.inside]
         waits, names = [*reports.stopped, *lost], ipython.cell_names()
-        if failures := self._failures(RAISED):
+        if failures := self._failures(wire.RAISED):
             return RankError(own | failures, waits, names)
         if own:
             return None
-        died = [rank for cause in (DIED, TERMINATED) for rank in self._ended(cause)]
+        died = [rank for cause in (wire.DIED, wire.TERMINATED) for rank in self._ended(cause)]
         if died:
             host = died[0] // self._here
             return RankDiedError(died[0], None, waits=waits, cell_names=names, host=host)
-        if stopped := self._ended(STOPPED):
+        if stopped := self._ended(wire.STOPPED):
             return PoolError(f"{self._name(stopped[:1])} has stopped: torchrun has ended there")
         if self._lost is not None:
             seconds, silent = self._lost
@@ -242,7 +222,7 @@ class OtherHosts:
                 f"torchrun has ended on this host before {name_ranks(self.unfinished)} on other "
                 "hosts had returned; try again"
             )
-        if (failures := self._failures(CUT)) and not reports.raised:
+        if (failures := self._failures(wire.CUT)) and not reports.raised:
             return RankError(failures, waits, names)
         return None
 
@@ -262,12 +242,14 @@ class OtherHosts:
 
 
 class RemoteBoard:
+    """The board of a rank, as far as its observer has shown it."""
+
     def __init__(self, hosts: OtherHosts, rank: int) -> None:
         self._hosts, self._rank = hosts, rank
 
     def head(self) -> Head:
         """Return the newest head; as long as its board is not shown, it moves all the time."""
-        sign = self._hosts.sign(self._rank)
+        sign = self._hosts.signs.get(self._rank)
         if sign is None:
             return Head()
         return sign.head if sign.shown else sign.head._replace(moves=-sign.number, waiting=-1)

@@ -19,22 +19,25 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
+
 from ddp_kit.backends import ON_GPUS, choose_backend
+from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
 from ddp_kit.pool import arguments, ipython
-from ddp_kit.pool.arguments import explaining_arguments, prepare
+from ddp_kit.pool.arguments import available_memory, explaining_arguments, prepare
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
 from ddp_kit.pool.launchers import MPIExec, Spawn
-from ddp_kit.pool.memory import available_memory
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
-from ddp_kit.pool.rank_handle import start_variables
-from ddp_kit.pool.rank_processes import RankProcesses
+from ddp_kit.pool.ranks import RankHandle, RankProcesses, start_variables
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.trace import IMPORTING
 
 UNUSED = 600.0  # seconds after which ranks end that no run has used
 WARM_MEMORY = 2 << 30  # bytes that must be available for ranks to start in the background
@@ -312,28 +315,115 @@ def _is_outdated(pool: WorkerPool) -> bool:
     return any(rank.variables != now for rank in processes.ranks)
 
 
-def start_shared_pool(world_size: int = 4) -> None:
-    """Start the shared pool's ranks, so that the first `run` finds them warm.
-
-    Do nothing if this process has started ranks already, or if they cannot be started: `run` will
-    say why.
-    """
-    if RankProcesses.ever_created:
-        return
-    with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
-        _shared["spawn"] = _EarlyPool(world_size)
-
-
 def start_after_cell() -> None:
-    """Start the shared pool when the cell that runs now has ended.
+    """Start the shared pool when the cell that runs now has ended: the first `run` finds it warm.
 
-    Do nothing if DDP_KIT_WARM is 0, if too little memory is available, or if the cell has already
-    started ranks, as a lesson under `%run` may.
+    Do nothing if DDP_KIT_WARM is 0, if too little memory is available, or if this process has
+    started ranks already, as a lesson under `%run` may; nor if they cannot be started: `run` will
+    say why.
     """
 
     def start() -> None:
-        if available_memory() >= WARM_MEMORY:
-            start_shared_pool()
+        if available_memory() < WARM_MEMORY or RankProcesses.ever_created:
+            return
+        with suppress(Exception, KeyboardInterrupt):  # it happens beside what the learner does
+            _shared["spawn"] = _EarlyPool(4)
 
     if os.environ.get("DDP_KIT_WARM") != "0":
         ipython.after_cell(start)
+
+
+# --- status ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """The process of one rank.
+
+    state: "starting", "idle", "running" or "ended". memory: bytes that only this process uses (its
+    USS), and that its end would free; None: unknown. has_names: it stays although nothing runs,
+    because it holds names of `%%ranks` cells.
+    """
+
+    rank: int
+    state: str
+    memory: int | None
+    pid: int
+    has_names: bool = False
+
+    def __str__(self) -> str:
+        kept = ", kept for its names of %%ranks cells" if self.has_names else ""
+        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}{kept}"
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """One pool. shared: `kit.run` uses it. running: a run is going on."""
+
+    shared: bool
+    backend: str
+    running: bool
+    ranks: tuple[ProcessStatus, ...]
+
+    @property
+    def memory(self) -> int:
+        """The bytes that its ranks use, as far as they are known."""
+        return sum(rank.memory or 0 for rank in self.ranks)
+
+    def __str__(self) -> str:
+        name = "shared pool" if self.shared else "WorkerPool"
+        if not self.ranks:
+            return f"{name}: no ranks; the next run starts them"
+        starting = any(rank.state == "starting" for rank in self.ranks)
+        state = "running" if self.running else "starting" if starting else "ready"
+        first = f"{name}: {count(len(self.ranks), 'rank')}, {self.backend}, {state}"
+        return "\n  ".join([first + _megabytes(self.memory), *map(str, self.ranks)])
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `kit.status` has found. pools: the shared ones first, then others as they were made."""
+
+    pools: tuple[PoolStatus, ...]
+
+    @property
+    def memory(self) -> int:
+        """The bytes that all ranks use, as far as they are known."""
+        return sum(one.memory for one in self.pools)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self.pools)) or "no ranks are running; kit.run starts them"
+
+
+def status() -> Status:
+    """Return which pools this process has, what their ranks are doing, and their memory.
+
+    The memory is what only the rank's process uses (USS), so that its end would free it. Pages that
+    it shares with others, such as those of PyTorch's libraries, are left out. Raise no error,
+    whatever state the ranks are in.
+    """
+    shared = {id(one): one for one in _shared.values()}
+    pools = (shared | {id(one): one for one in list(_all.values())}).values()
+    there = [one for one in pools if not one._closed and one._owner == os.getpid()]
+    return Status(tuple(_look_at(one, id(one) in shared) for one in there))
+
+
+def _look_at(one: WorkerPool, shared: bool) -> PoolStatus:
+    ranks = enumerate(list(one._processes.ranks))
+    found = tuple(_look_at_rank(number, rank, one._running) for number, rank in ranks)
+    return PoolStatus(shared, one._processes.backend or one._backend, one._running, found)
+
+
+def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus:
+    state, memory = "ended", None
+    with suppress(OSError, ValueError):  # it was just stopped, and what it had is closed
+        if rank.alive:
+            with suppress(psutil.Error, AttributeError):  # the system does not say
+                memory = rank.psutil.memory_full_info().uss
+            busy = rank.board.phase() == IMPORTING or (rank.owed and not running)
+            state = "starting" if busy else "running" if rank.owed else "idle"
+    return ProcessStatus(number, state, memory, rank.process.pid, rank.has_names)
+
+
+def _megabytes(number: int) -> str:
+    return f", {number / 1e6:,.0f} MB" if number else ""

@@ -49,21 +49,9 @@ class PrivateFolder:
                 return path
             os.close(lock)  # likewise
 
-    def store(self, number: int) -> str:
-        return os.path.join(self.path, f"{STORE}{number}")
-
-    @property
-    def socket(self) -> str:
-        return os.path.join(self.path, f"{STORE}socket")
-
-    @property
-    def logs(self) -> str:
-        return os.path.join(self.path, f"{STORE}logs")
-
-    @property
-    def program(self) -> str:
-        """The path of a file for such a program to run."""
-        return os.path.join(self.path, f"{STORE}program.py")
+    def file(self, name: object) -> str:
+        """Return the path for a store, a socket, logs or a program, which the kit removes."""
+        return os.path.join(self.path, f"{STORE}{name}")
 
     def remove(self) -> None:
         if self._lock is not None:

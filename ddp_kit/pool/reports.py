@@ -20,9 +20,7 @@ from ddp_kit.errors import (
     RunTimeoutError,
 )
 from ddp_kit.pool import ipython
-from ddp_kit.pool.launchers import was_ended_by_launcher, why_not_ready
-from ddp_kit.pool.rank_handle import RankHandle, ask_for_stacks
-from ddp_kit.pool.rank_processes import START_TIMEOUT
+from ddp_kit.pool.ranks import START_TIMEOUT, RankHandle, ask_for_stacks
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
 from ddp_kit.trace import EMPTY, Snapshot
 from ddp_kit.trace.stacks import read_handled
@@ -66,15 +64,17 @@ class Reports:
                 self.handled[number] = failure
 
     @property
+    def replies(self) -> dict[int, Returned | Raised]:
+        return dict(sorted((self.returned | self.raised).items()))
+
+    @property
     def threads(self) -> dict[int, str]:
-        replies = self.returned | self.raised
-        return {n: r.status.thread for n, r in replies.items() if r.status.thread}
+        return {n: r.status.thread for n, r in self.replies.items() if r.status.thread}
 
     @property
     def restarts(self) -> dict[int, str]:
         """Why processes cannot serve another run, by rank."""
-        replies = sorted((self.returned | self.raised).items())
-        return {n: r.status.restart for n, r in replies if r.status.restart}
+        return {n: r.status.restart for n, r in self.replies.items() if r.status.restart}
 
 
 class FailedRun(NamedTuple):
@@ -124,7 +124,7 @@ def last_failed_run() -> FailedRun | None:
 
 def error_while_joining(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | None:
     """Return why the ranks did not form a group; None if they did."""
-    if reports.died and (why := why_not_ready(ranks[0].process)):
+    if reports.died and (why := getattr(ranks[0].process, "why_not_ready", str)()):
         return BackendError(f"the ranks ended before they were ready: {why}")
     if reports.died:
         rank = _first_death(reports, ranks)
@@ -160,17 +160,16 @@ def error_of_ranks(reports: Reports, ranks: Sequence[RankHandle]) -> KitError | 
 
 
 def _first_death(reports: Reports, ranks: Sequence[RankHandle]) -> int:
-    return min(reports.died, key=lambda n: (was_ended_by_launcher(ranks[n].process), n))
+    """Return the rank that ended first; a launcher's program ends the others because of it."""
+    processes = {n: ranks[n].process for n in reports.died}
+    return min(reports.died, key=lambda n: (getattr(processes[n], "was_ended_later", False), n))
 
 
 def _locate(ranks: Sequence[RankHandle], snapshots: Sequence[Snapshot]) -> list[Wait]:
     """Return where ranks are; those in no traced operation are asked for their stacks."""
     waits = [snapshot.as_wait() for snapshot in snapshots]
-    unknown = [
-        number
-        for number, snapshot in enumerate(snapshots)
-        if waits[number].op is None and snapshot.board is not EMPTY
-    ]
+    boards = [snapshot.board for snapshot in snapshots]
+    unknown = [n for n, wait in enumerate(waits) if wait.op is None and boards[n] is not EMPTY]
     found = ask_for_stacks([ranks[number] for number in unknown])
     for number, threads in zip(unknown, found, strict=True):
         main_thread = threads[0] if threads else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from multiprocessing import connection
 from typing import Any
 
 from ddp_kit.error_text import (
@@ -24,8 +25,13 @@ from ddp_kit.pool import ipython, view
 from ddp_kit.pool.deadlock_watch import DeadlockWatch
 from ddp_kit.pool.interrupts import check_main_thread, holding_interrupt, show_interrupt
 from ddp_kit.pool.other_hosts import OtherHosts
-from ddp_kit.pool.rank_handle import RankHandle, Sources, stop_ranks
-from ddp_kit.pool.rank_processes import START_TIMEOUT, RankProcesses, current_environment
+from ddp_kit.pool.ranks import (
+    START_TIMEOUT,
+    RankHandle,
+    RankProcesses,
+    current_environment,
+    stop_ranks,
+)
 from ddp_kit.pool.reports import Reports, error_of_ranks, error_while_joining, rebuild, remember
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.wire.messages import KitFailed, Raised, Returned
@@ -118,15 +124,16 @@ class Run:
         self._waiting = {number for number, rank in enumerate(self._ranks) if rank.owed}
         first_failure = newest_failure = math.inf
         failed = 0
-        sources = Sources(self._ranks, self._waiting)
         while self._waiting or (self.others is not None and self.others.unfinished):
-            self._handle(sources, REFRESH)
+            self._handle(REFRESH)
             now = time.monotonic()
             if now >= tick:
                 tick = now + REFRESH
                 shown = min(self._world_size, len(self._ranks))  # others may be starting, too
                 self._view.update([self._line(number) for number in range(shown)])
-                self._find_deaths(sources)
+                for number in sorted(self._waiting):  # a grandchild may hold a sentinel open
+                    if self._ranks[number].process.exitcode is not None:
+                        self._note_end(number)
                 if self.others is not None:
                     self.others.look()
                 if not failed and self._cannot_end(now):
@@ -137,9 +144,12 @@ class Run:
             elif not failed and now >= deadline:
                 self._reports.timeout = timeout
                 return False
-            patience = now >= newest_failure + GRACE and self._all_wait()
-            if patience or now >= first_failure + LONGEST_GRACE:
+            if now >= first_failure + LONGEST_GRACE:
                 break
+            if now >= newest_failure + GRACE and all(
+                self._snapshot(number).waiting for number in self._waiting
+            ):
+                break  # none of them will report by itself
         if failed and self.others is not None:
             self.others.find_reason(self._reports)
         return not failed
@@ -148,34 +158,29 @@ class Run:
     def _failed(self) -> int:
         return self._reports.failed + (0 if self.others is None else self.others.failed)
 
-    def _handle(self, sources: Sources, seconds: float) -> None:
+    def _handle(self, seconds: float) -> None:
         """Handle what comes from the ranks; return after `seconds` if nothing does."""
+        sources: dict[Any, tuple[int, str]] = {}
+        for number in self._waiting:
+            rank = self._ranks[number]
+            sources |= {rank.control: (number, "reply"), rank.process.sentinel: (number, "end")}
+            if rank.output.is_open:
+                sources[rank.output.pipe] = number, "output"
         ended = []
-        for number, what in sources.wait(seconds):
+        for number, what in [sources[ready] for ready in connection.wait(list(sources), seconds)]:
             if what == "output":
                 self._ranks[number].output.read()
-                if not self._ranks[number].output.is_open:
-                    sources.remove(number, "output")
             elif what == "end":
                 ended.append(number)
-            elif number in self._waiting:
+            else:
                 self._take_reply(number)
-                if number not in self._waiting:
-                    sources.remove(number)
         for number in ended:
-            self._note_end(sources, number)
+            self._note_end(number)
 
-    def _find_deaths(self, sources: Sources) -> None:
-        """Note ranks that have ended although a grandchild holds their sentinel open."""
-        for number in sorted(self._waiting):
-            if self._ranks[number].process.exitcode is not None:
-                self._note_end(sources, number)
-
-    def _note_end(self, sources: Sources, number: int) -> None:
+    def _note_end(self, number: int) -> None:
         # A rank that replied and then ended still has its reply in the pipe.
         if number in self._waiting and not self._ranks[number].control.poll():
             self._note_death(number)
-            sources.remove(number)
 
     def _take_reply(self, number: int) -> None:
         rank, reports = self._ranks[number], self._reports
@@ -209,10 +214,6 @@ class Run:
                 view.say(line)
             self._watch.notices.clear()
         return self._verdict is not None
-
-    def _all_wait(self) -> bool:
-        """Return whether all remaining ranks wait, so that none will report by itself."""
-        return all(self._snapshot(number).waiting for number in self._waiting)
 
     def _line(self, number: int) -> view.RankLine:
         """Return what the live view shows of a rank."""
@@ -289,7 +290,9 @@ class Run:
         failure = self._failure()
         verdict = self._last_verdict(failure)
         if failure is None and self._verdict is None:
-            result = Result(self._values(), tuple(output), trace)
+            replies = sorted(self._reports.returned.items())
+            values = tuple(rebuild(rank, reply.payload.unpack) for rank, reply in replies)
+            result = Result(values, tuple(output), trace)
             if verdict is None:
                 return result
         error = failure if verdict is None else self._error_of(verdict, result)
@@ -328,15 +331,13 @@ class Run:
             error.hint = f"The {handled.type} of rank {rank} may be the reason. {error.hint}"
         return error
 
-    def _values(self) -> tuple[Any, ...]:
-        replies = (self._reports.returned[rank] for rank in range(len(self._ranks)))
-        return tuple(rebuild(rank, reply.payload.unpack) for rank, reply in enumerate(replies))
-
     @property
     def _group_is_intact(self) -> bool:
         """Every rank has replied, and left the process group unchanged."""
-        replies = [*self._reports.returned.values(), *self._reports.raised.values()]
-        return len(replies) == len(self._ranks) and all(r.status.group_intact for r in replies)
+        replies = self._reports.replies
+        return len(replies) == len(self._ranks) and all(
+            reply.status.group_intact for reply in replies.values()
+        )
 
     @property
     def _restarts(self) -> dict[int, str]:
@@ -370,7 +371,7 @@ class Run:
 
     def _show_displayed(self) -> None:
         """Show what ranks have displayed; of one that was stopped it is unknown."""
-        replies = sorted((self._reports.returned | self._reports.raised).items())
+        replies = self._reports.replies.items()
         displayed = {rank: reply.displayed for rank, reply in replies if reply.displayed}
         show = view.current.show_displayed
         if displayed and view.current.visible and show is not None:

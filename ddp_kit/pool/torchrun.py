@@ -35,14 +35,13 @@ from ddp_kit.pool.arguments import (
 )
 from ddp_kit.pool.arguments import pack as pack_worker
 from ddp_kit.pool.interrupts import holding_interrupt, show_interrupt
-from ddp_kit.pool.launchers import Launcher, Program, Show
+from ddp_kit.pool.launchers import Program
 from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.pool import check_world_size
 from ddp_kit.pool.private_folder import PrivateFolder, sweep
 from ddp_kit.pool.rank.torchrun_worker import Script, Task
 from ddp_kit.pool.rank.torchrun_worker import pack as pack_task
-from ddp_kit.pool.rank_handle import RankHandle
-from ddp_kit.pool.rank_processes import RankProcesses
+from ddp_kit.pool.ranks import RankProcesses
 from ddp_kit.pool.result import Result
 from ddp_kit.pool.run_loop import Run
 from ddp_kit.pool.view import print_output
@@ -91,19 +90,29 @@ def torchrun(
     the others end within 30 s. What a rank on another host prints is printed there at once, and
     here at the end of the run, if the rank has returned or raised.
     """
-    nproc_per_node = _check_number("nproc_per_node", nproc_per_node, 1)
+    here = check_world_size(_check_number("nproc_per_node", nproc_per_node, 1))
     nnodes = _check_number("nnodes", nnodes, 1)
     max_restarts = _check_number("max_restarts", max_restarts, 0)
-    chosen = _check(
-        worker, args, nproc_per_node, nnodes, backend, max_restarts, master_addr, master_port
-    )
+    if nnodes > 1 and max_restarts > 0:
+        raise PoolError(
+            "max_restarts= works on one host only; for several, run torchrun on each of them with "
+            "--rdzv-backend c10d, which restarts all ranks together"
+        )
+    _check_address(nnodes, master_addr, master_port)
+    chosen = choose_backend(backend, here)
+    if chosen == "mpi":
+        raise BackendError('torchrun cannot start MPI ranks; use kit.run(..., backend="mpi")')
+    if chosen == "shm" and nnodes > 1:
+        raise BackendError('backend="shm" needs all ranks on one host; use backend="gloo"')
     check_timeout(timeout)
     check_timeout(join_timeout, "join_timeout", optional=False)
     if isinstance(worker, str):
-        task = Task(_as_script(worker), args, None)
+        task = Task(_as_script(worker, args), args, None)
     else:
+        check_signature(worker, args, set_by="nproc_per_node=")
+        pack_worker(worker, args).close()  # raises for what cannot be sent
         task = Task(worker, args, chosen)
-    job = _Job(task, nproc_per_node, nnodes, max_restarts)
+    job = _Job(task, here, nnodes, max_restarts)
     try:
         job.start(master_addr, master_port, join_timeout)
         return job.run(timeout)
@@ -121,7 +130,7 @@ class _Job:
     on_end: ends what was started, and removes the files, each even if another one fails.
     """
 
-    agent: TorchrunProgram
+    agent: Torchrun
     processes: RankProcesses
 
     def __init__(self, task: Task, nproc_per_node: int, nnodes: int, restarts: int) -> None:
@@ -137,7 +146,7 @@ class _Job:
             sweep()
             folder = PrivateFolder()
             self.on_end.callback(folder.remove)
-            file = Path(folder.program)
+            file = Path(folder.file("program.py"))
             if rendezvous.store is not None:
                 _, port = rendezvous.store
                 file = Path(f"{_file_name(self.task.worker)}_for_port_{port}.py").absolute()
@@ -146,14 +155,13 @@ class _Job:
             variables = {"OMP_NUM_THREADS": str(threads_per_rank(self.here))}
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
-            options = [*rendezvous.options, "--nproc-per-node", str(self.here)]
-            options += ["--max-restarts", str(self.restarts), "--log-dir", folder.logs]
-            self.agent = TorchrunProgram(
-                self.here, folder, options, str(file), variables, rendezvous.hint
+            options = ["--nproc-per-node", str(self.here), "--log-dir", folder.file("logs")]
+            options += ["--max-restarts", str(self.restarts)]
+            self.agent = Torchrun(
+                self.here, folder, options, str(file), variables, rendezvous, join_timeout
             )
-            launcher = Torchrun(self.agent, rendezvous, join_timeout)
-            self.on_end.callback(launcher.end)
-            self.processes = RankProcesses(launcher, folder, init=False)
+            self.on_end.callback(self.agent.end)
+            self.processes = RankProcesses(self.agent, folder, init=False)
             self.on_end.callback(self.processes.dismiss, patience=0.0)
         rendezvous.print_commands(self.here, file, join_timeout)
 
@@ -216,46 +224,6 @@ class _Job:
         return Result((*result, *values), output, join_rank_traces(traces))
 
 
-def _check(
-    worker: Callable[..., Any] | str,
-    args: tuple,
-    nproc_per_node: int,
-    nnodes: int,
-    backend: str,
-    max_restarts: int,
-    master_addr: str | None,
-    master_port: int | None,
-) -> str:
-    """Return the backend. Raise PoolError or BackendError for what cannot be run."""
-    if nnodes > 1 and max_restarts > 0:
-        raise PoolError(
-            "max_restarts= works on one host only; for several, run torchrun on each of them with "
-            "--rdzv-backend c10d, which restarts all ranks together"
-        )
-    if nnodes == 1 and (master_addr, master_port) != (None, None):
-        raise PoolError("one host needs no master_addr= and master_port=; leave them out")
-    if not isinstance(master_addr, str | None):
-        raise PoolError(f'master_addr must be a name such as "host0", got {master_addr!r}')
-    if master_port is not None:
-        _check_number("master_port", master_port, 1)
-        if master_port > 65535:
-            raise PoolError(f"master_port must be at most 65535, got {master_port}")
-    check_world_size(nproc_per_node)
-    chosen = choose_backend(backend, nproc_per_node)
-    if chosen == "mpi":
-        raise BackendError('torchrun cannot start MPI ranks; use kit.run(..., backend="mpi")')
-    if chosen == "shm" and nnodes > 1:
-        raise BackendError('backend="shm" needs all ranks on one host; use backend="gloo"')
-    if isinstance(worker, str):
-        for arg in args:
-            if not isinstance(arg, str):
-                raise PoolError(f"the options of a module or file must be strings, got {arg!r}")
-    else:
-        check_signature(worker, args, set_by="nproc_per_node=")
-        pack_worker(worker, args).close()  # raises for what cannot be sent
-    return chosen
-
-
 def _check_number(name: str, value: Any, least: int) -> int:
     number = whole_number(value)
     if number is None or number < least:
@@ -263,8 +231,20 @@ def _check_number(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _as_script(name: str) -> Script:
+def _check_address(nnodes: int, master_addr: str | None, master_port: int | None) -> None:
+    if nnodes == 1 and (master_addr, master_port) != (None, None):
+        raise PoolError("one host needs no master_addr= and master_port=; leave them out")
+    if not isinstance(master_addr, str | None):
+        raise PoolError(f'master_addr must be a name such as "host0", got {master_addr!r}')
+    if master_port is not None and _check_number("master_port", master_port, 1) > 65535:
+        raise PoolError(f"master_port must be at most 65535, got {master_port}")
+
+
+def _as_script(name: str, options: tuple) -> Script:
     """Return what runs a module or a file. Raise PoolError if it does not exist."""
+    for option in options:
+        if not isinstance(option, str):
+            raise PoolError(f"the options of a module or file must be strings, got {option!r}")
     hint = "name a module or a file, or pass a function"
     if name.endswith(".py"):
         if not os.path.isfile(name):
@@ -323,41 +303,17 @@ if __name__ == "__main__":
 # --- the agent, and where it meets those of other hosts --------------------------------------
 
 
-class Torchrun(Launcher):
-    """Starts ranks by torchrun's agent, for one run, and again for each restart of that run.
-
-    program: the agent. rendezvous: where it meets those of other hosts. timeout: seconds for the
-    ranks of all hosts to come.
-    """
-
-    reusable = False
-
-    def __init__(self, program: TorchrunProgram, rendezvous: Rendezvous, timeout: float) -> None:
-        self.hosts, self.store = rendezvous.hosts, rendezvous.store
-        self._program, self._timeout = program, timeout
-
-    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
-        if ranks or not self._program.all_connected:
-            return False
-        ranks += self._program.admit()
-        return True
-
-    def wait(self, show: Show) -> None:
-        self._program.wait(self._timeout, show)
-
-    def end(self) -> None:
-        self._program.end()
-
-
-class TorchrunProgram(Program):
+class Torchrun(Program):
     """The agent. When one of its processes fails, it ends all, and may start them again.
 
     count: its processes. options: torchrun's. script: the file that each process runs. variables:
-    what is added to its environment. hint: what to do if ranks of other hosts do not come.
+    what is added to its environment. rendezvous: where it meets the agents of other hosts. timeout:
+    seconds for the ranks of all hosts to come.
     """
 
     name = "torchrun"
     start_error = PoolError
+    reusable = False
 
     def __init__(
         self,
@@ -366,24 +322,27 @@ class TorchrunProgram(Program):
         options: Sequence[str],
         script: str,
         variables: Mapping[str, str],
-        hint: str,
+        rendezvous: Rendezvous,
+        timeout: float,
     ) -> None:
-        self._hint = hint
+        self.hosts, self.store, self._hint = rendezvous.hosts, rendezvous.store, rendezvous.hint
+        options = [*rendezvous.options, *options]
         command = [sys.executable, "-m", "torch.distributed.run", *options, script]
         path = os.pathsep.join(filter(None, sys.path))
         # torchrun also takes options from these variables, which some clusters set.
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))}
-        environment = own | variables | {SOCKET: folder.socket, "PYTHONPATH": path}
-        super().__init__(count, folder.socket, command, environment)
+        environment = own | variables | {SOCKET: folder.file("socket"), "PYTHONPATH": path}
+        super().__init__(count, folder.file("socket"), command, environment, timeout)
 
-    def explain_start(self, seconds: float) -> str:
+    def explain_start(self) -> str:
         reason = self.reason()
         printed = f"; torchrun's last error: {reason}" if reason else ""
+        within = f"within {self._timeout:g} s"
         if self.ended:
             return f"torchrun ended before its ranks had started{printed}"
         if self._hint:
-            return f"not all ranks connected within {seconds:g} s: {self._hint}{printed}"
-        return f"torchrun did not start {self.count} ranks within {seconds:g} s{printed}"
+            return f"not all ranks connected {within}: {self._hint}{printed}"
+        return f"torchrun did not start {self.count} ranks {within}{printed}"
 
     def expect_restart(self) -> None:
         """Forget the processes of this start: torchrun starts all of them again."""
@@ -460,10 +419,9 @@ def _choose_address(address: str | None, port: int | None) -> tuple[str, int, st
     for chosen in [port] if port else random.SystemRandom().sample(range(20000, 30000), 20):
         try:
             socket.create_server(("", chosen)).close()
+            return address, chosen, doubt
         except OSError as error:
             reason = error.strerror
-        else:
-            return address, chosen, doubt
     if port:
         raise PoolError(
             f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "

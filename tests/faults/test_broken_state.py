@@ -42,10 +42,6 @@ def total(rank, world_size):
     return tensor.item()
 
 
-def leave_sub_group(rank, world_size):
-    dist.new_group([0])
-
-
 def leave_isend(rank, world_size):
     if rank == 0:
         dist.isend(torch.tensor([99.0]), 1)  # nobody receives it
@@ -81,19 +77,18 @@ def send_one(rank, world_size):
     return tensor.item()
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [
-        lambda rank, world_size: dist.destroy_process_group(),
-        leave_sub_group,
-        leave_isend,
-        leave_isend_in_a_global,
-        leave_irecv,
-        leave_all_reduce,
-        catch_a_timeout,
-    ],
-    ids=["destroyed", "sub_group", "dropped_isend", "isend", "irecv", "all_reduce", "timeout"],
-)
+def leave_sub_group(rank, world_size):
+    dist.new_group([0])
+
+
+def leave_no_group(rank, world_size):
+    dist.destroy_process_group()
+
+
+LEAVES = [leave_isend, leave_isend_in_a_global, leave_irecv, leave_all_reduce, catch_a_timeout]
+
+
+@pytest.mark.parametrize("leave", [*LEAVES, leave_sub_group, leave_no_group])
 def test_communication_left_in_flight_does_not_reach_the_next_run(leave):
     warm = list(kit.run(pid, world_size=2))
     kit.run(leave, world_size=2, timeout=60)
@@ -142,17 +137,24 @@ def break_much(rank, world_size):
     os.close(2)
 
 
-def test_everything_else_that_a_worker_changes_is_put_back():
+def assert_as_before(spoil):
+    """Let ranks look, then spoil something; assert that they see the same again, still warm."""
     first, warm = kit.run(look, world_size=2), list(kit.run(pid, world_size=2))
-    broken = kit.run(break_much, world_size=2)
+    spoil()
     again = kit.run(look, world_size=2)
     for rank in range(2):
         for what, value in first[rank].items():
             assert again[rank][what] == value, what
     assert again.output == ("seen\n", "seen\n")
-    assert broken.output == ("", "")
     assert list(kit.run(total, world_size=2)) == [3.0, 3.0]
     assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+
+
+def test_everything_else_that_a_worker_changes_is_put_back():
+    def spoil():
+        assert kit.run(break_much, world_size=2).output == ("", "")
+
+    assert_as_before(spoil)
 
 
 def test_a_seed_does_not_reach_the_next_run():
@@ -179,10 +181,7 @@ def test_a_timeout_of_sockets_does_not_break_the_pipe():
 
     warm = list(kit.run(pid, world_size=2))
     assert kit.run(set_timeout, world_size=2)[1].sum() == 100_000
-    assert list(kit.run(lambda rank, world_size: socket.getdefaulttimeout(), world_size=2)) == [
-        None,
-        None,
-    ]
+    assert kit.run(lambda rank, world_size: socket.getdefaulttimeout(), world_size=1)[0] is None
     socket.setdefaulttimeout(5)
     try:
         assert kit.run(lambda r, w, t: t.sum().item(), torch.ones(100_000), world_size=2)[0] == 1e5
@@ -233,48 +232,41 @@ def test_a_thread_left_running_ends_with_a_fresh_rank_and_a_line_says_so(tmp_pat
     assert (os.path.getsize(path) if os.path.exists(path) else 0) == size
 
 
-def test_a_callback_that_pytorch_still_runs_does_not_print_into_the_next_run(capsys):
-    def leave_callback(rank, world_size):
-        began = threading.Event()
+def leave_callback(rank, world_size):
+    began = threading.Event()
 
-        def late(_):
-            began.set()
-            time.sleep(30)
-            print("late")
+    def late(_):
+        began.set()
+        time.sleep(30)
+        print("late")
 
-        store = distributed_c10d._get_default_store()
-        if rank == 0:
-            store.wait(["then"])  # a future that is complete calls its callback in `then`
-            dist.all_reduce(torch.ones(1))
-        else:
-            dist.all_reduce(torch.ones(1), async_op=True).get_future().then(late)
-            store.set("then", "")
-            began.wait()
+    store = distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["then"])  # a future that is complete calls its callback in `then`
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(late)
+        store.set("then", "")
+        began.wait()
 
+
+def leave_timer(rank, world_size):
+    if rank == 1:
+        threading.Timer(30, print, ("late",)).start()
+
+
+def leave_collective(rank, world_size):
+    if rank == 1:
+        threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
+
+
+@pytest.mark.parametrize("leave", [leave_callback, leave_timer, leave_collective])
+def test_a_thread_left_running_neither_prints_nor_communicates_in_the_next_run(leave, capsys):
     before = list(kit.run(pid, world_size=2))
-    kit.run(leave_callback, world_size=2)
+    kit.run(leave, world_size=2)
     assert "restarting rank 1: the worker left its thread" in capsys.readouterr().out
-    assert kit.run(pid, world_size=2)[1] != before[1]
-
-
-def test_a_timer_left_running_does_not_print_into_the_next_run(capsys):
-    def leave_timer(rank, world_size):
-        if rank == 1:
-            threading.Timer(30, print, ("late",)).start()
-
-    before = list(kit.run(pid, world_size=2))
-    kit.run(leave_timer, world_size=2)
-    assert "restarting rank 1: the worker left its thread" in capsys.readouterr().out
-    assert kit.run(pid, world_size=2)[1] != before[1]
-
-
-def test_a_thread_left_in_a_collective_does_not_join_the_next_run():
-    def leave_collective(rank, world_size):
-        if rank == 0:
-            threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), daemon=True).start()
-
-    kit.run(leave_collective, world_size=2)
     assert list(kit.run(total, world_size=2, timeout=60)) == [3.0, 3.0]
+    assert kit.run(pid, world_size=2)[1] != before[1]
 
 
 def test_a_librarys_idle_thread_costs_no_fresh_rank():
@@ -304,7 +296,7 @@ def second_names_closed():
 
 
 @pytest.mark.parametrize("close", [stdout_closed, streams_detached, second_names_closed])
-def test_a_closed_stream_loses_what_the_next_run_prints(close):
+def test_what_the_next_run_prints_is_kept_after_a_closed_stream(close):
     def print_much(rank, world_size):
         print("to stdout")
         print("to stderr", file=sys.stderr)
@@ -329,20 +321,18 @@ def objects_replaced():
 
 @pytest.mark.parametrize("replace", [objects_gone, objects_replaced])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_an_object_that_a_worker_has_replaced_reaches_the_next_run(replace, fails):
+def test_an_object_that_a_worker_has_replaced_is_put_back(replace, fails):
     def spoil(rank, world_size):
         replace()
         if fails:
             raise ValueError("spoiled")
 
-    first, warm = kit.run(look, world_size=2), list(kit.run(pid, world_size=2))
-    with pytest.raises(kit.RankError, match="spoiled") if fails else contextlib.nullcontext():
-        kit.run(spoil, world_size=2)
-    again = kit.run(look, world_size=2)
-    for rank in range(2):
-        for what, value in first[rank].items():
-            assert again[rank][what] == value, what
-    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+    def run():
+        error = pytest.raises(kit.RankError, match="spoiled")
+        with error if fails else contextlib.nullcontext():
+            kit.run(spoil, world_size=2)
+
+    assert_as_before(run)
 
 
 def patch(path, value):
@@ -361,7 +351,7 @@ def patch(path, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_replaced_function_reaches_the_next_run(path, value, fails, capsys):
+def test_a_replaced_function_is_put_back_in_a_fresh_rank(path, value, fails, capsys):
     def replace(rank, world_size):
         if rank == 1:
             patch(path, value)
@@ -380,7 +370,7 @@ def test_a_replaced_function_reaches_the_next_run(path, value, fails, capsys):
     assert (after[0], after[1] == before[1]) == (before[0], False)
 
 
-def test_a_function_that_a_library_wraps_costs_a_fresh_rank(capsys):
+def test_a_function_that_a_library_wraps_stays_in_a_warm_rank(capsys):
     def compile_something(rank, world_size):
         import torch._dynamo  # torch.compile loads it; it wraps torch.manual_seed
 
@@ -393,50 +383,45 @@ def test_a_function_that_a_library_wraps_costs_a_fresh_rank(capsys):
     assert capsys.readouterr().out == ""
 
 
-def set_plain_settings(rank, world_size):
-    torch.autograd.set_detect_anomaly(True)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.set_warn_always(True)
-    sys.setrecursionlimit(5000)
-    torch.set_flush_denormal(True)
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    mp.set_sharing_strategy("file_system")
-    decimal.getcontext().prec = 3
-    numpy.seterr(all="raise")
-    numpy.set_printoptions(precision=2)
-    logging.disable()
-    gc.disable()
+# How to change a setting that is put back, and how to read it.
+PLAIN = [
+    (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    (lambda: torch.set_float32_matmul_precision("high"), torch.get_float32_matmul_precision),
+    (
+        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    ),
+    (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    (
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+    ),
+    (lambda: torch.set_warn_always(True), torch.is_warn_always_enabled),
+    (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
+    (lambda: torch.set_flush_denormal(True), lambda: sys.float_info.min / 2),
+    (lambda: dist.set_debug_level(dist.DebugLevel.DETAIL), lambda: dist.get_debug_level().name),
+    (lambda: mp.set_sharing_strategy("file_system"), mp.get_sharing_strategy),
+    (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
+    (lambda: numpy.seterr(all="raise"), numpy.geterr),
+    (lambda: numpy.set_printoptions(precision=2), numpy.get_printoptions),
+    (logging.disable, lambda: logging.root.manager.disable),
+    (gc.disable, gc.isenabled),
+]
 
 
-def read_plain_settings(rank, world_size):
-    return (
-        torch.is_anomaly_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.mkldnn.matmul.fp32_precision,
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.is_warn_always_enabled(),
-        sys.getrecursionlimit(),
-        sys.float_info.min / 2,
-        dist.get_debug_level().name,
-        mp.get_sharing_strategy(),
-        decimal.getcontext().prec,
-        numpy.geterr(),
-        numpy.get_printoptions(),
-        logging.root.manager.disable,
-        gc.isenabled(),
-    )
+def change_plain_settings(rank, world_size):
+    before = [read() for _, read in PLAIN]
+    for change, _ in PLAIN:
+        change()
+    return before, os.getpid()
 
 
-def test_plain_settings_are_put_back():
-    before, warm = kit.run(read_plain_settings, world_size=2), list(kit.run(pid, world_size=2))
-    kit.run(set_plain_settings, world_size=2)
-    assert list(kit.run(read_plain_settings, world_size=2)) == list(before)
-    assert list(kit.run(pid, world_size=2)) == warm, "none of this needs a fresh process"
+def test_plain_settings_are_put_back_in_warm_ranks():
+    first, second = (list(kit.run(change_plain_settings, world_size=2)) for _ in range(2))
+    assert first == second
 
 
 SETTINGS = [
@@ -507,7 +492,7 @@ def test_what_libraries_set_costs_no_fresh_rank(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_rank_that_cannot_be_restored_stays(capsys):
+def test_a_rank_that_cannot_be_restored_is_replaced(capsys):
     def spoil(rank, world_size):
         if rank == 1:
             logging.root.level, logging.root.setLevel = 10, None

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from processes import assert_gone, ended
 
 import ddp_kit as kit
-from ddp_kit.pool import view
 from ddp_kit.trace.rank import recorder
 
 
@@ -42,63 +41,43 @@ def test_a_data_loader_with_workers_works_inside_a_rank():
 
 
 def loaders_in_use(rank, world_size, path):
-    loader = torch.utils.data.DataLoader(
-        Squares(), batch_size=1, num_workers=2, persistent_workers=True
-    )
-    with open(path(rank), "w") as file:
+    workers = {"num_workers": 2, "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=1, **workers)
+    with open(f"{path}{rank}", "w") as file:
         print(*{int(pids) for _, pids in loader}, file=file)
-    os.rename(path(rank), path(rank) + ".done")
+    os.rename(f"{path}{rank}", f"{path}{rank}.done")
     time.sleep(600)
 
 
-def test_the_workers_of_a_data_loader_end_with_a_killed_rank(tmp_path):
+def test_the_workers_of_a_data_loader_end_with_a_killed_rank(watch, tmp_path):
     """The rank is killed from outside, so that only the system can notify its children."""
     pids = list(kit.run(lambda rank, world_size: os.getpid(), world_size=2))
-    path, found = str(tmp_path / "rank"), []
+    found: list[psutil.Process] = []
+    written = tmp_path / "rank0.done"
 
-    def name(rank):
-        return f"{path}{rank}"
+    def look(lines):
+        if written.exists() and not found:
+            found.extend(psutil.Process(int(number)) for number in written.read_text().split())
+            os.kill(pids[0], 9)
 
-    class Watching:
-        def update(self, lines):
-            if os.path.exists(f"{path}0.done") and not found:
-                with open(f"{path}0.done") as file:
-                    found.extend(psutil.Process(int(number)) for number in file.read().split())
-                os.kill(pids[0], 9)
-
-        def close(self):
-            pass
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "current", view.View(lambda world_size: Watching()))
-        with pytest.raises(kit.RankDiedError):
-            kit.run(loaders_in_use, name, world_size=2, timeout=60)
+    watch(look)
+    with pytest.raises(kit.RankDiedError):
+        kit.run(loaders_in_use, str(tmp_path / "rank"), world_size=2, timeout=60)
     assert len(found) == 2
     assert_gone(found, "their rank was killed")
 
 
-def test_children_of_a_stuck_rank_end_with_it(pool):
+def test_close_ends_what_stuck_and_idle_ranks_have_started(pool):
     def parent(rank, world_size):
-        child = subprocess.Popen(["sleep", "60"])
+        os.system("sleep 60 &")
         if rank == 0:
-            raise ValueError(child.pid)
+            raise ValueError(*(child.pid for child in psutil.Process().children()))
         time.sleep(60)
 
     with pytest.raises(kit.RankError) as caught:
         pool.run(parent)
-    children = [psutil.Process(int(caught.value.failures[0].message))]
+    left = [psutil.Process(int(caught.value.failures[0].message))]
     pool.close()  # rank 0 is idle until then; the fixture sees whether both sleeps are gone
-    assert ended(children)
-
-
-def test_close_ends_what_a_worker_left_running(pool):
-    def leave(rank, world_size):
-        os.system("sleep 60 &")
-        return [child.pid for child in psutil.Process().children()]
-
-    left = [psutil.Process(child) for children in pool.run(leave) for child in children]
-    assert len(left) == 2
-    pool.close()
     assert ended(left)
 
 
@@ -161,7 +140,7 @@ def boom():
     ],
     ids=["returns", "raises", "exits", "exits_with_a_text"],
 )
-def test_a_fork_of_a_rank_that_comes_back_serves_the_pool(leave, code, printed):
+def test_a_fork_of_a_rank_that_comes_back_ends(leave, code, printed):
     run = functools.partial(kit.run, world_size=2, timeout=60)
     warm = list(run(lambda rank, world_size: os.getpid()))
     forked = run(leave_copy, leave)
@@ -180,7 +159,7 @@ def sockets():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are read from /proc")
-def test_a_fork_of_a_rank_holds_its_pipe_or_writes_on_its_board():
+def test_a_fork_of_a_rank_neither_holds_its_pipe_nor_writes_on_its_board():
     def look(rank, world_size):
         board, mine = recorder.current.table.board, sockets()
         reading, writing = os.pipe()

@@ -83,7 +83,7 @@ def test_a_module_that_was_removed_still_runs_in_warm_ranks(module, capsys):
 
 
 @pytest.mark.usefixtures("forked_spawn")
-def test_a_notebook_runs_the_old_code_of_a_module_or_says_nothing_of_its_own(kernel):
+def test_a_notebook_runs_the_new_code_of_a_module_and_is_told_of_its_own_old_one(kernel):
     """All in one notebook, because a kernel and its ranks take seconds."""
     an_edited_module_runs_its_new_code(kernel)
     a_notebook_with_the_old_code_is_told_apart_from_one_that_has_reloaded_it(kernel)

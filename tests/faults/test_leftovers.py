@@ -74,6 +74,7 @@ def test_close_leaves_no_process_and_no_folder():
         ranks = [psutil.Process(number) for number in pool.run(pid)]
         (folder,) = folders()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.stat().st_uid == os.getuid()
     assert ended(ranks)
     assert not folders()
 
@@ -86,22 +87,15 @@ def test_the_end_of_a_script_without_close_leaves_nothing(tmp_path):
     assert not folders()
 
 
-def test_a_restart_of_the_kernel_leaves_nothing(notebook):
-    notebook.ranks(2)
-    before = everything(notebook)
-    notebook.manager.restart_kernel()
-    assert_gone(before, "the restart")
-    assert not folders()
-
-
-def test_a_shutdown_of_an_idle_kernel_leaves_nothing_and_waits_for_nobody(notebook):
+@pytest.mark.parametrize("end", ["restart_kernel", "shutdown_kernel"])
+def test_the_end_of_an_idle_kernel_leaves_nothing_and_waits_for_nobody(notebook, end):
     notebook.ranks(2)
     before = everything(notebook)
     assert not any("resource_tracker" in " ".join(p.cmdline()) for p in before), (
         "the tracker ignores SIGTERM; a kernel that shuts down would wait for it, and be killed"
     )
-    notebook.manager.shutdown_kernel()
-    assert_gone(before, "the shutdown")
+    getattr(notebook.manager, end)()
+    assert_gone(before, end)
     assert not folders()
 
 

@@ -10,7 +10,7 @@ from kernels import Kernel
 from processes import wait_until
 
 import ddp_kit as kit
-from ddp_kit.pool import memory
+from ddp_kit.pool import arguments
 
 
 def pid(rank, world_size):
@@ -24,28 +24,16 @@ def test_processes_stay_warm_when_the_world_size_changes():
     assert list(kit.run(lambda rank, world_size: world_size, world_size=3)) == [3, 3, 3]
 
 
-@pytest.mark.usefixtures("forked_ranks")
-def test_growing_starts_only_the_missing_ranks():
+def test_growing_starts_only_the_missing_ranks_with_as_many_open_files_as_expected():
+    """Else the pool would allow a world size for which there are too few open files."""
     with kit.WorkerPool(1) as pool:
-        one, three = list(pool.run(pid)), list(pool.run(pid, world_size=3))
-    assert three[:1] == one
-    assert len(set(three)) == 3
-
-
-def test_a_rank_costs_as_many_open_files_as_the_pool_expects():
-    """Otherwise the pool would allow a world size for which there are too few open files."""
-    with kit.WorkerPool(1) as pool:
-        pool.run(pid)
-        before = psutil.Process().num_fds()
-        pool.run(pid, world_size=3)
-        assert psutil.Process().num_fds() - before == 2 * memory.FILES_A_RANK
-
-
-def test_restart_gives_fresh_processes():
-    with kit.WorkerPool(1) as pool:
-        before = pool.run(pid)[0]
+        one, before = list(pool.run(pid)), psutil.Process().num_fds()
+        three = list(pool.run(pid, world_size=3))
+        assert psutil.Process().num_fds() - before == 2 * arguments.FILES_A_RANK
+        assert three[:1] == one
+        assert len(set(three)) == 3
         pool.restart()
-        assert pool.run(pid)[0] != before
+        assert pool.run(pid)[0] not in three
 
 
 @pytest.mark.usefixtures("forked_ranks")

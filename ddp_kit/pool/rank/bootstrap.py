@@ -20,10 +20,11 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from ddp_kit import torch_internals
+from ddp_kit.backends import mpi
 from ddp_kit.pool.rank.server import RankServer
 from ddp_kit.pool.rank.state import print_to_descriptors
 from ddp_kit.pool.wire import messages, payload
-from ddp_kit.pool.wire.messages import RANK_MARK, KitFailed
+from ddp_kit.pool.wire.messages import CALL, RANK_MARK, KitFailed
 from ddp_kit.trace import SERVING, Board
 
 MARK_SIZE = 32  # characters of the mark that a pool answers with
@@ -45,6 +46,20 @@ def serve_spawned(
     assert spawner is not None, "spawn has started this process"
     _serve(control, output, board, parent, spawner.sentinel)
     leave(0)
+
+
+def connect(path: str, rank: int, attempt: int) -> socket.socket:
+    """Connect to the pool's socket, as a rank in the `attempt`-th restart of all ranks."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(path)
+    line.sendall(CALL.pack(attempt, rank, os.getpid()))
+    return line
+
+
+def serve_under_mpiexec(line: socket.socket) -> None:
+    mpi.register()
+    mpi.load()  # every process of an MPI job must, also one that joins no group at first
+    serve_connected(line)
 
 
 def serve_connected(line: socket.socket) -> None:

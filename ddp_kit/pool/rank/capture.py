@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ddp_kit.error_text import count
-from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy
+from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy, known
 from ddp_kit.trace.stacks import is_own
 
 SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
@@ -227,7 +227,7 @@ class _Capturing:
             name: getattr(value, name) for name in ("shape", "dtype", "device", "requires_grad")
         }
         if not is_own_type:  # such as a DTensor; to read its values may take communication
-            attributes |= self._object(value, kind, depth).__reduce__()[1][2]
+            attributes |= known(self._object(value, kind, depth)).attributes
             return Summary(kind.__name__, _describe(value), attributes)
         grad = None
         if value.requires_grad and value.is_leaf and value.grad is not None:

@@ -25,20 +25,8 @@ import psutil
 import torch.distributed as dist
 
 from ddp_kit.pool.rank import environment
-from ddp_kit.pool.wire.torchrun_store import (
-    ASKED,
-    DIED,
-    ENDS,
-    LOST,
-    PERIOD,
-    STOPPED,
-    TERMINATED,
-    Answer,
-    Sign,
-    Silence,
-    encode,
-    newest,
-)
+from ddp_kit.pool.wire import torchrun_store as wire
+from ddp_kit.pool.wire.torchrun_store import Answer, Sign, Silence, encode, newest
 from ddp_kit.trace import Board, stacks
 
 LOOK = 0.05  # seconds between two looks at the board
@@ -109,7 +97,7 @@ class _Observation:
             self._quiet()
             silence.look(self._answers > known or not known)  # the rank itself limits the joining
             known = self._answers
-            if self._is_cut or silence.seconds > LOST:
+            if self._is_cut or silence.seconds > wire.LOST:
                 self._end_rank()
                 return
         self._died.set()
@@ -135,18 +123,18 @@ class _Observation:
     def _talk(self) -> None:
         try:
             store = environment.own_store()
-            answered, number = store.add(ASKED, 0), 0
+            answered, number = store.add(wire.ASKED, 0), 0
             while True:
                 lived = self._rank_lives
                 self._show(store, number)
-                asked, number = store.add(ASKED, 0), number + 1
+                asked, number = store.add(wire.ASKED, 0), number + 1
                 self._answers += 1
                 if asked > answered:
                     answered = asked
                     store.set(f"answer {asked} {self._rank}", encode(self._answer()))
                 if not lived:
                     break
-                self._died.wait(PERIOD)
+                self._died.wait(wire.PERIOD)
             self._report_death(store)
         except RuntimeError:  # what a store raises that is gone
             self._is_cut = True
@@ -176,14 +164,14 @@ class _Observation:
 
     def _report_death(self, store: dist.Store) -> None:
         """Report that the rank's process has ended, unless the rank itself has reported its end."""
-        known = store.get(ENDS).decode() if store.check([ENDS]) else ""
+        known = store.get(wire.ENDS).decode() if store.check([wire.ENDS]) else ""
         if any(line.split()[0] == str(self._rank) for line in known.splitlines()):
             return
-        how = TERMINATED if select.select([self._terminated], [], [], 0)[0] else DIED
+        how = wire.TERMINATED if select.select([self._terminated], [], [], 0)[0] else wire.DIED
         if not self._agent_lives:
-            how = STOPPED
+            how = wire.STOPPED
         self._show_board(store)
-        store.append(ENDS, f"{self._rank} {how}\n")
+        store.append(wire.ENDS, f"{self._rank} {how}\n")
 
     @property
     def _agent_lives(self) -> bool:

@@ -76,7 +76,8 @@ class RankServer:
             except (EOFError, ConnectionResetError):
                 return
             try:
-                reply = self._handle(message)
+                is_join = isinstance(message, JoinGroup)
+                reply = self._join(message) if is_join else self._run(message)
             except Exception:
                 payload.send(self._control, KitFailed(traceback.format_exc()))
                 return
@@ -90,9 +91,6 @@ class RankServer:
                 reply.payload.close()
             del message, reply  # an idle rank keeps nothing of the last run alive
             self._tidy()
-
-    def _handle(self, message: JoinGroup | CallWorker) -> Joined | Returned | Raised:
-        return self._join(message) if isinstance(message, JoinGroup) else self._run(message)
 
     def _join(self, group: JoinGroup) -> Joined | Raised:
         self._joined = group
@@ -147,7 +145,8 @@ class RankServer:
             except BaseException as error:
                 broken, inside = recorder.broken or (None, None)
                 if self._group is not None and _TWICE in text_of(error):
-                    _add_note(error, _HAS_GROUP)
+                    # As the method `add_note` does from Python 3.11 on.
+                    vars(error).setdefault("__notes__", []).append(_HAS_GROUP)
                 failure = describe(rank, error)
                 whole = keeps_groups and broken is None and recorder.all_awaited
                 status = self._status(recorder, whole, groups, restart)
@@ -256,11 +255,6 @@ def pack(value: object) -> payload.Payload:
     ) from None
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, as its method `add_note` does from Python 3.11 on."""
-    vars(error).setdefault("__notes__", []).append(note)
-
-
 def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None) -> RankFailure:
     """Return an exception as plain data, which the pool can hold without the rank's modules.
 
@@ -278,19 +272,19 @@ def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None
         describe_line(line.filename, line.lineno or 0, line.name)
         for line in traceback.extract_tb(error.__traceback__)
     )
+    linked = [
+        describe(rank, each, left) if each is not None and next(left, False) else None
+        for each in (cause, context)
+    ]
     return RankFailure(
         rank,
         type(error).__name__,
         text_of(error)[:LONGEST_MESSAGE],
         frames,
         tuple(text_of(note)[:LONGEST_MESSAGE] for note in notes),
-        *(_linked(rank, e, left) for e in (cause, context)),
+        *linked,
         tuple(describe(rank, member, left) for member, _ in zip(members, left, strict=False)),
     )
-
-
-def _linked(rank: int, error: BaseException | None, left: Iterator[bool]) -> RankFailure | None:
-    return describe(rank, error, left) if error is not None and next(left, False) else None
 
 
 def _exit(code: object) -> NoReturn:

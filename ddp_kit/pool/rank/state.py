@@ -25,15 +25,15 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import numpy
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing as mp
 from torch.nn.modules import module
 from torch.optim import optimizer
 
@@ -200,7 +200,6 @@ class Functions:
 
     def __init__(self, owner: types.ModuleType | type) -> None:
         self._owner, self._there = owner, vars(owner)
-        self._values = [*self._there.values()]
         self._originals = {
             # Some classes are settings: `set_default_dtype` replaces `torch.Storage`.
             name: value
@@ -210,11 +209,6 @@ class Functions:
 
     def put_back(self) -> list[str]:
         """Put back the functions that were replaced; return their names."""
-        try:
-            if [*self._there.values()] == self._values:  # nearly always
-                return []
-        except Exception:  # two cannot be compared
-            pass
         replaced = {}
         for name in self._originals:  # without a function of Python's: it may be among them
             value = self._there.get(name)
@@ -225,7 +219,6 @@ class Functions:
             if _is_by_library(name, value):
                 self._originals[name] = replaced.pop(name)
                 _setattr(self._owner, name, value)
-        self._values = [*self._there.values()]
         prefix = "" if self._owner is builtins else f"{self._owner.__name__}."
         return [f"{prefix}{name}" for name in replaced]
 
@@ -248,17 +241,13 @@ def _is_by_library(name: str, value: object) -> bool:
 
 # --- settings that can be asked for ----------------------------------------------------------
 
-_SIGNALS = sorted(signal.valid_signals())
-
 
 def _handlers() -> list[Any]:
     """Return the handlers of signals; one that a library has set may stay."""
-    found = [signal.getsignal(number) for number in _SIGNALS]
-    for at, handler in enumerate(found):
-        code = getattr(handler, "__code__", None)
-        if code and not is_own(code.co_filename):
-            found[at] = signal.SIG_DFL
-    return found
+    found = list(map(signal.getsignal, sorted(signal.valid_signals())))
+    codes = [getattr(handler, "__code__", None) for handler in found]
+    by_library = [code is not None and not is_own(code.co_filename) for code in codes]
+    return [h if not skip else signal.SIG_DFL for h, skip in zip(found, by_library, strict=True)]
 
 
 def _decimal() -> tuple:
@@ -266,13 +255,14 @@ def _decimal() -> tuple:
     return context.prec, context.rounding, context.Emin, context.Emax, str(context.traps)
 
 
+def _set_decimal(was: tuple) -> None:
+    decimal.setcontext(decimal.Context(*was[:4]))
+
+
 def _limits() -> list[object]:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    limits = map(resource.getrlimit, _LIMITS)
-    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *limits]
-
-
-_LIMITS = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
+    limits = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
+    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *map(resource.getrlimit, sorted(limits))]
 
 
 def _umask() -> int:
@@ -280,8 +270,28 @@ def _umask() -> int:
     return mask
 
 
-def _hooks() -> list[int]:
-    return [len(hooks) for hooks in _HOOKS]
+def _collector() -> tuple:
+    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
+
+
+def _set_collector(was: tuple) -> None:
+    (gc.enable if was[0] else gc.disable)()
+    gc.set_threshold(*was[1])
+    gc.set_debug(was[2])
+
+
+def _numpy() -> tuple:
+    return numpy.geterr(), numpy.get_printoptions()
+
+
+def _set_numpy(was: tuple) -> None:
+    numpy.seterr(**was[0])
+    numpy.set_printoptions(**was[1])
+
+
+def _start_method() -> str:
+    first = multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.get_start_method(allow_none=True) or first
 
 
 _HOOKS = [
@@ -292,56 +302,49 @@ _HOOKS = [
 ]
 
 
-# Changes after which a rank needs a fresh process, unless _PUT_BACK undoes them.
-_FACTS: dict[str, Callable[[], object]] = {
-    "set a handler for a signal": _handlers,
-    "left a timer running": lambda: [signal.getitimer(number)[0] > 0 for number in range(3)],
-    "blocked a signal": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-    "changed a limit of its process": _limits,
-    "changed the umask": _umask,
-    "enabled faulthandler": faulthandler.is_enabled,
-    "set a trace function": lambda: (sys.gettrace(), sys.getprofile()),
-    "changed the recursion limit": sys.getrecursionlimit,
-    "changed the switch interval": sys.getswitchinterval,
-    "changed decimal's context": _decimal,
-    "changed the locale": lambda: (locale.setlocale(locale.LC_ALL), time.tzname),
-    "changed the garbage collector": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
-    "changed the start method": lambda: (
-        multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    ),
-    "changed the sharing strategy": torch.multiprocessing.get_sharing_strategy,
-    "changed NumPy's settings": lambda: (numpy.geterr(), numpy.get_printoptions()),
-    "disabled logging": lambda: logging.Logger.manager.disable,
-    "left a hook on all modules or optimizers": _hooks,
-    "changed autocast": lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda"))),
-    "set flush_denormal": lambda: sys.float_info.min / 2 == 0,
-    "changed a backend of torch": lambda: (
-        torch.backends.opt_einsum.enabled,
-        torch.backends.opt_einsum.strategy,
-        torch.backends.mha.get_fastpath_enabled(),
-    ),
-    "changed the debug level": dist.get_debug_level,
-    "left rpc open": torch_internals.rpc_is_open,
-}
+class Setting(NamedTuple):
+    """A setting of this process: what a worker did if it has changed, and how to read it.
 
-_PUT_BACK: dict[str, Callable[[Any], object]] = {
-    "changed NumPy's settings": lambda was: (
-        numpy.seterr(**was[0]),
-        numpy.set_printoptions(**was[1]),
-    ),
-    "changed decimal's context": lambda was: decimal.setcontext(decimal.Context(*was[:4])),
-    "disabled logging": logging.disable,
-    "changed the recursion limit": sys.setrecursionlimit,
-    "changed the garbage collector": lambda was: (
-        (gc.enable if was[0] else gc.disable)(),
-        gc.set_threshold(*was[1]),
-        gc.set_debug(was[2]),
-    ),
-    "changed the sharing strategy": torch.multiprocessing.set_sharing_strategy,
-    "set flush_denormal": torch.set_flush_denormal,
-    "changed the debug level": dist.set_debug_level,
-}
+    restore: puts a value back that was read; None: only a fresh process has it again.
+    """
+
+    done: str
+    read: Callable[[], Any]
+    restore: Callable[[Any], object] | None = None
+
+
+_OF_PYTHON = [
+    Setting("set a handler for a signal", _handlers),
+    Setting("left a timer running", lambda: [signal.getitimer(n)[0] > 0 for n in range(3)]),
+    Setting("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    Setting("changed a limit of its process", _limits),
+    Setting("changed the umask", _umask),
+    Setting("enabled faulthandler", faulthandler.is_enabled),
+    Setting("set a trace function", lambda: (sys.gettrace(), sys.getprofile())),
+    Setting("changed the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    Setting("changed the switch interval", sys.getswitchinterval),
+    Setting("changed decimal's context", _decimal, _set_decimal),
+    Setting("changed the locale", lambda: (locale.setlocale(locale.LC_ALL), time.tzname)),
+    Setting("changed the garbage collector", _collector, _set_collector),
+    Setting("changed the start method", _start_method),
+    Setting("changed the sharing strategy", mp.get_sharing_strategy, mp.set_sharing_strategy),
+    Setting("changed NumPy's settings", _numpy, _set_numpy),
+    Setting("disabled logging", lambda: logging.Logger.manager.disable, logging.disable),
+    Setting("left a hook on all modules or optimizers", lambda: list(map(len, _HOOKS))),
+    Setting("changed autocast", lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda")))),
+    Setting("set flush_denormal", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
+    Setting("changed the debug level", dist.get_debug_level, dist.set_debug_level),
+    Setting("left rpc open", torch_internals.rpc_is_open),
+]
+
+
+def _of_torch() -> Iterator[Setting]:
+    for what, get, put in torch_internals.settings():
+
+        def restore(was: Any, put: Callable[..., object] = put) -> None:
+            put(*was) if isinstance(was, tuple) else put(was)
+
+        yield Setting(f"changed torch's {what}", get, restore)
 
 
 class Settings:
@@ -349,15 +352,16 @@ class Settings:
 
     def __init__(self) -> None:
         self._functions = [Functions(owner) for owner in _OWNERS]
-        # By what they are: how to ask for each of PyTorch's, how to set it, and its value.
-        self._plain = {
-            f"torch's {what}": (get, put, get()) for what, get, put in torch_internals.settings()
-        }
-        self._facts: dict[str, object] = {}
+        self._of_torch = [*_of_torch()]
+        # What the first run finds, by what a worker does that changes it.
+        self._values = {each.done: each.read() for each in self._of_torch}
+        self._is_ready = False
 
     def remember(self) -> None:
         """Let the first run begin with the settings as they are now."""
-        self._facts = self._facts or _ask()
+        if not self._is_ready:
+            self._values |= {each.done: each.read() for each in _OF_PYTHON}
+            self._is_ready = True
 
     def put_back_functions(self) -> list[str]:
         """Put back functions that were replaced; return their names: others may hold them, too."""
@@ -368,51 +372,33 @@ class Settings:
 
         is_cell: what was set outside PyTorch is for the next cell, too.
         """
-        if not self._facts:
+        if not self._is_ready:
             return None  # the worker never began
         if torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(False)  # tells the compiler, too
         torch.set_default_device(None)
         faulthandler.cancel_dump_traceback_later()  # nobody can ask whether there is one
-        before, now = self._facts, _ask()
-        if now != before and not is_cell:
-            for what in _PUT_BACK:
-                if now[what] != before[what]:
-                    with suppress(Exception):  # then the process is fresh instead
-                        _PUT_BACK[what](before[what])
-            now = _ask()
-        self._facts = now
-        done = [f"changed {what}" for what in self._put_back_plain()]
-        done += [what for what in _FACTS if now[what] != before[what]]
-        return done[0] if done else None
-
-    def _put_back_plain(self) -> list[str]:
-        """Put back PyTorch's settings; return those that cannot be."""
-        changed = [what for what, (get, _, value) in self._plain.items() if _differs(get, value)]
-        left = []
-        for what in changed:
-            get, put, value = self._plain[what]
+        settings = [*self._of_torch, *_OF_PYTHON]
+        for each in self._changed(self._of_torch if is_cell else settings):
+            # What cannot be put back costs a fresh process.
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                put(*value) if isinstance(value, tuple) else put(value)
-        for what in changed:  # after all, because some settings set others
-            get, put, value = self._plain[what]
-            if _differs(get, value):
-                left.append(what)
-                with suppress(RuntimeError):
-                    self._plain[what] = get, put, get()  # the next run is not to blame for it
-        return left
+                if each.restore is not None:
+                    each.restore(self._values[each.done])
+        left = self._changed(settings)  # after all, because some settings set others
+        for each in left:
+            with suppress(RuntimeError):
+                self._values[each.done] = each.read()  # the next run is not to blame for it
+        return left[0].done if left else None
 
+    def _changed(self, settings: list[Setting]) -> list[Setting]:
+        return [each for each in settings if self._has_changed(each)]
 
-def _ask() -> dict[str, object]:
-    return {what: ask() for what, ask in _FACTS.items()}
-
-
-def _differs(get: Callable[[], Any], value: object) -> bool:
-    try:
-        return get() != value
-    except RuntimeError:  # two settings contradict each other
-        return True
+    def _has_changed(self, setting: Setting) -> bool:
+        try:
+            return setting.read() != self._values[setting.done]
+        except RuntimeError:  # two settings contradict each other
+            return True
 
 
 # --- threads that a worker has left running --------------------------------------------------

@@ -13,7 +13,6 @@ import builtins
 import os
 import pickle
 import runpy
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -25,12 +24,11 @@ import torch.distributed as dist
 from ddp_kit import backends
 from ddp_kit.errors import PoolError
 from ddp_kit.pool.rank import environment
-from ddp_kit.pool.rank.bootstrap import leave, serve_connected
-from ddp_kit.pool.rank.clocks import compare_clocks
+from ddp_kit.pool.rank.bootstrap import connect, leave, serve_connected
 from ddp_kit.pool.rank.observer import Observer
 from ddp_kit.pool.rank.server import GROUP_TIMEOUT, call_worker, describe
 from ddp_kit.pool.rank.server import pack as pack_value
-from ddp_kit.pool.wire.messages import CALL, SOCKET
+from ddp_kit.pool.wire.messages import SOCKET
 from ddp_kit.pool.wire.output import KeptOutput
 from ddp_kit.pool.wire.payload import pickle_whole
 from ddp_kit.pool.wire.torchrun_store import CUT, ENDS, OVER, RAISED, RETURNED, RemoteReport, encode
@@ -99,7 +97,7 @@ class Task:
         if local_size < world_size:
             with unrecorded():
                 environment.join_group("gloo")
-                clock = compare_clocks()
+                clock = environment.compare_clocks()
                 dist.destroy_process_group()
         backends.share_cores(local_size)
         backends.take_device(self.backend or "gloo", local_rank)
@@ -124,10 +122,7 @@ def run(packed: str) -> None:
     if path is None:
         _run_elsewhere(packed, rank)
         leave(0)
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(path)
-    line.sendall(CALL.pack(environment.attempt(), rank, os.getpid()))
-    serve_connected(line)
+    serve_connected(connect(path, rank, environment.attempt()))
     if not _failed:
         _leave_group()
     leave(int(_failed))

@@ -71,50 +71,58 @@ def _tensor(
     return tensor
 
 
-class Summary:
-    """Stands for a value that was too large to be captured, or is not plain data.
+class Known(NamedTuple):
+    """What is known of a value that was too large to be captured, or is not plain data.
 
-    kind: the name of its type, or "module", "function" or "class". note: what is known of it, as
-    text. attributes: those that were captured; they can be read from the summary. begin: the first
-    of its items.
+    kind: the name of its type, or "module", "function" or "class". note: more, as text. attributes:
+    those that were captured. begin: the first of its items.
     """
 
-    __slots__ = ("__attributes", "__begin", "__kind", "__note")
+    kind: str
+    note: str
+    attributes: dict[str, Any]
+    begin: Any
+
+
+class Summary:
+    """Stands for such a value in an expression. Its attributes are those that were captured."""
+
+    __slots__ = ("__known",)
 
     def __init__(
         self, kind: str, note: str = "", attributes: dict[str, Any] | None = None, begin: Any = None
     ) -> None:
-        self.__kind, self.__note = kind, note
-        self.__attributes, self.__begin = attributes or {}, begin
+        self.__known = Known(kind, note, attributes or {}, begin)
 
     def __reduce__(self) -> tuple:
-        return Summary, (self.__kind, self.__note, self.__attributes, self.__begin)
+        return Summary, tuple(self.__known)
 
     def __repr__(self) -> str:
-        text = f"{self.__kind} {self.__note}".rstrip()
-        if self.__begin is not None:
-            return f"<{text}: {self.__begin!r} ...>"
-        if self.__note or not self.__attributes:
+        kind, note, attributes, begin = self.__known
+        text = f"{kind} {note}".rstrip()
+        if begin is not None:
+            return f"<{text}: {begin!r} ...>"
+        if note or not attributes:
             return f"<{text}>"
         shown = [
             f"{name}={shorten(repr(value), _LONGEST_ATTRIBUTE)}"
-            for name, value in list(self.__attributes.items())[:_SHOWN_ATTRIBUTES]
+            for name, value in list(attributes.items())[:_SHOWN_ATTRIBUTES]
         ]
-        more = ["..."] if len(self.__attributes) > _SHOWN_ATTRIBUTES else []
+        more = ["..."] if len(attributes) > _SHOWN_ATTRIBUTES else []
         return f"<{text}: {', '.join(shown + more)}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__attributes:
-            return self.__attributes[name]
-        raise AttributeError(f"no attribute {name!r} of this {self.__kind} was captured")
+        if name in self.__known.attributes:
+            return self.__known.attributes[name]
+        raise AttributeError(f"no attribute {name!r} of this {self.__known.kind} was captured")
 
     def __dir__(self) -> list[str]:
-        return sorted(self.__attributes)
+        return sorted(self.__known.attributes)
 
     def _refuse(self, *_: object) -> Any:
         raise TypeError(
-            f"only a summary of this {self.__kind} was captured; tensors, numbers, text, and lists "
-            "and dicts of them are captured whole up to 1 MB a function"
+            f"only a summary of this {self.__known.kind} was captured; tensors, numbers, text, and "
+            "lists and dicts of them are captured whole up to 1 MB a function"
         )
 
     # Without these, an expression would be about the summary and not about the value.
@@ -123,6 +131,11 @@ class Summary:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __pow__ = _refuse
     __hash__ = object.__hash__
+
+
+def known(summary: Summary) -> Known:
+    """Return what a summary knows; its own attributes are those of the value."""
+    return summary._Summary__known  # type: ignore[attr-defined]
 
 
 def shorten(text: str, longest: int) -> str:

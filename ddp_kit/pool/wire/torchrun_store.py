@@ -40,21 +40,6 @@ ASKED, ENDS, OVER = "asked", "ends", "over"
 RETURNED, RAISED, CUT, DIED = "returned", "raised", "cut", "died"
 TERMINATED, STOPPED = "terminated", "stopped"
 
-# What stands for folders that may have other names on another host.
-_FOLDERS = {
-    "<kit>": str(Path(__file__).absolute().parents[2]),
-    "<stdlib>": sysconfig.get_path("stdlib"),
-}
-_NAMES = {folder: name for name, folder in _FOLDERS.items()}
-
-
-def _rename(beginnings: Mapping[str, str], file: str) -> str:
-    """Replace the folder at the beginning of a file's name, if it is one of these."""
-    for old, new in beginnings.items():
-        if file.startswith(old + os.sep):
-            return new + file.removeprefix(old)
-    return file
-
 
 class Sign(NamedTuple):
     """A sign of life.
@@ -78,14 +63,6 @@ class Answer(NamedTuple):
     moves: int
     quiet: float
     stacks: list[list[Frame]]
-
-    def renamed(self, beginnings: Mapping[str, str]) -> Answer:
-        """Return it with other names for the folders of Python and the kit."""
-        stacks = [
-            [replace(frame, file=_rename(beginnings, frame.file)) for frame in stack]
-            for stack in self.stacks
-        ]
-        return self._replace(stacks=stacks)
 
 
 def newest(copy: BoardCopy, many: int) -> BoardCopy:
@@ -114,16 +91,33 @@ class RemoteReport:
     clock: Clock | None = None
 
 
+# Folders that may have other names on another host, and what stands for them on the way.
+_NAMES = {
+    str(Path(__file__).absolute().parents[2]): "<kit>",
+    sysconfig.get_path("stdlib"): "<stdlib>",
+}
+
+
 def encode(value: Sign | Answer | BoardCopy | RemoteReport) -> bytes:
     """Return it as bytes, without the names of this host's folders."""
-    value = value.renamed(_NAMES) if isinstance(value, Answer) else value
+    value = _renamed(value, _NAMES) if isinstance(value, Answer) else value
     return zlib.compress(pickle.dumps(value), 1)
 
 
 def decode(sent: bytes) -> Any:
     """Return what was encoded, with the names of this host's folders."""
     value = pickle.loads(zlib.decompress(sent))
-    return value.renamed(_FOLDERS) if isinstance(value, Answer) else value
+    folders = {name: folder for folder, name in _NAMES.items()}
+    return _renamed(value, folders) if isinstance(value, Answer) else value
+
+
+def _renamed(answer: Answer, beginnings: Mapping[str, str]) -> Answer:
+    def rename(frame: Frame) -> Frame:
+        old = next((old for old in beginnings if frame.file.startswith(old + os.sep)), "")
+        file = beginnings.get(old, "") + frame.file.removeprefix(old)
+        return replace(frame, file=file)
+
+    return answer._replace(stacks=[[*map(rename, stack)] for stack in answer.stacks])
 
 
 class Silence:

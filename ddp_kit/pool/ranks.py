@@ -1,35 +1,278 @@
-"""The processes of a pool's ranks, and the process group that they form."""
+"""The processes of a pool's ranks, and the process group that they form.
+
+RankHandle     one rank's process: send to it, receive from it, end it
+Launcher       who starts the processes
+RankProcesses  the ranks of a pool: which are missing, replaced, or restarted for a changed file
+"""
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import sys
 import time
+import uuid
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pickle import UnpicklingError
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from ddp_kit.error_text import name_ranks
+import psutil
+
+from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import KitError, PoolError
 from ddp_kit.pool import ipython, view
 from ddp_kit.pool.interrupts import holding_interrupt
-from ddp_kit.pool.launchers import Launcher, Show
 from ddp_kit.pool.private_folder import PrivateFolder
-from ddp_kit.pool.rank_handle import RankHandle, kill_ranks, stop_ranks
 from ddp_kit.pool.wire import payload
 from ddp_kit.pool.wire.messages import (
+    RANK_MARK,
     CallWorker,
     Environment,
+    FileStamp,
     JoinGroup,
     LogHandler,
     LogSettings,
     file_stamp,
 )
-from ddp_kit.pool.wire.output import drain
+from ddp_kit.pool.wire.output import RankOutput, drain
 from ddp_kit.pool.wire.payload import Payload
+from ddp_kit.trace import Board, stacks
 
 START_TIMEOUT = 300.0  # seconds for fresh processes to import torch and join a group
+# The beginnings of variables that PyTorch and its libraries read once, in a new process.
+_READ_AT_START = (
+    *("CUDA_", "GLOO_", "HIP_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "ROCR_", "TORCH_"),
+)
+# Seconds in which the exit code of a process that is gone may still arrive: another thread or a
+# fork server may have fetched it, and not yet passed it on.
+_GRACE = 0.5
+
+
+def start_variables() -> dict[str, str]:
+    """Return the variables of this process's environment that matter when a rank starts."""
+    return {name: os.environ[name] for name in os.environ if name.startswith(_READ_AT_START)}
+
+
+class Ends(NamedTuple):
+    """What the process of a rank is given: its ends of the pipes, its board, its mark."""
+
+    control: Connection
+    printed: Connection
+    board: Board
+    mark: str
+
+
+class Process(Protocol):
+    """A process: one of multiprocessing's, or one that a program has started for the pool."""
+
+    pid: int
+    sentinel: int  # a handle that becomes ready when it ends
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None: it runs."""
+
+
+class RankHandle:
+    """The process of one rank, its control pipe, its output and its board.
+
+    start: starts a process with its ends of the pipes; returns it and what cleans up after it.
+
+    Raises PoolError if no process can be started.
+    """
+
+    def __init__(self, start: Callable[[Ends], tuple[Process, Callable[[], None]]]) -> None:
+        try:
+            self.control, control_end = Pipe()
+            printed, print_end = Pipe(duplex=False)
+            self.board = Board()
+            self.mark = uuid.uuid4().hex
+            ends = Ends(control_end, print_end, self.board, self.mark)
+            self.process, self._clean_up = start(ends)
+        except OSError as error:
+            raise PoolError(
+                f"cannot start another process here ({error.strerror}); "
+                "use a smaller world_size, or close pools that are not needed"
+            ) from error
+        self.output = RankOutput(printed)
+        control_end.close()
+        print_end.close()
+        self.board.close_file()
+        self.psutil: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):
+            self.psutil = psutil.Process(self.process.pid)  # no later process with this pid
+        self.variables = start_variables()
+        self.owed = 0  # replies that this rank has not sent yet
+        self.cells_seen: set[str] = set()
+        self.environment: Environment | None = None  # that it was sent last
+        self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
+        self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
+        self.used = time.monotonic()  # when it was started, or its last run ended
+        self.has_names = False  # of `%%ranks` cells, which end with it
+
+    def send(self, message: Any) -> None:
+        """Send one message; a rank that has died is detected by its sentinel, not here."""
+        self.owed += 1
+        with suppress(BrokenPipeError, ConnectionResetError):
+            payload.send(self.control, message)
+
+    def receive(self) -> Any:
+        """Return the next reply, or None if the rank ended before it sent one."""
+        try:
+            reply = payload.receive(self.control)
+        except (EOFError, OSError, RuntimeError, UnpicklingError):
+            return None  # it ended, perhaps while it sent a reply
+        self.owed -= 1
+        self.modules |= reply.status.modules
+        self.notices = reply.status.notices or self.notices
+        return reply
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs and can be talked to."""
+        return not self.control.closed and self.process.exitcode is None and self._exists()
+
+    def _exists(self) -> bool:
+        """Return whether there is such a process; other code may have fetched its exit code."""
+        try:
+            os.kill(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def join(self, seconds: float) -> int | None:
+        """Wait for the process to end; return its exit code.
+
+        None: it has not ended, or other code in this process has fetched its exit code.
+        `Process.join` would wait for the sentinel, which a grandchild may keep open.
+        """
+        deadline = time.monotonic() + seconds
+        ended = False
+        while self.process.exitcode is None and time.monotonic() < deadline:
+            if not ended and not self._exists():
+                ended, deadline = True, min(deadline, time.monotonic() + _GRACE)
+            time.sleep(0.005)
+        return self.process.exitcode
+
+    def release(self) -> None:
+        """Close what belonged to the process, which has ended."""
+        self.output.pipe.close()
+        self.board.close()
+        self._clean_up()
+        self.modules.clear()
+
+    @property
+    def is_released(self) -> bool:
+        return self.output.pipe.closed
+
+
+# What several ranks are asked for or must do happens at the same time: one after the other, the
+# last of many would have to wait for all others, and each would need a scan of all processes.
+
+
+def ask_for_stacks(ranks: Sequence[RankHandle]) -> list[list[list[Frame]]]:
+    """Ask ranks which lines their threads run; return it by rank, the main thread's lines first.
+
+    A rank that did not answer has an empty list.
+    """
+    readers = {rank.process.pid: rank.board.read_stacks for rank in ranks}
+    return [stacks.parse(answer) for answer in stacks.ask(readers)]
+
+
+def stop_ranks(ranks: Sequence[RankHandle], patience: float = 0.0) -> None:
+    """End the processes of ranks, and their children. Stopping a rank twice does nothing.
+
+    patience: seconds for them to leave by themselves before they are killed. A rank that owes a
+        reply is busy, or has not even started: it is not waited for.
+    """
+    ranks = [rank for rank in ranks if not rank.is_released]
+    if not ranks:
+        return
+    children = started_by(ranks)  # hard to find once their rank has left
+    for rank in ranks:
+        rank.control.close()
+    leaving = [rank for rank in ranks if not rank.owed] if patience > 0 else []
+    deadline = time.monotonic() + patience
+    for rank in leaving:
+        rank.join(deadline - time.monotonic())
+    if leaving:
+        children += started_by(ranks)  # which they have started meanwhile
+    kill([*(rank.psutil for rank in ranks), *children])
+    for rank in ranks:
+        rank.join(5)
+        rank.release()
+
+
+def kill(processes: Iterable[psutil.Process | None]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            if process is not None:
+                process.kill()
+
+
+def kill_marked(mark: str) -> None:
+    kill(_find([], {mark}))
+
+
+def started_by(ranks: Iterable[RankHandle]) -> list[psutil.Process]:
+    """Return the processes that ranks have started, as far as they are visible.
+
+    They are below the ranks. What a rank that has ended left running is nobody's child now, but it
+    has the rank's mark.
+    """
+    running = [rank.psutil.pid for rank in ranks if rank.psutil and rank.psutil.is_running()]
+    return _find(running, {rank.mark for rank in ranks})
+
+
+def _find(pids: list[int], marks: Container[str]) -> list[psutil.Process]:
+    """Return the processes below these, and those with a mark, in one scan of all processes."""
+    found, children = [], defaultdict(list)
+    for pid in psutil.pids():
+        with suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            children[process.ppid()].append(process)
+            if process.environ().get(RANK_MARK) in marks:
+                found.append(process)
+    below = list(pids)
+    for pid in below:
+        processes = children.pop(pid, [])
+        found += processes
+        below += [process.pid for process in processes]
+    return found
+
+
+Show = Callable[[list[str]], None]  # is called with what each process is doing, again and again
+
+
+class Launcher:
+    """Starts the processes of a pool's ranks."""
+
+    hosts = 1  # on which it starts ranks; this process sees those of its own host
+    store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
+    reusable = True  # its ranks serve one run after another
+    separate = False  # its ranks can end one by one
+
+    def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
+        """Put at least `world_size` living processes into `ranks`; return whether some are new.
+
+        A launcher that takes its time leaves `ranks` as they are until `wait` has been called.
+
+        broken: some may have ended, or owe a reply that nobody waits for.
+        """
+        raise NotImplementedError
+
+    def wait(self, show: Show) -> None:
+        """Wait until the processes exist. An interrupt or an error ends them."""
+
+    def end(self) -> None:
+        """End what is left when the processes have ended."""
 
 
 class RankProcesses:
@@ -96,7 +339,7 @@ class RankProcesses:
         if not join or len(self.ranks) < world_size or self._has_formed(world_size, backend):
             return
         self._groups += 1
-        store = self.folder.store(self._groups) if self._init else None
+        store = self.folder.file(self._groups) if self._init else None
         for number, rank in enumerate(self.ranks[:world_size]):
             rank.send(JoinGroup(number, world_size * self.launcher.hosts, backend, store))
         self._formed = (world_size, backend)
@@ -113,7 +356,8 @@ class RankProcesses:
         cells = ipython.cell_names()
         for rank in ranks:
             rank.output.take()  # what was printed between two runs belongs to none
-            new = {name: ipython.source(name) for name in cells if name not in rank.cells_seen}
+            unseen = cells.keys() - rank.cells_seen
+            new = {name: "".join(linecache.getlines(name)) for name in unseen}
             changed = None if environment == rank.environment else environment
             rank.send(CallWorker(packed, new, changed, number))
             rank.cells_seen |= new.keys()
@@ -233,7 +477,7 @@ def end_all(leaving: bool) -> None:
     _leaving = leaving
     pools = list(_all) if leaving else []
     ranks = [rank for processes in pools for rank in list(processes.ranks)]
-    kill_ranks(ranks)
+    kill([*(rank.psutil for rank in ranks), *started_by(ranks)])
     for rank in ranks:
         rank.join(1)
     for processes in pools:
