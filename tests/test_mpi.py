@@ -67,14 +67,14 @@ def failures(world_size: int) -> dict[str, str]:
 @needs_mpi
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", [*group_cases.COMPARED, *group_cases.OWN])
-def test_mpi_differs_from_gloo_or_from_its_docstring(case, world_size):
+def test_mpi_does_what_gloo_and_its_docstring_say(case, world_size):
     problem = failures(world_size)[case]
     assert not problem, problem
 
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["raising", "vanishing", "exiting"])
-def test_ranks_wait_forever_for_one_that_ended(scenario, tmp_path):
+def test_ranks_end_with_one_that_ended(scenario, tmp_path):
     ended = launch(scenario, 2, tmp_path)
     assert ended.returncode != 0
     if scenario == "raising":
@@ -82,7 +82,7 @@ def test_ranks_wait_forever_for_one_that_ended(scenario, tmp_path):
 
 
 @needs_mpi
-def test_a_rank_that_ends_early_ends_the_others(tmp_path):
+def test_a_rank_may_end_early(tmp_path):
     ended = launch("early", 2, tmp_path)
     assert ended.returncode == 0, ended.stdout
     assert (tmp_path / "done").exists()
@@ -98,7 +98,7 @@ def finished(scenarios: str) -> tuple[int, str, list[str]]:
 
 @needs_mpi
 @pytest.mark.parametrize("scenario", ["beside", "wrong", "again", "untidy", "fewer"])
-def test_ranks_do_not_finish(scenario):
+def test_ranks_finish(scenario):
     # The first imports mpi4py before the kit does, and the fourth leaves operations in flight.
     code, output, done = finished(scenario if scenario == "fewer" else "beside,wrong,again,untidy")
     assert code == 0, output
@@ -108,7 +108,7 @@ def test_ranks_do_not_finish(scenario):
 
 
 @needs_mpi
-def test_an_import_loads_or_initialises_mpi():
+def test_registering_loads_no_mpi():
     program = (
         "import sys; from ddp_kit.backends import mpi; mpi.register(); mpi.register(); "
         "assert 'mpi4py' not in sys.modules"
@@ -116,7 +116,7 @@ def test_an_import_loads_or_initialises_mpi():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=600)
 
 
-def test_nothing_reports_that_mpi4py_is_missing(monkeypatch):
+def test_a_missing_mpi4py_is_reported(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "mpi4py" else find(name)
@@ -128,7 +128,7 @@ def test_nothing_reports_that_mpi4py_is_missing(monkeypatch):
     assert str(caught.value) == message
 
 
-def test_nothing_reports_that_mpiexec_is_missing(monkeypatch, tmp_path):
+def test_a_missing_mpiexec_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(mpi, "_missing_package", lambda: None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -138,7 +138,7 @@ def test_nothing_reports_that_mpiexec_is_missing(monkeypatch, tmp_path):
 
 
 @needs_mpi
-def test_the_wrong_mpiexec_is_chosen_although_one_is_beside_python(monkeypatch, tmp_path):
+def test_the_mpiexec_beside_python_is_chosen(monkeypatch, tmp_path):
     beside = tmp_path / "mpiexec"
     beside.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0'\n")
     beside.chmod(0o755)
@@ -147,7 +147,7 @@ def test_the_wrong_mpiexec_is_chosen_although_one_is_beside_python(monkeypatch, 
     assert mpi.mpiexec(3) == [str(beside), *flags, "-n", "3"]
 
 
-def test_a_launch_of_no_ranks_is_attempted():
+def test_a_launch_of_no_ranks_is_refused():
     with pytest.raises(BackendError, match="world_size must be at least 1, got 0"):
         mpi.mpiexec(0)
 
@@ -171,7 +171,7 @@ def test_a_launch_of_no_ranks_is_attempted():
         ),
     ],
 )
-def test_a_rank_reads_the_wrong_rank_info(given, expected, monkeypatch):
+def test_a_rank_reads_what_its_launcher_has_set(given, expected, monkeypatch):
     leave_mpiexec(monkeypatch)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -179,7 +179,7 @@ def test_a_rank_reads_the_wrong_rank_info(given, expected, monkeypatch):
     assert mpi.rank_info() == expected
 
 
-def test_a_process_without_a_launcher_takes_itself_for_a_rank(monkeypatch):
+def test_a_process_without_a_launcher_is_no_rank(monkeypatch):
     leave_mpiexec(monkeypatch)
     assert not mpi.started_by_mpiexec()
     with pytest.raises(BackendError, match="start the ranks with mpiexec"):

@@ -27,7 +27,7 @@ from processes import wait_until
 
 import ddp_kit as kit
 from ddp_kit.backends import shm
-from ddp_kit.backends.shm import futex, joining
+from ddp_kit.backends.shm import process_group, segment
 from ddp_kit.errors import BackendError
 from ddp_kit.trace.events import Event, Group
 from ddp_kit.verdict import graph
@@ -94,19 +94,19 @@ def failures(world_size: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in group_cases.ONLY_MPI])
-def test_shm_differs_from_gloo_or_from_its_docstring(case, world_size):
+def test_shm_does_what_gloo_and_its_docstring_say(case, world_size):
     problem = failures(world_size)[case]
     assert not problem, problem
 
 
 @pytest.mark.parametrize("repeats", [25, pytest.param(1000, marks=pytest.mark.long)])
-def test_a_collective_with_random_arguments_differs_from_gloo(repeats, forked_ranks):
+def test_collectives_with_random_arguments_equal_those_of_gloo(repeats, forked_ranks):
     counts = kit.run(random_collectives.compare, repeats, world_size=3, backend="shm")
     assert all(count > repeats / 2 for count in counts[0].values())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_order_of_a_sum_depends_on_the_rank_or_the_chunk(world_size, forked_ranks):
+def test_sums_are_added_in_the_order_of_the_ranks(world_size, forked_ranks):
     def worker(rank, world_size):
         torch.manual_seed(rank)
         own = torch.randn(2_500_000)
@@ -121,7 +121,7 @@ def test_the_order_of_a_sum_depends_on_the_rank_or_the_chunk(world_size, forked_
     assert list(kit.run(worker, world_size=world_size, backend="shm")) == [True] * world_size
 
 
-def test_an_operation_that_nobody_waits_for_does_not_move(forked_ranks):
+def test_an_operation_that_nobody_waits_for_ends(forked_ranks):
     def worker(rank, world_size):
         first, second = torch.ones(2_000_000), torch.ones(3)
         work = dist.all_reduce(first, async_op=True)
@@ -169,25 +169,25 @@ def leaves_without(rank, world_size):
     return found
 
 
-def test_a_rank_leaves_a_collective_without_one_that_it_needs(forked_ranks):
+def test_a_rank_leaves_a_collective_only_after_those_that_it_needs(forked_ranks):
     found = kit.run(leaves_without, world_size=3, backend="shm", timeout=60)
     assert list(found) == [[], [], []]
 
 
-def test_the_ranks_of_two_hosts_share_memory():
+def test_ranks_of_two_hosts_or_containers_are_refused():
     one = {"host": "here", "boot": "1", "processes": "pid:[1]"}
-    assert joining._refusal(one, {**one, "host": "alias"}, 2) == ""
-    assert joining._refusal(one, {**one, "host": "there", "boot": "2"}, 2) == (
+    assert process_group._refusal(one, {**one, "host": "alias"}, 2) == ""
+    assert process_group._refusal(one, {**one, "host": "there", "boot": "2"}, 2) == (
         "backend=\"shm\" needs all ranks on one host, and rank 0 runs on 'here' and rank 2 on "
         "'there'; use backend=\"gloo\""
     )
-    assert "several containers" in joining._refusal(one, {**one, "processes": "pid:[2]"}, 1)
+    assert "several containers" in process_group._refusal(one, {**one, "processes": "pid:[2]"}, 1)
 
 
-def test_a_refused_rank_waits_for_the_others(forked_ranks):
+def test_a_refusal_reaches_every_rank(forked_ranks):
     def worker(rank, world_size):
         if rank == 1:
-            joining._identity = lambda: {"host": "there", "boot": "2", "processes": ""}
+            process_group._identity = lambda: {"host": "there", "boot": "2", "processes": ""}
         messages = []
         try:
             dist.new_group(backend="shm")
@@ -208,15 +208,15 @@ def registered(worker):
     return call
 
 
-def test_another_system_is_not_refused(monkeypatch):
-    monkeypatch.setattr(futex, "is_supported", False)
+def test_another_system_is_refused(monkeypatch):
+    monkeypatch.setattr(segment, "is_supported", False)
     with pytest.raises(BackendError, match='backend="shm" needs Linux'):
         kit.run(registered, backend="shm")
     with pytest.raises(BackendError, match='backend="shm" needs Linux'):
         shm.register()
 
 
-def test_a_wait_goes_on_although_the_process_that_it_needs_has_ended(tmp_path):
+def test_a_wait_ends_with_the_process_that_it_needs(tmp_path):
     with started("vanishing", 3, tmp_path) as ranks:
         assert ranks[1].wait(timeout=LIMIT) == 3
         assert [rank.wait(timeout=60) for rank in (ranks[0], ranks[2])] == [1, 1]
@@ -247,7 +247,7 @@ def files_of_nobody() -> set[str]:
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.long)])
-def test_a_killed_rank_leaves_something_behind(kills, forked_ranks, monkeypatch, tmp_path):
+def test_a_killed_rank_leaves_nothing_behind(kills, forked_ranks, monkeypatch, tmp_path):
     chance = random.Random(kills)
     family = psutil.Process().children
     before, files = segments(family(recursive=True)), set(os.listdir("/dev/shm"))

@@ -3,13 +3,15 @@
 PyTorch has several calls for most collectives: with a list of tensors, with one tensor that holds
 the parts of all ranks, with several tensors at once, and under an older name. `PythonProcessGroup`
 checks the arguments of all of them, makes their memory flat and contiguous, and calls a method of
-`Collectives`. The backends `mpi` and `shm` implement those, and messages between two ranks.
+`Collectives`. The backends `mpi` and `shm` implement those, and messages between two ranks. What
+they have started is a `PythonWork`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-from ddp_kit.backends.work import PythonWork
+from torch.futures import Future
 
 Tensors = Sequence[Tensor]
 Steps = Iterator[Any]  # what is left of a collective: it yields whenever it has to wait
@@ -27,7 +28,7 @@ Steps = Iterator[Any]  # what is left of a collective: it yields whenever it has
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OF_BOOL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # on bytes of 0 and 1
 _NAMES = {hash(getattr(ReduceOp, name)): name for name in REDUCTIONS}
-_BITWISE = ("BAND", "BOR", "BXOR")
+_NO_TIMEOUT = timedelta(0)
 
 
 class Collectives(Protocol):
@@ -55,6 +56,52 @@ class Collectives(Protocol):
         """Send tensors to ranks and receive tensors from ranks: a gather, scatter or alltoall."""
 
 
+class Call:
+    """One call of PyTorch: its collectives, and the memory that they read and write.
+
+    name: for errors. opts: PyTorch's options, of which the timeout takes precedence over that of
+    the group. steps: the collectives. outputs: the result of the future.
+    """
+
+    def __init__(self, group: PythonProcessGroup, name: str, opts: Any = None) -> None:
+        self.group, self.name = group, name
+        own = 0.0 if opts is None else opts.timeout.total_seconds()
+        self.timeout = own if own > 0 else group.timeout.total_seconds()
+        self.is_async = getattr(opts, "asyncOp", True)
+        self.steps: list[Steps] = []
+        self.outputs: list[Tensor] = []
+        self._buffers: list[Tensor] = []  # of the outputs: the same memory, or a plain one
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a flat tensor with the values of a tensor: its own memory, or a copy."""
+        self.group.check_memory(tensor)
+        return source_of(tensor).view(-1)
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Return a flat tensor of which `finish` copies the values into a tensor."""
+        self.group.check_memory(tensor)
+        return self._output(tensor, target_of(tensor))
+
+    def update(self, tensor: Tensor) -> Tensor:
+        """Return what `write` does, with the tensor's values in it."""
+        self.group.check_memory(tensor)
+        return self._output(tensor, source_of(tensor))
+
+    def _output(self, tensor: Tensor, buffer: Tensor) -> Tensor:
+        self.outputs.append(tensor)
+        self._buffers.append(buffer)
+        return buffer.view(-1)
+
+    def apart(self, data: Tensor) -> Tensor:
+        """Return what was read, or a copy of it if it shares memory with what will be written."""
+        for buffer in self._buffers:
+            data = without_overlap(data, buffer)
+        return data
+
+    def finish(self) -> None:
+        copy_back(self.outputs, self._buffers)
+
+
 class PythonProcessGroup(dist.ProcessGroup):
     """A process group over the collectives of a backend.
 
@@ -67,7 +114,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._backend = backend
         self._rank, self._size = rank, size
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=timeout)
         self._collectives = collectives
         self._name = self._description = ""
 
@@ -77,54 +124,31 @@ class PythonProcessGroup(dist.ProcessGroup):
         """End the group; `dist.destroy_process_group` calls this. A second call does nothing."""
         raise NotImplementedError
 
-    def _start(
-        self,
-        name: str,
-        calls: Sequence[Steps],
-        outputs: Tensors,
-        opts: Any,
-        finish: Callable[[], None] | None = None,
-    ) -> PythonWork:
-        """Start collectives as one operation.
-
-        outputs: the result of the future. opts: PyTorch's options, for `_timeout_of`. finish:
-        what to do at the end, which copies results.
-        """
+    def _start(self, call: Call) -> PythonWork:
+        """Start the collectives of a call as one operation."""
         raise NotImplementedError
 
-    def _send(self, data: Tensor, target: int, tag: int, outputs: Tensors) -> PythonWork:
+    def _send(self, call: Call, data: Tensor, target: int, tag: int) -> PythonWork:
         raise NotImplementedError
 
-    def _receive(
-        self,
-        buffer: Tensor,
-        source: int | None,
-        tag: int,
-        outputs: Tensors,
-        finish: Callable[[], None],
-    ) -> PythonWork:
+    def _receive(self, call: Call, buffer: Tensor, source: int | None, tag: int) -> PythonWork:
         raise NotImplementedError
 
     # Names and the timeout
 
     def getBackendName(self) -> str:
-        """Return the name under which the backend is registered."""
         return self._backend
 
     def getGroupName(self) -> str:
-        """Return PyTorch's name for the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Set PyTorch's name for the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """Return the `group_desc` of `new_group`."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the `group_desc` of `new_group`."""
         self._description = description
 
     def _get_backend(self, device: torch.device) -> PythonProcessGroup:
@@ -132,48 +156,39 @@ class PythonProcessGroup(dist.ProcessGroup):
         return self
 
     def abort(self) -> None:
-        """Do the same as `shutdown`."""
         self.shutdown()
 
     @property
     def timeout(self) -> timedelta:
         """The time after which an operation fails."""
-        return timedelta(seconds=self._timeout)
+        return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of operations that start from now on."""
-        self._timeout = timeout.total_seconds()
-
-    def _timeout_of(self, opts: Any) -> float:
-        """Return the seconds that an operation may take; PyTorch's options take precedence."""
-        own = 0.0 if opts is None else opts.timeout.total_seconds()
-        return own if own > 0 else self._timeout
+        self._timeout = timeout
 
     # Messages
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> PythonWork:
-        """Send one tensor."""
         (tensor,) = tensors
-        return self._send(self._source(tensor), dstRank, tag, tensors)
+        call = Call(self, "send")
+        data = call.read(tensor)
+        return self._send(call, data, dstRank, tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> PythonWork:
-        """Receive one tensor."""
-        return self._receive_from(tensors, srcRank, tag)
+    def recv(self, tensors: Tensors, srcRank: int | None, tag: int = 0) -> PythonWork:
+        (tensor,) = tensors
+        call = Call(self, "recv")
+        return self._receive(call, call.write(tensor), srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> PythonWork:
         """Receive one tensor from any rank; `Work._source_rank` returns which rank sent it."""
-        return self._receive_from(tensors, None, tag)
-
-    def _receive_from(self, tensors: Tensors, source: int | None, tag: int) -> PythonWork:
-        (tensor,) = tensors
-        buffer = self._target(tensor)
-        return self._receive(buffer, source, tag, tensors, _copying(tensors, [buffer]))
+        return self.recv(tensors, None, tag)
 
     # Collectives that move data
 
     def barrier(self, opts: Any = None) -> PythonWork:
-        """Wait until all ranks of the group call this."""
-        return self._start("barrier", [self._collectives.barrier()], (), opts)
+        call = Call(self, "barrier", opts)
+        call.steps.append(self._collectives.barrier())
+        return self._start(call)
 
     def monitored_barrier(self, *_args: Any, **_options: Any) -> None:
         """Refuse what only gloo can do; `dist.monitored_barrier` says so as well."""
@@ -182,13 +197,11 @@ class PythonProcessGroup(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> PythonWork:
-        """Copy the root's tensors to all ranks."""
         opts = opts or dist.BroadcastOptions()
-        is_root = opts.rootRank == self._rank
-        data = [self._source(each) if is_root else self._target(each) for each in tensors]
-        calls = [self._collectives.broadcast(one.view(-1), opts.rootRank) for one in data]
-        finish = None if is_root else _copying(tensors, data)
-        return self._start("broadcast", calls, tensors, opts, finish)
+        call = Call(self, "broadcast", opts)
+        for tensor in tensors:
+            call.steps.append(self._collectives.broadcast(call.update(tensor), opts.rootRank))
+        return self._start(call)
 
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
@@ -218,8 +231,8 @@ class PythonProcessGroup(dist.ProcessGroup):
         self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
         """Send entry i of the list to rank i, on every rank; the tensors may differ in size."""
-        own = output_tensors[self._rank] if len(output_tensors) == self._size else None
-        self._check_list("alltoall", input_tensors, own, "input")
+        self._check_length("alltoall", output_tensors, "output")
+        self._check_list("alltoall", input_tensors, output_tensors[self._rank], "input")
         self._check_list("alltoall", output_tensors, input_tensors[self._rank], "output")
         receives = dict(enumerate(output_tensors))
         return self._exchange("alltoall", dict(enumerate(input_tensors)), receives, opts)
@@ -227,17 +240,11 @@ class PythonProcessGroup(dist.ProcessGroup):
     def _exchange(
         self, name: str, sends: dict[int, Tensor], receives: dict[int, Tensor], opts: Any
     ) -> PythonWork:
-        data = {rank: self._source(tensor) for rank, tensor in sends.items()}
-        buffers = {rank: self._target(tensor) for rank, tensor in receives.items()}
-        for buffer in buffers.values():  # what is sent may be received in, too
-            data = {rank: without_overlap(one, buffer) for rank, one in data.items()}
-        steps = self._collectives.exchange(
-            name,
-            {rank: one.view(-1) for rank, one in data.items()},
-            {rank: buffer.view(-1) for rank, buffer in buffers.items()},
-        )
-        outputs = list(receives.values())
-        return self._start(name, [steps], outputs, opts, _copying(outputs, list(buffers.values())))
+        call = Call(self, name, opts)
+        buffers = {rank: call.write(tensor) for rank, tensor in receives.items()}
+        data = {rank: call.apart(call.read(tensor)) for rank, tensor in sends.items()}
+        call.steps.append(self._collectives.exchange(name, data, buffers))
+        return self._start(call)
 
     def all_to_all_single(
         self,
@@ -256,39 +263,24 @@ class PythonProcessGroup(dist.ProcessGroup):
                 f"all_to_all_single: rank {self._rank} has {to[self._rank]} elements for itself, "
                 f"but expects {of[self._rank]}"
             )
-        buffer = self._target(output)
-        source = without_overlap(self._source(input), buffer)
-        sends = dict(enumerate(source.view(-1).split(to)))
-        receives = dict(enumerate(buffer.view(-1).split(of)))
-        steps = self._collectives.exchange("alltoall", sends, receives)
-        finish = _copying([output], [buffer])
-        return self._start("all_to_all_single", [steps], [output], opts, finish)
+        call = Call(self, "all_to_all_single", opts)
+        receives = dict(enumerate(call.write(output).split(of)))
+        sends = dict(enumerate(call.apart(call.read(input)).split(to)))
+        call.steps.append(self._collectives.exchange("alltoall", sends, receives))
+        return self._start(call)
 
     def allgather(
         self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> PythonWork:
         """Collect a tensor of every rank in a list; they may differ in size."""
-        return self._all_gather_lists("allgather", output_tensors, input_tensors, opts)
+        return self._all_gather("allgather", output_tensors, input_tensors, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> PythonWork:
         """Do `allgather` with several tensors. Entry [rank][i] is tensor i of that rank."""
         lists = [[tensors[i] for tensors in output_lists] for i in range(len(input_list))]
-        return self._all_gather_lists("allgather_coalesced", lists, input_list, opts)
-
-    def _all_gather_lists(
-        self, name: str, lists: Sequence[Tensors], inputs: Tensors, opts: Any
-    ) -> PythonWork:
-        calls, outputs, buffers = [], [], []
-        for tensors, tensor in zip(lists, inputs, strict=True):
-            self._check_list(name, tensors, tensor, "output")
-            targets = [self._target(each) for each in tensors]
-            parts = [target.view(-1) for target in targets]
-            calls.append(self._collectives.all_gather(self._source(tensor).view(-1), parts))
-            outputs += tensors
-            buffers += targets
-        return self._start(name, calls, outputs, opts, _copying(outputs, buffers))
+        return self._all_gather("allgather_coalesced", lists, input_list, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
         """Collect a tensor of every rank in one tensor; all have the same size."""
@@ -297,17 +289,16 @@ class PythonProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Do `all_gather_single` with several tensors, as one operation."""
         return self._all_gather("all_gather_single_coalesced", outputs, inputs, opts)
 
-    def _all_gather(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
-        calls, buffers = [], []
+    def _all_gather(
+        self, name: str, outputs: Sequence[Tensor | Tensors], inputs: Tensors, opts: Any
+    ) -> PythonWork:
+        call = Call(self, name, opts)
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole(name, whole=output, part=tensor)
-            buffers.append(self._target(output))
-            parts = buffers[-1].view(-1).split([tensor.numel()] * self._size)
-            calls.append(self._collectives.all_gather(self._source(tensor).view(-1), parts))
-        return self._start(name, calls, outputs, opts, _copying(outputs, buffers))
+            parts = self._parts(name, output, tensor, "output", call.write)
+            call.steps.append(self._collectives.all_gather(call.read(tensor), parts))
+        return self._start(call)
 
     # Reductions
 
@@ -317,67 +308,49 @@ class PythonProcessGroup(dist.ProcessGroup):
         return self._reduce("reduce", tensors, opts, opts.rootRank)
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None) -> PythonWork:
-        """Reduce the tensors of all ranks; every rank gets the result."""
         if isinstance(tensors, Tensor):  # from `DistributedDataParallel.join`
             tensors = [tensors]
         return self._reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> PythonWork:
-        """Do `allreduce` with several tensors, as one operation."""
         opts = opts or dist.AllreduceCoalescedOptions()
         return self._reduce("allreduce_coalesced", tensors, opts)
 
     def _reduce(
         self, name: str, tensors: Tensors, opts: Any, root: int | None = None
     ) -> PythonWork:
-        data = [self._source(tensor) for tensor in tensors]
-        calls = [
-            self._collectives.reduce(one.view(-1), self._reduction(opts.reduceOp, one.dtype), root)
-            for one in data
-        ]
-        finish = _copying(tensors, data) if root in (None, self._rank) else None
-        return self._start(name, calls, tensors, opts, finish)
+        call = Call(self, name, opts)
+        for tensor in tensors:
+            data, op = call.update(tensor), self._reduction(opts.reduceOp, tensor.dtype)
+            call.steps.append(self._collectives.reduce(data, op, root))
+        return self._start(call)
 
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
     ) -> PythonWork:
         """Reduce the lists of all ranks; rank i gets entry i. Sizes may differ."""
-        (output,), (inputs,) = output_tensors, input_tensors
-        self._check_list("reduce_scatter", inputs, output, "input")
-        parts = [self._source(tensor).view(-1) for tensor in inputs]
-        return self._reduce_scatter("reduce_scatter", [output], [parts], opts)
+        return self._reduce_scatter("reduce_scatter", output_tensors, input_tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PythonWork:
         """Reduce the tensors of all ranks; each rank gets its part."""
-        return self._reduce_scatter_whole("reduce_scatter_single", [output], [input], opts)
+        return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> PythonWork:
-        """Do `reduce_scatter_single` with several tensors, as one operation."""
-        name = "reduce_scatter_single_coalesced"
-        return self._reduce_scatter_whole(name, outputs, inputs, opts)
-
-    def _reduce_scatter_whole(
-        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> PythonWork:
-        lists = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole(name, whole=tensor, part=output)
-            lists.append(self._source(tensor).view(-1).split([output.numel()] * self._size))
-        return self._reduce_scatter(name, outputs, lists, opts)
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def _reduce_scatter(
-        self, name: str, outputs: Tensors, lists: Sequence[Tensors], opts: Any
+        self, name: str, outputs: Tensors, inputs: Sequence[Tensor | Tensors], opts: Any
     ) -> PythonWork:
         opts = opts or dist.ReduceScatterOptions()
-        calls, buffers = [], []
-        for output, parts in zip(outputs, lists, strict=True):
-            op, buffer = self._reduction(opts.reduceOp, output.dtype), self._target(output)
-            parts = [without_overlap(part, buffer) for part in parts]
-            calls.append(self._collectives.reduce_scatter(parts, buffer.view(-1), op))
-            buffers.append(buffer)
-        return self._start(name, calls, outputs, opts, _copying(outputs, buffers))
+        call = Call(self, name, opts)
+        for output, given in zip(outputs, inputs, strict=True):
+            parts = self._parts(name, given, output, "input", call.read)
+            data, op = call.write(output), self._reduction(opts.reduceOp, output.dtype)
+            parts = [without_overlap(part, data) for part in parts]
+            call.steps.append(self._collectives.reduce_scatter(parts, data, op))
+        return self._start(call)
 
     # The names that older releases of PyTorch call
 
@@ -389,17 +362,8 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     # Checks
 
-    def _source(self, tensor: Tensor) -> Tensor:
-        """Return memory to read from. Raise RuntimeError if a backend of the CPU cannot use it."""
-        self._check_memory(tensor)
-        return source_of(tensor)
-
-    def _target(self, tensor: Tensor) -> Tensor:
-        """Return memory to write in. Raise RuntimeError if a backend of the CPU cannot use it."""
-        self._check_memory(tensor)
-        return target_of(tensor)
-
-    def _check_memory(self, tensor: Tensor) -> None:
+    def check_memory(self, tensor: Tensor) -> None:
+        """Raise RuntimeError if a backend of the CPU cannot use the memory of a tensor."""
         if not tensor.is_cpu:
             raise RuntimeError(
                 f'the "{self._backend}" backend supports CPU tensors only, got one on '
@@ -411,14 +375,32 @@ class PythonProcessGroup(dist.ProcessGroup):
                 f"got layout {tensor.layout}"
             )
 
-    def _check_list(self, name: str, tensors: Tensors, own: Tensor | None, side: str) -> None:
-        """Raise ValueError unless there is a tensor for each rank and this rank's one fits."""
-        if len(tensors) != self._size:
+    def _parts(
+        self,
+        name: str,
+        given: Tensor | Tensors,
+        own: Tensor,
+        side: str,
+        memory: Callable[[Tensor], Tensor],
+    ) -> Tensors:
+        """Return a flat tensor for each rank, of a list or of one tensor that holds all of them.
+
+        own: this rank's counterpart. memory: returns a tensor's memory, as `Call.read` does.
+        """
+        if not isinstance(given, Tensor):
+            self._check_list(name, given, own, side)
+            return [memory(tensor) for tensor in given]
+        _check_dtypes(name, [given], own)
+        if given.numel() != own.numel() * self._size:
             raise ValueError(
-                f"{name} needs one {side} tensor for each of the {self._size} ranks, "
-                f"got {len(tensors)}"
+                f"{name} needs a tensor of {self._size} parts of {own.numel()} elements, "
+                f"got {given.numel()} elements"
             )
-        assert own is not None, "only a list of another length has none"
+        return memory(given).split([own.numel()] * self._size)
+
+    def _check_list(self, name: str, tensors: Tensors, own: Tensor, side: str) -> None:
+        """Raise ValueError unless there is a tensor for each rank and this rank's one fits."""
+        self._check_length(name, tensors, side)
         _check_dtypes(name, tensors, own)
         here = tensors[self._rank]
         if here.numel() != own.numel():
@@ -427,13 +409,11 @@ class PythonProcessGroup(dist.ProcessGroup):
                 f"but its counterpart on this rank has {own.numel()}"
             )
 
-    def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Raise ValueError unless a tensor is as large as one part for each rank."""
-        _check_dtypes(name, [whole], part)
-        if whole.numel() != part.numel() * self._size:
+    def _check_length(self, name: str, tensors: Tensors, side: str) -> None:
+        if len(tensors) != self._size:
             raise ValueError(
-                f"{name} needs a tensor of {self._size} parts of {part.numel()} elements, "
-                f"got {whole.numel()} elements"
+                f"{name} needs one {side} tensor for each of the {self._size} ranks, "
+                f"got {len(tensors)}"
             )
 
     def _reduction(self, op: ReduceOp, dtype: torch.dtype) -> str:
@@ -443,51 +423,13 @@ class PythonProcessGroup(dist.ProcessGroup):
             supported = ", ".join(REDUCTIONS)
             raise ValueError(f'the "{self._backend}" backend supports {supported}, got {op}')
         integral = not dtype.is_floating_point and not dtype.is_complex
-        if name in _BITWISE and not integral:
+        if name in ("BAND", "BOR", "BXOR") and not integral:
             raise ValueError(f"ReduceOp.{name} needs integers or bool, got {dtype}")
         if name == "AVG" and integral:
             raise ValueError(f"ReduceOp.AVG needs floating point or complex numbers, got {dtype}")
         if name in ("MIN", "MAX") and dtype.is_complex:
             raise ValueError(f"ReduceOp.{name} needs real numbers, got {dtype}")
         return _OF_BOOL.get(name, name) if dtype is torch.bool else name
-
-
-# Tensors as flat memory
-
-
-def source_of(tensor: Tensor) -> Tensor:
-    """Return memory to read from: the tensor itself, or a contiguous copy."""
-    tensor = tensor.detach()
-    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def target_of(tensor: Tensor) -> Tensor:
-    """Return memory to write in: the tensor itself, or a new one, to copy back from later."""
-    tensor = tensor.detach()
-    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def copy_back(tensors: Tensors, received: Tensors) -> None:
-    """Copy what was received into the tensors, unless it is there already."""
-    for tensor, buffer in zip(tensors, received, strict=True):
-        if tensor.data_ptr() != buffer.data_ptr() or not _is_plain(tensor):
-            tensor.detach().copy_(buffer.view(tensor.shape))
-
-
-def _copying(tensors: Tensors, received: Tensors) -> Callable[[], None]:
-    return functools.partial(copy_back, tensors, received)
-
-
-def without_overlap(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor, or a copy of it if it shares memory with another."""
-    start, other_start = tensor.data_ptr(), other.data_ptr()
-    overlap = start < other_start + other.nbytes and other_start < start + tensor.nbytes
-    return tensor.clone() if overlap else tensor
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the memory holds the values as they are, one after another."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_dtypes(name: str, tensors: Tensors, other: Tensor) -> None:
@@ -513,3 +455,153 @@ def _split_counts(tensor: Tensor, splits: Sequence[int], size: int, name: str) -
         )
     row = math.prod(tensor.shape[1:])
     return [split * row for split in splits]
+
+
+# Tensors as plain memory
+
+
+def source_of(tensor: Tensor) -> Tensor:
+    """Return memory to read from: the tensor itself, or a contiguous copy."""
+    tensor = tensor.detach()
+    return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def target_of(tensor: Tensor) -> Tensor:
+    """Return memory to write in: the tensor itself, or a new one, to copy back from later."""
+    tensor = tensor.detach()
+    return tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def copy_back(tensors: Tensors, received: Tensors) -> None:
+    """Copy what was received into the tensors, unless it is there already."""
+    for tensor, buffer in zip(tensors, received, strict=True):
+        if tensor.data_ptr() != buffer.data_ptr() or not _is_plain(tensor):
+            tensor.detach().copy_(buffer.view(tensor.shape))
+
+
+def without_overlap(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor, or a copy of it if it shares memory with another."""
+    start, other_start = tensor.data_ptr(), other.data_ptr()
+    overlap = start < other_start + other.nbytes and other_start < start + tensor.nbytes
+    return tensor.clone() if overlap else tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory holds the values as they are, one after another."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+# Operations under way
+
+_lock = threading.Lock()  # around the moment in which an operation ends, for its future
+_ended: queue.SimpleQueue[PythonWork] = queue.SimpleQueue()  # for the threads of callbacks
+_idle = threading.Semaphore(0)  # such threads that are free
+
+
+class PythonWork(dist.Work):
+    """What one call has started; a backend adds `is_completed` and `_wait`.
+
+    It goes on if this is dropped, unlike with gloo.
+
+    name: for errors. outputs: the result of the future. done, error: how it ended. source: the
+    group rank that a message came from, or -1. has_future: somebody may not wait for it.
+    """
+
+    ends_alone = True  # for the recorder: a message is not lost when its work is dropped
+
+    def __init__(self, name: str, outputs: Tensors = ()) -> None:
+        super().__init__()
+        self.name = name
+        self.outputs = list(outputs)
+        self.done = False
+        self.error: Exception | None = None
+        self.source = -1
+        self.has_future = False
+        self._pending: Future | None = None  # to set when done
+        self._future: Future | None = None  # what `get_future` returns
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is done, successful or not."""
+        raise NotImplementedError
+
+    def _wait(self, seconds: float | None) -> None:
+        """Wait until it is done. Raises RuntimeError after so many seconds.
+
+        Then it goes on, and one may wait again; after the group's timeout it has failed.
+        """
+        raise NotImplementedError
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the operation is complete. Raises RuntimeError if it failed."""
+        self._wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.error is None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        return self.outputs
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Do nothing: on the CPU there is no stream to synchronize with."""
+
+    def get_future(self) -> Future:
+        """Return a future of `result()`, which completes without a call of `wait`."""
+        with _lock:
+            if self._future is not None:
+                return self._future
+            pending = self._pending = Future()
+            # The exception must come out of a callback. One that is set as a result, which is
+            # what Future.set_exception does, looks like success to PyTorch's C++ (DDP).
+            self._future = pending.then(lambda _: self._outcome())
+            self.has_future = True
+            done = self.done
+        if done:
+            self.complete_future()
+        return self._future
+
+    def complete_future(self) -> None:
+        """Run the callbacks of the future, if there is one. It is called once this is done."""
+        with _lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.set_result(None)
+
+    def _outcome(self) -> list[Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+
+def call_back(works: Sequence[PythonWork]) -> None:
+    """Complete the futures of operations in another thread, because the caller moves operations on.
+
+    A callback may start an operation and wait for its future, and so may the callback of that one:
+    so there are as many threads as callbacks that run at once.
+    """
+    for work in works:
+        _ended.put(work)
+        if not _idle.acquire(blocking=False):
+            threading.Thread(target=_call_back, name="ddp_kit callbacks", daemon=True).start()
+
+
+def _call_back() -> None:
+    while True:
+        _ended.get().complete_future()
+        _idle.release()
+
+
+def timeout_error(name: str, seconds: float) -> RuntimeError:
+    """Return the error for an operation that has waited too long, in gloo's words."""
+    limit = round(seconds * 1000)
+    return RuntimeError(f"[ddp_kit] Timed out waiting {limit}ms for {name} operation to complete")

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from ddp_kit.course import editions, notebooks
+from ddp_kit.course import editions
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> str:
     """Copy the course; return what was copied, and which changed files were kept."""
     folder = arguments.folder
-    if Path(os.path.realpath(folder)).is_relative_to(notebooks.folder()):
+    if Path(os.path.realpath(folder)).is_relative_to(editions.folder()):
         raise CourseError(f"{folder} is where the course itself is: name another folder")
     try:
         copied, updated, kept = copy(folder, solutions=not arguments.no_solutions)
@@ -47,21 +47,21 @@ def copy(target: Path, solutions: bool = True) -> tuple[int, int, list[Path]]:
 
     Raises OSError if a file cannot be read or written.
     """
-    course, checksums = notebooks.folder(), _read(target / COPIED)
+    course, checksums = editions.folder(), _read(target / COPIED)
     copied, updated, kept = 0, 0, []
-    for file in notebooks.files():
+    for file in editions.files():
         if file.parts[0] == "solutions" and not solutions:
             continue
         new, there = _edition(course, file), target / file
         old = there.read_bytes() if os.path.lexists(there) else None
         if old is None or (old != new and _checksum(old) == checksums.get(file.as_posix())):
-            notebooks.write(there, new)
+            editions.write(there, new)
             copied, updated = copied + (old is None), updated + (old is not None)
         elif old != new:
             kept.append(file)
             continue
         checksums[file.as_posix()] = _checksum(new)
-    notebooks.write(target / COPIED, json.dumps(checksums, indent=1).encode())
+    editions.write(target / COPIED, json.dumps(checksums, indent=1).encode())
     return copied, updated, kept
 
 

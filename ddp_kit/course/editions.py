@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,6 @@ from nbformat import NotebookNode
 from nbformat.validator import iter_validate
 
 from ddp_kit.check.hints import hints
-from ddp_kit.course import notebooks
 from ddp_kit.course.cells import (
     BEGIN,
     END,
@@ -46,6 +46,18 @@ from ddp_kit.course.cells import (
 from ddp_kit.errors import CourseError
 
 TAGS = {"module", "answer", "exercise", "solution", "nbval-ignore-output", "raises-exception"}
+# In a checkout this is a link to notebooks/, and a wheel has the files themselves.
+_HANDOUT = Path(__file__).with_name("handout")
+# A learner's own files may be beside them. pyproject.toml has the same patterns.
+_PATTERNS = (
+    "[0-9][0-9]_*.ipynb",
+    "exercises/[0-9][0-9]_*.ipynb",
+    "solutions/[0-9][0-9]_*.ipynb",
+    "scripts/[0-9][0-9]_*.py",
+    "scripts/train.py",
+    "scripts/job.sh",
+    "scripts/two_hosts.sh",
+)
 LESSONS = Path(__file__).parents[1] / "lessons"
 HINTS_PAGE = """# The hints of the checks
 
@@ -59,6 +71,40 @@ This page is made from `ddp_kit/check/hints.ini`.
 """
 SCRIPT = "%%writefile scripts/"
 LONGEST_LINE = 100  # ruff's limit in pyproject.toml, which also holds for the exercises
+
+
+def folder() -> Path:
+    """Return the folder that has the lessons, exercises/, solutions/ and scripts/.
+
+    Raises CourseError if this installation has none.
+    """
+    if not (_HANDOUT / "exercises").is_dir():
+        raise CourseError(
+            "this installation of ddp_kit has no notebooks: install it from its wheel, or from a "
+            "checkout on a file system with symbolic links"
+        )
+    return _HANDOUT.resolve()
+
+
+def files() -> list[Path]:
+    """Return the course's files, as sorted paths inside its folder."""
+    course = folder()
+    found = (path for pattern in _PATTERNS for path in course.glob(pattern))
+    return sorted(path.relative_to(course) for path in found)
+
+
+def write(path: Path, content: bytes) -> bool:
+    """Write a file as a whole or not at all; return whether it changed."""
+    if path.exists() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return True
 
 
 def read(path: Path) -> NotebookNode:
@@ -340,7 +386,7 @@ def _table(section: str) -> list[str]:
 
 def committed() -> dict[Path, str]:
     """Return the editions that are committed, by their paths in a checkout."""
-    source = notebooks.folder()
+    source = folder()
     files: dict[Path, str] = {}
     for path in sorted(source.glob("[0-9][0-9]_*.ipynb")):
         notebook, hand = read(path), LESSONS / f"_{path.stem[3:]}.py"
@@ -379,7 +425,7 @@ def main() -> int:
     except CourseError as error:
         print(error, file=sys.stderr)
         return 1
-    changed = [path for path, text in files.items() if notebooks.write(path, text.encode())]
+    changed = [path for path, text in files.items() if write(path, text.encode())]
     print(*changed, f"{len(changed)} of {len(files)} editions changed.", sep="\n")
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ddp_kit import check
-from ddp_kit.course import notebooks
+from ddp_kit.course import editions
 from ddp_kit.plot.picture import table
 
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the table of all tasks."""
-    lessons = {file.stem[:2]: file.stem for file in notebooks.files() if len(file.parts) == 1}
+    lessons = {file.stem[:2]: file.stem for file in editions.files() if len(file.parts) == 1}
     exercises = [getattr(check, name).exercise for name in check.__all__ if name != "credit"]
     rows = [
         [each.number, each.kind, lessons[f"{int(float(each.number)):02}"], "; ".join(each.parts)]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp_kit import backends, device, pool
 from ddp_kit.errors import BackendError, DeadlockError, RankDiedError, RankError, RunTimeoutError
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.collectives import all_gather_single, reduce_scatter_single
 
 PLACES = {
@@ -356,25 +356,22 @@ def nccl_documented():
     return cells | {("barrier", ANY): "documented", ("objects", ANY): "not run"}
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("backends")
+def main(ranks: Ranks) -> str:
     """Try all operations with the dtypes that every backend has, and print one line.
 
     On GPUs a backend may refuse an operation; a wrong answer is an error everywhere.
     """
-    options = lesson_parser("backends", lesson.__doc__).parse_args(argv or [])
     operations = {name: OPERATIONS[name] for name in OPERATIONS if name.split()[-1] not in BITWISE}
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        cells = probe(ranks, operations, EVERYWHERE)
-        on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in backends.ON_GPUS
-        well = ("works", "no answer", "refused") if on_gpus else ("works", "no answer")
-        for (name, kind), outcome in cells.items():
-            claim = f"{name} gives the right answer for {kind}; got: {outcome}"
-            prove(claim, outcome.partition(":")[0] in well)
-        refused = {name for (name, _), outcome in cells.items() if outcome.startswith("refused")}
-        ranks.say(
-            f"backends: {ranks}, {len(operations.keys() - refused)} operations right "
-            f"on {len(EVERYWHERE)} dtypes"
-        )
+    cells = probe(ranks, operations, EVERYWHERE)
+    on_gpus = backends.choose_backend(ranks.backend, ranks.world_size) in backends.ON_GPUS
+    well = ("works", "no answer", "refused") if on_gpus else ("works", "no answer")
+    for (name, kind), outcome in cells.items():
+        claim = f"{name} gives the right answer for {kind}; got: {outcome}"
+        prove(claim, outcome.partition(":")[0] in well)
+    refused = {name for (name, _), outcome in cells.items() if outcome.startswith("refused")}
+    right = len(operations.keys() - refused)
+    return f"{right} operations right on {len(EVERYWHERE)} dtypes"
 
 
 from ddp_kit.lessons import backends as lesson

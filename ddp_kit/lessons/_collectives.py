@@ -10,7 +10,7 @@ import torch
 from ddp_kit import compare
 from ddp_kit.error_text import count
 from ddp_kit.errors import PoolError
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 
 LARGEST_WORLD = 19  # for all_reduce_in_a_group: an int64 does not hold 10**19
@@ -112,35 +112,33 @@ def _arguments(settings: dict) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("collectives")
+def main(ranks: Ranks) -> str:
     """Run every collective with every op, compare with one process, and print one line.
 
     A backend may refuse AVG, as gloo does in PyTorch 2.6. It is then left out, and a second line
     says so. Raises ProofError if another op is refused, PoolError for more than 19 ranks.
     """
-    options = lesson_parser("collectives", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        if ranks.world_size > LARGEST_WORLD:
-            raise PoolError(
-                f"world_size must be at most {LARGEST_WORLD} in this lesson, whose rank r brings "
-                f"10**r as an int64, got {ranks.world_size}"
-            )
-        n = ranks.world_size
-        held = [lesson.own_tensor(rank, n).cpu() for rank in range(n)]
-        refused = [op for op in lesson.OPS if any(ranks(lesson.try_op, op))]
-        prove("the backend accepts every op but AVG", set(refused) <= {"AVG"})
-        taken, names = [op for op in lesson.OPS if op not in refused], COLLECTIVES + ONE_TENSOR
-        for name in names:
-            takes_op = "op" in signature(_worker(name)).parameters
-            for op in taken if takes_op else ["SUM"]:
-                result = ranks(_worker(name), *([op] if takes_op else []))
-                prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
-        moments = list(ranks(lesson.barrier))
-        last = max(moment["arrived"] for moment in moments)
-        prove("nobody left the barrier early", all(m["left"] >= last for m in moments))
-        ranks.say(f"collectives: {ranks}, {len(names)} collectives and the barrier are right")
-        if refused:
-            ranks.say(f"not tried, because the backend refuses it: {', '.join(refused)}")
+    if ranks.world_size > LARGEST_WORLD:
+        raise PoolError(
+            f"world_size must be at most {LARGEST_WORLD} in this lesson, whose rank r brings "
+            f"10**r as an int64, got {ranks.world_size}"
+        )
+    n = ranks.world_size
+    held = [lesson.own_tensor(rank, n).cpu() for rank in range(n)]
+    refused = [op for op in lesson.OPS if any(ranks(lesson.try_op, op))]
+    prove("the backend accepts every op but AVG", set(refused) <= {"AVG"})
+    taken, names = [op for op in lesson.OPS if op not in refused], COLLECTIVES + ONE_TENSOR
+    for name in names:
+        takes_op = "op" in signature(_worker(name)).parameters
+        for op in taken if takes_op else ["SUM"]:
+            result = ranks(_worker(name), *([op] if takes_op else []))
+            prove(f"{name} with {op} is right", agrees(result, reference(name, held, op)))
+    moments = list(ranks(lesson.barrier))
+    last = max(moment["arrived"] for moment in moments)
+    prove("nobody left the barrier early", all(m["left"] >= last for m in moments))
+    left_out = f"\nnot tried, because the backend refuses it: {', '.join(refused)}"
+    return f"{len(names)} collectives and the barrier are right{left_out if refused else ''}"
 
 
 from ddp_kit.lessons import collectives as lesson

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ring_allreduce import neighbours
 from ddp_kit.lessons.zero import ADAM, SGD, train_alone
 from ddp_kit.trace.bytes_sent import bytes_sent
@@ -218,25 +218,24 @@ def _gradients(module):
     return [parameter.grad for parameter in module.parameters()]
 
 
-def main(argv=None):
+@lesson_main("context_parallel")
+def main(ranks: Ranks) -> str:
     """Compare everything with one process, count pairs and bytes, and print one line."""
-    options = lesson_parser("context_parallel", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        _prove_attention(ranks)
-        for skew in (0.0, 100.0):
-            found = list(ranks(use_experts, 16 * n + 1, skew))
-            for each in found:
-                each.pop("received")
-            alone = use_experts_alone(n, 16 * n + 1, skew)
-            prove(f"experts equal one process, skew {skew}", compare(found, alone))
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(optimizer_cls)
-            for way in lesson.DEALS:
-                if way != "Ulysses" or Config().heads % n == 0:
-                    found = list(ranks(lesson.train, way, optimizer_cls))
-                    prove(f"{way} trains as one process does", compare(found, alone))
-        ranks.say(f"context_parallel: {ranks}, ring, Ulysses and experts equal one process")
+    n = ranks.world_size
+    _prove_attention(ranks)
+    for skew in (0.0, 100.0):
+        found = list(ranks(use_experts, 16 * n + 1, skew))
+        for each in found:
+            each.pop("received")
+        alone = use_experts_alone(n, 16 * n + 1, skew)
+        prove(f"experts equal one process, skew {skew}", compare(found, alone))
+    for optimizer_cls in (SGD, ADAM):
+        alone = train_alone(optimizer_cls)
+        for way in lesson.DEALS:
+            if way != "Ulysses" or Config().heads % n == 0:
+                found = list(ranks(lesson.train, way, optimizer_cls))
+                prove(f"{way} trains as one process does", compare(found, alone))
+    return "ring, Ulysses and experts equal one process"
 
 
 def _prove_attention(ranks: Ranks):

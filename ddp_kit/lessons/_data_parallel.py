@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_kit import compare, device
 from ddp_kit.lessons._digits import first_digits, flat
-from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
 from ddp_kit.lessons.partitioned_sgd import average_gradients
 
 _BATCH = 30
@@ -180,21 +180,20 @@ def rank_gradient(
     return flat(parameter.grad for parameter in model.parameters())
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("data_parallel")
+def main(ranks: Ranks) -> str:
     """Train on virtual devices, on ranks and on one device; compare, and print one line."""
-    options = lesson_parser("data_parallel", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        plain, parallel = lesson.train(), lesson.train(virtual(n))
-        for what in plain:
-            claim = f"the {what} of {n} devices and of one are the same"
-            prove(claim, compare(parallel[what], plain[what]))
-        found = compare(ranks(rank_gradient, True), parallel["gradient"])
-        prove("the weighted mean over ranks is DataParallel's sum", found)
-        found = compare(ranks(rank_gradient), parallel["gradient"])
-        claim = "so is the plain mean, but only for equal shards"
-        prove(claim, found.equal == (_BATCH % n == 0))
-        ranks.say(f"data_parallel: {ranks}, eight steps and a weighted mean equal one process")
+    n = ranks.world_size
+    plain, parallel = lesson.train(), lesson.train(virtual(n))
+    for what in plain:
+        claim = f"the {what} of {n} devices and of one are the same"
+        prove(claim, compare(parallel[what], plain[what]))
+    found = compare(ranks(rank_gradient, True), parallel["gradient"])
+    prove("the weighted mean over ranks is DataParallel's sum", found)
+    found = compare(ranks(rank_gradient), parallel["gradient"])
+    claim = "so is the plain mean, but only for equal shards"
+    prove(claim, found.equal == (_BATCH % n == 0))
+    return "eight steps and a weighted mean equal one process"
 
 
 from ddp_kit.lessons import data_parallel as lesson

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from ddp_kit import compare
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer, positive
 from ddp_kit.trace import Trace
 
@@ -62,15 +62,14 @@ def explore(bucket_cap_mb: float = 1, world_size: int = 2) -> Explorer:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("ddp")
+def main(ranks: Ranks) -> str:
     """Run the workers, compare with what one process computes, and print one line."""
-    options = lesson_parser("ddp", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        for length, drop_last in ((1, False), (10, False), (10, True)):
-            _prove_sampler(ranks, length, drop_last)
-        _prove_start_and_mean(ranks)
-        _prove_no_sync(ranks)
-        ranks.say(f"ddp: {ranks}, equal start, mean gradients; no_sync and sampler as by hand")
+    for length, drop_last in ((1, False), (10, False), (10, True)):
+        _prove_sampler(ranks, length, drop_last)
+    _prove_start_and_mean(ranks)
+    _prove_no_sync(ranks)
+    return "equal start, mean gradients; no_sync and sampler as by hand"
 
 
 def _prove_sampler(ranks: Ranks, length: int, drop_last: bool) -> None:

@@ -11,7 +11,7 @@ from statistics import mean
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import compare
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ddp import count_calls, deal_by_hand
 
 # This argument was called broadcast_buffers until PyTorch 2.13.
@@ -19,16 +19,15 @@ _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 SYNC_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _ARGUMENTS)
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("ddp_mistakes")
+def main(ranks: Ranks) -> str:
     """Make the mistakes, compare with what they should do, and print one line."""
-    options = lesson_parser("ddp_mistakes", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        _prove_means(ranks)
-        with redirect_stdout(io.StringIO()):  # the kit's note on what was never reduced
-            _prove_replicas_drift(ranks)
-        _prove_unused_parameters_and_buffers(ranks)
-        _prove_samplers(ranks)
-        ranks.say(f"ddp_mistakes: {ranks}, 8 mistakes do what the lesson says")
+    _prove_means(ranks)
+    with redirect_stdout(io.StringIO()):  # the kit's note on what was never reduced
+        _prove_replicas_drift(ranks)
+    _prove_unused_parameters_and_buffers(ranks)
+    _prove_samplers(ranks)
+    return "8 mistakes do what the lesson says"
 
 
 def _prove_means(ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ddp_kit import compare, device
 from ddp_kit.errors import PoolError
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 
@@ -181,22 +181,18 @@ def _text(kinds: list[Placement]) -> str:
     return text if len(kinds) == 1 else f"[{text}]"
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("device_mesh")
+def main(ranks: Ranks) -> str:
     """Compare both ways with each other and with one process, and print one line."""
-    options = lesson_parser("device_mesh", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        for shape in ((4, 4), (5, 3), (n, 2 * n)):
-            for before, after in CHANGES:
-                _prove_change(ranks, before, after, shape)
-        for rows in {1, math.gcd(n, 2)}:
-            _prove_mesh(ranks, rows)
-        _prove_product(ranks)
-        _prove_mlp(ranks)
-        ranks.say(
-            f"device_mesh: {ranks}, {len(CHANGES)} changes of placement by hand equal DTensor's, "
-            "and so do meshes"
-        )
+    n = ranks.world_size
+    for shape in ((4, 4), (5, 3), (n, 2 * n)):
+        for before, after in CHANGES:
+            _prove_change(ranks, before, after, shape)
+    for rows in {1, math.gcd(n, 2)}:
+        _prove_mesh(ranks, rows)
+    _prove_product(ranks)
+    _prove_mlp(ranks)
+    return f"{len(CHANGES)} changes of placement by hand equal DTensor's, and so do meshes"
 
 
 def _prove_change(ranks, before: Placement, after: Placement, shape: tuple[int, int]) -> None:

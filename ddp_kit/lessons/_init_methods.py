@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddp_kit.error_text import name_ranks
 from ddp_kit.errors import RankError
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
 class ForwardingStore(dist.Store):
@@ -188,17 +188,16 @@ def _meaning(failure) -> str:
     return f"{failure.type}, which this lesson does not explain; read its message."
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("init_methods", init=False)
+def main(ranks: Ranks) -> str:
     """Form groups in four ways, look into the store, and print one line."""
-    options = lesson_parser("init_methods", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace, init=False) as ranks:
-        proposed = list(ranks(_propose))
-        try:
-            _prove_rendezvous(ranks, *proposed[0])  # rank 0 decides
-        finally:
-            for folder, _ in proposed:
-                shutil.rmtree(folder, ignore_errors=True)
-        ranks.say(f"init_methods: {ranks}, met in 4 ways, one address from each in the store")
+    proposed = list(ranks(_propose))
+    try:
+        _prove_rendezvous(ranks, *proposed[0])  # rank 0 decides
+    finally:
+        for folder, _ in proposed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return "met in 4 ways, one address from each in the store"
 
 
 def _propose(rank: int, world_size: int) -> tuple[str, list[int]]:

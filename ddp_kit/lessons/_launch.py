@@ -8,6 +8,7 @@ the results are gathered, so that each process has all of them.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import sys
@@ -256,6 +257,35 @@ def _settle(
     return _open_folder(trace, clear=local_rank == 0)  # nobody writes before all have joined
 
 
+def lesson_main(
+    name: str, init: bool = True, **own: dict[str, Any]
+) -> Callable[[Callable], Callable]:
+    """Return a decorator that makes a lesson's `main` of the function that proves it.
+
+    `main(argv)` calls the function with the ranks, and prints the line of proof, which ends with
+    what it returns; None: it has printed all itself.
+
+    init: as for `open_ranks`. own: the lesson's own options, as for `add_argument`, by name; the
+    function is called with their values.
+    """
+
+    def decorate(prove_all: Callable[..., str | None]) -> Callable[[list[str] | None], None]:
+        @functools.wraps(prove_all)
+        def main(argv: list[str] | None = None) -> None:
+            parser = lesson_parser(name, sys.modules[f"ddp_kit.lessons.{name}"].__doc__ or "")
+            for option, settings in own.items():
+                parser.add_argument(f"--{option}", **settings)
+            options = vars(parser.parse_args(argv or []))
+            started = [options.pop(each) for each in ("world_size", "backend", "trace")]
+            with open_ranks(*started, init=init) as ranks:
+                if found := prove_all(ranks, **options):
+                    ranks.say(f"{name}: {ranks}, {found}")
+
+        return main
+
+    return decorate
+
+
 def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of every lesson: --world-size, --backend, --trace."""
     parser = _Parser(
@@ -266,7 +296,6 @@ def lesson_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size",
         type=int,
-        default=None,
         help="number of ranks to spawn (default 4; torchrun and mpiexec set their own)",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ddp_kit import compare, device, mnist
 from ddp_kit.error_text import count
 from ddp_kit.lessons._digits import first_digits, flat
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer, positive
 
 USUAL_RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -77,30 +77,29 @@ def repeat_tutorial(ranks: Ranks, epochs: int) -> None:
     ranks.say(f"{ranks}: {right:.2%} of the test digits are right, in {seconds:.0f} s")
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main(
+    "partitioned_sgd",
+    epochs={"type": int, "help": "passes over the digits (default 1)"},
+    tutorial={
+        "action": "store_true",
+        "help": "train as the tutorial does: 10 epochs on all 60,000 digits of MNIST; takes "
+        "minutes",
+    },
+)
+def main(ranks: Ranks, epochs: int | None, tutorial: bool) -> str | None:
     """Train, compare with one process and with DDP, and print one line."""
-    parser = lesson_parser("partitioned_sgd", lesson.__doc__)
-    parser.add_argument("--epochs", type=int, help="passes over the digits (default 1)")
-    parser.add_argument(
-        "--tutorial",
-        action="store_true",
-        help="train as the tutorial does: 10 epochs on all 60,000 digits of MNIST; takes minutes",
-    )
-    options = parser.parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        if options.tutorial:
-            repeat_tutorial(ranks, 10 if options.epochs is None else options.epochs)
-            return
-        whole = whole_batch_gradient(32 * ranks.world_size)
-        mean = compare(ranks(lesson.mean_gradient), whole)
-        prove("the mean of the shards' gradients is the batch's gradient", mean)
-        both = ranks(train_beside_ddp)
-        prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
-        epochs = 1 if options.epochs is None else options.epochs
-        replicas = [replica["parameters"] for replica in ranks(lesson.train, epochs)]
-        same = compare(replicas, replicas[0], rtol=0, atol=0)
-        prove("all replicas are equal to the last bit", same)
-        ranks.say(f"partitioned_sgd: {ranks}, replicas bit-equal, gradients equal one process")
+    if tutorial:
+        return repeat_tutorial(ranks, 10 if epochs is None else epochs)
+    whole = whole_batch_gradient(32 * ranks.world_size)
+    mean = compare(ranks(lesson.mean_gradient), whole)
+    prove("the mean of the shards' gradients is the batch's gradient", mean)
+    both = ranks(train_beside_ddp)
+    prove("average_gradients equals DDP", compare([hand for hand, _ in both], both[0][1]))
+    trained = ranks(lesson.train, 1 if epochs is None else epochs)
+    replicas = [replica["parameters"] for replica in trained]
+    same = compare(replicas, replicas[0], rtol=0, atol=0)
+    prove("all replicas are equal to the last bit", same)
+    return "replicas bit-equal, gradients equal one process"
 
 
 from ddp_kit.lessons import partitioned_sgd as lesson

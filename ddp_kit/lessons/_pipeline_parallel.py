@@ -24,7 +24,7 @@ from ddp_kit import compare, device
 from ddp_kit.error_text import count
 from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Config, batches, make_gpt
-from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
 from ddp_kit.lessons.zero import copies
 from ddp_kit.notebook.controls import Explorer
 
@@ -303,27 +303,26 @@ def explore(schedule="1F1B", world_size=4, micro_batches=8):
     )
 
 
-def main(argv=None):
+@lesson_main("pipeline_parallel")
+def main(ranks: Ranks) -> str:
     """Train with each schedule, compare with one process, count bytes, and print one line."""
-    options = lesson_parser("pipeline_parallel", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        m, sequences = 2 * n, 4 * n
-        nbytes = 2 * sequences * SIZE * SIZE * 4  # of the activations at a cut, in two steps
-        ends = [(a, b) for a in range(n) for b in range(n) if abs(a - b) == 1]
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(n, optimizer_cls, 2, sequences)
-            for schedule in (*BY_HAND, *PYTORCH):
-                result = ranks(train, schedule, m, optimizer_cls, 2, 0, sequences)
-                mine = [state["parameters"] for state in result]
-                whole = of_each_rank(alone["parameters"], mine)
-                prove(f"{schedule} trains as one process does", compare(mine, whole))
-                losses = next(state["losses"] for state in result if state["losses"])
-                prove(f"{schedule} has its losses", compare(losses, alone["losses"]))
-                if schedule in BY_HAND and n > 1:
-                    sent = boundary_bytes(result)
-                    prove(f"{schedule} sends {nbytes:,} bytes", sent == dict.fromkeys(ends, nbytes))
-        ranks.say(f"pipeline_parallel: {ranks}, 7 schedules train as one process does")
+    n = ranks.world_size
+    m, sequences = 2 * n, 4 * n
+    nbytes = 2 * sequences * SIZE * SIZE * 4  # of the activations at a cut, in two steps
+    ends = [(a, b) for a in range(n) for b in range(n) if abs(a - b) == 1]
+    for optimizer_cls in (SGD, ADAM):
+        alone = train_alone(n, optimizer_cls, 2, sequences)
+        for schedule in (*BY_HAND, *PYTORCH):
+            result = ranks(train, schedule, m, optimizer_cls, 2, 0, sequences)
+            mine = [state["parameters"] for state in result]
+            whole = of_each_rank(alone["parameters"], mine)
+            prove(f"{schedule} trains as one process does", compare(mine, whole))
+            losses = next(state["losses"] for state in result if state["losses"])
+            prove(f"{schedule} has its losses", compare(losses, alone["losses"]))
+            if schedule in BY_HAND and n > 1:
+                sent = boundary_bytes(result)
+                prove(f"{schedule} sends {nbytes:,} bytes", sent == dict.fromkeys(ends, nbytes))
+    return "7 schedules train as one process does"
 
 
 from ddp_kit.lessons import pipeline_parallel as lesson

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from ddp_kit.lessons._launch import Ranks, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("point_to_point")
+def main(ranks: Ranks) -> str:
     """Run the workers, compare with what plain lists would hold, and print one line."""
-    options = lesson_parser("point_to_point", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        held = [10 * rank for rank in range(n)]
-        paired = [held[rank - 1] if rank % 2 else held[rank] for rank in range(n)]
-        result = ranks(lesson.blocking)
-        prove("odd ranks hold what the rank before them sent", _after(result) == paired)
-        if n > 1:  # no rank can send to itself
-            _prove_on_rings(ranks, held)
-        ranks.say(f"point_to_point: {ranks}, every tensor arrived as it was sent")
+    n = ranks.world_size
+    held = [10 * rank for rank in range(n)]
+    paired = [held[rank - 1] if rank % 2 else held[rank] for rank in range(n)]
+    result = ranks(lesson.blocking)
+    prove("odd ranks hold what the rank before them sent", _after(result) == paired)
+    if n > 1:  # no rank can send to itself
+        _prove_on_rings(ranks, held)
+    return "every tensor arrived as it was sent"
 
 
 def _prove_on_rings(ranks: Ranks, held: list[int]) -> None:

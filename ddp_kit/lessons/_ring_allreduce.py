@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import device, model
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 
 
@@ -81,35 +81,33 @@ def compare(rank: int, world_size: int, ring: Callable, shape: tuple[int, ...], 
     return torch.equal(tensor, expected)
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("ring_allreduce", measure={"action": "store_true", "help": "also time 4 kB to 40 MB"})
+def main(ranks: Ranks, measure: bool) -> str:
     """Compare each ring with `dist.all_reduce`, count its messages, and print one line."""
-    parser = lesson_parser("ring_allreduce", lesson.__doc__)
-    parser.add_argument("--measure", action="store_true", help="also time 4 kB to 40 MB")
-    options = parser.parse_args(argv or [])
     costs = {
         lesson.whole_ring: model.naive_ring,
         chunked_ring: model.chunked_ring,
         lesson.preposted_ring: model.chunked_ring,
     }
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        for ring, cost in costs.items():
-            for shape in ((), (1,), (7,), (3, 5), (1000,)):
-                for dtype in (torch.float32, torch.float64, torch.float16, torch.int64):
-                    same = all(ranks(compare, ring, shape, dtype))
-                    prove(f"{ring.__name__} is exact for {shape} {dtype}", same)
-            trace = ranks(lesson.count, ring, 1000 * n).trace
-            by_formula = cost(n, 4000 * n, 1, 0), round(cost(n, 4000 * n, 0, 1))
-            for rank in range(n):
-                sent = len(trace.messages(src=rank)), trace.bytes_sent(rank)
-                prove("each rank sends what the formula says", sent == by_formula)
-        complete = all((steps[-1] == int("1" * n)).all() for steps in ranks(watch))
-        prove("after the last step every chunk includes every rank", complete)
-        ranks.say(f"ring_allreduce: {ranks}, {len(costs)} rings agree with dist.all_reduce")
-        series = lesson.samples(ranks) if options.measure else {}
-        for name, points in series.items():
-            for nbytes, seconds in points:
-                ranks.say(f"{name:20} {nbytes:>11,} B {1000 * median(seconds):8.2f} ms")
+    n = ranks.world_size
+    for ring, cost in costs.items():
+        for shape in ((), (1,), (7,), (3, 5), (1000,)):
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.int64):
+                same = all(ranks(compare, ring, shape, dtype))
+                prove(f"{ring.__name__} is exact for {shape} {dtype}", same)
+        trace = ranks(lesson.count, ring, 1000 * n).trace
+        by_formula = cost(n, 4000 * n, 1, 0), round(cost(n, 4000 * n, 0, 1))
+        for rank in range(n):
+            sent = len(trace.messages(src=rank)), trace.bytes_sent(rank)
+            prove("each rank sends what the formula says", sent == by_formula)
+    complete = all((steps[-1] == int("1" * n)).all() for steps in ranks(watch))
+    prove("after the last step every chunk includes every rank", complete)
+    measured = [
+        f"\n{name:20} {nbytes:>11,} B {1000 * median(seconds):8.2f} ms"
+        for name, points in (lesson.samples(ranks) if measure else {}).items()
+        for nbytes, seconds in points
+    ]
+    return f"{len(costs)} rings agree with dist.all_reduce{''.join(measured)}"
 
 
 from ddp_kit.lessons import ring_allreduce as lesson

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("start_here")
+def main(ranks: Ranks) -> str:
     """Run the workers, check what they return, and print one line."""
-    options = lesson_parser("start_here", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        if os.environ.get("LOCAL_WORLD_SIZE", str(n)) == str(n):  # two machines may number alike
-            prove("each rank is a process of its own", len({*ranks(lesson.process_id)}) == n)
-        squares = [rank**2 for rank in range(n)]
-        prove("results come in the order of the ranks", list(ranks(lesson.square)) == squares)
-        sums = [value["after"].item() for value in ranks(lesson.total)]
-        prove("every rank holds the sum of all", sums == [sum(range(n))] * n)
-        ranks.say(f"start_here: {ranks}, each one a process, and all hold the same sum")
+    n = ranks.world_size
+    if os.environ.get("LOCAL_WORLD_SIZE", str(n)) == str(n):  # two machines may number alike
+        prove("each rank is a process of its own", len({*ranks(lesson.process_id)}) == n)
+    squares = [rank**2 for rank in range(n)]
+    prove("results come in the order of the ranks", list(ranks(lesson.square)) == squares)
+    sums = [value["after"].item() for value in ranks(lesson.total)]
+    prove("every rank holds the sum of all", sums == [sum(range(n))] * n)
+    return "each one a process, and all hold the same sum"
 
 
 from ddp_kit.lessons import start_here as lesson

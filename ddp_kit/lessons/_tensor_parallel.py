@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ddp_kit import compare, device
 from ddp_kit.lessons import zero
 from ddp_kit.lessons._gpt import Attention, Config, batches, loss_of, make_gpt
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.device_mesh import pieces, shard_to_replicate
 from ddp_kit.lessons.zero import ADAM, SGD, copies, count_bytes, memory
 
@@ -151,25 +151,24 @@ def ways(optimizer_cls=ADAM, steps=3, dtype=torch.float32, config=CONFIG) -> dic
     }
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("tensor_parallel")
+def main(ranks: Ranks) -> str:
     """Train in each way, compare with one process, count bytes, and print one line."""
-    options = lesson_parser("tensor_parallel", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n, steps, config = ranks.world_size, 3, config_for(ranks.world_size)
-        for optimizer_cls in (SGD, ADAM):
-            settings = optimizer_cls, steps, torch.float32, config
-            alone = train_alone(*settings)
-            for way, worker in ways(*settings).items():
-                result = ranks(*worker)
-                prove(f"{way} trains as one process does", compare(result, alone))
-                if way == "by hand":
-                    sent = count_bytes(result.trace, 0)["all_reduce"]
-                    expected = round(steps * step_bytes(n, config))
-                    prove(f"{way} sends what the formula says", compare(sent, expected))
-        block = ranks(lesson.run_block, lesson.cut_block, False, config)
-        called = [event.op for event in block.trace if event.rank == 0]
-        prove("a block has two all_reduces per direction", called == ["all_reduce"] * 4)
-        ranks.say(f"tensor_parallel: {ranks}, by hand and PyTorch's own train as one process does")
+    n, steps, config = ranks.world_size, 3, config_for(ranks.world_size)
+    for optimizer_cls in (SGD, ADAM):
+        settings = optimizer_cls, steps, torch.float32, config
+        alone = train_alone(*settings)
+        for way, worker in ways(*settings).items():
+            result = ranks(*worker)
+            prove(f"{way} trains as one process does", compare(result, alone))
+            if way == "by hand":
+                sent = count_bytes(result.trace, 0)["all_reduce"]
+                expected = round(steps * step_bytes(n, config))
+                prove(f"{way} sends what the formula says", compare(sent, expected))
+    block = ranks(lesson.run_block, lesson.cut_block, False, config)
+    called = [event.op for event in block.trace if event.rank == 0]
+    prove("a block has two all_reduces per direction", called == ["all_reduce"] * 4)
+    return "by hand and PyTorch's own train as one process does"
 
 
 from ddp_kit.lessons import tensor_parallel as lesson

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
 def wait_for(file: Path, seconds: float = 120) -> None:
@@ -18,28 +18,24 @@ def wait_for(file: Path, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main(
+    "torchrun",
+    checkpoint={"metavar": "DIR", "help": "train, and save in this folder"},
+    steps={"type": int, "default": 100, "help": "of that training (default 100)"},
+    pause={"type": float, "default": 0.0, "help": "seconds that a lone rank waits after each step"},
+)
+def main(ranks: Ranks, checkpoint: str | None, steps: int, pause: float) -> str:
     """Check each rank's numbers, compare interrupted with uninterrupted training, print one line.
 
     With --checkpoint it trains in that folder instead, resuming at each start until all is done.
     """
-    parser = lesson_parser("torchrun", lesson.__doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", help="train, and save in this folder")
-    parser.add_argument("--steps", type=int, default=100, help="of that training (default 100)")
-    parser.add_argument(
-        "--pause", type=float, default=0.0, help="seconds that a lone rank waits after each step"
-    )
-    options = parser.parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        if options.checkpoint is None:
-            _prove_places(ranks)
-            _prove_resuming(ranks)
-            ranks.say(f"torchrun: {ranks}, each knows its place, resumed training bit-equal")
-        else:
-            folder, steps = options.checkpoint, options.steps
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            begun, weights = ranks(lesson.train_tiny, folder, steps, options.pause)[0]
-            ranks.say(f"torchrun: {ranks}, steps {begun} to {steps}: {weights}")
+    if checkpoint is not None:
+        Path(checkpoint).mkdir(parents=True, exist_ok=True)
+        begun, weights = ranks(lesson.train_tiny, checkpoint, steps, pause)[0]
+        return f"steps {begun} to {steps}: {weights}"
+    _prove_places(ranks)
+    _prove_resuming(ranks)
+    return "each knows its place, resumed training bit-equal"
 
 
 def _prove_places(ranks):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import device, model
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.ddp import Stack
 from ddp_kit.lessons.ring_allreduce import chunked_ring, compare, count, exchange
 
@@ -147,22 +147,21 @@ def compute_seconds(rank, world_size):
     return median(forward), median(backward)
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("what_happens_at_1024")
+def main(ranks: Ranks) -> str:
     """Compare the traces of real ranks with the model, and print one line."""
-    options = lesson_parser("what_happens_at_1024", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        for name, (all_reduce, cost) in lesson.SENT.items():
-            prove_counts(ranks, name, all_reduce, cost)
-        prove_two_levels(ranks, 2 if n % 2 == 0 else n)
-        result = ranks(backwards_by_ring)
-        for rank, buckets in enumerate(result):
-            sent = [message.nbytes for message in result.trace.messages(src=rank)]
-            for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
-                ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
-                predicted = model.ddp_step(n, buckets, 0, 0, ring)
-                prove("DDP sends what the model says", counted == round(predicted))
-        ranks.say(f"what_happens_at_1024: {ranks}, 5 all_reduces and DDP send what the model says")
+    n = ranks.world_size
+    for name, (all_reduce, cost) in lesson.SENT.items():
+        prove_counts(ranks, name, all_reduce, cost)
+    prove_two_levels(ranks, 2 if n % 2 == 0 else n)
+    result = ranks(backwards_by_ring)
+    for rank, buckets in enumerate(result):
+        sent = [message.nbytes for message in result.trace.messages(src=rank)]
+        for counted, alpha, beta in ((len(sent), 1, 0), (sum(sent), 0, 1)):
+            ring = partial(model.chunked_ring, alpha=alpha, beta=beta)
+            predicted = model.ddp_step(n, buckets, 0, 0, ring)
+            prove("DDP sends what the model says", counted == round(predicted))
+    return "5 all_reduces and DDP send what the model says"
 
 
 def prove_counts(ranks, name: str, all_reduce, cost):

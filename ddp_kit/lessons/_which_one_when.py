@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit import compare, device, model
 from ddp_kit.lessons._gpt import batches, loss_of, make_gpt, part_of
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 from ddp_kit.lessons.device_mesh import pieces
 from ddp_kit.lessons.zero import ADAM, BATCH, SGD, filled_bytes, memory, train_alone
 from ddp_kit.model import Accelerator, Cluster, Link, Plan, Transformer
@@ -198,25 +198,24 @@ def explore(tp=2, recompute="none", dtype="float32", world_size=4):
     return Explorer("which_one_when", chosen, choices, ask, draw)
 
 
-def main(argv=None):
+@lesson_main("which_one_when")
+def main(ranks: Ranks) -> str:
     """Train on a mesh, compare with one process and with the formulas, and print one line."""
-    options = lesson_parser("which_one_when", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n = ranks.world_size
-        tp = 2 if n % 2 == 0 else 1
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(optimizer_cls)["parameters"]
-            for worker in (lesson.train_by_hand, lesson.train_2d):
-                found = list(ranks(worker, optimizer_cls, tp))
-                prove(f"{worker.__name__} trains as one process does", compare(found, alone))
-        traces = [ranks(lesson.train_2d, SGD, tp, steps).trace for steps in (1, 2)]
-        one, two = (calls_along(trace, tp) for trace in traces)
-        sent = {name: sum((two[name] - one[name]).values()) for name in two}
-        prove("a rank sends what the model says", compare(sent, bytes_along(n // tp, tp)))
-        kept, again = (list(ranks(hold, tp, recompute)) for recompute in (False, True))
-        same = compare([p for _, p in again], [p for _, p in kept], rtol=0, atol=0)
-        prove("recomputation changes no bit", same)
-        ranks.say(f"which_one_when: {ranks}, FSDP x TP trains as one process and sends as planned")
+    n = ranks.world_size
+    tp = 2 if n % 2 == 0 else 1
+    for optimizer_cls in (SGD, ADAM):
+        alone = train_alone(optimizer_cls)["parameters"]
+        for worker in (lesson.train_by_hand, lesson.train_2d):
+            found = list(ranks(worker, optimizer_cls, tp))
+            prove(f"{worker.__name__} trains as one process does", compare(found, alone))
+    traces = [ranks(lesson.train_2d, SGD, tp, steps).trace for steps in (1, 2)]
+    one, two = (calls_along(trace, tp) for trace in traces)
+    sent = {name: sum((two[name] - one[name]).values()) for name in two}
+    prove("a rank sends what the model says", compare(sent, bytes_along(n // tp, tp)))
+    kept, again = (list(ranks(hold, tp, recompute)) for recompute in (False, True))
+    same = compare([p for _, p in again], [p for _, p in kept], rtol=0, atol=0)
+    prove("recomputation changes no bit", same)
+    return "FSDP x TP trains as one process and sends as planned"
 
 
 from ddp_kit.lessons import which_one_when as lesson

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit import compare, model
-from ddp_kit.lessons._launch import lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, lesson_main, prove
 
 
 def connect(rank):
@@ -147,27 +147,26 @@ def try_group(rank, world_size):
     return wrong
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("your_own_backend")
+def main(ranks: Ranks) -> str:
     """Compare sums, bytes and a training with the ranks' own backend, and print one line."""
-    options = lesson_parser("your_own_backend", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        n, count = ranks.world_size, 1000
-        whole = sum(lesson.numbers(rank, count) for rank in range(n))
-        algorithms = [lesson.all_reduce_of_two] * (n == 2) + [lesson.all_reduce]
-        for algorithm in algorithms:
-            sums, moved = zip(*ranks(lesson.reduce_in, algorithm, count), strict=True)
-            prove(f"{algorithm.__name__} is exact", all(torch.equal(each, whole) for each in sums))
-        means = [sum(each) / n for each in zip(*moved, strict=True)]
-        expected = [4 * count, model.chunked_ring(n, 4 * count, 0, 1)]
-        prove(f"a rank writes and reads {expected} bytes on average", compare(means, expected))
-        wrong = [fault for faults in ranks(try_group) for fault in faults]
-        prove(f"the collectives are right, but not {wrong}", not wrong)
-        ours, theirs = (list(ranks(lesson.train, own, 5, join_anywhere)) for own in (True, False))
-        prove("DDP trains as over the other backend", compare(ours, theirs))
-        if n <= 2:  # a sum of two is the same in either order
-            pairs = [(a["parameters"], b["parameters"]) for a, b in zip(ours, theirs, strict=True)]
-            prove("the parameters are bit-equal", all(torch.equal(a, b) for a, b in pairs))
-        ranks.say(f"your_own_backend: {ranks}, sums are exact and DDP trains as over gloo")
+    n, count = ranks.world_size, 1000
+    whole = sum(lesson.numbers(rank, count) for rank in range(n))
+    algorithms = [lesson.all_reduce_of_two] * (n == 2) + [lesson.all_reduce]
+    for algorithm in algorithms:
+        sums, moved = zip(*ranks(lesson.reduce_in, algorithm, count), strict=True)
+        prove(f"{algorithm.__name__} is exact", all(torch.equal(each, whole) for each in sums))
+    means = [sum(each) / n for each in zip(*moved, strict=True)]
+    expected = [4 * count, model.chunked_ring(n, 4 * count, 0, 1)]
+    prove(f"a rank writes and reads {expected} bytes on average", compare(means, expected))
+    wrong = [fault for faults in ranks(try_group) for fault in faults]
+    prove(f"the collectives are right, but not {wrong}", not wrong)
+    ours, theirs = (list(ranks(lesson.train, own, 5, join_anywhere)) for own in (True, False))
+    prove("DDP trains as over the other backend", compare(ours, theirs))
+    if n <= 2:  # a sum of two is the same in either order
+        pairs = [(a["parameters"], b["parameters"]) for a, b in zip(ours, theirs, strict=True)]
+        prove("the parameters are bit-equal", all(torch.equal(a, b) for a, b in pairs))
+    return "sums are exact and DDP trains as over gloo"
 
 
 from ddp_kit.lessons import your_own_backend as lesson

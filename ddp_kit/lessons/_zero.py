@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ddp_kit import compare
 from ddp_kit.error_text import count
 from ddp_kit.lessons._gpt import GPT, Config, batches, check_parts, loss_of, make_gpt
-from ddp_kit.lessons._launch import choose, lesson_parser, open_ranks, prove
+from ddp_kit.lessons._launch import Ranks, choose, lesson_main, prove
 from ddp_kit.notebook.controls import Explorer
 from ddp_kit.trace import Trace
 from ddp_kit.trace.bytes_sent import bytes_sent
@@ -308,25 +308,24 @@ def _draw(result, settings: dict):
     return plot.memory(bars, title, "rank")
 
 
-def main(argv: list[str] | None = None) -> None:
+@lesson_main("zero")
+def main(ranks: Ranks) -> str:
     """Train in each way, compare with one process, count bytes, and print one line.
 
     Raises PoolError for a world size that does not divide the batch.
     """
-    options = lesson_parser("zero", lesson.__doc__).parse_args(argv or [])
-    with open_ranks(options.world_size, options.backend, options.trace) as ranks:
-        check_parts(BATCH, ranks.world_size)
-        for optimizer_cls in (SGD, ADAM):
-            alone = train_alone(optimizer_cls)["parameters"]
-            for way in WAYS:
-                stage = partial(starter(way), optimizer_cls=optimizer_cls)
-                mine = [each["parameters"] for each in ranks(lesson.learn, stage)]
-                prove(f"{way} trains as one process does", compare(mine, alone))
-        for way in ("DDP", "stage 1", "stage 2", "stage 3"):
-            sent = [sum(s.values()) for s in bytes_per_step(ranks, lesson.learn, starter(way))]
-            expected = expected_bytes(way, ranks.world_size, make_gpt())
-            prove(f"{way} sends what the formula says", compare(sum(sent) / len(sent), expected))
-        ranks.say(f"zero: {ranks}, 3 stages and PyTorch's own train as one process does")
+    check_parts(BATCH, ranks.world_size)
+    for optimizer_cls in (SGD, ADAM):
+        alone = train_alone(optimizer_cls)["parameters"]
+        for way in WAYS:
+            stage = partial(starter(way), optimizer_cls=optimizer_cls)
+            mine = [each["parameters"] for each in ranks(lesson.learn, stage)]
+            prove(f"{way} trains as one process does", compare(mine, alone))
+    for way in ("DDP", "stage 1", "stage 2", "stage 3"):
+        sent = [sum(s.values()) for s in bytes_per_step(ranks, lesson.learn, starter(way))]
+        expected = expected_bytes(way, ranks.world_size, make_gpt())
+        prove(f"{way} sends what the formula says", compare(sum(sent) / len(sent), expected))
+    return "3 stages and PyTorch's own train as one process does"
 
 
 from ddp_kit.lessons import zero as lesson

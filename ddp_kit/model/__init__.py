@@ -1,7 +1,7 @@
 """What training costs, as formulas of plain numbers: no process is started, nothing is measured.
 
-    communication     seconds of an all_reduce, by algorithm, and of a step of DDP
-    fitting           alpha and beta, found in measured times
+    communication     seconds of an all_reduce, by algorithm, and of a step of DDP; alpha and beta,
+                      found in measured times
     transformer       parameters and FLOPs of a transformer
     hardware          accelerators, hosts and links
     plan              how many ranks share what: data, ZeRO, tensor, pipeline, context parallel
@@ -20,6 +20,8 @@ from ddp_kit.model.communication import (
     buckets,
     chunked_ring,
     ddp_step,
+    fit,
+    fit_link,
     halving_doubling,
     halving_doubling_on_hosts,
     naive_ring,
@@ -28,7 +30,6 @@ from ddp_kit.model.communication import (
     tree,
     two_level,
 )
-from ddp_kit.model.fitting import fit, fit_link
 from ddp_kit.model.hardware import DGX_A100, DGX_H100, Accelerator, Cluster
 from ddp_kit.model.per_rank_memory import activations, memory
 from ddp_kit.model.plan import FP32, MIXED, Plan, Precision, stages

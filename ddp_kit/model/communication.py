@@ -7,7 +7,8 @@
     gamma   seconds to add one byte; 0 if adding is free or included in beta
 
 The first functions return the seconds of one all_reduce, by algorithm; `on_cores` those on the
-cores of one machine, `ddp_step` those of a training step. Nothing here starts a process.
+cores of one machine, `ddp_step` those of a training step; `fit` and `fit_link` find alpha and beta
+in measured times. Nothing here starts a process.
 
 A rank sends one message at a time and receives one at a time, both at once, and every pair of
 ranks is equally far apart. With alpha=1 and beta=0 a function counts the messages that follow one
@@ -24,9 +25,11 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean, pvariance
 
 from ddp_kit.errors import ModelError
 from ddp_kit.model.checks import check_count, check_times
@@ -264,3 +267,71 @@ def ddp_step(
 def _check(n: int, nbytes: float, alpha: float, beta: float, gamma: float) -> None:
     check_count("n", n)
     check_times(nbytes=nbytes, alpha=alpha, beta=beta, gamma=gamma)
+
+
+# Alpha and beta, found in measured times
+
+
+def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return alpha, in seconds, and beta, in seconds per byte, of the line alpha + beta * bytes.
+
+    points: pairs of bytes and measured seconds. The line minimises the squares of the differences
+    of the *logarithms*: half and twice the measured time are equally wrong, at each size. Neither
+    number is negative; one of them may be 0. Raises ModelError for fewer than two sizes.
+    """
+    points = list(points)
+    for nbytes, _ in points:
+        check_times(bytes=nbytes)
+    sizes = sorted({nbytes for nbytes, _ in points})
+    if len(sizes) < 2:
+        raise ModelError(f"a line needs at least two sizes, got {sizes}")
+    return _fit_logs([(1.0, nbytes, seconds) for nbytes, seconds in points])
+
+
+def fit_link(
+    points: Iterable[tuple[int, float, float]], cost: Callable[[int, float, float, float], float]
+) -> Link:
+    """Return the link on which an algorithm would take the measured times; errors as in `fit`.
+
+    points: ranks, bytes and measured seconds of each all_reduce. cost: a function such as
+    `chunked_ring`, called with n, nbytes, alpha and beta.
+    """
+    points = list(points)
+    sizes = sorted({(n, nbytes) for n, nbytes, _ in points})
+    if len(sizes) < 2:
+        raise ModelError(f"a link needs at least two sizes or numbers of ranks, got {sizes}")
+    rows = [(cost(n, size, 1, 0), cost(n, size, 0, 1), seconds) for n, size, seconds in points]
+    return Link(*_fit_logs(rows))
+
+
+def _fit_logs(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return alpha and beta of messages * alpha + bytes * beta = seconds, fitted on logarithms.
+
+    For a given ratio of alpha and beta, the best curve is shifted by the mean distance of the
+    points from it, and the variance of the distances remains. So only the ratio has to be searched.
+    """
+    for _, _, seconds in rows:
+        check_times(seconds=seconds)
+        if seconds == 0:
+            raise ModelError(f"a measured time must be more than 0, got {seconds!r}")
+    rows = [row for row in rows if row[0] or row[1]]
+    if not rows:
+        raise ModelError("no message was sent in these runs; measure at least two ranks")
+
+    def shifted(alpha: float, beta: float) -> tuple[float, float, float]:
+        line = [alpha * messages + beta * nbytes for messages, nbytes, _ in rows]
+        if min(line) <= 0:
+            return math.inf, alpha, beta
+        logs = [math.log(row[2] / time) for row, time in zip(rows, line, strict=True)]
+        return pvariance(logs), alpha * math.exp(fmean(logs)), beta * math.exp(fmean(logs))
+
+    ends = [shifted(1.0, 0.0), shifted(0.0, 1.0)]
+    if ratios := [messages / nbytes for messages, nbytes, _ in rows if messages and nbytes]:
+        low, high, tried = math.log(min(ratios)) - 7, math.log(max(ratios)) + 7, 100
+        for _ in range(12):  # around the best ratio so far, on a logarithmic scale
+            step = (high - low) / tried
+            best = min(range(tried + 1), key=lambda i: shifted(1.0, math.exp(low + i * step))[0])
+            ends.append(shifted(1.0, math.exp(low + best * step)))
+            low, high, tried = low + (best - 1) * step, low + (best + 1) * step, 20
+    _, alpha, beta = min(ends)
+    return alpha, beta

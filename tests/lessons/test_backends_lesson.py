@@ -117,41 +117,6 @@ def test_mpi_does_all_but_one_operation_that_pytorch_refuses():
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "expected"),
-    [
-        ("SUM", "float32", [6, 9, 12, 15]),
-        ("AVG", "float32", [2, 3, 4, 5]),
-        ("AVG", "int64", [2, 3, 4, 5]),
-        ("PRODUCT", "uint8", [0, 15, 48, 105]),
-        ("MIN", "float16", [0, 1, 2, 3]),
-        ("MAX", "int32", [4, 5, 6, 7]),
-        ("BAND", "int64", [0, 1, 0, 1]),
-        ("BOR", "int64", [6, 7, 6, 7]),
-        ("BXOR", "int64", [6, 7, 0, 1]),
-        ("SUM", "bool", [False, True, True, True]),
-        ("BXOR", "bool", [False, True, True, False]),
-        ("BAND", "float32", None),
-        ("MIN", "complex64", None),
-        ("AVG", "bool", None),
-    ],
-)
-def test_the_expected_answer_is_right(op, dtype, expected):
-    answer = _backends._combined(op, 3, getattr(torch, dtype))
-    assert (answer if answer is None else answer[:4].tolist()) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float8_e4m3fn])
-def test_a_piece_in_a_wrong_place_is_noticed(dtype):
-    for world_size in (2, 3, 4):
-        pieces = [
-            tuple(piece.float().tolist())
-            for rank in range(world_size)
-            for piece in _backends._held(rank, world_size, dtype).chunk(world_size)
-        ]
-        assert len(set(pieces)) == world_size**2
-
-
-@pytest.mark.parametrize(
     ("message", "kept"),
     [
         ("[/src/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4242", None),
@@ -263,18 +228,6 @@ def test_the_slowest_rank_counts_and_the_first_round_does_not():
     assert backends.samples(two_ranks, dist.all_reduce, (4,)) == [(4, [3.0, 5.0])]
     rounds = kit.run(backends.measure, dist.all_reduce, (4, 1_000_000), world_size=2)
     assert [[len(seconds) for seconds in rank] for rank in rounds] == [[15, 5]] * 2
-
-
-def sizes_in_order(rank, world_size):
-    called = []
-    operation = lambda tensor: called.append(tensor.nbytes)  # noqa: E731
-    backends.measure(rank, world_size, operation, (4, 1_000_000, 64), most=9)
-    return called
-
-
-def test_one_size_is_measured_after_the_other():
-    called = kit.run(sizes_in_order, world_size=2)[0]
-    assert called == [4, 1_000_000, 64] * 6 + [4, 64] * 4
 
 
 def test_the_script_prints_a_line_for_each_size_and_the_fit(tmp_path):

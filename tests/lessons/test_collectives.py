@@ -106,12 +106,6 @@ def test_avg_is_left_out_and_named_if_the_backend_refuses_it(monkeypatch, capsys
     assert lines[-1] == "not tried, because the backend refuses it: AVG"
 
 
-def test_the_group_is_a_true_subset():
-    result = kit.run(collectives.all_reduce_in_a_group)
-    # No sum equals a number that a rank started with: pictures colour numbers by value.
-    assert [value["after"].item() for value in result] == [101, 10, 101, 1000]
-
-
 def test_any_rank_can_be_the_root():
     held = [collectives.own_tensor(rank, 3) for rank in range(3)]
     for name in ("broadcast", "scatter", "gather", "reduce"):

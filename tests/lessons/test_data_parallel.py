@@ -121,13 +121,6 @@ def test_only_zero_grad_after_backward_and_old_images_keep_a_network_from_learni
     assert data_parallel.last_loss(use=lambda data: old) > 2
 
 
-def test_a_place_of_zero_grad_that_does_not_exist_is_refused():
-    with pytest.raises(
-        kit.PoolError, match=r"^zero must be one of 'before forward', .*; got 'never'$"
-    ):
-        data_parallel.last_loss(zero="never")
-
-
 def test_steps_are_timed_and_the_first_ones_left_out():
     images, labels = first_digits(8)
     model, _ = data_parallel.start()

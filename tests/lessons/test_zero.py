@@ -305,40 +305,6 @@ def test_main_refuses_a_world_size_before_it_trains(monkeypatch):
         zero.main(["--world-size", "2"])
 
 
-def train_with_groups(optimizer_cls):
-    """Train an Odd with two groups, a third one, a schedule and a closure; return what it gets."""
-    torch.manual_seed(0)
-    model = Odd()
-    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    optimizer = optimizer_cls([{"params": weights}, {"params": [model.scale]}])
-    optimizer.add_param_group({"params": [model.norm.weight, model.norm.bias], "lr": 0.05})
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    torch.manual_seed(1)
-    losses = []
-    for tokens in torch.randint(11, (3, 12, 5)):
-
-        def closure(tokens=tokens):
-            optimizer.zero_grad()
-            logits = model(tokens[:, :-1]).flatten(0, 1)
-            loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
-        schedule.step()
-    return {"parameters": zero.copies(model), "losses": losses}
-
-
-def test_the_optimizer_of_stage_1_has_groups_a_closure_and_a_schedule():
-    def worker(rank, world_size):
-        return train_with_groups(partial(zero.ShardedStep, optimizer_cls=cls, **options))
-
-    cls, options = torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-5}
-    alone = train_with_groups(partial(cls, **options))
-    for world_size in (1, 3, 4):
-        kit.compare(kit.run(worker, world_size=world_size), alone).check()
-
-
 def test_each_parameter_has_its_state_on_one_rank_and_shares_are_about_equal():
     def worker(rank, world_size):
         model = zero.make_gpt()

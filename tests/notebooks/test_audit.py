@@ -208,15 +208,12 @@ def test_a_sound_notebook_breaks_no_rule():
         ("executed_in_order", {"execution_count": 2}),
         ("prose_before_code", {"cell_type": "raw"}),  # and the next cell is code
         ("short_code_cells", {"source": "x = 1\n" * 21}),
-        ("short_code_cells", {"source": "%%writefile scripts/01_lesson.py\n" + "x = 1\n" * 60}),
         (
             "nothing_on_stderr",
             {"outputs": [{"output_type": "stream", "name": "stderr", "text": ""}]},
         ),
         ("errors_where_announced", {"outputs": [ERROR]}),
-        ("errors_where_announced", {"metadata": {"tags": ["raises-exception"]}}),
         ("shown_everywhere", {"outputs": [display({"text/html": "<script>1</script>"})]}),
-        ("shown_everywhere", {"outputs": [display({"image/svg+xml": "<svg/>"})]}),
         ("small_file", {"outputs": [display({"image/png": "A" * 600_000})]}),
         ("no_comments_for_nbval", {"source": "# NBVAL_SKIP\nprint(1)"}),
         ("minimal_metadata", {"metadata": {"execution": {"iopub.status.busy": "now"}}}),
@@ -258,12 +255,8 @@ def test_a_text_that_differs_from_run_to_run_is_found(printed):
 @pytest.mark.parametrize(
     "printed",
     [
-        "<Figure size 640x480 with 1 Axes>",
-        "<table><tr><td>1</td></tr></table>",
         "12 messages/rank, 3/4 of the bytes",
         "127.0.0.1",
-        "Cell In[3], line 1",
-        "torch 2.13.0",
         "Overwriting scripts/01_point_to_point.py",
     ],
 )

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from ddp_kit.course import editions, notebooks
+from ddp_kit.course import editions
 from ddp_kit.course.cells import folded
 from ddp_kit.errors import CourseError
 
@@ -56,7 +56,7 @@ def test_each_module_belongs_to_a_notebook():
     made = {path for path in editions.committed() if path.parent.name == "lessons"}
     folder = next(iter(made)).parent
     assert set(folder.glob("[!_]*.py")) == made
-    lessons = {path.stem[3:] for path in notebooks.folder().glob("[0-9]*.ipynb")}
+    lessons = {path.stem[3:] for path in editions.folder().glob("[0-9]*.ipynb")}
     assert {path.stem for path in made} == lessons
 
 
@@ -229,7 +229,7 @@ def checkout(tmp_path, monkeypatch):
     write(tmp_path / "notebooks/solutions/04_ring.ipynb", code(GAP))
     (tmp_path / "lessons").mkdir()
     monkeypatch.setattr(editions, "LESSONS", tmp_path / "lessons")
-    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path / "notebooks")
+    monkeypatch.setattr(editions, "folder", lambda: tmp_path / "notebooks")
     assert editions.main() == 0
     return tmp_path
 

@@ -252,13 +252,8 @@ def broken(tmp_path):
     [
         "no link, `https://in.code` and `[a](nowhere)`",
         "```\ncurl http://127.0.0.1:8080\n```",
-        "[dist.send](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.send)",
         "[wait](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.Work.wait)",
-        "[DDP](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel."
-        "DistributedDataParallel.html)",
         f"[ring]({TUTORIAL}#our-own-ring-allreduce), [tutorial]({TUTORIAL})",
-        "[Patarasuk and Yuan](https://doi.org/10.1016/j.jpdc.2008.09.002)",
-        "[the standard](https://www.mpi-forum.org/docs/)",
         "[rendezvous](https://en.wikipedia.org/wiki/Rendezvous_(computing))",
         "# One\n\n[up](#one), [other](other.md#other-page), [it](other.md#ranks-in-short)",
         "[next](other.ipynb#Two-ranks), [next](other.ipynb)",
@@ -284,17 +279,11 @@ def test_a_link_that_jupyterlab_shows_as_code_is_found(broken):
     ("text", "rule"),
     [
         ("[a](http://docs.pytorch.org/)", "well_formed"),
-        ("[a](https://docs.pytorch.org/docs/stable/distributed.html.)", "well_formed"),
-        ("[a](https://localhost/)", "well_formed"),
         ("[a](https://pytorch.org/docs/stable/distributed.html)", "straight"),
-        ("[a](https://docs.pytorch.org/docs/2.13/distributed.html)", "straight"),
-        ("[a](https://arxiv.org/abs/2006.15704?utm_source=x)", "straight"),
         (f"[a]({TUTORIAL}#ring)", "known_to_pytorch"),
         ("[a](https://docs.pytorch.org/docs/stable/generated/torch.nope.html)", "known_to_pytorch"),
         ("[a](nowhere.ipynb)", "local_links_lead_somewhere"),
-        ("[a](other.md#nothing)", "local_links_lead_somewhere"),
         ("[a](other.ipynb#two-ranks)", "local_links_lead_somewhere"),
-        ("see https://docs.pytorch.org/", "named"),
         ("see [here](https://docs.pytorch.org/)", "named"),
     ],
 )

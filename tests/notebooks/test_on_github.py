@@ -194,18 +194,12 @@ def test_a_sound_notebook_breaks_no_rule_of_github():
     ("rule", "notebook"),
     [
         (pictures_are_whole, showing({"text/plain": "<Figure>", "image/png": png(300)[:60]})),
-        (pictures_are_whole, showing({"text/plain": "<Figure>", "image/png": png(100)})),
         (text_beside_every_output, showing({"text/html": "<p>1</p>"})),
         (html_that_stays, showing({"text/plain": "1", "text/html": "<script>1</script>"})),
         (html_that_stays, saying('Read this.\n\n<p style="color: red">1</p>')),
         (links_that_lead_somewhere, saying("[next](12_not_written.ipynb)")),
-        (links_that_lead_somewhere, saying("![a ring](https://example.org/ring.png)")),
-        (links_that_lead_somewhere, saying("![a ring](attachment:ring.png)")),
-        (formulas_that_github_sets, saying(r"\(x^2\)")),
         (formulas_that_github_sets, saying("it costs 5$")),
         (tables_with_a_header, saying("| 1 | 2 |\n| 3 | 4 |\n| 5 | 6 |")),
-        (tables_with_a_header, saying("| a | b |\n|---|---|\n| 1 |")),
-        (tables_with_a_header, saying("Behold:\n| a | b |\n|---|---|\n| 1 | 2 |")),
     ],
 )
 def test_a_notebook_that_breaks_a_rule_of_github_is_found(rule, notebook):

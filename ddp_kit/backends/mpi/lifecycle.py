@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_kit.backends.mpi import load_mpi, work
 from ddp_kit.backends.mpi.process_group import MPIProcessGroup
-from ddp_kit.backends.mpi.work import MPIOperation
+from ddp_kit.backends.mpi.work import MPIWork
 from ddp_kit.errors import BackendError
 
 _FIRST_TAG, _TAGS = 16384, 16000  # MPI guarantees tags up to 32767
@@ -103,10 +103,8 @@ def _wait_for_members(members: list[int], rank: int, tag: int, timeout: float) -
         with work.lock:
             receives = [world.Irecv(nothing, peer, tag) for peer in receive]
             sends = [world.Isend(nothing, peer, tag) for peer in send]
-        MPIOperation("new_group", [iter([request]) for request in sends], timeout)
-        MPIOperation(
-            "new_group", [iter([request]) for request in receives], timeout, expected=0
-        ).wait()
+        MPIWork("new_group", [iter([request]) for request in sends], timeout)
+        MPIWork("new_group", [iter([request]) for request in receives], timeout, expected=0).wait()
 
     first, *others = members
     if rank == 0:

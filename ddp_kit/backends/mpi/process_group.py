@@ -1,17 +1,23 @@
-"""The process group of `mpi`: how its operations start."""
+"""The process group of `mpi`: its collectives and messages as calls of MPI, on MPI's types."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ddp_kit.backends import process_group
 from ddp_kit.backends.mpi import NAME, load_mpi, work
-from ddp_kit.backends.mpi.collectives import Call, MPICollectives
-from ddp_kit.backends.mpi.work import MPIOperation
-from ddp_kit.backends.process_group import PythonProcessGroup, Tensors
-from ddp_kit.backends.work import PythonWork
+from ddp_kit.backends.mpi.work import MPIWork
+from ddp_kit.backends.process_group import PythonProcessGroup, copy_back, without_overlap
+
+# It yields one request of MPI, whose memory it keeps alive, and does the rest once it is complete.
+Steps = Iterator[Any]
+
+_MOST = 2**31 - 1  # MPI counts in a C int
 
 
 class MPIProcessGroup(PythonProcessGroup):
@@ -22,8 +28,7 @@ class MPIProcessGroup(PythonProcessGroup):
     waits for, so that futures complete. One lock is held around all calls of MPI.
 
     MPI uses the memory of the tensors, which must be on the CPU. It is copied only if a tensor is
-    not contiguous, for lists of tensors, and if MPI has no type to compute in (see
-    `collectives._reduction`).
+    not contiguous, for lists of tensors, and if MPI has no type to compute in (see `_reduction`).
 
     A small message is buffered by MPI: `send` then returns before the other rank receives. A
     message that is larger or smaller than the receiver's tensor raises an error there.
@@ -40,10 +45,8 @@ class MPIProcessGroup(PythonProcessGroup):
     """
 
     def __init__(self, communicator: Any, timeout: float, frees_communicator: bool = True) -> None:
-        collectives = MPICollectives(communicator)
         rank, size = communicator.Get_rank(), communicator.Get_size()
-        super().__init__(NAME, rank, size, timeout, collectives)
-        self._messages = collectives
+        super().__init__(NAME, rank, size, timeout, MPICollectives(communicator))
         self._communicator = communicator
         self._frees_communicator = frees_communicator
 
@@ -54,34 +57,169 @@ class MPIProcessGroup(PythonProcessGroup):
         with work.lock:
             communicator.Free()
 
-    def _send(self, data: Tensor, target: int, tag: int, outputs: Tensors) -> PythonWork:
-        call = self._messages.send(data.view(-1), target, tag)
-        return self._start("send", [call], outputs, None)
+    def _send(self, call: process_group.Call, data: Tensor, target: int, tag: int) -> MPIWork:
+        call.steps.append(self._collectives.send(data, target, tag))
+        return self._start(call)
 
     def _receive(
-        self,
-        buffer: Tensor,
-        source: int | None,
-        tag: int,
-        outputs: Tensors,
-        finish: Callable[[], None],
-    ) -> PythonWork:
-        call = self._messages.receive(buffer.view(-1), source, tag)
-        return self._start("recv", [call], outputs, None, finish, expected=buffer.nbytes)
+        self, call: process_group.Call, buffer: Tensor, source: int | None, tag: int
+    ) -> MPIWork:
+        call.steps.append(self._collectives.receive(buffer, source, tag))
+        return self._start(call, expected=buffer.nbytes)
 
-    def _start(
-        self,
-        name: str,
-        calls: Sequence[Call],
-        outputs: Tensors,
-        opts: Any,
-        finish: Callable[[], None] | None = None,
-        expected: int | None = None,
-    ) -> PythonWork:
+    def _start(self, call: process_group.Call, expected: int | None = None) -> MPIWork:
         if self._communicator is None:
-            raise RuntimeError(f"{name}: this process group was destroyed")
-        timeout = self._timeout_of(opts)
+            raise RuntimeError(f"{call.name}: this process group was destroyed")
         try:
-            return PythonWork(MPIOperation(name, calls, timeout, outputs, finish, expected))
+            return MPIWork(call.name, call.steps, call.timeout, call.outputs, call.finish, expected)
         except load_mpi().Exception as error:
-            raise RuntimeError(work.format_error(name, error)) from None
+            raise RuntimeError(work.format_error(call.name, error)) from None
+
+
+class MPICollectives:
+    """The collectives and messages of one rank in a group; see `process_group.Collectives`."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._comm = communicator
+        self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
+
+    def send(self, data: Tensor, target: int, tag: int) -> Steps:
+        yield _begin(self._comm.Isend, _describe(data), target, tag)
+
+    def receive(self, buffer: Tensor, source: int | None, tag: int) -> Steps:
+        source = load_mpi().ANY_SOURCE if source is None else source
+        yield _begin(self._comm.Irecv, _describe(buffer), source, tag)
+
+    def barrier(self) -> Steps:
+        yield _begin(self._comm.Ibarrier)
+
+    def broadcast(self, data: Tensor, root: int) -> Steps:
+        yield _begin(self._comm.Ibcast, _describe(data), root)
+
+    def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
+        counts = [len(output) for output in outputs]
+        whole = _join(outputs)
+        data = without_overlap(data, whole)
+        yield _begin(self._comm.Iallgatherv, _describe(data), _describe(whole, counts))
+        copy_back(outputs, whole.split(counts))
+
+    def exchange(self, name: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Steps:
+        source, whole = _join(list(sends.values())), _join(list(receives.values()))
+        to, of = self._counts(sends), self._counts(receives)
+        yield _begin(self._comm.Ialltoallv, _describe(source, to), _describe(whole, of))
+        parts = whole.split([len(part) for part in receives.values()])
+        copy_back(list(receives.values()), parts)
+
+    def _counts(self, tensors: dict[int, Tensor]) -> list[int]:
+        return [len(tensors[rank]) if rank in tensors else 0 for rank in range(self._size)]
+
+    def reduce(self, data: Tensor, op: str, root: int | None = None) -> Steps:
+        reduction, in_place = _reduction(op, data.dtype), load_mpi().IN_PLACE
+        numbers = data.to(reduction.dtype)
+        message = _describe(numbers, type=reduction.type)
+        if root is None:
+            yield _begin(self._comm.Iallreduce, in_place, message, reduction.op)
+        elif root == self._rank:
+            yield _begin(self._comm.Ireduce, in_place, message, reduction.op, root)
+        else:
+            yield _begin(self._comm.Ireduce, message, None, reduction.op, root)
+            return
+        self._round(numbers, data, op)
+
+    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, op: str) -> Steps:
+        reduction = _reduction(op, output.dtype)
+        source, result = _join(inputs).to(reduction.dtype), output.to(reduction.dtype)
+        yield _begin(
+            self._comm.Ireduce_scatter,
+            _describe(source, type=reduction.type),
+            _describe(result, type=reduction.type),
+            [len(part) for part in inputs],
+            reduction.op,
+        )
+        self._round(result, output, op)
+
+    def _round(self, numbers: Tensor, result: Tensor, op: str) -> None:
+        """Divide for AVG, and round what MPI has computed in another dtype."""
+        if op == "AVG":
+            numbers.div_(self._size)
+        result.copy_(numbers)
+
+
+def _begin(call: Callable[..., Any], *args: Any) -> Any:
+    with work.lock:
+        return call(*args)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors as one: over their own memory if they follow each other in it."""
+    filled = [tensor for tensor in tensors if len(tensor)] or [torch.empty(0)]
+    first, end = filled[0], filled[0].data_ptr()
+    for tensor in filled:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or tensor.data_ptr() != end:
+            return torch.cat(filled)
+        end += tensor.nbytes
+    return first.as_strided((sum(map(len, filled)),), (1,))
+
+
+def _describe(tensor: Tensor, counts: Sequence[int] | None = None, type: Any = None) -> list[Any]:
+    """Return what mpi4py needs to use a tensor's memory: [memory, count or counts, type].
+
+    counts: how many elements belong to each rank. type: MPI's type of the elements; None: integers
+    of their size, which is enough to move values, and MPI has no type for float16 and bfloat16.
+    """
+    if len(tensor) > _MOST:
+        raise ValueError(f"MPI moves at most {_MOST} elements at once, got {len(tensor)}")
+    memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    if type is None:
+        type = _integer_types()[tensor.itemsize]
+    return [memory, len(tensor) if counts is None else list(counts), type]
+
+
+@functools.cache
+def _integer_types() -> dict[int, Any]:
+    MPI = load_mpi()
+    types = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+    return {**types, 16: MPI.C_DOUBLE_COMPLEX}  # MPI has no integer of 16 bytes
+
+
+class _Reduction(NamedTuple):
+    dtype: torch.dtype  # in which MPI computes
+    type: Any  # MPI's name for that
+    op: Any  # MPI's name for the operation
+
+
+def _reduction(op: str, dtype: torch.dtype) -> _Reduction:
+    """Return how MPI computes a reduction. Raise ValueError if it cannot.
+
+    MPI has no type for float16, bfloat16 and the 8-bit floats. They are reduced in float32 over
+    all ranks and rounded once at the end, whereas gloo rounds after every addition, so the last
+    bit may differ. bool is reduced as bytes of 0 and 1. AVG is MPI's sum, divided at the end.
+    """
+    small = dtype.is_floating_point and dtype.itemsize < 4
+    computed = torch.float32 if small else dtype
+    type = _number_types().get(computed)
+    if type is None:
+        raise ValueError(f'the "mpi4py" backend cannot reduce tensors of {dtype}')
+    name = {"AVG": "SUM", "PRODUCT": "PROD"}.get(op, op)
+    return _Reduction(computed, type, getattr(load_mpi(), name))
+
+
+@functools.cache
+def _number_types() -> dict[torch.dtype, Any]:
+    MPI = load_mpi()
+    return {
+        torch.float32: MPI.FLOAT,
+        torch.float64: MPI.DOUBLE,
+        torch.complex64: MPI.C_FLOAT_COMPLEX,
+        torch.complex128: MPI.C_DOUBLE_COMPLEX,
+        torch.bool: MPI.UINT8_T,
+        torch.uint8: MPI.UINT8_T,
+        torch.uint16: MPI.UINT16_T,
+        torch.uint32: MPI.UINT32_T,
+        torch.uint64: MPI.UINT64_T,
+        torch.int8: MPI.INT8_T,
+        torch.int16: MPI.INT16_T,
+        torch.int32: MPI.INT32_T,
+        torch.int64: MPI.INT64_T,
+    }

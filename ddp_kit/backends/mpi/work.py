@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_kit.backends.mpi import load_mpi
-from ddp_kit.backends.work import Operation, call_back, timeout_error
+from ddp_kit.backends.process_group import PythonWork, call_back, timeout_error
 
 # Held around every call of MPI. The calls are nonblocking, so nobody holds it for long.
 lock = threading.Lock()
@@ -27,9 +27,9 @@ _WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second i
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
-_unfinished: dict[MPIOperation, None] = {}  # it keeps the tensors alive that MPI reads or writes
+_unfinished: dict[MPIWork, None] = {}  # it keeps the tensors alive that MPI reads or writes
 # MPI may still write into the tensors of an operation that timed out or did not start as a whole:
-# its calls, which hold that memory, are never freed.
+# its steps, which hold that memory, are never freed.
 _given_up: list[list[Iterator[Any]]] = []
 
 
@@ -38,10 +38,10 @@ def format_error(name: str, error: Exception) -> str:
     return f"{name} failed in MPI: {' '.join(str(error).split())}"
 
 
-class MPIOperation(Operation):
+class MPIWork(PythonWork):
     """Nonblocking calls of MPI that together are one operation of PyTorch.
 
-    name: for errors. calls: each yields a request; the rest runs once all requests are complete.
+    name: for errors. steps: each yields a request; the rest runs once all requests are complete.
     timeout: seconds from now. outputs: the result of the future. finish: what to do at the end.
     expected: the number of bytes to receive.
 
@@ -51,7 +51,7 @@ class MPIOperation(Operation):
     def __init__(
         self,
         name: str,
-        calls: Iterable[Iterator[Any]],
+        steps: Iterable[Iterator[Any]],
         timeout: float,
         outputs: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
@@ -65,16 +65,16 @@ class MPIOperation(Operation):
         self._status = None if expected is None else load_mpi().Status()
         self._completer: int | None = None  # the thread that completes it now, or has completed it
         self._awaited = False
-        self._calls = list(calls)
+        self._steps = list(steps)
         try:
-            self._requests = [next(call) for call in self._calls]
+            self._requests = [next(each) for each in self._steps]
         except BaseException:
-            _given_up.append(self._calls)
+            _given_up.append(self._steps)
             raise
         _unfinished[self] = None
         _wake_watcher()
 
-    def poll(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether it is done; the first thread that finds it complete does the rest."""
         if self.done:
             return True
@@ -91,28 +91,26 @@ class MPIOperation(Operation):
 
     def watch(self) -> None:
         """Poll it for the watcher, and fail it after its timeout."""
-        if not self._awaited and not self.poll() and time.monotonic() > self._deadline:
+        if not self._awaited and not self.is_completed() and time.monotonic() > self._deadline:
             self._time_out()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def _wait(self, seconds: float | None) -> None:
         start = now = time.monotonic()
-        deadline = self._deadline if timeout is None else start + timeout
+        deadline = self._deadline if seconds is None else start + seconds
         self._awaited = True
         try:
-            while not self.poll():
+            while not self.is_completed():
                 now = time.monotonic()
                 if now > self._deadline:
                     self._time_out()
                 elif now > deadline:
-                    raise timeout_error(self.name, timeout)
+                    raise timeout_error(self.name, seconds or 0.0)
                 elif now - start < _SPIN:
                     _yield()
                 else:
                     time.sleep(min(_LONGEST_SLEEP, max(_SHORTEST_SLEEP, (now - start) / 50)))
         finally:
             self._awaited = False
-        if self.error is not None:
-            raise self.error
 
     def cancel(self) -> None:
         """Cancel a receive; MPI can cancel nothing else. The caller holds the lock."""
@@ -161,13 +159,13 @@ class MPIOperation(Operation):
 
     def _complete(self) -> None:
         """Do what is left, and mark it done. Only one thread gets here, without the lock."""
-        calls, self._calls = self._calls, []
+        steps, self._steps = self._steps, []
         if self._requests:
-            _given_up.append(calls)
+            _given_up.append(steps)
         try:
             if self.error is None:
-                for call in calls:
-                    next(call, None)
+                for each in steps:
+                    next(each, None)
                 if self._finish is not None:
                     self._finish()
         except RuntimeError as error:
@@ -192,7 +190,7 @@ _stop = threading.Event()
 _thread: threading.Thread | None = None
 
 
-def unfinished() -> list[MPIOperation]:
+def unfinished() -> list[MPIWork]:
     """Return the operations that are not done."""
     return list(_unfinished)
 
@@ -218,10 +216,10 @@ def _watch() -> None:
         _awake.clear()
         if _stop.is_set():
             return
-        operations = unfinished()
-        if not operations:
+        works = unfinished()
+        if not works:
             _awake.wait()
-        for operation in operations:
-            operation.watch()
-        hurry = any(operation.has_future for operation in operations)
+        for work in works:
+            work.watch()
+        hurry = any(work.has_future for work in works)
         time.sleep(_FUTURE_INTERVAL if hurry else _WATCH_INTERVAL)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_kit.backends.shm import futex, joining
+from ddp_kit.backends.shm import process_group, segment
 from ddp_kit.errors import BackendError
 
 __all__ = ["NAME", "missing", "register"]
@@ -31,7 +31,7 @@ NAME = "shm"
 
 def missing() -> str | None:
     """Return why this machine cannot run the backend; None if it can."""
-    if futex.is_supported:
+    if segment.is_supported:
         return None
     system = "this system" if sys.platform == "linux" else f"{sys.platform!r}"
     return f'backend="shm" needs Linux on a 64-bit processor, and {system} is not; use "gloo"'
@@ -49,4 +49,4 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    return joining.create_group(options)
+    return process_group.create_group(options)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ddp_kit.backends.process_group import REDUCTIONS
-from ddp_kit.backends.shm import futex
 from ddp_kit.backends.shm.engine import Steps
-from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Ring, Segment
+from ddp_kit.backends.shm.segment import READ, SLOT, SLOTS, WRITTEN, Ring, Segment, fence
 
 _SMALL = 1 << 15  # bytes up to which every rank reduces everything itself, in one round
 _NAMES = (
@@ -48,7 +47,7 @@ class SharedMemoryCollectives:
                 yield tuple(
                     other for other in ranks[i:] if words[lines[other] + column] < count
                 ) or (rank,)
-        futex.fence()
+        fence()
 
     def _until_free(self) -> Steps:
         """Wait until everybody has read what was in this rank's next slot before."""
@@ -81,14 +80,14 @@ class SharedMemoryCollectives:
         """Announce what this rank has written into its slot."""
         at = self._segment.header(self._rank, self._round % SLOTS)
         self._words[at], self._words[at + 1] = call
-        futex.fence()
+        fence()
         self._words[self._lines[self._rank] + WRITTEN] = self._round + 1
         self._segment.announce()
 
     def _end_round(self) -> None:
         """Announce that this rank has read all that it needs."""
         self._round += 1
-        futex.fence()
+        fence()
         self._words[self._lines[self._rank] + READ] = self._round
         self._segment.announce()
 

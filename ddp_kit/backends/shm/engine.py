@@ -1,7 +1,8 @@
 """The operations of a rank in a group, and the threads that move them on.
 
-Collectives run one after another, in the order in which they were started. Messages to one rank are
-written in that order, too. Receives wait in `messages`.
+Each is a generator, which does what it can and then yields the ranks that it needs. Collectives run
+one after another, in the order in which they were started. Messages to one rank are written in that
+order, too.
 
 `advance` moves everything as far as it goes, without waiting. A thread in `wait` calls it, sleeps
 until the bell of a rank that it needs has changed, and calls it again. A thread of the group does
@@ -16,14 +17,11 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch
-
-from ddp_kit.backends.shm import futex
+from ddp_kit.backends.process_group import Call, PythonWork, call_back, timeout_error
+from ddp_kit.backends.shm import segment as segments
 from ddp_kit.backends.shm.segment import Segment
-from ddp_kit.backends.work import Operation, call_back, timeout_error
 
 # The ranks that must act before an operation can go on: all of a tuple, or any one of a set.
 Needs = tuple[int, ...] | frozenset[int]
@@ -36,25 +34,21 @@ _SLICE = 0.07  # seconds of a sleep, after which the processes and the time limi
 _PATIENCE = 0.0005  # seconds that the thread leaves to a caller who may be about to wait
 
 
-class SharedOperation(Operation):
-    """One operation on shared memory.
+class SharedWork(PythonWork):
+    """One operation on shared memory. steps: what is left of it."""
 
-    steps: a generator, which does what it can and then yields what it needs. timeout: seconds from
-    now.
-    """
-
-    def __init__(
-        self, engine: Engine, name: str, steps: Steps, timeout: float, outputs: Sequence = ()
-    ) -> None:
-        super().__init__(name, outputs)
+    def __init__(self, engine: Engine, call: Call, is_collective: bool = False) -> None:
+        super().__init__(call.name, call.outputs)
         self._engine = engine
-        self.steps = steps
-        self.timeout = timeout
-        self.deadline = time.monotonic() + timeout
+        self.is_collective = is_collective
+        self.is_async = call.is_async
+        self.timeout = call.timeout
+        self.deadline = time.monotonic() + call.timeout
+        self.steps: Steps = iter(())
         self.needs: Needs = ()
         self.waiting = 0  # threads
 
-    def poll(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether it is done. The group's thread moves it on, so a signal cannot end it."""
         if self.done:
             self.complete_future()
@@ -62,50 +56,30 @@ class SharedOperation(Operation):
             time.sleep(0)  # lets that thread have the GIL
         return self.done
 
-    def wait(self, timeout: float | None = None) -> None:
+    def _wait(self, seconds: float | None) -> None:
         try:
             if not self.done:
-                self._engine.wait(self, timeout)
+                self._engine.wait(self, seconds)
         finally:
             if self.done:
                 self.complete_future()
-        if self.error is not None:
-            raise self.error
-
-
-class Receive(SharedOperation):
-    """A receive; `messages` fills its buffer. source: a group rank; None: any."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        buffer: torch.Tensor,
-        source: int | None,
-        tag: int,
-        timeout: float,
-        finish: Callable[[], None],
-        outputs: Sequence,
-    ) -> None:
-        super().__init__(engine, "recv", iter(()), timeout, outputs)
-        self.buffer, self.wanted, self.tag, self.finish = buffer, source, tag, finish
 
 
 class Engine:
     """The operations of this process in one group.
 
-    inboxes: `messages.Inboxes`. members: pidfds of the other processes, by rank.
+    members: pidfds of the other processes, by rank.
     """
 
-    def __init__(self, segment: Segment, inboxes: Any, members: dict[int, int]) -> None:
+    def __init__(self, segment: Segment, members: dict[int, int]) -> None:
         self.segment = segment
         self.failure: Exception | None = None  # after it, the ranks are no longer in step
         self.closed = False
         self._lock = threading.Lock()
-        self._collectives: deque[SharedOperation] = deque()
-        self._sends: list[SharedOperation] = []
-        self._unfinished: dict[SharedOperation, None] = {}
-        self._ended: list[SharedOperation] = []  # whose futures are to be completed
-        self._inboxes = inboxes
+        self._collectives: deque[SharedWork] = deque()
+        self._messages: list[SharedWork] = []
+        self._unfinished: dict[SharedWork, None] = {}
+        self._ended: list[SharedWork] = []  # whose futures are to be completed
         self._seen: list[int] = []  # of each bell, before the last look at what it announces
         self._members = members
         self._poll = select.poll()
@@ -116,28 +90,17 @@ class Engine:
         self._left_alone: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start_collective(self, operation: SharedOperation, alone: bool) -> None:
-        """Begin a collective. alone: the caller may not wait for it at once."""
+    def start(self, work: SharedWork, steps: Steps) -> SharedWork:
+        """Begin an operation, which the caller may wait for at once, or never."""
+        work.steps = steps
         with self._lock:
-            self._check(operation.name)
-            self._unfinished[operation] = None
-            self._collectives.append(operation)
+            self._check(work.name)
+            self._unfinished[work] = None
+            (self._collectives if work.is_collective else self._messages).append(work)
         self.advance()
-        if not operation.done and alone:
-            self._leave_alone(0.0)
-
-    def start_message(self, operation: SharedOperation) -> None:
-        """Begin a send or a receive."""
-        with self._lock:
-            self._check(operation.name)
-            self._unfinished[operation] = None
-            if isinstance(operation, Receive):
-                self._inboxes.post(operation)
-            else:
-                self._sends.append(operation)
-        self.advance()
-        if not operation.done:
-            self._leave_alone(_PATIENCE)
+        if not work.done and work.is_async:
+            self._leave_alone(0.0 if work.is_collective else _PATIENCE)
+        return work
 
     def _check(self, name: str) -> None:
         if self.closed:
@@ -164,86 +127,80 @@ class Engine:
             while self._collectives and self._step(self._collectives[0]):
                 if self._collectives:  # a failure clears it
                     self._collectives.popleft()
-            if self._sends:
-                self._sends = [send for send in self._sends if not self._step(send)]
-            for received in self._inboxes.advance():
-                self._end(received)
+            if self._messages:
+                self._messages = [message for message in self._messages if not self._step(message)]
             if bells[own] == self._seen[own]:
                 return
 
-    def _step(self, operation: SharedOperation) -> bool:
+    def _step(self, work: SharedWork) -> bool:
         """Move an operation on; return whether it is over."""
         try:
-            operation.needs = next(operation.steps)
+            work.needs = next(work.steps)
             return False
         except StopIteration:
-            self._end(operation)
+            self._end(work)
         except (RuntimeError, ValueError) as error:
-            self._fail(operation, error)
+            self._fail(work, error)
         except BaseException:  # raised by a signal handler
-            self._fail(operation, RuntimeError(f"{operation.name} was interrupted"))
+            self._fail(work, RuntimeError(f"{work.name} was interrupted"))
             raise
         return True
 
-    def _end(self, operation: SharedOperation, error: Exception | None = None) -> None:
+    def _end(self, work: SharedWork, error: Exception | None = None) -> None:
         """Mark an operation as done; it may have been given up before."""
-        if not operation.done:
-            operation.error = operation.error or error
-            operation.done = True
-            self._ended.append(operation)
-        self._unfinished.pop(operation, None)
+        if not work.done:
+            work.error, work.done = error, True
+            self._ended.append(work)
+        self._unfinished.pop(work, None)
 
-    def _fail(self, operation: SharedOperation, error: Exception) -> None:
+    def _fail(self, work: SharedWork, error: Exception) -> None:
         """End an operation that has failed; after a collective, no other one can follow."""
-        is_collective = operation in self._collectives
-        self._end(operation, error)
-        if is_collective:
+        self._end(work, error)
+        if work in self._collectives:
             self.failure = error
             for other in self._collectives:
                 self._end(other, error)
             self._collectives.clear()
 
-    def _give_up(self, operation: SharedOperation, error: Exception) -> None:
+    def _give_up(self, work: SharedWork, error: Exception) -> None:
         """Fail an operation from outside, unless it has ended meanwhile."""
         with self._lock:
-            if not operation.done:
-                if isinstance(operation, Receive):
-                    self._inboxes.withdraw(operation)
-                self._fail(operation, error)
+            if not work.done:
+                self._fail(work, error)
         self.advance()
 
     # Waiting
 
-    def wait(self, operation: SharedOperation, timeout: float | None) -> None:
+    def wait(self, work: SharedWork, timeout: float | None) -> None:
         """Wait until an operation is done. Raises RuntimeError after `timeout` seconds."""
         limit = None if timeout is None else time.monotonic() + timeout
-        operation.waiting += 1
+        work.waiting += 1
         try:
             while True:
                 self.advance()
-                if operation.done:
+                if work.done:
                     return
                 now = time.monotonic()
-                self._enforce(operation, now)
-                if operation.done:
+                self._enforce(work, now)
+                if work.done:
                     return
                 if limit is not None and now > limit:
-                    raise timeout_error(operation.name, timeout or 0.0)
-                ends = operation.deadline if limit is None else min(limit, operation.deadline)
-                self._sleep([operation], min(_SLICE, max(0.0, ends - now)), self._spins)
+                    raise timeout_error(work.name, timeout or 0.0)
+                ends = work.deadline if limit is None else min(limit, work.deadline)
+                self._sleep([work], min(_SLICE, max(0.0, ends - now)), self._spins)
         finally:
-            operation.waiting -= 1
-            if not operation.done and self._thread is not None:
+            work.waiting -= 1
+            if not work.done and self._thread is not None:
                 self._left_alone.put(0.0)
 
-    def _sleep(self, operations: Sequence[SharedOperation], seconds: float, spins: bool) -> None:
+    def _sleep(self, operations: Sequence[SharedWork], seconds: float, spins: bool) -> None:
         """Sleep until what the operations need has changed. spins: look at the bell first."""
         with self._lock:
-            if self.closed or any(operation.done for operation in operations):
+            if self.closed or any(work.done for work in operations):
                 return
             watched: set[int] = set()
-            for operation in operations:
-                needs = self._needs(operation)
+            for work in operations:
+                needs = self._needs(work)
                 watched.update(needs[:1] if isinstance(needs, tuple) else needs)
             seen = self._seen
         bells, addresses = self.segment.bells, self.segment.addresses
@@ -255,19 +212,16 @@ class Engine:
                     if bells[rank] != last:
                         return
                 time.sleep(0)  # lets another thread have the GIL
-        futex.sleep_for_any([(addresses[rank], seen[rank]) for rank in watched], seconds)
+        segments.sleep_for_any([(addresses[rank], seen[rank]) for rank in watched], seconds)
 
-    def _needs(self, operation: SharedOperation) -> Needs:
-        """Return the ranks that an operation waits for."""
-        if isinstance(operation, Receive):
-            return self._inboxes.needs(operation)
-        # Collectives wait for the first of them.
-        return (self._collectives[0] if operation in self._collectives else operation).needs
+    def _needs(self, work: SharedWork) -> Needs:
+        """Return the ranks that an operation waits for; collectives wait for the first of them."""
+        return (self._collectives[0] if work in self._collectives else work).needs
 
-    def _enforce(self, operation: SharedOperation, now: float) -> None:
+    def _enforce(self, work: SharedWork, now: float) -> None:
         """Fail an operation after its timeout, or if it needs a process that has ended."""
-        if now > operation.deadline:
-            self._give_up(operation, timeout_error(operation.name, operation.timeout))
+        if now > work.deadline:
+            self._give_up(work, timeout_error(work.name, work.timeout))
             return
         if now < self._looked + _SLICE / 2:
             return
@@ -279,12 +233,12 @@ class Engine:
         dead = {rank for rank, descriptor in self._members.items() if descriptor in gone}
         self.advance()  # for the last things that they have written
         with self._lock:
-            needs = self._needs(operation) if not operation.done else ()
-        any_is_enough = isinstance(operation, Receive)
+            needs = self._needs(work) if not work.done else ()
         missing = [rank for rank in needs if rank in dead]
-        if missing and (not any_is_enough or len(missing) == len(set(needs) - {self.segment.rank})):
-            error = f"{operation.name} failed: the process of rank {missing[0]} has ended"
-            self._give_up(operation, RuntimeError(error))
+        others = set(needs) - {self.segment.rank}
+        if missing and (work.is_collective or len(missing) == len(others)):
+            error = f"{work.name} failed: the process of rank {missing[0]} has ended"
+            self._give_up(work, RuntimeError(error))
 
     # The thread
 
@@ -304,9 +258,9 @@ class Engine:
             while alone := [each for each in list(self._unfinished) if not each.waiting]:
                 self.advance()
                 now = time.monotonic()
-                for operation in alone:
-                    if not operation.done:
-                        self._enforce(operation, now)
+                for work in alone:
+                    if not work.done:
+                        self._enforce(work, now)
                 alone = [each for each in alone if not each.done]
                 if alone:
                     self._sleep(alone, _SLICE, spins)
@@ -319,12 +273,12 @@ class Engine:
                 return
             self.closed = True
             error = RuntimeError("this process group was destroyed")
-            for operation in list(self._unfinished):
-                self._end(operation, error)
+            for work in list(self._unfinished):
+                self._end(work, error)
             self._collectives.clear()
             ended, self._ended = self._ended, []
-        for operation in ended:
-            operation.complete_future()
+        for work in ended:
+            work.complete_future()
         self._left_alone.put(None)
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout=5)

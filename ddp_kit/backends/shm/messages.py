@@ -7,15 +7,14 @@ sets it to 0 before it writes the message, and the receiver sets it to 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 
 import torch
 
-from ddp_kit.backends.shm.engine import Needs, Receive, Steps
+from ddp_kit.backends.shm.engine import SharedWork, Steps
 from ddp_kit.backends.shm.segment import MARKS, Ring, Segment
 
 _HEADER = 3  # integers of 8 bytes
-_BYTES = _HEADER * 8
 
 
 class Outbox:
@@ -51,13 +50,30 @@ class Outbox:
 
 
 class _Message:
-    """A message that arrives, for a receive or, if there is none yet, for later."""
+    """A message that arrives from a rank. memory: where its bytes go; done: how many have come."""
 
-    def __init__(self, tag: int, nbytes: int, mark: int, receive: Receive | None) -> None:
-        self.tag, self.nbytes, self.mark, self.receive = tag, nbytes, mark, receive
-        self.done = 0  # bytes that have arrived
-        fits = receive is not None and len(receive.buffer) == nbytes
-        self.memory = receive.buffer if fits else torch.empty(nbytes, dtype=torch.uint8)
+    def __init__(self, source: int, tag: int, nbytes: int, mark: int) -> None:
+        self.source, self.tag, self.nbytes, self.mark = source, tag, nbytes, mark
+        self.memory: torch.Tensor | None = None
+        self.done = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done == self.nbytes
+
+
+class _Receive:
+    """A receive. sources: the ranks from which it takes a message."""
+
+    def __init__(
+        self, work: SharedWork, buffer: torch.Tensor, sources: Collection[int], tag: int
+    ) -> None:
+        self.work, self.buffer, self.sources, self.tag = work, buffer, sources, tag
+        self.message: _Message | None = None
+
+    def takes(self, message: _Message) -> bool:
+        is_for_it = message.tag == self.tag and message.source in self.sources
+        return is_for_it and not self.work.done  # it may have timed out
 
 
 class Inboxes:
@@ -68,98 +84,81 @@ class Inboxes:
         ranks = range(segment.size)
         self._rings = [Ring(segment, rank, segment.rank, for_messages=True) for rank in ranks]
         self._arriving: list[_Message | None] = [None for _ in ranks]
-        self._kept: list[list[_Message]] = [[] for _ in ranks]  # that came before their receives
-        self._posted: list[Receive] = []
+        self._early: list[_Message] = []  # those that came before their receives
+        self._posted: list[_Receive] = []
 
-    def post(self, receive: Receive) -> None:
-        self._posted.append(receive)
-
-    def withdraw(self, receive: Receive) -> None:
-        """Wait no longer, unless the message has begun to arrive."""
-        if receive in self._posted:
-            self._posted.remove(receive)
-
-    def needs(self, receive: Receive) -> Needs:
-        """Return the ranks that may bring a receive on."""
-        for rank, message in enumerate(self._arriving):
-            if message is not None and message.receive is receive:
-                return (rank,)
-        return frozenset(self._sources(receive))
-
-    def advance(self) -> Iterator[Receive]:
-        """Receive what is there; yield each receive that is over."""
-        if not self._posted and not any(self._arriving):
-            return
-        for receive in list(self._posted):
-            for rank in self._sources(receive):
-                kept = next((m for m in self._kept[rank] if m.tag == receive.tag), None)
-                if kept is not None and receive in self._posted:
-                    self._kept[rank].remove(kept)
-                    self._posted.remove(receive)
-                    yield self._finish(rank, kept, receive)
-        for rank in range(self._segment.size):
-            while self._arriving[rank] is not None or self._is_wanted(rank):
-                message = self._read_on(rank)
-                if message is None:
-                    break
-                if message.receive is None:
-                    self._kept[rank].append(message)
-                else:
-                    yield self._finish(rank, message, message.receive)
-
-    def _sources(self, receive: Receive) -> Collection[int]:
-        return range(self._segment.size) if receive.wanted is None else (receive.wanted,)
-
-    def _is_wanted(self, rank: int) -> bool:
-        """Return whether a message of a rank is there, and a receive that may be for it."""
-        return any(r.wanted in (None, rank) for r in self._posted) and bool(
-            self._rings[rank].available
-        )
-
-    def _match(self, rank: int, tag: int) -> Receive | None:
-        """Return the first receive for a message, which waits for no other one from now on."""
-        for receive in self._posted:
-            if receive.tag == tag and receive.wanted in (None, rank):
+    def receive(
+        self,
+        work: SharedWork,
+        buffer: torch.Tensor,
+        source: int | None,
+        tag: int,
+        finish: Callable[[], None],
+    ) -> Steps:
+        """Fill a buffer with a message of a rank; None: of any."""
+        sources = range(self._segment.size) if source is None else (source,)
+        receive = _Receive(work, buffer, sources, tag)
+        receive.message = next(filter(receive.takes, self._early), None)
+        if receive.message is None:
+            self._posted.append(receive)
+        else:
+            self._early.remove(receive.message)
+        while receive.message is None or not receive.message.is_complete:
+            if receive.message is None and work.done:
                 self._posted.remove(receive)
-                return receive
-        return None
+                return
+            ranks = sources if receive.message is None else (receive.message.source,)
+            if not any(map(self._read_on, ranks)):
+                yield frozenset(ranks)
+        self._take(receive, receive.message)
+        finish()
 
-    def _read_on(self, rank: int) -> _Message | None:
-        """Read on in the message of a rank; return it when it is complete."""
+    def _read_on(self, rank: int) -> bool:
+        """Read on in the message of a rank, or in its next one; return whether it is complete."""
         ring = self._rings[rank]
         message = self._arriving[rank]
         if message is None:
-            if ring.available < _BYTES:
-                return None
+            if ring.available < _HEADER * 8:
+                return False
             header = torch.empty(_HEADER, dtype=torch.int64)
-            data, start = header.view(torch.uint8), 0
-            while start < _BYTES:
-                start += ring.read(data, start)
-            tag, nbytes, mark = header.tolist()
-            message = _Message(tag, nbytes, mark, self._match(rank, tag))
-            self._arriving[rank] = message
-        elif message.receive is None:
-            message.receive = self._match(rank, message.tag)
-        while message.done < message.nbytes:
+            for _ in ring.read_all(header.view(torch.uint8)):
+                pass  # it is all there
+            message = self._arriving[rank] = _Message(rank, *header.tolist())
+            self._find_receive(message)
+        while not message.is_complete:
             count = ring.read(message.memory, message.done)
             if not count:
-                return None
+                return False
             message.done += count
         self._arriving[rank] = None
-        return message
+        return True
 
-    def _finish(self, rank: int, message: _Message, receive: Receive) -> Receive:
-        """Give a complete message to its receive, which may have failed meanwhile."""
-        receive.source = rank
-        if len(receive.buffer) != message.nbytes:
-            receive.error = receive.error or RuntimeError(
-                f"recv got {message.nbytes} bytes from rank {rank}, "
+    def _find_receive(self, message: _Message) -> None:
+        """Give a message to the first receive that takes it, which waits for no other one then."""
+        for receive in self._posted:
+            if receive.takes(message):
+                self._posted.remove(receive)
+                receive.message = message
+                if len(receive.buffer) == message.nbytes:
+                    message.memory = receive.buffer
+                    return
+                break
+        else:
+            self._early.append(message)
+        message.memory = torch.empty(message.nbytes, dtype=torch.uint8)
+
+    def _take(self, receive: _Receive, message: _Message) -> None:
+        """Copy a complete message, and tell its sender. Raise RuntimeError if it does not fit."""
+        fits = len(receive.buffer) == message.nbytes
+        if fits and message.memory is not receive.buffer:
+            receive.buffer.copy_(message.memory)
+        receive.work.source = message.source
+        self._segment.words[
+            self._segment.marks(message.source, self._segment.rank) + message.mark
+        ] = 1
+        self._segment.announce()
+        if not fits:
+            raise RuntimeError(
+                f"recv got {message.nbytes} bytes from rank {message.source}, "
                 f"but the tensor has {len(receive.buffer)}"
             )
-        else:
-            if message.memory is not receive.buffer:
-                receive.buffer.copy_(message.memory)
-            receive.finish()
-        self._segment.words[self._segment.marks(rank, self._segment.rank) + message.mark] = 1
-        self._segment.announce()
-        return receive
