@@ -38,8 +38,8 @@ GUIDES = {  # and their titles in the contents
     "ddp_kit/lessons/data/digits/ORIGIN.md": "Where the digits are from",
 }
 PARTS = {  # folders of notebooks/, each with a page of its own
-    "exercises": "Each exercise is a function with a gap of at most five lines, or a broken program. A "
-    "check runs your\nanswer on real processes, and says what is wrong with it.",
+    "exercises": "Each exercise is a function with a gap of at most five lines, or a broken "
+    "program.\nA check runs your answer on real processes, and says what is wrong with it.",
     "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
     "right. Try first.\nThe search leaves these pages out.",
 }
