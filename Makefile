@@ -16,7 +16,7 @@ ifneq ($(shell [ -x $(BIN)/python ] && cat $(STAMP) 2>/dev/null),$(shell pwd -P)
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: help install lab check test style long browser recording lesson editions notebooks book bench gpu verdicts clean
+.PHONY: help install lab check test style spawned long browser recording lesson editions notebooks book bench gpu verdicts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -88,6 +88,13 @@ test: style $(if $(ALL),$(VENV)-graders/.installed)  ## check style, types, test
 	@echo "$(if $(ALL),Running all tests and lessons: about 30,Running the tests and lessons: about 10) minutes on two idle cores."
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	    $(if $(ALL),,$(ONLY_ALL:%=--ignore=%))
+
+# Learners' ranks are spawned; most tests fork theirs, because that is faster.
+SPAWNED := tests/test_pool.py tests/test_magics.py tests/test_live_view.py \
+    $(addprefix notebooks/, 00_start_here.ipynb 01_point_to_point.ipynb 08_ddp.ipynb)
+
+spawned: $(STAMP)  ## run the pool's tests and three notebooks with ranks that are spawned, as a learner's are
+	@DDP_KIT_SPAWNED=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SPAWNED)
 
 long: $(STAMP) $(VENV)-graders/.installed  ## run the tests that repeat others: more notebooks, scripts and world sizes
 	@$(BIN)/python -m pytest -m long -n 2 --dist load

@@ -6,18 +6,18 @@ ranks. Tests that are about what ranks call or report, and not about their proce
     pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 Everything else is as in any pool: the pipes, the signals, the group on gloo, the end of a rank.
-Only on Linux is a fork of PyTorch safe; elsewhere the fixture does nothing.
+Only on Linux is a fork of PyTorch safe; elsewhere, and in `make spawned`, the fixture does nothing.
 """
 
 from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch.multiprocessing as mp
+from kernels import FORKS
 
 from ddp_kit.pool import launchers
 from ddp_kit.pool import pool as pool_module
@@ -32,7 +32,7 @@ shared_pools: dict[str, pool_module.WorkerPool] = {}  # of forked ranks, for all
 @pytest.fixture
 def forked_ranks():
     """Fork the ranks of all pools, and let `kit.run` use a pool of such ranks."""
-    if sys.platform != "linux":
+    if not FORKS:
         yield
         return
     multiprocessing.set_forkserver_preload(IMPORTED)

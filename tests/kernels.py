@@ -28,8 +28,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 ENVIRONMENT["DDP_KIT_WARM"] = "0"  # only tests/test_warm_start.py starts kernels that warm up
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
 
-# See quick_imports/forked_spawn.py and forked_torchrun.py.
-FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if sys.platform == "linux" else {}
+# See quick_imports/forked_spawn.py and forked_torchrun.py. `make spawned` runs without.
+FORKS = sys.platform == "linux" and "DDP_KIT_SPAWNED" not in os.environ
+FORKED = {"DDP_KIT_FORKED_SPAWN": ""} if FORKS else {}
 
 # For programs that are not to see what else this process has in its environment.
 QUICK_START = FORKED | {"PYTHONPATH": str(Path(__file__).parent / "quick_imports")}
