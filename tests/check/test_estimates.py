@@ -1,4 +1,4 @@
-"""An estimate is right within its tolerance, and each mistake that gives another number is found."""
+"""An estimate is right within its tolerance, and each mistake with another number is found."""
 
 from __future__ import annotations
 
