@@ -32,7 +32,7 @@ from ddp_kit.pool import Result, run
 from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
-_failed: Counter[str] = Counter()  # checks of an exercise since it last passed
+failed: Counter[str] = Counter()  # checks of an exercise since it last passed
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # What gives away a mistake, by its name in hints.ini: the values that the ranks have or return then
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
@@ -90,15 +90,15 @@ class Exercise:
 
     def check(self, answer: Callable[..., Any], step: int | None) -> Credit:
         """Grade an answer, and raise at the first mistake. step: of the hint; None for the next."""
-        steps = Steps(self.number, step or min(_failed[self.number] + 1, PLACE))
+        steps = Steps(self.number, step or min(failed[self.number] + 1, PLACE))
         grader = Grader(self, answer, steps)
         try:
             for number in range(len(self.cases)):
                 grader.try_case(number)
         except ExerciseError:
-            _failed[self.number] += 1
+            failed[self.number] += 1
             raise
-        _failed[self.number] = 0
+        failed[self.number] = 0
         grader.parts |= dict.fromkeys(self.others, True)
         return grader.passed()
 

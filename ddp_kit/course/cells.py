@@ -39,8 +39,15 @@ def hunted(source: str) -> str:
 
 
 def unsolved(source: str) -> str:
-    """Return a cell with gaps."""
-    return GAP.sub(lambda gap: f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})", source)
+    """Return a cell with gaps: `raise NotImplementedError`, or `name = ...` for a number."""
+
+    def stub(gap: re.Match[str]) -> str:
+        number = re.fullmatch(r"(\w+) = .+", gap[3])
+        if number:
+            return f"{number[1]} = ..."
+        return f"{gap[1]}raise NotImplementedError({json.dumps(gap[2])})"
+
+    return GAP.sub(stub, source)
 
 
 def solved(source: str) -> str:

@@ -369,7 +369,7 @@ def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
         lines.append(f"## {name}\n")
         text = "\n".join(cell.source for cell in notebook.cells)
         for number, title in re.findall(
-            r"^## (?:Exercise|Hunt) ([\d.]+): (.+)$", text, re.MULTILINE
+            r"^## (?:Exercise|Hunt|Estimate) ([\d.]+): (.+)$", text, re.MULTILINE
         ):
             lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
     return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"

@@ -1,0 +1,40 @@
+"""An estimate is right within its tolerance, and each mistake with another number is found."""
+
+from __future__ import annotations
+
+import pytest
+from answers import assert_mistake, error_text
+
+import ddp_kit as kit
+from ddp_kit.check.hints import hints
+
+CHECKS = [getattr(kit.check, name) for name in kit.check.__all__ if name != "credit"]
+ESTIMATES = {check.exercise.number: check for check in CHECKS if check.exercise.kind == "estimate"}
+
+
+@pytest.mark.parametrize("number", ESTIMATES)
+def test_numbers_near_the_answer_are_right_and_mistakes_are_found(number, capsys):
+    check = ESTIMATES[number]
+    estimate = check.exercise
+    for factor in (1, 1 + 0.9 * estimate.within, 1 - 0.9 * estimate.within):
+        assert check(factor * estimate.answer) == 1
+    assert capsys.readouterr().out.count(f"Exercise {number}: right, ") == 3
+    mistakes = {name.partition(" ")[2] for name in hints() if name.startswith(f"{number} ")}
+    assert mistakes == {*estimate.wrong, "other"}
+    for name, value in estimate.wrong.items():
+        size = "small" if value < estimate.answer else "large"
+        assert_mistake(check, value, name, f"exercise {number}: ", f" is too {size}")
+    assert_mistake(check, -1.0, "other")
+    assert kit.check.credit(check, -1.0) == 0
+
+
+@pytest.mark.parametrize("wrong", [True, "28 ms", None, float("nan")])
+def test_what_is_no_number_is_refused(wrong):
+    text = error_text(kit.check.exercise_12_5, wrong)
+    assert text.startswith("exercise 12.5: the answer is a number, got ")
+
+
+def test_dots_are_not_solved_yet():
+    with pytest.raises(NotImplementedError, match=r"Exercise 12\.5: replace the dots by a number"):
+        kit.check.exercise_12_5(...)
+    assert kit.check.credit(kit.check.exercise_12_5, ...) == 0
