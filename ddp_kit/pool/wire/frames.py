@@ -87,18 +87,18 @@ class Known(NamedTuple):
 class Summary:
     """Stands for such a value in an expression. Its attributes are those that were captured."""
 
-    __slots__ = ("__known",)
+    __slots__ = ("_known",)
 
     def __init__(
         self, kind: str, note: str = "", attributes: dict[str, Any] | None = None, begin: Any = None
     ) -> None:
-        self.__known = Known(kind, note, attributes or {}, begin)
+        self._known = Known(kind, note, attributes or {}, begin)
 
     def __reduce__(self) -> tuple:
-        return Summary, tuple(self.__known)
+        return Summary, tuple(self._known)
 
     def __repr__(self) -> str:
-        kind, note, attributes, begin = self.__known
+        kind, note, attributes, begin = self._known
         text = f"{kind} {note}".rstrip()
         if begin is not None:
             return f"<{text}: {begin!r} ...>"
@@ -112,16 +112,16 @@ class Summary:
         return f"<{text}: {', '.join(shown + more)}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__known.attributes:
-            return self.__known.attributes[name]
-        raise AttributeError(f"no attribute {name!r} of this {self.__known.kind} was captured")
+        if name in self._known.attributes:
+            return self._known.attributes[name]
+        raise AttributeError(f"no attribute {name!r} of this {self._known.kind} was captured")
 
     def __dir__(self) -> list[str]:
-        return sorted(self.__known.attributes)
+        return sorted(self._known.attributes)
 
     def _refuse(self, *_: object) -> Any:
         raise TypeError(
-            f"only a summary of this {self.__known.kind} was captured; tensors, numbers, text, and "
+            f"only a summary of this {self._known.kind} was captured; tensors, numbers, text, and "
             "lists and dicts of them are captured whole up to 1 MB a function"
         )
 
@@ -135,7 +135,7 @@ class Summary:
 
 def known(summary: Summary) -> Known:
     """Return what a summary knows; its own attributes are those of the value."""
-    return summary._Summary__known  # type: ignore[attr-defined]
+    return summary._known
 
 
 def shorten(text: str, longest: int) -> str:
