@@ -78,16 +78,17 @@ def part(name: str) -> list[Path]:
 
 
 def minutes(path: Path) -> str:
-    """Return how long a notebook takes, as its first cell says: "60 minutes".
+    """Return how long a notebook takes, as its first cell says: "60 minutes"; "" if it does not.
 
     Solutions have no minutes of their own, but those of their exercises.
     """
     if path.parent.name == "solutions":
-        return f"{minutes(NOTEBOOKS / 'exercises' / path.name)} for the exercises"
+        needed = minutes(NOTEBOOKS / "exercises" / path.name)
+        return needed and f"{needed} for the exercises"
     first = "".join(json.loads(path.read_text("utf-8"))["cells"][0]["source"])
     said = re.search(r"\*\*About (\d+ minutes)\*\*", first)
-    assert said is not None, f"{path} does not say how long it takes"
-    return said[1]
+    assert said or path.parent.name == "exercises", f"{path} does not say how long it takes"
+    return said[1] if said else ""
 
 
 def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
@@ -125,8 +126,10 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
         if "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
     heading, _, rest = notebook["cells"][0]["source"].partition("\n")
+    needed = minutes(path)
+    opens = f"{needed} · " if needed else ""
     notebook["cells"][0]["source"] = (
-        f'{heading}\n\n<p class="opens">{minutes(path)} · <a href="{path.name}" download>Download '
+        f'{heading}\n\n<p class="opens">{opens}<a href="{path.name}" download>Download '
         f"this notebook</a> · in JupyterLab: <code>{path.relative_to(NOTEBOOKS).as_posix()}</code>"
         f"</p>\n\n{rest}"
     )

@@ -77,7 +77,8 @@ class Estimate:
         raise error
 
     def _format(self, value: float) -> str:
-        return f"{value:,.3g} {self.unit}".strip()
+        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return f"{number} {self.unit}".strip()
 
 
 def _is_near(answer: float, value: float) -> bool:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ddp_kit.check.hints import solutions as hunts
 from ddp_kit.course.__main__ import main
-from ddp_kit.course.cells import solved
+from ddp_kit.course.cells import hunted, solved, tasks
 
 TOOLS = Path(os.environ.get("DDP_KIT_GRADERS", f"{sys.prefix}-graders"))
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -39,25 +40,29 @@ def sources(kind: str, name: str, course: Path = NOTEBOOKS) -> dict[str, str]:
 
 
 def exercises_of(name: str, course: Path = NOTEBOOKS) -> dict[str, str]:
-    """Return the exercise of each cell that has a gap, or that checks one."""
+    """Return the exercise of each cell that has a gap or a broken program, or that checks it."""
     found, exercise = {}, ""
+    solutions = sources("solutions", name, course)
     for cell, source in sources("exercises", name, course).items():
-        if 'raise NotImplementedError("Exercise ' in source:
-            number = source.split('raise NotImplementedError("Exercise ')[1].split(":")[0]
+        gaps = tasks(solutions.get(cell, ""))
+        if gaps or hunted(source):
+            number = hunted(source) or gaps[0].partition(":")[0].removeprefix("Exercise ")
             exercise = f"exercise_{number.replace('.', '_')}"
             found[cell] = exercise
-        elif f"kit.check.{exercise}(" in source:
+        elif source.startswith(f"kit.check.{exercise}("):
             found[cell] = exercise
     return found
 
 
 def submit(release: Path, to: Path, answers: Answer, course: Path = NOTEBOOKS) -> None:
-    """Fill in the gaps of a notebook that was handed out."""
+    """Fill in the gaps of a notebook that was handed out, and repair its programs."""
     notebook, exercises = json.loads(release.read_text("utf-8")), exercises_of(release.stem, course)
     solutions = sources("solutions", release.stem, course)
     for cell in notebook["cells"]:
-        if "NotImplementedError(" in "".join(cell["source"]) and cell["cell_type"] == "code":
-            stub = "".join(cell["source"])
+        stub, number = "".join(cell["source"]), hunted("".join(cell["source"]))
+        if number:
+            cell["source"] = answers(exercises[cell["id"]], hunts()[number]["solution"]) or stub
+        elif tasks(solutions.get(cell["id"], "")):
             cell["source"] = answers(exercises[cell["id"]], solved(solutions[cell["id"]])) or stub
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(json.dumps(notebook), "utf-8")

@@ -117,8 +117,10 @@ def converted(tmp_path_factory):
 def test_the_release_of_nbgrader_has_every_test_and_no_solution(name, converted):
     path = converted / "nbgrader" / "source" / name / f"{name}.ipynb"
     cells = json.loads(path.read_text("utf-8"))["cells"]
-    tests = [c["metadata"]["nbgrader"] for c in cells if c["metadata"]["nbgrader"]["grade"]]
-    gaps = ["".join(c["source"]) for c in cells if c["metadata"]["nbgrader"]["solution"]]
+    known = [(c["metadata"].get("nbgrader", {}), "".join(c["source"])) for c in cells]
+    tests = [its for its, _ in known if its.get("grade")]
+    gaps = [source for its, source in known if its.get("solution")]
+    broken = [source for its, source in known if not its]  # programs of hunts, to be edited
     exercises = list(dict.fromkeys(exercises_of(name).values()))
     assert [test["points"] for test in tests] == [points(exercise) for exercise in exercises]
     assert all(test["locked"] for test in tests)
@@ -126,7 +128,8 @@ def test_the_release_of_nbgrader_has_every_test_and_no_solution(name, converted)
     for gap in gaps:
         assert gap.count("### BEGIN SOLUTION\n") == gap.count("### END SOLUTION") == 1
         assert gap in solutions
-    assert len(gaps) == len(exercises)
+    assert all(program.startswith("# Hunt ") for program in broken)
+    assert len(gaps) + len(broken) == len(exercises)
     assert "solutions/" not in json.dumps(cells)
     assert not any(cell.get("outputs") for cell in cells)
 
@@ -169,8 +172,8 @@ GAP = "    # Exercise 2.1: "
     [
         ('"nbformat": 4', '"nbformat": 3', " is not a notebook of Jupyter's format 4"),
         ("### END SOLUTION", "", ": cell 4 has `### BEGIN SOLUTION` without"),
-        ("kit.check.exercise_2_1(", "print(", ": no check follows Exercise 2.1"),
-        ("check.exercise_2_1(", "check.exercise_2_2(", ": a check must be one line"),
+        ("kit.check.exercise_2_1(b", "print(b", ": no check follows Exercise 2.1"),
+        ("check.exercise_2_1(b", "check.exercise_2_2(b", ": a check must be one line"),
         (GAP, "    # ", ": a check must be one line"),
         ('"id": "title", ', "", ": cell 1 must have an id of its own"),
     ],

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import threading
+from contextlib import suppress
 
 import numpy
 import psutil
@@ -149,8 +150,10 @@ def test_an_idle_rank_holds_nothing_of_its_last_value():
 
     def held():
         opened = f"/proc/{rank.pid}/fd"
-        links = [os.path.join(opened, number) for number in os.listdir(opened)]
-        paths = [m.path for m in rank.memory_maps()] + [*map(os.readlink, links)]
+        paths = [mapped.path for mapped in rank.memory_maps()]
+        for number in os.listdir(opened):
+            with suppress(FileNotFoundError):  # it was closed in between
+                paths.append(os.readlink(os.path.join(opened, number)))
         return [path for path in paths if "ddp_kit values" in path]
 
     kit.run(lambda rank, world_size: torch.ones(5_000_000), world_size=1)

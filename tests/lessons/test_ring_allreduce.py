@@ -118,4 +118,4 @@ def test_the_lesson_gives_a_skeleton_and_not_the_homework():
     }
     exec(skeleton, cell)
     with pytest.raises(kit.ExerciseError, match="Every rank still holds what it started with"):
-        kit.check.exercise_4_1(cell["my_ring"])
+        kit.check.exercise_4_1(cell["my_ring"], hint=2)
