@@ -77,7 +77,8 @@ class Estimate:
         raise error
 
     def _format(self, value: float) -> str:
-        return f"{value:,.3g} {self.unit}".strip()
+        rounded = float(f"{value:.3g}")  # "{2500:,.3g}" is 2.5e+03
+        return f"{rounded:,.10g} {self.unit}".strip()
 
 
 def _is_near(answer: float, value: float) -> bool:
