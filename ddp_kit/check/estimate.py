@@ -77,8 +77,8 @@ class Estimate:
         raise error
 
     def _format(self, value: float) -> str:
-        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-        return f"{number} {self.unit}".strip()
+        rounded = float(f"{value:.3g}")  # "{2500:,.3g}" is 2.5e+03
+        return f"{rounded:,.10g} {self.unit}".strip()
 
 
 def _is_near(answer: float, value: float) -> bool:

@@ -38,3 +38,10 @@ def test_dots_are_not_solved_yet():
     with pytest.raises(NotImplementedError, match=r"Exercise 12\.5: replace the dots by a number"):
         kit.check.exercise_12_5(...)
     assert kit.check.credit(kit.check.exercise_12_5, ...) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(123_456, "123,000"), (2500.0, "2,500"), (3.14159, "3.14")]
+)
+def test_a_number_is_shown_in_three_digits_without_a_power_of_ten(number, text):
+    assert f"exercise 12.5: {text} ms is too " in error_text(kit.check.exercise_12_5, number)
