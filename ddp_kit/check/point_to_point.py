@@ -15,6 +15,7 @@ from ddp_kit.check.grader import (
     in_place,
     same,
 )
+from ddp_kit.check.hunt import hunt
 
 
 @exercise(
@@ -85,3 +86,6 @@ def _stream(grader: Grader, world_size: int) -> None:
         grader.compare([items] * world_size, found, "wrong items", verb="return")
         messages = (len(items) + 1) * (world_size - 1)
         grader.check_total_sent(messages, 8 * messages, "too many messages")
+
+
+hunt("1.5")
