@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
+from ddp_kit.check.hunt import hunt
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.schedule import START, WAIT, schedule
@@ -157,3 +158,7 @@ def known_at_the_end(trace: Trace) -> list[set[int]]:
         elif event.kind == "send" and (recv := receives[event.rank, event.index]) is not None:
             carried[recv.rank, recv.index] = set(known[event.rank])
     return known
+
+
+for _number in ("2.6", "2.7", "2.8"):
+    hunt(_number)
