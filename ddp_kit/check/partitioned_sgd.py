@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddp_kit.check.grader import SENT, Grader, Mistakes, exercise, name_counts, same
+from ddp_kit.check.hunt import hunt
 from ddp_kit.error_text import count
 
 # Digits of each rank: their sums are powers of two, so the weights are exact.
@@ -153,3 +154,6 @@ def _cost(grader: Grader, calls: int, also: int = 0) -> None:
     if len(reduced) > calls:
         fact = f"all_reduce was called {len(reduced)} times where {calls} would be enough"
         grader.fail(f"right, but {fact}", hint=hint, part=SENT)
+
+
+hunt("3.3")
