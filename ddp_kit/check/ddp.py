@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.check.grader import SENT, Grader, exercise
+from ddp_kit.check.hunt import hunt
 from ddp_kit.check.partitioned_sgd import averaged_wrongly, small_layers
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -227,3 +228,7 @@ def _train_own(rank: int, world_size: int, own_ddp: Callable) -> dict:
     start = _tensors(module)
     finish = model.finish_gradient_synchronization
     return {"start": start, **_two_backwards(module, model, rank, ready, finish)}
+
+
+for _number in ("8.7", "8.8", "8.9"):
+    hunt(_number)
