@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
+from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import RankError
 
 PER_HOST = 2
@@ -123,3 +124,6 @@ def _resume_training(rank: int, world_size: int, resume: Callable, folder: str, 
 
 def _count_ranks(rank: int, world_size: int, answer: Callable, path: str, limit: timedelta) -> Any:
     return answer(open_store(path, world_size, limit), rank, LOCAL_SIZES[rank])
+
+
+hunt("11.9")
