@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddp_kit.check.grader import SENT, Grader, exercise
+from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import RankError
 
 POSITIONS = 60  # of logits: divisible by all world sizes
@@ -152,3 +153,7 @@ def _mistakes_in_loss(parts: Any, targets: torch.Tensor, wanted: list, found: li
         "no maximum": any(not have.isfinite().all() for have in tensors),
         "other value": True,
     }
+
+
+for _number in ("16.10", "16.11"):
+    hunt(_number)
