@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_kit.check.grader import Grader, by_size, exercise, hint_for, same
+from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
@@ -226,3 +227,6 @@ def interleaved_order(
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     order = [*forwards[:warm_up], *(step for pair in pairs for step in pair)]
     return " ".join([*order, *backwards[v * m - warm_up :]])
+
+
+hunt("17.10")
