@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp_kit.check.grader import Grader, exercise
+from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import DeadlockError, MismatchError, RunTimeoutError
 
 CHUNK = 2  # tokens
@@ -189,3 +190,6 @@ def _expert(number: Any, tokens: torch.Tensor) -> torch.Tensor:
 def _use_experts(rank: int, world_size: int, through_experts: Callable) -> Any:
     tokens, choice = _tokens(world_size)[rank]
     return through_experts(tokens, choice, lambda rows: _expert(rank, rows))
+
+
+hunt("18.10")
