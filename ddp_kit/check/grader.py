@@ -504,6 +504,9 @@ def same(want: Any, have: Any) -> bool:
             and have.dtype == want.dtype
             and torch.allclose(have, want, rtol=1e-5, equal_nan=True)
         )
+    if isinstance(want, dict):
+        alike = isinstance(have, dict) and have.keys() == want.keys()
+        return alike and all(same(value, have[key]) for key, value in want.items())
     if isinstance(want, list | tuple):
         alike = type(have) is type(want) and len(have) == len(want)
         return alike and all(map(same, want, have))
