@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import io
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from typing import Any
 
@@ -39,10 +39,10 @@ def hunt(number: str, sizes: tuple[int, ...] = (2, 3)) -> None:
     def grade(grader: Grader, world_size: int) -> None:
         result = grader.run(_train, world_size=world_size)
         solved = ran(number, "solution", world_size)
-        assert solved is not None, "a solution runs"
         if not same(list(solved), list(result)):
-            broken = ran(number, "broken", world_size)
-            as_before = broken is not None and same(list(broken), list(result))
+            as_before = False
+            with suppress(RunError):  # many broken programs do not end
+                as_before = same(list(ran(number, "broken", world_size)), list(result))
             mistakes = {"as before": as_before, "otherwise": True}
             grader.compare(list(solved), result, mistakes, verb="return")
         for rank in range(world_size):
@@ -58,14 +58,11 @@ def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:
 
 
 @cache
-def ran(number: str, which: str, world_size: int) -> Result | None:
-    """Return the result of the broken program or of the solution; None if its run fails."""
+def ran(number: str, which: str, world_size: int) -> Result:
+    """Return the result of the broken program or of the solution."""
     train = defined(number, solutions()[number][which])
-    try:
-        with redirect_stdout(io.StringIO()):
-            return run(train, world_size=world_size, backend="gloo")
-    except RunError:
-        return None
+    with redirect_stdout(io.StringIO()):
+        return run(train, world_size=world_size, backend="gloo")
 
 
 def defined(number: str, program: str) -> Callable[[int, int], Any]:
