@@ -73,7 +73,7 @@ def _parts(outcome: Any) -> dict[str, dict[str, bool]]:
 
 
 def _mistake(error: BaseException) -> str:
-    """Return what was done wrong, or else how to mend it; "" if that may name a variable."""
+    """Return what was done wrong, or else how to fix it; "" if that may name a variable."""
     if isinstance(error, ExerciseError):
         return error.mistake or _mistake(error.error)
     return "" if isinstance(error, RankError) else getattr(error, "hint", "")

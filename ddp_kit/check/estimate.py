@@ -7,17 +7,14 @@ They are in estimates.ini: `answer` and the wrong answers are Python, with the n
 from __future__ import annotations
 
 import math
-from configparser import ConfigParser
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from ddp_kit import model
-from ddp_kit.check.grader import EXERCISES, failed
-from ddp_kit.check.hints import PLACE, Steps, find
+from ddp_kit.check.grader import register
+from ddp_kit.check.hints import PLACE, Steps, find, read
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
-from ddp_kit.progress_file import recorded
 
 CLOSE = 0.02  # a wrong answer is recognized within this
 
@@ -41,13 +38,9 @@ class Estimate:
 
     def check(self, answer: Any, step: int | None) -> Credit:
         """Compare a number with the answer, and raise if it is not close. step: of the hint."""
-        steps = Steps(self.number, step or min(failed[self.number] + 1, PLACE))
-        try:
+        steps = Steps(self.number, step)
+        with steps.counted():
             self._compare(answer, steps)
-        except ExerciseError:
-            failed[self.number] += 1
-            raise
-        failed[self.number] = 0
         print(f"Exercise {self.number}: right, {self._format(self.answer)}. {self.because}")
         return Credit(dict.fromkeys(self.parts, True))
 
@@ -68,8 +61,8 @@ class Estimate:
             raise ExerciseError(f"exercise {self.number}: the answer is a number, got {answer!r}")
         if math.isclose(answer, self.answer, rel_tol=self.within):
             return
-        mistakes = (name for name, value in self.wrong.items() if _is_near(answer, value))
-        mistake = next(mistakes, "other")
+        near = (n for n, value in self.wrong.items() if math.isclose(answer, value, rel_tol=CLOSE))
+        mistake = next(near, "other")
         size = "small" if answer < self.answer else "large"
         error = ExerciseError(f"exercise {self.number}: {self._format(answer)} is too {size}")
         error.hint = "\n".join(steps.of(mistake))
@@ -81,38 +74,18 @@ class Estimate:
         return f"{rounded:,.10g} {self.unit}".strip()
 
 
-def _is_near(answer: float, value: float) -> bool:
-    return math.isclose(answer, value, rel_tol=CLOSE)
-
-
-def _register(each: Estimate) -> None:
-    def check(answer: Any, *, hint: int | None = None) -> Credit:
-        return each.check(answer, hint)
-
-    check.__name__ = check.__qualname__ = f"exercise_{each.number.replace('.', '_')}"
-    check.__module__ = __name__
-    check.__doc__ = (
-        f"Compare a number in {each.unit} with the answer of Exercise {each.number}.\n\n"
-        "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
-        "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
-        "Raises ExerciseError if it is not right yet, NotImplementedError for the dots."
-    )
-    check.exercise = each  # type: ignore[attr-defined]
-    EXERCISES[check.__name__] = recorded(check)
-
-
-def _read() -> None:
-    parser = ConfigParser(interpolation=None, delimiters=("=",))
-    parser.read_string(files(__package__).joinpath("estimates.ini").read_text("utf-8"))
+def _add(number: str, section: dict[str, str]) -> None:
     names = {name: getattr(model, name) for name in model.__all__}
-    for number in parser.sections():
-        section = {key: " ".join(text.split()) for key, text in parser[number].items()}
-        values = {key: section.pop(key) for key in list(section) if key[:5] in ("answe", "wrong")}
-        found = {key: float(eval(text, dict(names))) for key, text in values.items()}
-        wrong = {key.removeprefix("wrong "): value for key, value in found.items()}
-        answer = wrong.pop("answer")
-        within = float(section["within"].removesuffix("%")) / 100
-        _register(Estimate(number, answer, section["unit"], within, section["because"], wrong))
+    wrong = {
+        key.removeprefix("wrong "): float(eval(text, dict(names)))
+        for key, text in section.items()
+        if key.startswith("wrong ")
+    }
+    answer = float(eval(section["answer"], names))
+    within = float(section["within"].removesuffix("%")) / 100
+    task = Estimate(number, answer, section["unit"], within, section["because"], wrong)
+    register(task, f"Compare a number in {task.unit} with the answer.", __name__)
 
 
-_read()
+for _number, _section in read("estimates.ini").items():
+    _add(_number, _section)

@@ -7,7 +7,6 @@ import io
 import math
 import reprlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from ddp_kit.pool import Result, run
 from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
-failed: Counter[str] = Counter()  # checks of an exercise since it last passed
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # What gives away a mistake, by its name in hints.ini: the values that the ranks have or return then
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
@@ -59,9 +57,9 @@ class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
     number: "4.1". kind: "gap" for missing lines, "hunt" for a program to repair. form: how the
-    answer is called, "broadcast(tensor, src)". praise: what is said of
-    a right answer. grade: runs the answer in one case, and returns if it is right. cases: each is
-    a number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
+    answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
+    the answer in one case, and returns if it is right. cases: each is a number of ranks or other
+    arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
     fail, or one for each error with which they do, or a function of the error that returns it.
     collectives: whether the answer may call collectives.
@@ -90,15 +88,11 @@ class Exercise:
 
     def check(self, answer: Callable[..., Any], step: int | None) -> Credit:
         """Grade an answer, and raise at the first mistake. step: of the hint; None for the next."""
-        steps = Steps(self.number, step or min(failed[self.number] + 1, PLACE))
+        steps = Steps(self.number, step)
         grader = Grader(self, answer, steps)
-        try:
+        with steps.counted():
             for number in range(len(self.cases)):
                 grader.try_case(number)
-        except ExerciseError:
-            failed[self.number] += 1
-            raise
-        failed[self.number] = 0
         grader.parts |= dict.fromkeys(self.others, True)
         return grader.passed()
 
@@ -157,25 +151,30 @@ def exercise(
         on_failure = dict.fromkeys(FAILURES, on_failure)
     known = (cases, names, others, on_failure or {}, collectives)
 
-    def register(grade: Callable[..., None]) -> Callable[..., None]:
-        registered = Exercise(number, kind, form, praise, grade, *known)
-
-        def check(answer: Callable[..., Any], *, hint: int | None = None) -> Credit:
-            return registered.check(answer, hint)
-
-        check.__name__ = check.__qualname__ = registered.name
-        check.__module__ = grade.__module__
-        check.__doc__ = (
-            f"Grade `{form}`, which should be {praise}.\n\n"
-            "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
-            "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
-            "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
-        )
-        check.exercise = registered  # type: ignore[attr-defined]
-        EXERCISES[registered.name] = recorded(check)
+    def add(grade: Callable[..., None]) -> Callable[..., None]:
+        about = f"Grade `{form}`, which should be {praise}."
+        register(Exercise(number, kind, form, praise, grade, *known), about, grade.__module__)
         return grade
 
-    return register
+    return add
+
+
+def register(task: Any, about: str, module: str) -> None:
+    """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
+
+    def check(answer: Any, *, hint: int | None = None) -> Credit:
+        return task.check(answer, hint)
+
+    check.__name__ = check.__qualname__ = f"exercise_{task.number.replace('.', '_')}"
+    check.__module__ = module
+    check.__doc__ = (
+        f"{about}\n\n"
+        "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
+        "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
+        "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
+    )
+    check.exercise = task  # type: ignore[attr-defined]
+    EXERCISES[check.__name__] = recorded(check)
 
 
 class Grader:

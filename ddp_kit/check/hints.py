@@ -1,14 +1,17 @@
 """Hints in steps: the symptom, a question, the place, and only on request a solution.
 
-The texts are in hints.ini, a section for each mistake: `[4.1 wrong chunk]`, or `[not in place]` if
-it can be made in several exercises. `make editions` writes docs/hints.md and solutions.json.
+The texts are in hints.ini, a section for each mistake: `[4.1 wrong chunk]`, or `[unchanged]` if it
+can be made in several exercises. `make editions` writes docs/hints.md and solutions.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Iterator
 from configparser import ConfigParser
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -17,6 +20,7 @@ from ddp_kit.errors import ExerciseError
 
 SYMPTOM, QUESTION, PLACE, SOLUTION = 1, 2, 3, 4  # the steps
 LIMIT = "DDP_KIT_HINTS"  # the environment variable with which a teacher sets the last step
+_failed: Counter[str] = Counter()  # checks of an exercise since it last passed
 
 
 class Hint(NamedTuple):
@@ -30,12 +34,16 @@ class Hint(NamedTuple):
 @cache
 def hints() -> dict[str, Hint]:
     """Return all hints, by the names of their sections."""
+    return {name: Hint(**section) for name, section in read("hints.ini").items()}
+
+
+def read(name: str) -> dict[str, dict[str, str]]:
+    """Return the sections of a file of this package, whose texts are one line each."""
     parser = ConfigParser(interpolation=None, delimiters=("=",))
-    parser.read_string(files(__package__).joinpath("hints.ini").read_text("utf-8"))
+    parser.read_string(files(__package__).joinpath(name).read_text("utf-8"))
     return {
-        name: Hint(*(" ".join(section[field].split()) for field in Hint._fields))
-        for name, section in parser.items()
-        if name != parser.default_section
+        section: {key: " ".join(text.split()) for key, text in parser[section].items()}
+        for section in parser.sections()
     }
 
 
@@ -53,13 +61,14 @@ def solutions() -> dict[str, dict[str, str]]:
 class Steps:
     """Says of a mistake what a learner should read now.
 
-    number: of the exercise. step: the last one that is said. is_last: whether the learner cannot
-    ask for more.
+    number: of the exercise. step: the last one that is said; None for one more than the last time,
+    up to the place. is_last: whether the learner cannot ask for more.
 
     Raises ExerciseError if the learner asks for no step, or the teacher has set none.
     """
 
-    def __init__(self, number: str, step: int, is_last: bool = False) -> None:
+    def __init__(self, number: str, step: int | None, is_last: bool = False) -> None:
+        step = min(_failed[number] + 1, PLACE) if step is None else step
         if step not in (SYMPTOM, QUESTION, PLACE, SOLUTION):
             raise ExerciseError(f"hint must be 1, 2, 3 or 4, got {step!r}")
         limit = os.environ.get(LIMIT, str(SOLUTION))
@@ -67,6 +76,16 @@ class Steps:
             raise ExerciseError(f"{LIMIT} must be 1, 2, 3 or 4, got {limit!r}")
         self._number, self._step = number, min(step, int(limit))
         self._more = not is_last and self._step < int(limit)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a check that fails in this block, until one passes."""
+        try:
+            yield
+        except ExerciseError:
+            _failed[self._number] += 1
+            raise
+        _failed[self._number] = 0
 
     def of(self, mistake: str) -> list[str]:
         """Return what follows the symptom, and how to get the next step. mistake: "": unknown."""

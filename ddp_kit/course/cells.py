@@ -38,6 +38,12 @@ def hunted(source: str) -> str:
     return match[1] if match else ""
 
 
+def number_of(source: str) -> str:
+    """Return the number of the exercise or hunt in a cell, "4.1"; "" if there is none."""
+    gaps = (re.match(r"Exercise ([\d.]+)", task) for task in tasks(source))
+    return hunted(source) or next((match[1] for match in gaps if match), "")
+
+
 def unsolved(source: str) -> str:
     """Return a cell with gaps: `raise NotImplementedError`, or `name = ...` for a number."""
 

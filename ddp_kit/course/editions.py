@@ -36,8 +36,8 @@ from ddp_kit.course.cells import (
     END,
     GAP,
     folded,
-    hunted,
     may_fail,
+    number_of,
     solved,
     tags,
     tasks,
@@ -353,10 +353,10 @@ def _solved(notebook: NotebookNode) -> dict[str, dict[str, str]]:
     setup, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     found: dict[str, dict[str, str]] = {}
     for cell in code:
-        for gap in GAP.finditer(cell.source):
-            number = re.match(r"Exercise ([\d.]+)", gap[2])[1]
+        number = number_of(cell.source)
+        if gap := GAP.search(cell.source):
             found[number] = {"solution": textwrap.dedent(gap[3])}
-        if number := hunted(cell.source):
+        elif number:
             which = "solution" if "solution" in tags(cell) else "broken"
             found.setdefault(number, {"setup": setup.source})[which] = cell.source
     return found

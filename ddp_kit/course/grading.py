@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 from ddp_kit import check
 from ddp_kit.course import editions
-from ddp_kit.course.cells import hunted, may_fail, tags, tasks, unsolved
+from ddp_kit.course.cells import hunted, may_fail, number_of, tags, tasks, unsolved
 from ddp_kit.error_text import count
 from ddp_kit.errors import CourseError
 
@@ -114,11 +114,10 @@ def _read_assignment(path: Path) -> Assignment:
         cell.metadata = {"tags": ["raises-exception"]} if may_fail(cell) else {}
         if cell.cell_type == "markdown":  # without links to the lessons
             cell.source = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source)
-        elif tasks(cell.source) or hunted(cell.source):
+        elif number := number_of(cell.source):
             if task:
                 raise CourseError(f"{path}: no check follows {task}")
-            number = hunted(cell.source)
-            task = f"Exercise {number}" if number else tasks(cell.source)[0].partition(":")[0]
+            task = f"Exercise {number}"
         elif "kit.check." in cell.source:
             checks[cell.id], task = _check(cell.source, task, path), ""
     if task or not checks:

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> str:
     lessons = {file.stem[:2]: file.stem for file in editions.files() if len(file.parts) == 1}
     exercises = [getattr(check, name).exercise for name in check.__all__ if name != "credit"]
     rows = [
-        [each.number, each.kind, lessons[f"{int(float(each.number)):02}"], "; ".join(each.parts)]
+        [each.number, each.kind, lessons[each.number.split(".")[0].zfill(2)], "; ".join(each.parts)]
         for each in exercises
     ]
     return table(f"{len(rows)} tasks", ["number", "kind", "lesson", "parts"], rows, align="<")

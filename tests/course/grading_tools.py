@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_kit.check.hints import solutions as hunts
 from ddp_kit.course.__main__ import main
-from ddp_kit.course.cells import hunted, solved, tasks
+from ddp_kit.course.cells import hunted, number_of, solved, tasks
 
 TOOLS = Path(os.environ.get("DDP_KIT_GRADERS", f"{sys.prefix}-graders"))
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -44,9 +44,7 @@ def exercises_of(name: str, course: Path = NOTEBOOKS) -> dict[str, str]:
     found, exercise = {}, ""
     solutions = sources("solutions", name, course)
     for cell, source in sources("exercises", name, course).items():
-        gaps = tasks(solutions.get(cell, ""))
-        if gaps or hunted(source):
-            number = hunted(source) or gaps[0].partition(":")[0].removeprefix("Exercise ")
+        if number := number_of(solutions.get(cell, source)):
             exercise = f"exercise_{number.replace('.', '_')}"
             found[cell] = exercise
         elif source.startswith(f"kit.check.{exercise}("):

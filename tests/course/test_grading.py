@@ -174,7 +174,7 @@ GAP = "    # Exercise 2.1: "
         ("### END SOLUTION", "", ": cell 4 has `### BEGIN SOLUTION` without"),
         ("kit.check.exercise_2_1(b", "print(b", ": no check follows Exercise 2.1"),
         ("check.exercise_2_1(b", "check.exercise_2_2(b", ": a check must be one line"),
-        (GAP, "    # ", ": a check must be one line"),
+        (GAP, "    # ", ": no cell with `# Exercise 2.1: ...` above a solution"),
         ('"id": "title", ', "", ": cell 1 must have an id of its own"),
     ],
 )
