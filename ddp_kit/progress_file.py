@@ -25,6 +25,12 @@ _open: ContextVar[dict[str, Any] | None] = ContextVar("line", default=None)
 _refused: set[str] = set()  # the files that could not be written, each reported once
 
 
+def in_order(number: str) -> tuple[int, bool, int | str]:
+    """Return by what exercises are sorted: those in lesson 4, such as 4.a, are before 4.1."""
+    lesson, _, rest = number.partition(".")
+    return int(lesson), rest.isdigit(), int(rest) if rest.isdigit() else rest
+
+
 def recorded(check: Callable[P, R]) -> Callable[P, R]:
     """Return a check that adds its line: `exercise_4_1`, or `credit`, whose argument has the name.
 

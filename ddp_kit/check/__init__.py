@@ -13,11 +13,12 @@ from pkgutil import iter_modules
 
 from ddp_kit.check.grader import EXERCISES, Credit
 from ddp_kit.check.partial_credit import credit
+from ddp_kit.progress_file import in_order
 
 for _module in iter_modules(__path__):  # each registers its exercises
     import_module(f"{__name__}.{_module.name}")
 
-_in_order = sorted(EXERCISES, key=lambda name: [int(part) for part in name.split("_")[1:]])
+_in_order = sorted(EXERCISES, key=lambda name: in_order(EXERCISES[name].exercise.number))
 __all__ = ["credit", *_in_order]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
-from ddp_kit.check.hunt import hunt
+from ddp_kit.check.record import Score, record, rounds
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.schedule import START, WAIT, schedule
@@ -55,24 +56,13 @@ def _tree_reduce(grader: Grader, world_size: int) -> None:
     grader.compare([sum(held[1:], held[0])], result.values[:1], mistakes)
     others = world_size - 1
     grader.check_total_sent(others, 20 * others, "sent twice")
-    needed, most = rounds(result.trace), math.ceil(math.log2(world_size))
+    needed, most = rounds(result.trace).value, math.ceil(math.log2(world_size))
     if needed > most:
         grader.fail(
             f"right, but it takes {count(needed, 'round')} where {most} would be enough",
             hint="too many rounds",
             part=ROUNDS,
         )
-
-
-def rounds(trace: Trace) -> int:
-    """Return how many rounds a run needs if a rank takes part in one message per round."""
-    at = schedule(trace).at
-    taken = [message for message in trace.messages() if message.recv is not None]
-    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.dst))
-    busy = [0] * trace.world_size  # rounds that a rank has finished
-    for message in taken:
-        busy[message.src] = busy[message.dst] = max(busy[message.src], busy[message.dst]) + 1
-    return max(busy)
 
 
 @exercise(
@@ -162,3 +152,12 @@ def known_at_the_end(trace: Trace) -> list[set[int]]:
 
 for _number in ("2.6", "2.7", "2.8"):
     hunt(_number)
+
+
+@record("2.9", "broadcast_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")
+def _broadcast_in_rounds(grader: Grader) -> Score:
+    held = brought(8, 5)
+    result = grader.run(in_place, held, world_size=8)
+    mistakes = {UNCHANGED: held, "other tensor": True}
+    grader.compare([held[0]] * 8, result, mistakes)
+    return rounds(result.trace)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import Grader, exercise
-from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import DeadlockError, MismatchError, RunTimeoutError
 
 CHUNK = 2  # tokens

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
-from ddp_kit.check.hunt import hunt
 from ddp_kit.check.partitioned_sgd import averaged_wrongly, small_layers
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError

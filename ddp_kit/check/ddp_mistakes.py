@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SIZES, Grader, exercise
-from ddp_kit.check.hunt import hunt
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.pool import Result

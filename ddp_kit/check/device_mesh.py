@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
-from ddp_kit.check.hunt import hunt
 
 MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
 KEPT = "the tensor that it gets stays as it is"

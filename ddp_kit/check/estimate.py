@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_kit import model
 from ddp_kit.check.grader import register
-from ddp_kit.check.hints import PLACE, Steps, find, read
+from ddp_kit.check.hints import ESTIMATES, PLACE, Steps, find, read
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
 
@@ -87,5 +87,5 @@ def _add(number: str, section: dict[str, str]) -> None:
     register(task, f"Compare a number in {task.unit} with the answer.", __name__)
 
 
-for _number, _section in read("estimates.ini").items():
+for _number, _section in read(ESTIMATES).items():
     _add(_number, _section)

@@ -32,7 +32,7 @@ from ddp_kit.progress_file import recorded, recording
 from ddp_kit.trace import Event
 
 EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
-# What gives away a mistake, by its name in hints.ini: the values that the ranks have or return then
+# What gives away a mistake, by its name in the .ini files: the values that ranks have then
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
@@ -52,12 +52,13 @@ FAILURES: dict[type[Exception], str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
-    number: "4.1". kind: "gap" for missing lines, "hunt" for a program to repair. form: how the
-    answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
+    number: "4.1", or "4.a" if it is in the lesson itself. kind: "gap" for missing lines, "function"
+    for a whole function, "hunt" for a program to repair. form: how the answer is called,
+    "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
     the answer in one case, and returns if it is right. cases: each is a number of ranks or other
     arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
@@ -230,11 +231,17 @@ class Grader:
         return self._result
 
     def run(
-        self, worker: Callable[..., Any], *args: Any, world_size: int, case: str | None = None
+        self,
+        worker: Callable[..., Any],
+        *args: Any,
+        world_size: int,
+        case: str | None = None,
+        failed: Callable[[Exception], str] | None = None,
     ) -> Result:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
-        case: the call in this run, for messages, if it is more specific than the form.
+        case: the call in this run, for messages, if it is more specific than the form. failed:
+        returns the mistake behind an error, instead of the exercise's `on_failure`.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails or calls a collective
         that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
@@ -248,7 +255,7 @@ class Grader:
         try:
             with redirect_stdout(printed):
                 self._result = run(
-                    _filled,
+                    filled,
                     worker,
                     self.answer,
                     *args,
@@ -259,7 +266,7 @@ class Grader:
         except tuple(FAILURES) as error:
             self._printed.append(printed.getvalue())
             _raise_if_stub(error, self.exercise.number)
-            hint = self.exercise.on_failure.get(type(error), "")
+            hint = failed or self.exercise.on_failure.get(type(error), "")
             hint = hint(error) if callable(hint) else hint
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
@@ -353,9 +360,9 @@ class Grader:
     ) -> None:
         """Show what the ranks printed in the latest run, and raise ExerciseError.
 
-        hint: the name of the mistake in hints.ini, "" if it is not known. part: what does not hold,
-        if not the part to which the case belongs. `credit` then goes on with this case: only with a
-        part, this returns.
+        hint: the name of the mistake in the .ini files, "" if it is not known. part: what does not
+        hold, if not the part to which the case belongs. `credit` then goes on with this case: only
+        with a part, this returns.
         """
         assert not part or part in self.parts, part
         if part and self._wrong is not None and part in self._wrong:
@@ -425,6 +432,8 @@ def _raise_if_stub(error: Exception, number: str) -> None:
 def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:
     """Return the names of two parts: the first number of ranks, and all others."""
     first, *others = dict.fromkeys(sizes)
+    if not others:
+        return lambda size: f"on {count(first, noun)}"
     rest = f"on {name_counts(sorted(others))} {noun}s"
     return lambda size: f"on {count(first, noun)}" if size == first else rest
 
@@ -441,7 +450,7 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
 
 
-def _filled(rank: int, world_size: int, worker: Callable, *args: Any) -> Any:
+def filled(rank: int, world_size: int, worker: Callable, *args: Any) -> Any:
     """Call a worker while `torch.empty` gives NaN, so that no answer is right by luck."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,7 +1,8 @@
 """Hints in steps: the symptom, a question, the place, and only on request a solution.
 
-The texts are in hints.ini, a section for each mistake: `[4.1 wrong chunk]`, or `[unchanged]` if it
-can be made in several exercises. `make editions` writes docs/hints.md and solutions.json.
+The texts are in the .ini file beside each lesson's graders, a section for each mistake, `[4.1 wrong
+chunk]`, and in shared.ini, `[unchanged]`, if it can be made in several exercises. `make editions`
+writes docs/hints.md and solutions.json.
 """
 
 from __future__ import annotations
@@ -19,22 +20,30 @@ from typing import NamedTuple
 from ddp_kit.errors import ExerciseError
 
 SYMPTOM, QUESTION, PLACE, SOLUTION = 1, 2, 3, 4  # the steps
+ESTIMATES = "estimates.ini"
 LIMIT = "DDP_KIT_HINTS"  # the environment variable with which a teacher sets the last step
 _failed: Counter[str] = Counter()  # checks of an exercise since it last passed
 
 
 class Hint(NamedTuple):
-    """What is said of a mistake, for the teacher, and to the learner step by step."""
+    """What is said of a mistake, for the teacher, and to the learner step by step.
+
+    replace, by: what turns the solution into an answer with this mistake.
+    """
 
     mistake: str
     question: str
     place: str
+    replace: str = ""
+    by: str = ""
 
 
 @cache
 def hints() -> dict[str, Hint]:
     """Return all hints, by the names of their sections."""
-    return {name: Hint(**section) for name, section in read("hints.ini").items()}
+    names = sorted(file.name for file in files(__package__).iterdir())
+    texts = [read(name) for name in names if name.endswith(".ini") and name != ESTIMATES]
+    return {name: Hint(**section) for text in texts for name, section in text.items()}
 
 
 def read(name: str) -> dict[str, dict[str, str]]:
@@ -42,9 +51,17 @@ def read(name: str) -> dict[str, dict[str, str]]:
     parser = ConfigParser(interpolation=None, delimiters=("=",))
     parser.read_string(files(__package__).joinpath(name).read_text("utf-8"))
     return {
-        section: {key: " ".join(text.split()) for key, text in parser[section].items()}
+        section: {
+            key: _code(text) if key in ("replace", "by") else " ".join(text.split())
+            for key, text in parser[section].items()
+        }
         for section in parser.sections()
     }
+
+
+def _code(text: str) -> str:
+    r"""Return code without the ` around it, which keep its spaces, and with a new line for \\n."""
+    return text.strip("`").replace("\\n", "\n")
 
 
 def find(number: str, name: str) -> Hint:
@@ -54,7 +71,11 @@ def find(number: str, name: str) -> Hint:
 
 @cache
 def solutions() -> dict[str, dict[str, str]]:
-    """Return the code of each exercise, by its number: the missing lines, or what a hunt needs."""
+    """Return the code of each exercise, by its number.
+
+    "solution": what is shown of it; "program": all of its cell; "setup": what that needs first. A
+    hunt has also its "broken" program.
+    """
     return json.loads(files(__package__).joinpath("solutions.json").read_text("utf-8"))
 
 
@@ -90,7 +111,7 @@ class Steps:
     def of(self, mistake: str) -> list[str]:
         """Return what follows the symptom, and how to get the next step. mistake: "": unknown."""
         hint = find(self._number, mistake) if mistake else None
-        lines = list(hint[QUESTION - 1 : self._step]) if hint else []
+        lines = list(hint[QUESTION - 1 : min(self._step, PLACE)]) if hint else []
         if self._step == SOLUTION:
             return [*lines, "A solution:", solutions()[self._number]["solution"]]
         if self._more and self._step == PLACE:

@@ -20,6 +20,7 @@ class Credit(float):
 
     parts: dict[str, bool]
     wrong: dict[str, str]
+    picture: Any = None  # of the answer to a record
 
     def __new__(cls, parts: Mapping[str, bool], wrong: Mapping[str, str] | None = None) -> Credit:  # noqa: D102
         credit = super().__new__(cls, sum(parts.values()) / max(1, len(parts)))
@@ -30,7 +31,11 @@ class Credit(float):
         return self.parts, self.wrong
 
     def _ipython_display_(self) -> None:
-        """Show nothing: a check that passes has printed its line."""
+        """Show the picture, or nothing: a check that passes has printed its line."""
+        if self.picture is not None:
+            from IPython.display import display  # which calls this method, so it is there
+
+            display(self.picture)
 
 
 @recorded

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SENT, Grader, Mistakes, exercise, name_counts, same
-from ddp_kit.check.hunt import hunt
 from ddp_kit.error_text import count
 
 # Digits of each rank: their sums are powers of two, so the weights are exact.
@@ -157,3 +157,30 @@ def _cost(grader: Grader, calls: int, also: int = 0) -> None:
 
 
 hunt("3.3")
+
+
+@compared("3.a", "DataPartitioner(data, sizes)")
+def _partition(rank: int, world_size: int, partitioner: Callable) -> list[list[int]]:
+    return partitioner(range(17), [1 / world_size] * world_size).partitions
+
+
+@compared("3.b", "average_gradients(model)")
+def _average_gradients(rank: int, world_size: int, average: Callable) -> dict:
+    layers = model(frozen=False)
+    for parameter in layers.parameters():
+        parameter.grad = _gradient(rank, parameter)
+    average(layers)
+    return {f"{name}.grad": one.grad for name, one in layers.named_parameters()}
+
+
+compared("3.c", "average_gradients_flat(model)", "with one call")(_average_gradients)
+
+
+@compared("3.d", "train_step(model, optimizer, images, labels)")
+def _train_step(rank: int, world_size: int, train_step: Callable) -> dict:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(dim=1))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    labels = torch.tensor([0, 1, 2])
+    losses = [train_step(layer, optimizer, torch.rand(3, 4) + rank, labels) for _ in range(2)]
+    return {"the losses": losses, **dict(layer.named_parameters())}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import Grader, by_size, exercise, hint_for, same
-from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import DeadlockError, RankError
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import (
     SENT,
     UNCHANGED,
@@ -15,7 +16,6 @@ from ddp_kit.check.grader import (
     in_place,
     same,
 )
-from ddp_kit.check.hunt import hunt
 
 
 @exercise(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
-from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import RankError
 
 POSITIONS = 60  # of logits: divisible by all world sizes

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
+from ddp_kit.check.compared import hunt
 from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
-from ddp_kit.check.hunt import hunt
 from ddp_kit.errors import RankError
 
 PER_HOST = 2

@@ -34,13 +34,13 @@ def tasks(source: str) -> list[str]:
 
 def hunted(source: str) -> str:
     """Return the number of the hunt whose program is in a cell, "9.1"; "" if there is none."""
-    match = re.match(r"# Hunt ([\d.]+)\n", source)
+    match = re.match(r"# Hunt (\d+\.\d+)\n", source)
     return match[1] if match else ""
 
 
 def number_of(source: str) -> str:
     """Return the number of the exercise or hunt in a cell, "4.1"; "" if there is none."""
-    gaps = (re.match(r"Exercise ([\d.]+)", task) for task in tasks(source))
+    gaps = (re.match(r"Exercise (\d+\.\w+)", task) for task in tasks(source))
     return hunted(source) or next((match[1] for match in gaps if match), "")
 
 

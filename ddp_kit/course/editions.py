@@ -67,7 +67,7 @@ the *place*. `kit.check.exercise_4_1(chunked_ring, hint=3)` says both at once, a
 solution. With `DDP_KIT_HINTS=2` in the environment of the notebook, nobody gets further than the
 question.
 
-This page is made from `ddp_kit/check/hints.ini`.
+This page is made from the files `ddp_kit/check/*.ini`.
 """
 SCRIPT = "%%writefile scripts/"
 LONGEST_LINE = 100  # ruff's limit in pyproject.toml, which also holds for the exercises
@@ -348,29 +348,46 @@ def _ruff(name: str, code: str, *command: str) -> str:
     return ended.stdout
 
 
-def _solved(notebook: NotebookNode) -> dict[str, dict[str, str]]:
-    """Return the code of each exercise: the missing lines of a gap, or the programs of a hunt."""
-    setup, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+def _solved(notebook: NotebookNode, setup: str) -> dict[str, dict[str, str]]:
+    """Return the code of each exercise: its solution, and the programs with which checks compare.
+
+    setup: what a program needs first.
+    """
     found: dict[str, dict[str, str]] = {}
-    for cell in code:
-        number = number_of(cell.source)
-        if gap := GAP.search(cell.source):
-            found[number] = {"solution": textwrap.dedent(gap[3])}
-        elif number:
-            which = "solution" if "solution" in tags(cell) else "broken"
-            found.setdefault(number, {"setup": setup.source})[which] = cell.source
+    for cell in notebook.cells:
+        if cell.cell_type != "code" or not (number := number_of(cell.source)):
+            continue
+        entry = found.setdefault(number, {"setup": setup})
+        program = solved(cell.source)
+        if gaps := GAP.findall(cell.source):
+            missing = [textwrap.dedent(lines) for _, _, lines in gaps]
+            entry |= {"solution": "\n...\n".join(missing), "program": program}
+        elif "solution" in tags(cell):
+            entry |= {"solution": program, "program": program}
+        else:
+            entry["broken"] = program
     return found
 
 
-def _page_of_hints(notebooks: Mapping[str, NotebookNode]) -> str:
+def _setup(notebook: NotebookNode, lesson: str = "") -> str:
+    """Return the first code cell, and the import of all that a lesson's module has."""
+    first = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return f"{first}\nfrom ddp_kit.lessons.{lesson} import *" if lesson else first
+
+
+def _page_of_hints(
+    lessons: Mapping[str, NotebookNode], exercises: Mapping[str, NotebookNode]
+) -> str:
     """Return a page for teachers: by exercise, each mistake and what is said of it in steps."""
     lines = [HINTS_PAGE]
-    for name, notebook in notebooks.items():
-        lines.append(f"## {name}\n")
-        text = "\n".join(cell.source for cell in notebook.cells)
-        for number, title in re.findall(
-            r"^## (?:Exercise|Hunt|Estimate) ([\d.]+): (.+)$", text, re.MULTILINE
-        ):
+    for name, lesson in lessons.items():
+        cells = [*lesson.cells, *(exercises[name].cells if name in exercises else [])]
+        text = "\n".join(cell.source for cell in cells)
+        titles = re.findall(
+            r"^(?: *# Exercise (?=\d+\.[a-z])|## \w+ )(\d+\.\w+): (.+)$", text, re.MULTILINE
+        )
+        lines += [f"## {name}\n"] if titles else []
+        for number, title in titles:
             lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
     return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
 
@@ -380,7 +397,7 @@ def _table(section: str) -> list[str]:
     rows = ["| mistake | question | place |", "|---|---|---|"]
     for name, hint in hints().items():
         if name.startswith(section) if section else not name[0].isdigit():
-            rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint)} |")
+            rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint[:3])} |")
     return [*rows, ""]
 
 
@@ -388,19 +405,21 @@ def committed() -> dict[Path, str]:
     """Return the editions that are committed, by their paths in a checkout."""
     source = folder()
     files: dict[Path, str] = {}
-    for path in sorted(source.glob("[0-9][0-9]_*.ipynb")):
-        notebook, hand = read(path), LESSONS / f"_{path.stem[3:]}.py"
+    code: dict[str, dict[str, str]] = {}
+    lessons = {path.stem: read(path) for path in sorted(source.glob("[0-9][0-9]_*.ipynb"))}
+    for stem, notebook in lessons.items():
+        hand = LESSONS / f"_{stem[3:]}.py"
         files |= {source / "scripts" / name: text for name, text in scripts(notebook).items()}
         if any("module" in tags(cell) for cell in notebook.cells):
-            code = hand.read_text("utf-8") if hand.exists() else ""
-            files[hand.with_name(hand.name[1:])] = module(path, notebook, code)
+            own = hand.read_text("utf-8") if hand.exists() else ""
+            files[hand.with_name(hand.name[1:])] = module(source / f"{stem}.ipynb", notebook, own)
+            code |= _solved(notebook, _setup(notebook, stem[3:]))
     solved = {path.stem: read(path) for path in sorted((source / "solutions").glob("[0-9]*.ipynb"))}
-    code: dict[str, dict[str, str]] = {}
     for name, notebook in solved.items():
         files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
-        code |= _solved(notebook)
+        code |= _solved(notebook, _setup(notebook))
     files[LESSONS.parent / "check" / "solutions.json"] = json.dumps(code, indent=1) + "\n"
-    files[source.parent / "docs" / "hints.md"] = _page_of_hints(solved)
+    files[source.parent / "docs" / "hints.md"] = _page_of_hints(lessons, solved)
     return files
 
 

@@ -23,12 +23,12 @@ from ddp_kit.errors import CourseError
 from ddp_kit.plot import Picture
 from ddp_kit.plot.picture import open_picture, table
 from ddp_kit.plot.style import PAPER, box, write
-from ddp_kit.progress_file import RANKS_CELL
+from ddp_kit.progress_file import RANKS_CELL, in_order
 
 MOST = 10  # mistakes and parts that are listed
 NAMED = 5  # learners in a row of the table
 PICTURE = "progress.png"
-EXERCISE = re.compile(r"[0-9]{1,2}\.[0-9]{1,2}")
+EXERCISE = re.compile(r"[0-9]{1,2}\.([0-9]{1,2}|[a-z])")
 CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.6, 0.35  # inches
 # Colours that no rank has; the fill of a box, its edge, and the text in the key.
 PASSED = "#3c7d78", "#a6a6a6", "passed"
@@ -57,7 +57,7 @@ class Class:
     @property
     def exercises(self) -> list[str]:
         """The exercises in the order of the course."""
-        return sorted(self.tries.keys() - {RANKS_CELL}, key=_number)
+        return sorted(self.tries.keys() - {RANKS_CELL}, key=in_order)
 
     @property
     def learners(self) -> list[str]:
@@ -134,10 +134,6 @@ def _shown(text: Any, most: int) -> str:
     """Return text in one line, without what a terminal would obey and a picture cannot draw."""
     plain = "".join(each if each.isprintable() else "?" for each in " ".join(str(text).split()))
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"
-
-
-def _number(exercise: str) -> tuple[int, ...]:
-    return tuple(map(int, exercise.split(".")))
 
 
 def report(found: Class) -> Iterator[str]:

@@ -1,4 +1,4 @@
-# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. f7ec0481493a
+# Made from notebooks/03_partitioned_sgd.ipynb by `make editions`: edit that, not this. e9beccbfc41e
 """Partitioned SGD: four replicas learn as one."""
 
 from random import Random
@@ -87,6 +87,8 @@ def partition_dataset(rank, world_size, full=False):
 def average_gradients(model):
     world_size = dist.get_world_size()
     for parameter in model.parameters():
+        # Exercise 3.b: replace parameter.grad by the mean over all ranks
+        ### BEGIN SOLUTION
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         parameter.grad /= world_size
 
@@ -108,11 +110,24 @@ def keep_gradients(model):
 def average_gradients_flat(model):
     gradients = [parameter.grad for parameter in model.parameters()]
     buffer = torch.cat([gradient.view(-1) for gradient in gradients])
+    # Exercise 3.c: the mean of all buffers, copied back by piece
+    ### BEGIN SOLUTION
     dist.all_reduce(buffer, op=dist.ReduceOp.SUM)
     buffer /= dist.get_world_size()
     pieces = buffer.split([gradient.numel() for gradient in gradients])
     for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view_as(gradient))
+
+
+def train_step(model, optimizer, images, labels, average=average_gradients):
+    # Exercise 3.d: one step with these digits and the mean gradient
+    ### BEGIN SOLUTION
+    optimizer.zero_grad()
+    loss = F.nll_loss(model(images), labels)
+    loss.backward()
+    average(model)  # the only communication
+    optimizer.step()
+    return loss.item()
 
 
 def train(rank, world_size, epochs=3, average=average_gradients, lr=0.01, momentum=0.5, full=False):
@@ -124,12 +139,7 @@ def train(rank, world_size, epochs=3, average=average_gradients, lr=0.01, moment
     for _ in kit.progress(range(epochs)):
         total = 0.0
         for images, labels in batches:
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
-            loss.backward()
-            average(model)  # the only communication
-            optimizer.step()
-            total += loss.item()
+            total += train_step(model, optimizer, images, labels, average)
         losses.append(total / len(batches))
     parameters = flat(model.parameters())
     return {"losses": losses, "accuracy": accuracy(model, full), "parameters": parameters}

@@ -6,8 +6,8 @@ import pytest
 from answers import assert_mistake
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
 from ddp_kit.check.hints import solutions
-from ddp_kit.check.hunt import defined
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -79,7 +79,7 @@ HALF_REPAIRED = [
 
 @pytest.mark.parametrize("number", CHECKS)
 def test_a_broken_program_fails(number):
-    train = defined(number, solutions()[number]["broken"])
+    train = defined(number, solutions()[number]["broken"], "train")
     mistake = "fails" if number in HANG_OR_RAISE else "as before"
     mistake = "too many bytes" if number in SEND_TOO_MUCH else mistake
     assert_mistake(CHECKS[number], train, mistake)
@@ -89,4 +89,4 @@ def test_a_broken_program_fails(number):
 def test_a_half_repair_fails(number, old, new, mistake):
     repaired = solutions()[number]["solution"]
     assert repaired.count(old) == 1
-    assert_mistake(CHECKS[number], defined(number, repaired.replace(old, new)), mistake)
+    assert_mistake(CHECKS[number], defined(number, repaired.replace(old, new), "train"), mistake)

@@ -1,0 +1,209 @@
+"""Exercises whose answers are compared with the solution: both run on real ranks, in one worker.
+
+If an answer is not right, known wrong answers run as well: the one that does the same tells which
+mistake the learner has made. Most are the solution with one change, which the mistake's section
+has:
+
+    [3.b not divided]
+    replace = parameter.grad /= world_size
+    by = pass
+
+`make editions` writes the solutions, and the programs that they are in, into solutions.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from ddp_kit.check.grader import (
+    FAILURES,
+    SENT,
+    TIMEOUT,
+    Grader,
+    by_size,
+    exercise,
+    filled,
+    name_counts,
+    same,
+)
+from ddp_kit.check.hints import hints, solutions
+from ddp_kit.error_text import count
+from ddp_kit.pool import Result, run
+
+SPARE = 1.5  # times the bytes of the solution: there is more than one right answer
+HUNTED = "train(rank, world_size)"
+Worker = Callable[[int, int, Callable[..., Any]], Any]
+
+
+class Outcome(NamedTuple):
+    """What an answer did: how it failed, or each rank's value and the bytes that it sent."""
+
+    failed: list[str]
+    values: list[Any]
+    sent: list[int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the answers to an exercise are compared.
+
+    name: of the function or class that is the answer. worker: returns what must be as with the
+    solution. spare: how many times the bytes of the solution a rank may send.
+    """
+
+    number: str
+    name: str
+    worker: Worker
+    spare: float
+
+    def grade(self, grader: Grader, world_size: int) -> None:
+        """Fail if an answer does not do what the solution does, or a rank sends more bytes."""
+        result = grader.run(
+            self.worker,
+            world_size=world_size,
+            failed=lambda error: self.mistake(outcome_of(error), world_size),
+        )
+        learners, right = outcome_of(result), self.outcome("", world_size)
+        if not same(right.values, learners.values):
+            mistake = self.mistake(learners, world_size)
+            for key in _keys(right.values, learners.values):
+                wanted, found = ([value[key] for value in v] for v in (right.values, result))
+                grader.compare(wanted, found, mistake, place=f" in {key}")
+            grader.compare(right.values, result, mistake, verb="return")
+        for rank, (sent, most) in enumerate(zip(learners.sent, self.most(world_size), strict=True)):
+            if sent > most:
+                much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
+                grader.fail(
+                    f"right, but {much}", hint=self.mistake(learners, world_size), part=SENT
+                )
+
+    def mistake(self, learners: Outcome, world_size: int) -> str:
+        """Return the mistake with which a wrong answer does the same; "" if none is known."""
+        too_much = self._sends_too_much(learners, world_size)
+        names = programs(self.number).keys() - ({"", "as before"} if learners.failed else {""})
+        known = {name: self.outcome(name, world_size) for name in sorted(names)}
+        found = {
+            name: one
+            for name, one in known.items()
+            if same(one[:2], learners[:2]) and self._sends_too_much(one, world_size) == too_much
+        }
+        as_much = (name for name, one in found.items() if one.sent == learners.sent)
+        if name := next(as_much, next(iter(found), "")):
+            return name
+        other = "fails" if learners.failed else "too many bytes" if too_much else "otherwise"
+        return other if {other, f"{self.number} {other}"} & hints().keys() else ""
+
+    def most(self, world_size: int) -> list[int]:
+        """Return how many bytes each rank may send."""
+        return [round(self.spare * sent) for sent in self.outcome("", world_size).sent]
+
+    def outcome(self, mistake: str, world_size: int) -> Outcome:
+        """Return what a wrong answer does, or with "" the solution."""
+        return _outcome(self, mistake, world_size)
+
+    def _sends_too_much(self, outcome: Outcome, world_size: int) -> bool:
+        pairs = zip(outcome.sent, self.most(world_size), strict=False)
+        return any(sent > most for sent, most in pairs)
+
+
+def _keys(*values: list[Any]) -> list[str]:
+    """Return the keys if all these values are dicts with the same ones."""
+    every = [value for one in values for value in one]
+    keys = list(every[0]) if isinstance(every[0], dict) else []
+    return keys if all(isinstance(v, dict) and list(v) == keys for v in every) else []
+
+
+def compared(
+    number: str,
+    form: str,
+    right: str = "",
+    *,
+    kind: str = "gap",
+    sizes: tuple[int, ...] = (2, 3),
+    spare: float = SPARE,
+    **about: Any,
+) -> Callable[[Worker], Worker]:
+    """Register the check of an exercise: `worker(rank, world_size, answer)` tries an answer.
+
+    sizes: the numbers of ranks. For `worker` and `spare`, see Comparison; for the others, see
+    `exercise`.
+    """
+    where = f"on {name_counts(sizes)} {'rank' if sizes[-1] == 1 else 'ranks'}"
+    about = {"where": where, "others": (SENT,), "part": by_size(sizes)} | about
+
+    def add(worker: Worker) -> Worker:
+        comparison = Comparison(number, form.partition("(")[0], worker, spare)
+
+        def grade(grader: Grader, world_size: int) -> None:
+            comparison.grade(grader, world_size)
+
+        grade.__module__ = worker.__module__
+        exercise(number, form, right, kind=kind, cases=sizes, **about)(grade)
+        return worker
+
+    return add
+
+
+def hunt(number: str) -> None:
+    """Register the check of a bug hunt: the repaired program does what the solution does.
+
+    The exercises have the broken program in a cell that begins with `# Hunt 9.1`, the solutions the
+    repaired one.
+    """
+    compared(number, HUNTED, kind="hunt")(_train)
+
+
+def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:
+    return train(rank, world_size)
+
+
+@cache
+def programs(number: str) -> dict[str, str]:
+    """Return the wrong programs by their mistakes, after the solution, whose name is ""."""
+    solved = solutions()[number]
+    found = {"": solved["program"]}
+    if f"{number} as before" in hints():
+        found["as before"] = solved["broken"]
+    for section, hint in hints().items():
+        if section.startswith(f"{number} ") and hint.replace:
+            changed = solved["program"].replace(hint.replace, hint.by)
+            found[section.removeprefix(f"{number} ")] = changed
+    return found
+
+
+def defined(number: str, program: str, name: str) -> Callable[..., Any]:
+    """Return the function or class that a program defines, without running the rest of it."""
+    names: dict[str, Any] = {"__name__": f"exercise_{number.replace('.', '_')}"}
+    for source in (solutions()[number]["setup"], program):
+        tree = ast.parse(source)
+        tree.body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+        exec(compile(tree, f"exercise {number}", "exec"), names)
+    return names[name]
+
+
+@cache
+def _outcome(comparison: Comparison, mistake: str, world_size: int) -> Outcome:
+    program = programs(comparison.number)[mistake]
+    answer = defined(comparison.number, program, comparison.name)
+    how = {"world_size": world_size, "backend": "gloo", "timeout": TIMEOUT}
+    with redirect_stdout(io.StringIO()):
+        try:
+            return outcome_of(run(filled, comparison.worker, answer, **how))
+        except tuple(FAILURES) as error:
+            return outcome_of(error)
+
+
+def outcome_of(ended: Result | Exception) -> Outcome:
+    """Return what a run did, by its result or its error."""
+    if isinstance(ended, Exception):
+        failures = getattr(ended, "failures", {}).values()
+        return Outcome([type(ended).__name__, *sorted({one.type for one in failures})], [], [])
+    ranks = range(len(ended))
+    sent = [round(sum(row.sent for row in ended.trace.summary(rank=r).rows)) for r in ranks]
+    return Outcome([], list(ended), sent)

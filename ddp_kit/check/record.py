@@ -1,0 +1,141 @@
+"""Records to beat: an answer has a score, which is the lower the better, and a picture.
+
+Each of three goals that is reached is a part of the task. The best known answer is the solution,
+which is scored in the same way, so a learner can beat it.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from ddp_kit.check.compared import defined
+from ddp_kit.check.grader import Exercise, Grader, register
+from ddp_kit.check.hints import PLACE, Steps, solutions
+from ddp_kit.check.partial_credit import Credit
+from ddp_kit.errors import ExerciseError
+from ddp_kit.trace import Trace
+from ddp_kit.trace.schedule import schedule
+
+ROUNDING = 1 + 1e-9
+
+
+class Span(NamedTuple):
+    """What a rank does, `label`, from `start` to `end`: a box in the picture."""
+
+    rank: int
+    start: float
+    end: float
+    label: str
+
+
+class Score(NamedTuple):
+    """What an answer reached, and the spans of the picture of it."""
+
+    value: float
+    spans: list[Span]
+
+
+@dataclass(frozen=True, eq=False)
+class Record(Exercise):
+    """A task whose answers have a score.
+
+    unit: of the score, "rounds". goals: three scores, the easiest first. along: what the picture's
+    axis shows, "seconds". grade: scores an answer, or fails with what is wrong with it.
+    """
+
+    unit: str = ""
+    goals: tuple[float, float, float] = (0, 0, 0)
+    along: str = ""
+
+    @property
+    def parts(self) -> list[str]:
+        """The three goals, each of which is worth a point."""
+        return [f"at most {goal:,.6g} {self.unit}" for goal in self.goals]
+
+    def check(self, answer: Callable[..., Any], step: int | None) -> Credit:
+        """Score an answer, and raise if it is wrong or reaches no goal. step: of the hint."""
+        steps = Steps(self.number, step)
+        with steps.counted():
+            score = self._score(answer, steps)
+        best, reached = self.best(), [score.value <= ROUNDING * goal for goal in self.goals]
+        stars = "".join("★" if one else "☆" for one in reached)
+        known = f"the best known answer has {best.value:,.6g}"
+        if score.value * ROUNDING < best.value:
+            known = f"that beats the best known answer, which has {best.value:,.6g}"
+        print(f"Exercise {self.number}: {stars} {score.value:,.6g} {self.unit}; {known}.")
+        credit = Credit(dict(zip(self.parts, reached, strict=True)))
+        credit.picture = self._picture(score, best)
+        return credit
+
+    def credit(self, answer: Callable[..., Any], seconds: float) -> Credit:
+        """Return which goals an answer reaches. seconds: for all its runs together."""
+        steps = Steps(self.number, PLACE, is_last=True)
+        try:
+            score = self._score(answer, steps, time.monotonic() + seconds)
+        except (ExerciseError, NotImplementedError) as error:
+            return Credit(dict.fromkeys(self.parts, False), {"": str(error)})
+        reached = [score.value <= ROUNDING * goal for goal in self.goals]
+        return Credit(dict(zip(self.parts, reached, strict=True)))
+
+    def best(self) -> Score:
+        """Return the score of the best known answer."""
+        return _best(self)
+
+    def _score(self, answer: Callable[..., Any], steps: Steps, end: float | None = None) -> Score:
+        grader = Grader(self, answer, steps, end=end)
+        score = self.grade(grader)
+        easiest = self.goals[0]
+        if score.value > ROUNDING * easiest:
+            few = f"right, but {score.value:,.6g} {self.unit} where at most {easiest:,.6g}"
+            grader.fail(f"{few} are the first goal", hint="no goal")
+        return score
+
+    def _picture(self, score: Score, best: Score) -> Any:
+        from ddp_kit.plot.schedules import schedules  # ranks load no matplotlib
+
+        drawn = {"your answer": score, "the best known": best}
+        titles = {f"{name}: {each.value:,.6g} {self.unit}": each for name, each in drawn.items()}
+        title = f"Exercise {self.number}, {self.form}"
+        return schedules({name: each.spans for name, each in titles.items()}, title, self.along)
+
+
+def record(
+    number: str, form: str, unit: str, goals: tuple[float, float, float], along: str = "round"
+) -> Callable[[Callable[[Grader], Score]], Callable[[Grader], Score]]:
+    """Register how an answer is scored, as `kit.check.exercise_2_9`. For the others, see Record."""
+
+    def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
+        known = (number, "record", form, "", grade, (), (), (), {}, True)
+        about = f"Score `{form}` in {unit}: fewer are better."
+        register(Record(*known, unit, goals, along), about, grade.__module__)
+        return grade
+
+    return add
+
+
+@cache
+def _best(task: Record) -> Score:
+    answer = defined(task.number, solutions()[task.number]["program"], task.form.partition("(")[0])
+    with redirect_stdout(io.StringIO()):
+        return task.grade(Grader(task, answer, Steps(task.number, PLACE)))
+
+
+def rounds(trace: Trace) -> Score:
+    """Score a run by its rounds, in each of which a rank sends or receives one message."""
+    at = schedule(trace).at
+    taken = [message for message in trace.messages() if message.recv is not None]
+    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.dst))
+    busy = [0] * trace.world_size  # rounds that a rank has finished
+    spans = []
+    for message in taken:
+        end = max(busy[message.src], busy[message.dst]) + 1
+        busy[message.src] = busy[message.dst] = end
+        spans.append(Span(message.src, end - 1, end, f"to {message.dst}"))
+        spans.append(Span(message.dst, end - 1, end, f"from {message.src}"))
+    return Score(max(busy), spans)

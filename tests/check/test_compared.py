@@ -1,0 +1,26 @@
+"""Answers that are compared with the solution: each known mistake is found by its program."""
+
+from __future__ import annotations
+
+import pytest
+from answers import assert_mistake
+
+import ddp_kit as kit
+from ddp_kit.check.compared import defined, programs
+from ddp_kit.check.hints import hints, solutions
+
+CHECKS = {
+    check.exercise.number: check
+    for check in (getattr(kit.check, name) for name in kit.check.__all__ if name != "credit")
+}
+CHANGED = [tuple(name.split(" ", 1)) for name, hint in hints().items() if hint.replace]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("number", "mistake"), CHANGED)
+def test_a_changed_solution_makes_its_mistake(number, mistake):
+    hint = hints()[f"{number} {mistake}"]
+    assert solutions()[number]["program"].count(hint.replace) == 1
+    check = CHECKS[number]
+    name = check.exercise.form.partition("(")[0]
+    assert_mistake(check, defined(number, programs(number)[mistake], name), mistake)
