@@ -26,8 +26,8 @@ _refused: set[str] = set()  # the files that could not be written, each reported
 
 
 def in_order(number: str) -> tuple[int, bool, int | str]:
-    """Return by what exercises are sorted: those in lesson 4, such as 4.a, are before 4.1."""
-    lesson, _, rest = number.partition(".")
+    """Return by what tasks are sorted: 4.a, which is in lesson 4, before 4.1; projects last."""
+    lesson, _, rest = number.replace("P", "99.").partition(".")
     return int(lesson), rest.isdigit(), int(rest) if rest.isdigit() else rest
 
 
@@ -40,8 +40,7 @@ def recorded(check: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(check)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         named = check if check.__name__ != "credit" else next(iter(args), None)
-        name = getattr(named, "__name__", "")
-        with recording(name.removeprefix("exercise_").replace("_", ".")) as line:
+        with recording(getattr(getattr(named, "exercise", None), "number", "")) as line:
             outcome = check(*args, **kwargs)
             line |= _parts(outcome)
             if isinstance(outcome, float):

@@ -56,7 +56,7 @@ FAILURES: dict[type[Exception], str] = {
 class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
-    number: "4.1", or "4.a" if it is in the lesson itself. kind: "gap" for missing lines, "function"
+    number: "4.1", "4.a" if it is in the lesson itself, or "P1" for a project. kind: "gap" for missing lines, "function"
     for a whole function, "hunt" for a program to repair. form: how the answer is called,
     "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
     the answer in one case, and returns if it is right. cases: each is a number of ranks or other
@@ -76,11 +76,6 @@ class Exercise:
     others: Sequence[str]
     on_failure: Mapping[type[Exception], str | Callable[[Any], str]]
     collectives: bool
-
-    @property
-    def name(self) -> str:
-        """The name of its check, "exercise_4_1"."""
-        return f"exercise_{self.number.replace('.', '_')}"
 
     @property
     def parts(self) -> list[str]:
@@ -160,13 +155,19 @@ def exercise(
     return add
 
 
+def name_of(number: str) -> str:
+    """Return the name of a check: "4.1" has exercise_4_1, and "P1" project_1."""
+    kind = "project" if number[0] == "P" else "exercise"
+    return f"{kind}_{number.removeprefix('P').replace('.', '_')}"
+
+
 def register(task: Any, about: str, module: str) -> None:
     """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
 
     def check(answer: Any, *, hint: int | None = None) -> Credit:
         return task.check(answer, hint)
 
-    check.__name__ = check.__qualname__ = f"exercise_{task.number.replace('.', '_')}"
+    check.__name__ = check.__qualname__ = name_of(task.number)
     check.__module__ = module
     check.__doc__ = (
         f"{about}\n\n"
@@ -207,7 +208,7 @@ class Grader:
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # the output of each run
-        check = f"kit.check.{exercise.name}"
+        check = f"kit.check.{name_of(exercise.number)}"
         name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"

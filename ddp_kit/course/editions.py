@@ -53,6 +53,8 @@ _PATTERNS = (
     "[0-9][0-9]_*.ipynb",
     "exercises/[0-9][0-9]_*.ipynb",
     "solutions/[0-9][0-9]_*.ipynb",
+    "projects/[0-9]_*.ipynb",
+    "projects/[0-9]_*.py",
     "scripts/[0-9][0-9]_*.py",
     "scripts/train.py",
     "scripts/job.sh",

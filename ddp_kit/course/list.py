@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """Return the table of all tasks."""
-    lessons = {file.stem[:2]: file.stem for file in editions.files() if len(file.parts) == 1}
+    files = editions.files()
+    lessons = {file.stem[:2]: file.stem for file in files if len(file.parts) == 1}
+    lessons |= {f"P{f.stem[0]}": f.stem[2:] for f in files if f.parts[0] == "projects"}
     exercises = [getattr(check, name).exercise for name in check.__all__ if name != "credit"]
     rows = [
         [each.number, each.kind, lessons[each.number.split(".")[0].zfill(2)], "; ".join(each.parts)]

@@ -28,7 +28,7 @@ from ddp_kit.progress_file import RANKS_CELL, in_order
 MOST = 10  # mistakes and parts that are listed
 NAMED = 5  # learners in a row of the table
 PICTURE = "progress.png"
-EXERCISE = re.compile(r"[0-9]{1,2}\.([0-9]{1,2}|[a-z])")
+EXERCISE = re.compile(r"P[0-9]|[0-9]{1,2}\.([0-9]{1,2}|[a-z])")
 CELL, ROW, HEAD, KEY = 0.36, 0.22, 0.6, 0.35  # inches
 # Colours that no rank has; the fill of a box, its edge, and the text in the key.
 PASSED = "#3c7d78", "#a6a6a6", "passed"
