@@ -56,9 +56,9 @@ FAILURES: dict[type[Exception], str] = {
 class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
-    number: "4.1", "4.a" if it is in the lesson itself, or "P1" for a project. kind: "gap" for missing lines, "function"
-    for a whole function, "hunt" for a program to repair. form: how the answer is called,
-    "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
+    number: "4.1", "4.a" if it is in the lesson itself, or "P1" for a project. kind: "gap" for
+    missing lines, "function" for a whole function, "hunt" for a program to repair. form: how the
+    answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
     the answer in one case, and returns if it is right. cases: each is a number of ranks or other
     arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
