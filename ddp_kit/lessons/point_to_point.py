@@ -1,4 +1,4 @@
-# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. 64ff30c9c6cd
+# Made from notebooks/01_point_to_point.ipynb by `make editions`: edit that, not this. d347f893ba20
 """Point-to-point: one rank sends, one receives."""
 
 import torch
@@ -17,6 +17,19 @@ def blocking(rank, world_size):
     elif rank + 1 < world_size:
         dist.send(tensor, dst=rank + 1)
     return {"before": before, "after": tensor}
+
+
+def take_turns(rank, world_size):
+    tensor = torch.tensor([10 * rank], device=kit.device())
+    received = torch.empty_like(tensor)
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    if rank % 2 == 0:
+        dist.send(tensor, dst=right)
+        dist.recv(received, src=left)
+    else:
+        dist.recv(received, src=left)
+        dist.send(tensor, dst=right)
+    return received.item()
 
 
 def immediate(rank, world_size):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import pytest
 import torch
 import torch.distributed as dist
 from answers import assert_mistake, error_text, mistake
 
 import ddp_kit as kit
-from ddp_kit.lessons.ring_allreduce import exchange, neighbours
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import solutions
 
 
 @pytest.mark.parametrize(
@@ -78,48 +81,65 @@ def test_a_counter_that_is_sent_twice(counter, rounds):
             counter += 1
 
 
-@mistake(
-    "1.2",
-    "other way round",
-    "shift(tensor) on 3 ranks: wrong result\n",  # on 2 both ways are one
-    "rank 0 should return [30, 31, 32, 33] but returns [20, 21, 22, 23]\n",
-)
-def test_a_shift_the_other_way(tensor):
-    left, right = neighbours()
+def ends(distance):
+    """Return the ranks to which this one sends, and from which it receives."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return (rank + distance) % n, (rank - distance) % n
+
+
+def ordered(tensor, dst, src, sends_first):
+    """Send and receive in an order, and return what came."""
     arriving = torch.empty_like(tensor)
-    exchange(tensor, left, arriving, right)
+    if sends_first:
+        dist.send(tensor, dst)
+    dist.recv(arriving, src)
+    if not sends_first:
+        dist.send(tensor, dst)
     return arriving
 
 
-def as_a_batch(tensor):
-    rank, n = dist.get_rank(), dist.get_world_size()
+def test_an_order_by_the_number_of_rings_passes_as_well(capsys):
+    def shift(tensor, distance):
+        in_ring = dist.get_rank() >= gcd(distance, dist.get_world_size())
+        return ordered(tensor, *ends(distance), sends_first=in_ring)
+
+    kit.check.exercise_1_2(shift)
+    assert capsys.readouterr().out.startswith("Exercise 1.2: right ")
+
+
+@mistake(
+    "1.2",
+    "one ring hangs",
+    "shift(tensor, distance=2) on 4 ranks: it deadlocks\n",
+)
+def test_a_shift_in_which_even_ranks_send_first(tensor, distance):
+    return ordered(tensor, *ends(distance), sends_first=dist.get_rank() % 2 == 0)
+
+
+@mistake("1.2", "not blocking", "distance=1) on 2 ranks: right, but ")
+def test_a_shift_as_a_batch(tensor, distance):
+    dst, src = ends(distance)
     arriving = torch.empty_like(tensor)
-    sending = dist.P2POp(dist.isend, tensor, (rank + 1) % n)
-    receiving = dist.P2POp(dist.irecv, arriving, (rank - 1) % n)
+    sending = dist.P2POp(dist.isend, tensor, dst)
+    receiving = dist.P2POp(dist.irecv, arriving, src)
     for work in dist.batch_isend_irecv([sending, receiving]):
         work.wait()
     return arriving
 
 
-def in_turns(tensor):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    arriving = torch.empty_like(tensor)
-    if rank % 2 == 0:
-        dist.send(tensor, (rank + 1) % n)
-    dist.recv(arriving, (rank - 1) % n)
-    if rank % 2 == 1:
-        dist.send(tensor, (rank + 1) % n)
-    return arriving
-
-
-@pytest.mark.parametrize("shift", [as_a_batch, in_turns])
-def test_other_right_shifts_pass_as_the_solution_says(shift, capsys):
-    kit.check.exercise_1_2(shift)
-    assert capsys.readouterr().out.startswith("Exercise 1.2: right ")
+@mistake(
+    "1.2",
+    "other way round",
+    "shift(tensor, distance=1) on 3 ranks: wrong result\n",  # on 2 both ways are one
+    "rank 0 should return [30, 31, 32, 33] but returns [20, 21, 22, 23]\n",
+)
+def test_a_shift_the_other_way(tensor, distance):
+    src, dst = ends(distance)
+    return ordered(tensor, dst, src, sends_first=dst > dist.get_rank())
 
 
 def test_a_shift_that_does_not_wait_for_its_send(capsys):
-    def shift(tensor):
+    def shift(tensor, distance):
         rank, n = dist.get_rank(), dist.get_world_size()
         arriving, thanks = torch.empty_like(tensor), torch.empty(1)
         work = dist.isend(tensor, (rank + 1) % n)
@@ -137,7 +157,7 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
     words = "which may still be in flight; keep what it returns and call wait()\n"
     line = shift.__code__.co_firstlineno + 3
     assert text == (
-        "exercise 1.2, shift(tensor) on 2 ranks: "
+        "exercise 1.2, shift(tensor, distance=1) on 2 ranks: "
         "some operations were started but never waited for\n"
         f"rank 0 never waited for isend(dst=1), {words}"
         f"rank 1 never waited for isend(dst=0), {words}"
@@ -148,18 +168,16 @@ def test_a_shift_that_does_not_wait_for_its_send(capsys):
 
 
 @mistake("1.2", "overwritten", "rank 0 should hold [10, 11, 12, 13] but holds [20, 21, 22, 23]")
-def test_a_shift_that_writes_over_the_tensor(tensor):
-    left, right = neighbours()
-    exchange(tensor.clone(), right, tensor, left)
-    return tensor
+def test_a_shift_that_writes_over_the_tensor(tensor, distance):
+    dst, src = ends(distance)
+    return tensor.copy_(ordered(tensor, dst, src, sends_first=dst > dist.get_rank()))
 
 
 @mistake("1.2", "too many messages", "right, but 64 bytes were sent where 32 would be enough\n")
-def test_a_shift_that_sends_twice(tensor):
-    left, right = neighbours()
-    arriving = torch.empty_like(tensor)
+def test_a_shift_that_sends_twice(tensor, distance):
+    dst, src = ends(distance)
     for _ in range(2):
-        exchange(tensor, right, arriving, left)
+        arriving = ordered(tensor, dst, src, sends_first=dst > dist.get_rank())
     return arriving
 
 
@@ -268,3 +286,81 @@ def stream(sent=(3, 1, 4), returned=True, times=1):
 )
 def test_a_stream_that_is(wrong, name, fact):
     assert_mistake(kit.check.exercise_1_4, stream(**wrong), name, fact)
+
+
+def test_work_for_which_the_ranks_ask_passes(capsys):
+    def distribute(tasks, work):
+        rank, n = dist.get_rank(), dist.get_world_size()
+        if rank > 0:
+            message = torch.tensor([-1, 0])  # it has no result yet
+            while True:
+                dist.send(message, 0)
+                dist.recv(message, 0)
+                if message[0] < 0:
+                    return None
+                message[1] = work(message[1].item())
+        if n == 1:
+            return list(map(work, tasks))
+        results, waiting, message, working = {}, list(enumerate(tasks)), torch.tensor([0, 0]), n - 1
+        while working:
+            src = dist.recv(message)
+            place, result = message.tolist()
+            results[place] = result
+            working -= not waiting
+            dist.send(torch.tensor(waiting.pop() if waiting else [-1, 0]), src)
+        return [results[place] for place in range(len(tasks))]
+
+    kit.check.exercise_1_6(distribute)
+    assert capsys.readouterr().out == (
+        "Exercise 1.6: right on 1, 2, 3 and 4 ranks, each task done once, by whoever is free.\n"
+    )
+
+
+def distribute(changes):
+    """Return the solution of 1.6 with these changes."""
+    program = solutions()["1.6"]["program"]
+    for right, wrong in changes.items():
+        assert program.count(right) == 1
+        program = program.replace(right, wrong)
+    return defined("1.6", program, "distribute")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "name", "fact"),
+    [
+        ("{}, list(range(1, world_size))", "{}, [1]", "waits for the slowest", "deadlocks"),
+        ("dist.recv(result) ", "dist.recv(result, min(given)) ", "waits for the slowest", "tag=7"),
+        ("return results", "return sorted(results)", "as they arrived", "returns [-13, -7, -3]"),
+        ("return results", "return None", "other results", "[-7, -3, -13] but returns None"),
+        ("range(len(tasks))", "[0, *range(len(tasks))]", "not once", "done are [3, 5, 5, 8]"),
+        (
+            "range(len(tasks))",
+            "range(1, len(tasks))",
+            "not once",
+            "those that were done are [3, 8]",
+        ),
+        (
+            "list(range(len(tasks)))",
+            "list(range(1, len(tasks)))\n    results[:1] = map(work, tasks[:1])",
+            "rank 0 works",
+            "rank 0 has done tasks itself",
+        ),
+        ("in range(1, world_size):\n", "in [1]:\n", "no end", "rank 2 was waiting for rank 0"),
+        ("[1, tasks[place]]", "[int(tasks[place] != -1), tasks[place]]", "taken for the end", "-1"),
+    ],
+)
+def test_work_that_is_handed_out_wrongly(right, wrong, name, fact):
+    assert_mistake(kit.check.exercise_1_6, distribute({right: wrong}), name, fact)
+
+
+def test_work_for_which_more_is_sent_than_needed():
+    handed = "dist.send(torch.tensor([1, tasks[place]]), dst)"
+    more = {
+        "            dist.send(torch.tensor([work": (
+            "            for _ in range(3):\n                dist.recv(message, 0)\n"
+            "            dist.send(torch.tensor([work"
+        ),
+        handed: "\n            ".join([handed] * 4),
+    }
+    fact = "right, but 16 messages were sent where 8 would be enough"
+    assert_mistake(kit.check.exercise_1_6, distribute(more), "too many messages", fact)
