@@ -17,6 +17,8 @@ from ddp_kit.progress_file import in_order
 
 for _module in iter_modules(__path__):  # each registers its exercises
     import_module(f"{__name__}.{_module.name}")
+# The module project_1 has the same name as the check in it, which is what learners call.
+globals().update({name: check for name, check in EXERCISES.items() if name in globals()})
 
 _in_order = sorted(EXERCISES, key=lambda name: in_order(EXERCISES[name].exercise.number))
 __all__ = ["credit", *_in_order]

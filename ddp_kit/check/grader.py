@@ -78,14 +78,23 @@ class Exercise:
     collectives: bool
 
     @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        return f"exercise {self.number}"
+
+    @property
     def parts(self) -> list[str]:
         """The names of its parts, each of which is worth a point."""
         return list(dict.fromkeys([*self.names, *self.others]))
 
+    def grader(self, *args: Any) -> Grader:
+        """Return what grades an answer. args: those of Grader after the first."""
+        return Grader(self, *args)
+
     def check(self, answer: Callable[..., Any], step: int | None) -> Credit:
         """Grade an answer, and raise at the first mistake. step: of the hint; None for the next."""
         steps = Steps(self.number, step)
-        grader = Grader(self, answer, steps)
+        grader = self.grader(answer, steps)
         with steps.counted():
             for number in range(len(self.cases)):
                 grader.try_case(number)
@@ -100,7 +109,7 @@ class Exercise:
         wrong: dict[str, str] = {}
         steps = Steps(self.number, PLACE, is_last=True)
         try:
-            grader = Grader(self, answer, steps, wrong, time.monotonic() + seconds)
+            grader = self.grader(answer, steps, wrong, time.monotonic() + seconds)
         except ExerciseError as error:
             return Credit({}, {"": str(error)})
         for number, name in enumerate(self.names):
@@ -161,12 +170,13 @@ def name_of(number: str) -> str:
     return f"{kind}_{number.removeprefix('P').replace('.', '_')}"
 
 
-def register(task: Any, about: str, module: str) -> None:
+def register(task: Any, about: str, module: str, check: Callable[..., Credit] | None = None) -> None:
     """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
 
-    def check(answer: Any, *, hint: int | None = None) -> Credit:
+    def with_hint(answer: Any, *, hint: int | None = None) -> Credit:
         return task.check(answer, hint)
 
+    check = check or with_hint
     check.__name__ = check.__qualname__ = name_of(task.number)
     check.__module__ = module
     check.__doc__ = (
@@ -208,14 +218,18 @@ class Grader:
         self._result: Result | None = None  # of the latest run
         self._case = ""
         self._printed: list[str] = []  # the output of each run
-        check = f"kit.check.{name_of(exercise.number)}"
+        self.check_form()
+
+    def check_form(self) -> None:
+        """Refuse an answer that cannot be called in the form that is asked for."""
+        answer, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
         name, _, parameters = self.form.rstrip(")").partition("(")
         if not callable(answer):
             got = "None" if answer is None else f"a value of type {type(answer).__name__}"
-            self._refuse(f"{check}({name}) expects your function or class itself; got {got}")
+            self.refuse(f"{check}({name}) expects your function or class itself; got {got}")
         if not _takes(answer, [part for part in parameters.split(", ") if part]):
             given = f"{getattr(answer, '__name__', 'yours')}{inspect.signature(answer)}"
-            self._refuse(
+            self.refuse(
                 f"your answer must accept the call {self.form}, but it is defined as {given}"
             )
 
@@ -370,7 +384,7 @@ class Grader:
             return
         if self._printed:
             print(self._printed[-1], end="")
-        lines = [f"exercise {self.exercise.number}, {self._case}: {fact}", *details]
+        lines = [f"{self.exercise.title}, {self._case}: {fact}", *details]
         wrong = ExerciseError(
             "\n".join(lines),
             error,
@@ -386,8 +400,9 @@ class Grader:
 
     def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
-        print(self._printed[0], end="")
-        print(f"Exercise {self.exercise.number}: {self.exercise.praise}.")
+        print(*self._printed[:1], end="")
+        title = self.exercise.title
+        print(f"{title[0].upper()}{title[1:]}: {self.exercise.praise}.")
         return Credit(self.parts)
 
     def _check_waits(self) -> None:
@@ -403,8 +418,9 @@ class Grader:
             self._printed[-1] = self._printed[-1].removesuffix(warning)
             self.fail("some operations were started but never waited for", *unawaited)
 
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ExerciseError(f"exercise {self.exercise.number}: {reason}")
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ExerciseError for an answer that cannot be tried."""
+        raise ExerciseError(f"{self.exercise.title}: {reason}")
 
 
 def _takes(answer: Callable[..., Any], parameters: list[str]) -> bool:

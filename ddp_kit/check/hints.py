@@ -92,11 +92,14 @@ class Steps:
         step = min(_failed[number] + 1, PLACE) if step is None else step
         if step not in (SYMPTOM, QUESTION, PLACE, SOLUTION):
             raise ExerciseError(f"hint must be 1, 2, 3 or 4, got {step!r}")
+        if step == SOLUTION and number[0] == "P":
+            raise ExerciseError("hint must be 1, 2 or 3: a project has no printed solution")
         limit = os.environ.get(LIMIT, str(SOLUTION))
         if limit not in ("1", "2", "3", "4"):
             raise ExerciseError(f"{LIMIT} must be 1, 2, 3 or 4, got {limit!r}")
-        self._number, self._step = number, min(step, int(limit))
-        self._more = not is_last and self._step < int(limit)
+        last = min(int(limit), PLACE if number[0] == "P" else SOLUTION)
+        self._number, self._step = number, min(step, last)
+        self._more = not is_last and self._step < last
 
     @contextmanager
     def counted(self) -> Iterator[None]:
