@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.project_2 import BATCH, LINK, MODEL, STEPS
+import ddp_kit
+from ddp_kit.check.project_2 import BATCH, LINK, MODEL
 from ddp_kit.lessons._gpt import Block
 from ddp_kit.lessons.pipeline_parallel import order
 from ddp_kit.lessons.tensor_parallel import cut_block
-from ddp_kit.model import Plan
+from ddp_kit.model import Plan, chunked_ring
 
-START = Path(__file__).parents[2] / "notebooks" / "projects" / "2_too_large_for_one_rank.py"
+START = Path(ddp_kit.__file__).parents[1] / "notebooks/projects/2_too_large_for_one_rank.py"
 given = runpy.run_path(str(START))
 CONFIG, batch, fill = (given[name] for name in ("CONFIG", "batch", "fill"))
 make_optimizer = given["make_optimizer"]
@@ -111,3 +112,38 @@ def train_with(plan, rank, world_size, steps):
             losses.append(loss.item() / plan.dp)
         optimizer.step()
     return losses
+
+
+def train(rank, world_size, steps):
+    return train_with(PLAN, rank, world_size, steps)
+
+
+def parameters(stage, plan=PLAN):
+    """Return the numbers in a rank's parameters."""
+    cut = MODEL.layers // plan.pp * MODEL.layer_weights / plan.tp
+    whole = MODEL.layers // plan.pp * MODEL.layer_vectors
+    first = (stage == 0) * MODEL.embeddings
+    last = (stage == plan.pp - 1) * (MODEL.head + 2 * MODEL.width)
+    return cut + whole + first + last
+
+
+def sent(rank, plan=PLAN):
+    """Return how many bytes a rank sends in one step."""
+    stage = rank // plan.tp % plan.pp
+    neighbours = (stage > 0) + (stage < plan.pp - 1)
+    reduces = 4 * MODEL.layers // plan.pp * plan.micro_batches
+    tp = reduces * 2 * (plan.tp - 1) / plan.tp * BYTES
+    pp = neighbours * plan.micro_batches * BYTES
+    dp = 2 * (plan.dp - 1) / plan.dp * 8 * parameters(stage, plan)
+    return tp + pp + dp
+
+
+def seconds(plan=PLAN):
+    """Return how long a step takes on LINK: the micro-batches, the bubble, and the gradients."""
+    reduces = 4 * MODEL.layers // plan.pp
+    each = reduces * chunked_ring(plan.tp, BYTES, LINK.alpha, LINK.beta)
+    each += min(2, plan.pp - 1) * (LINK.alpha + LINK.beta * BYTES)
+    tensors = 2 + MODEL.layers // plan.pp * 10  # embeddings, and those of the blocks
+    average = parameters(0, plan) * 8 / tensors
+    gradients = tensors * chunked_ring(plan.dp, average, LINK.alpha, LINK.beta)
+    return (plan.micro_batches + plan.pp - 1) * each + gradients
