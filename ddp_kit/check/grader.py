@@ -173,7 +173,9 @@ def name_of(number: str) -> str:
     return f"{kind}_{number.removeprefix('P').replace('.', '_')}"
 
 
-def register(task: Any, about: str, module: str, check: Callable[..., Credit] | None = None) -> None:
+def register(
+    task: Any, about: str, module: str, check: Callable[..., Credit] | None = None
+) -> None:
     """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
 
     def with_hint(answer: Any, *, hint: int | None = None) -> Credit:
