@@ -1,9 +1,9 @@
 """Graders: each runs an answer to an exercise on real ranks and explains what is wrong with it.
 
-`kit.check.exercise_4_1(chunked_ring)` prints one line if the answer is right. Otherwise it raises
+`kit.check.exercise_4_1(reduce_scatter)` prints one line if the answer is right. Otherwise it raises
 NotImplementedError for a stub, or ExerciseError for an answer that is not right yet. It returns
 which parts of the exercise hold, as a float from 0 to 1, which is 1 if it does not raise.
-`kit.check.credit(kit.check.exercise_4_1, chunked_ring)` tries all parts, and does not raise.
+`kit.check.credit(kit.check.exercise_4_1, reduce_scatter)` tries all parts, and does not raise.
 With DDP_KIT_PROGRESS, each check adds a line to that file; see ddp_kit/progress_file.py.
 """
 

@@ -1,4 +1,4 @@
-"""Graders of lesson 07: a scatter of uneven shards, and a loss in parts."""
+"""Graders of lesson 07: DataParallel by hand, uneven shards, and batches in parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,111 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import SENT, Grader, by_size, exercise, same
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 WIDTH = 3
 SHARDS = ([2, 1], [1, 2, 4], [3], [3, 3, 3, 1], [1, 5, 1, 2, 2])
+
+
+@compared("7.a", "scatter(batch, places)", sizes=(1,))
+def _scatter(rank: int, world_size: int, scatter: Callable) -> dict[str, str]:
+    found = {}
+    for rows, count in ((6, 2), (6, 4), (5, 4)):
+        batch = torch.arange(float(rows))[:, None]
+        chunks = scatter(batch, [*[CPU] * (count - 1), META])
+        for place in range(count):
+            chunk = chunks[place] if place < len(chunks) else None
+            name = f"the chunk of device {place}, of {rows} rows on {count} devices"
+            found[name] = "no chunk" if chunk is None else _described(chunk, [batch])
+    return found
+
+
+@compared("7.b", "replicate(model, places)", sizes=(1,))
+def _replicate(rank: int, world_size: int, replicate: Callable) -> dict[str, Any]:
+    layer = nn.BatchNorm1d(2)
+    own = [*layer.parameters(), *layer.buffers()]
+    found: dict[str, Any] = {}
+    for place, replica in enumerate(replicate(layer, [CPU, CPU, META])):
+        for name, tensor in replica.items():
+            found[f"{name} of replica {place}"] = _described(tensor, own)
+    replicas = replicate(layer, [CPU] * 3)
+    for factor, replica in enumerate(replicas, 1):
+        loss = factor * replica["weight"].sum()
+        if loss.requires_grad:
+            loss.backward()
+    found["the gradient of the model's weight"] = layer.weight.grad
+    return found
+
+
+def _described(tensor: torch.Tensor, own: list[torch.Tensor]) -> str:
+    """Return a tensor's device, its numbers, and whether it shares them with one of these."""
+    if tensor.device != CPU:
+        return f"of shape {tuple(tensor.shape)} on {tensor.device}"
+    storages = [one.untyped_storage().data_ptr() for one in own]
+    shares = tensor.untyped_storage().data_ptr() in storages
+    numbers = [round(number, 3) for number in tensor.flatten().tolist()]
+    return f"{numbers} on cpu, {'shared' if shares else 'a copy'}"
+
+
+@compared("7.c", "ByHand(module, places)", sizes=(1,))
+def _by_hand(rank: int, world_size: int, by_hand: Callable) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for rows in (5, 2):
+        model = _model()
+        outputs = by_hand(model, [CPU] * 3)(_batch(rows))
+        if isinstance(outputs, torch.Tensor):
+            outputs.square().mean().backward()
+        found[f"the outputs of {rows} rows"] = _plain(outputs)
+        found[f"the gradient of {rows} rows"] = model.weight.grad
+    return found
+
+
+@compared("7.3", "in_parts(function, batch, n)", "for nested batches", kind="function", sizes=(1,))
+def _in_parts(rank: int, world_size: int, in_parts: Callable) -> dict[str, Any]:
+    labels, seen, model = torch.arange(5), [], _model()
+
+    def rows_of(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return 2 * x
+
+    def network(batch: dict) -> dict:
+        outputs = model(batch["images"])
+        loss = (outputs[:, 0] - batch["labels"]).square().mean()
+        return {"outputs": outputs, "loss": loss, "name": batch["name"], "none": batch["none"]}
+
+    def nested(batch: tuple) -> tuple:
+        images, (counts, scale) = batch[0]["images"], batch[1]
+        seen.append(
+            f"{type(batch).__name__} of {type(batch[0]).__name__}, {type(batch[1]).__name__}"
+        )
+        return counts * scale, [images, (counts, {"sum": images.sum()})]
+
+    found = {"the outputs of 6 rows in 3 parts": in_parts(rows_of, _batch(6), 3)}
+    found["the outputs of 5 rows in 4 parts"] = in_parts(rows_of, _batch(5), 4)
+    found["the rows of all these parts"] = seen[:]
+    found["the outputs of one part"] = in_parts(rows_of, _batch(4), 1)
+    batch = {"images": _batch(5), "labels": labels, "name": "train", "none": None}
+    outputs = in_parts(network, batch, 2)
+    outputs["outputs"].sum().backward()
+    found["the outputs of a dict"] = _plain(outputs)
+    found["the gradient"] = model.weight.grad
+    seen.clear()
+    found["the outputs of a tuple"] = _plain(
+        in_parts(nested, ({"images": _batch(5)}, [labels, 10]), 4)
+    )
+    found["the types of its parts"] = seen[:]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return nested outputs with lists of numbers in the place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _on_ranks(sizes: list[int]) -> str:

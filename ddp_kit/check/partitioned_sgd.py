@@ -1,4 +1,4 @@
-"""Graders of lesson 03: gradients averaged by weight, and in flat buckets."""
+"""Graders of lesson 03: gradients averaged by weight and in buckets, and k-means."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _average_weighted(grader: Grader, world_size: int) -> None:
     others=(SENT, SEPARATE),
 )
 def _average_in_buckets(grader: Grader, world_size: int) -> None:
-    for most, buckets in ((100, 1), (10, 3), (1, 6)):
+    for most, buckets in ((100, 1), (10, 3), (8, 4), (1, 6)):
         case = f"average_in_buckets(model, most={most})"
         given = [most] * world_size
         grader.run(_average, False, given, world_size=world_size, case=case)
@@ -157,6 +157,87 @@ def _cost(grader: Grader, calls: int, also: int = 0) -> None:
 
 
 hunt("3.3")
+
+
+POINTS = {2: (28, 12), 3: (24, 0, 16), 1: (40,), 4: (6, 0, 21, 13)}  # of each rank
+STEPS = 3
+
+
+@exercise(
+    "3.4",
+    "k_means(points, centroids, steps)",
+    "with one all_reduce a step",
+    kind="function",
+    cases=POINTS,
+    others=(SENT,),
+    where="on 1, 2, 3 and 4 ranks",
+)
+def _k_means(grader: Grader, world_size: int) -> None:
+    points, first = _points()
+    own = points.split(POINTS[world_size])
+    given = [(each.clone(), first.clone(), STEPS) for each in own]
+    case = f"{grader.form} with {name_counts(POINTS[world_size])} points"
+    without = "" if world_size < 3 else "no points"
+    result = grader.run(
+        _moved, given, world_size=world_size, case=case, failed=lambda error: without
+    )
+    found = [value["centroids"] for value in result]
+    alone, together, means = [first] * world_size, [first], first
+    for _ in range(STEPS):
+        alone = [_step(each, last) for each, last in zip(own, alone, strict=True)]
+        together.append(_step(points, together[-1]))
+        means = torch.stack([_step(each, means) for each in own]).mean(dim=0)
+    mistakes = {
+        "each rank alone": world_size > 1 and same(alone, found),
+        "mean of means": world_size > 1 and same([means] * world_size, found),
+        "other steps": any(same([each] * world_size, found) for each in together[:-1]),
+        "empty cluster": any(_moved_away(value, first[-1]) for value in found),
+        "other centroids": True,
+    }
+    grader.compare([together[-1]] * world_size, found, mistakes, verb="return")
+    for rank, value in enumerate(result):
+        if value["changed"]:
+            fact = f"right, but rank {rank} changed its {value['changed'][0]}"
+            grader.fail(fact, hint="arguments changed")
+    calls, hint = grader.collectives(), "too much travels"
+    if grader.result.trace.messages():
+        grader.fail("right, but it sends messages", hint=hint, part=SENT)
+    if len(calls) > STEPS:
+        fact = f"right, but {len(calls)} collectives were called in {STEPS} steps"
+        grader.fail(fact, hint=hint, part=SENT)
+    nbytes = 8 * STEPS * first.shape[0] * (first.shape[1] + 1)  # they may be float64
+    grader.check_collectives(nbytes, hint)
+
+
+def _points() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 40 points in order, and four centroids; the last one is far from all points."""
+    random = torch.Generator().manual_seed(3)
+    around = torch.tensor([[0.0, 0.0], [6.0, 0.0], [3.0, 5.0]])[torch.arange(40) % 3]
+    points = around + 2 * torch.randn(40, 2, generator=random, dtype=torch.float32)
+    first = torch.tensor([[-2.0, 4.0], [0.0, 5.0], [1.0, 6.0], [90.0, 90.0]])
+    return points[points[:, 0].argsort()], first
+
+
+def _step(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Return the centroids after one step with these points."""
+    nearest = torch.cdist(points, centroids).argmin(dim=1)
+    groups = [points[nearest == number] for number in range(len(centroids))]
+    moved = [g.mean(dim=0) if len(g) else c for g, c in zip(groups, centroids, strict=True)]
+    return torch.stack(moved)
+
+
+def _moved_away(found: object, empty: torch.Tensor) -> bool:
+    """Return whether the centroid without points is no longer where it was."""
+    return isinstance(found, torch.Tensor) and found.dim() > 0 and not same(empty, found[-1])
+
+
+def _moved(rank: int, world_size: int, k_means: Callable, given: Sequence[tuple]) -> dict:
+    points, centroids, steps = given[rank]
+    before = points.clone(), centroids.clone()
+    found = k_means(points, centroids, steps)
+    names = {"points": (points, before[0]), "centroids": (centroids, before[1])}
+    changed = [name for name, (now, then) in names.items() if not torch.equal(now, then)]
+    return {"centroids": found, "changed": changed}
 
 
 @compared("3.a", "DataPartitioner(data, sizes)")

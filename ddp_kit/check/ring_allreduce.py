@@ -1,16 +1,57 @@
-"""Graders of lesson 04: all_reduce as a ring of chunks, and as a pipeline of their pieces."""
+"""Graders of lesson 04: rings of chunks and of their pieces, and all_reduces that are fast."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import product
 
-from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place
+import torch
+
+from ddp_kit.check.compared import compared
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
+from ddp_kit.check.record import ROUNDING, Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Trace
+from ddp_kit.trace.events import Message
+from ddp_kit.trace.schedule import START, schedule
 
-SHAPES = ((60,), (7,), (3, 5), (2,))  # 60 divides by every world size; 2 is less than most
+LENGTHS = (2, 0, 3, 1, 5)  # of pieces; an empty one is among them
 AT_ONCE = "each piece is passed on at once"
+SMALL, LARGE = "a small tensor takes few messages in a row", "a large tensor moves few bytes"
+ALPHA = 50e-6  # seconds for a message
+FAST, SLOW = 1e-9, 1e-6  # seconds for a byte: 1 GB/s and 1 MB/s
+RANKS = 6  # of the record
+
+
+@compared("4.a", "whole_ring(tensor)")
+def _whole_ring(rank: int, world_size: int, ring: Callable) -> torch.Tensor:
+    return in_place(rank, world_size, ring, brought(world_size, 5))
+
+
+@compared("4.b", "reduce_chunks(chunks)")
+def _reduce_chunks(rank: int, world_size: int, reduce_chunks: Callable) -> dict:
+    chunks = brought(world_size, 9)[rank].tensor_split(world_size)
+    reduce_chunks(chunks)
+    return {"its complete chunk": chunks[(rank + 1) % world_size]}
+
+
+@compared("4.c", "gather_chunks(chunks)")
+def _gather_chunks(rank: int, world_size: int, gather_chunks: Callable) -> torch.Tensor:
+    tensor = brought(1, 7)[0]
+    chunks = tensor.tensor_split(world_size)
+    for number, chunk in enumerate(chunks):
+        if number != (rank + 1) % world_size:
+            chunk.fill_(torch.nan)
+    gather_chunks(chunks)
+    return tensor
+
+
+@compared("4.d", "break_even(n, alpha, per_byte)", sizes=(1,))
+def _break_even(rank: int, world_size: int, break_even: Callable) -> dict[str, float]:
+    asked = ((4, 50e-6, 1e-10), (3, 2e-6, 1e-10), (100, 50e-6, 1e-8), (2, 50e-6, 1e-10))
+    return {f"break_even{numbers}": float(break_even(*numbers)) for numbers in asked}
 
 
 def _divides(case: tuple) -> str:
@@ -19,16 +60,39 @@ def _divides(case: tuple) -> str:
 
 @exercise(
     "4.1",
-    "chunked_ring(tensor)",
-    "each rank sends 2(n-1)/n of the bytes",
-    on_failure={MismatchError: "lengths"},
+    "reduce_scatter(output, pieces)",
+    "each rank sends all pieces but one",
+    on_failure={MismatchError: "lengths", DeadlockError: "lengths"},
     collectives=False,
-    cases=product(SIZES, SHAPES),
+    cases=product(SIZES, (True, False)),
     others=(SENT,),
-    part=_divides,
+    part=lambda case: "pieces of one length" if case[1] else "pieces of different lengths",
 )
-def _chunked_ring(grader: Grader, world_size: int, shape: tuple[int, ...]) -> None:
-    _sum(grader, shape, world_size, f"chunked_ring(tensor of shape {shape})")
+def _reduce_scatter(grader: Grader, world_size: int, alike: bool) -> None:
+    lengths = [3] * world_size if alike else LENGTHS[:world_size]
+    held = [list(tensor.split(lengths)) for tensor in brought(world_size, sum(lengths))]
+    case = f"reduce_scatter(output, pieces of lengths {[*lengths]})"
+    result = grader.run(_scattered, held, world_size=world_size, case=case)
+    sums = [sum(each[1:], each[0]) for each in zip(*held, strict=True)]
+    found = [value["output"] for value in result]
+    mistakes = {
+        "as in the lesson": world_size > 1 and same([*sums[1:], sums[0]], found),
+        "own piece": [pieces[rank] for rank, pieces in enumerate(held)],
+        "other sum": True,
+    }
+    grader.compare(sums, found, mistakes)
+    kept = [value["pieces"] for value in result]
+    grader.compare(held, kept, "pieces changed", place=" in pieces")
+    for rank, length in enumerate(lengths):
+        sent, most = result.trace.bytes_sent(rank), 4 * (sum(lengths) - length)
+        grader.check_at_most(f" by rank {rank}", sent, most, "byte", "too many bytes")
+
+
+def _scattered(rank: int, world_size: int, reduce_scatter: Callable, held: list) -> dict:
+    pieces = [piece.clone() for piece in held[rank]]
+    output = torch.empty_like(pieces[rank])
+    reduce_scatter(output, pieces)
+    return {"output": output, "pieces": pieces}
 
 
 @exercise(
@@ -82,3 +146,116 @@ def _as_a_pipeline(grader: Grader, trace: Trace, rank: int, messages: int, piece
             hint="waits for all",
             part=AT_ONCE,
         )
+
+
+@exercise(
+    "4.3",
+    "all_reduce(tensor, alpha, beta)",
+    "as fast as doubling or the ring",
+    kind="function",
+    collectives=False,
+    cases=product((4, 2, 6, 3, 1), ((1000, FAST), (1000, SLOW), (10_000, SLOW))),
+    others=(SMALL, LARGE),
+    part=lambda case: "on 1, 2 and 4 ranks" if case[0] in (1, 2, 4) else "on 3 and 6 ranks",
+    where="on 1, 2, 3, 4 and 6 ranks",
+)
+def _all_reduce(grader: Grader, world_size: int, case: tuple[int, float]) -> None:
+    numel, beta = case
+    held, power = brought(world_size, numel), world_size & (world_size - 1) == 0
+    called = f"all_reduce(tensor of {4 * numel:,} bytes, alpha={ALPHA:g}, beta={beta:g})"
+    args = (in_place, held, ALPHA, beta)
+    partner = "" if power else "no partner"
+    result = grader.run(*args, world_size=world_size, case=called, failed=lambda error: partner)
+    mistakes = {UNCHANGED: held, "no partner": not power, "other sum": True}
+    grader.compare([sum(held[1:], held[0])] * world_size, result, mistakes)
+    taken, doubling = on_a_wire(result.trace, ALPHA, beta).value, _doubling(world_size, numel, beta)
+    enough = min(doubling, _ring(world_size, numel, beta))
+    if taken > ROUNDING * enough:
+        fact = f"right, but that takes {1e3 * taken:.3g} ms on this wire"
+        small = doubling == enough
+        hint, part = ("slow if small", SMALL) if small else ("slow if large", LARGE)
+        grader.fail(f"{fact} where {1e3 * enough:.3g} ms would be enough", hint=hint, part=part)
+
+
+def _doubling(n: int, numel: int, beta: float) -> float:
+    """Return the seconds of recursive doubling; ranks above a power of two have a partner."""
+    rounds = n.bit_length() - 1 + 2 * (n & (n - 1) > 0)
+    return rounds * (ALPHA + 4 * numel * beta)
+
+
+def _ring(n: int, numel: int, beta: float) -> float:
+    """Return the seconds of the chunked ring, whose steps last as long as the longest chunk."""
+    return 2 * (n - 1) * (ALPHA + 4 * math.ceil(numel / n) * beta)
+
+
+@record("4.4", "sum_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")
+def _sum_in_rounds(grader: Grader) -> Score:
+    held = brought(RANKS, 5)
+    result = grader.run(in_place, held, world_size=RANKS)
+    for event in grader.collectives():
+        grader.fail(f"{event.op} was called", hint="collective")
+    total = sum(held[1:], held[0])
+    mistakes = {
+        UNCHANGED: held,
+        "counted twice": all(bool((tensor >= total).all()) for tensor in result),
+        "numbers missing": True,
+    }
+    grader.compare([total] * RANKS, result, mistakes)
+    return on_a_wire(result.trace, 1, 0)
+
+
+def on_a_wire(trace: Trace, alpha: float, beta: float) -> Score:
+    """Score a run by its seconds, if each message takes alpha + beta seconds for each byte.
+
+    A rank can send one message and receive another one at the same time. A message begins when its
+    send and its receive have been posted, and nothing else takes time.
+    """
+    sent = [message for message in trace.messages() if message.recv is not None]
+    ends_of = [(message.send, message.recv) for message in sent]
+    number = {(e.rank, e.index): each for each, pair in enumerate(ends_of) for e in pair}
+    queues = [list(actions) for actions in schedule(trace).actions]
+    now, out, into = ([0.0] * trace.world_size for _ in range(3))  # by rank
+    posted: list[dict[str, float]] = [{} for _ in sent]  # when, by kind
+    begun: dict[int, float] = {}
+    ended: dict[int, float] = {}
+
+    def advance(rank: int) -> None:
+        queue = queues[rank]
+        while queue:
+            event, what = queue[0].event, queue[0].what
+            each = number.get((rank, event.index))
+            if each is not None:
+                posted[each].setdefault(event.kind, now[rank])
+                if what != START and each not in ended:
+                    return
+                now[rank] = now[rank] if what == START else max(now[rank], ended[each])
+            queue.pop(0)
+
+    def earliest(each: int) -> tuple[float, int, int]:
+        message = sent[each]
+        start = max(*posted[each].values(), out[message.src], into[message.dst])
+        return start, message.src, message.send.index
+
+    while True:
+        for rank in range(trace.world_size):
+            advance(rank)
+        ready = [each for each in range(len(sent)) if each not in ended and len(posted[each]) == 2]
+        if ready:
+            each = min(ready, key=earliest)
+            message, begun[each] = sent[each], earliest(each)[0]
+            ended[each] = begun[each] + alpha + beta * message.nbytes
+            out[message.src] = into[message.dst] = ended[each]
+        elif left := [rank for rank, queue in enumerate(queues) if queue]:
+            queues[min(left, key=lambda rank: now[rank])].pop(0)  # a send that was buffered
+        else:
+            return Score(max(ended.values(), default=0), _spans(sent, begun, ended))
+
+
+def _spans(sent: list[Message], begun: dict[int, float], ended: dict[int, float]) -> list[Span]:
+    """Return what each rank does when; what it sends and receives at one time is one span."""
+    labels: dict[tuple[int, float, float], list[str]] = {}
+    for each, message in enumerate(sent):
+        time = begun[each], ended[each]
+        labels.setdefault((message.src, *time), []).insert(0, f"to {message.dst}")
+        labels.setdefault((message.dst, *time), []).append(f"from {message.src}")
+    return [Span(*key, ", ".join(labels[key])) for key in sorted(labels)]

@@ -266,6 +266,15 @@ def test_one_call_for_each_gradient(model, most):
     bucketed(model, 1)
 
 
+@mistake(
+    "3.2",
+    "too much sent",
+    "most=8) on 2 ranks: right, but all_reduce was called 5 times where 4 would be enough\n",
+)
+def test_buckets_that_are_never_full(model, most):
+    bucketed(model, max(1, most - 1))
+
+
 def test_no_call_on_one_rank_is_right(capsys):
     def average_in_buckets(model, most):
         if dist.get_world_size() > 1:
@@ -273,3 +282,89 @@ def test_no_call_on_one_rank_is_right(capsys):
 
     kit.check.exercise_3_2(average_in_buckets)
     assert capsys.readouterr().out.startswith("Exercise 3.2: right on 1, 2, 3, 4 and 5 ranks")
+
+
+def k_means(
+    alone=False,
+    means=False,
+    steps_left_out=0,
+    keep_empty=True,
+    counts_of_all=True,
+    calls=1,
+    in_place=False,
+    skip_empty=False,
+):
+    """Return an answer to 3.4; each argument can make it wrong in one way."""
+
+    def answer(points, centroids, steps):
+        moved = centroids if in_place else centroids.clone()
+        for _ in range(steps - steps_left_out):
+            nearest = torch.cdist(points, moved).argmin(dim=1)
+            groups = [points[nearest == number] for number in range(len(moved))]
+            sums = torch.stack([group.sum(dim=0) for group in groups])
+            counts = torch.tensor([[float(len(group))] for group in groups])
+            if means:
+                own = torch.where(counts > 0, sums / counts.clamp(min=1), moved)
+                dist.all_reduce(own)
+                moved.copy_(own / dist.get_world_size())
+                continue
+            if skip_empty and len(points) == 0:
+                return moved
+            if not alone:
+                both = [sums, counts] if counts_of_all else [sums]
+                flat = torch.cat(both, dim=1)
+                for part in flat.chunk(calls):
+                    dist.all_reduce(part.contiguous() if calls == 1 else part)
+                sums, counts = flat[:, :2], flat[:, 2:] if counts_of_all else counts
+            new = sums / counts
+            moved.copy_(torch.where(counts > 0, new, moved) if keep_empty else new)
+        return moved
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "facts"),
+    [
+        (
+            {"alone": True},
+            "each rank alone",
+            ["k_means(points, centroids, steps) with 28 and 12 p"],
+        ),
+        (
+            {"means": True},
+            "mean of means",
+            ["on 2 ranks: wrong result\nrank 0 should return [-0.06"],
+        ),
+        ({"steps_left_out": 1}, "other steps", ["on 2 ranks: wrong result"]),
+        ({"keep_empty": False}, "empty cluster", ["nan, nan]"]),
+        ({"counts_of_all": False}, "other centroids", ["on 2 ranks: wrong result"]),
+        ({"in_place": True}, "arguments changed", ["right, but rank 0 changed its centroids"]),
+        ({"calls": 2}, "too much travels", ["right, but 6 collectives were called in 3 steps"]),
+        ({"skip_empty": True}, "no points", ["24, 0 and 16 points on 3 ranks: it deadlocks"]),
+    ],
+)
+def test_a_k_means_that_is(wrong, name, facts):
+    assert_mistake(kit.check.exercise_3_4, k_means(**wrong), name, *facts)
+
+
+def test_another_k_means_is_right(capsys):
+    assert kit.check.exercise_3_4(k_means()) == 1
+    assert capsys.readouterr().out == (
+        "Exercise 3.4: right on 1, 2, 3 and 4 ranks, with one all_reduce a step.\n"
+    )
+
+
+@mistake("3.4", "too much travels", "right, but 960 bytes were sent in collectives by rank 0 where")
+def test_a_k_means_that_gathers_all_points(points, centroids, steps):
+    room = torch.zeros(dist.get_world_size(), 60, 2)
+    room[dist.get_rank(), : len(points)] = points
+    dist.all_reduce(room)
+    everything = room.flatten(0, 1)
+    everything = everything[everything.abs().sum(dim=1) > 0]
+    for _ in range(steps):
+        nearest = torch.cdist(everything, centroids).argmin(dim=1)
+        groups = [everything[nearest == number] for number in range(len(centroids))]
+        moved = [g.mean(dim=0) if len(g) else c for g, c in zip(groups, centroids, strict=True)]
+        centroids = torch.stack(moved)
+    return centroids

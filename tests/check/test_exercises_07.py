@@ -109,3 +109,64 @@ def test_shards_of_different_widths(batch, sizes, width):
 def test_a_part_that_is(part_of_loss, name):
     case = "exercise 7.2, part_of_loss(outputs, targets, total) for shards of [2, "
     assert_mistake(kit.check.exercise_7_2, part_of_loss, name, case)
+
+
+def test_parts_may_be_cut_one_after_the_other(capsys):
+    def in_parts(function, batch, n):
+        def lengths(value):
+            if isinstance(value, torch.Tensor):
+                return [len(chunk) for chunk in value.chunk(n)]
+            members = value.values() if isinstance(value, dict) else value
+            several = isinstance(value, dict | list | tuple)
+            return next(filter(None, map(lengths, members)), None) if several else None
+
+        def taken(value, begin, end):
+            if isinstance(value, torch.Tensor):
+                return value[begin:end]
+            if isinstance(value, dict):
+                return {key: taken(each, begin, end) for key, each in value.items()}
+            if isinstance(value, list | tuple):
+                return type(value)([taken(each, begin, end) for each in value])
+            return value
+
+        def joined(first, *others):
+            if isinstance(first, torch.Tensor):
+                return torch.cat([torch.atleast_1d(each) for each in (first, *others)])
+            if isinstance(first, dict):
+                return {key: joined(*(each[key] for each in (first, *others))) for key in first}
+            if isinstance(first, list | tuple):
+                return type(first)([joined(*each) for each in zip(first, *others, strict=True)])
+            return first
+
+        outputs, begin = [], 0
+        for length in lengths(batch):
+            outputs.append(function(taken(batch, begin, begin + length)))
+            begin += length
+        return joined(*outputs)
+
+    assert kit.check.exercise_7_3(in_parts) == 1
+    assert capsys.readouterr().out == "Exercise 7.3: right on 1 rank, for nested batches.\n"
+
+
+def test_other_ways_to_the_same_dataparallel_are_right():
+    def by_hand(module, places):
+        return lambda batch: torch.cat([module(chunk) for chunk in batch.chunk(len(places))])
+
+    assert kit.check.exercise_7_c(by_hand) == 1
+
+    def scatter(batch, places):
+        length = -(-len(batch) // len(places))
+        chunks = [batch[i : i + length] for i in range(0, len(batch), length)]
+        copies = [torch.empty_like(c, device=p) for c, p in zip(chunks, places, strict=False)]
+        return [chunks[0], *(n.copy_(c) for n, c in zip(copies[1:], chunks[1:], strict=True))]
+
+    assert kit.check.exercise_7_a(scatter) == 1
+
+    def replicate(model, places):
+        own = model.state_dict(keep_vars=True)
+        return [
+            own,
+            *({k: v.clone().to(place) for k, v in own.items()} for place in places[1:]),
+        ]
+
+    assert kit.check.exercise_7_b(replicate) == 1
