@@ -23,7 +23,7 @@ from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Transformer
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 
 
-@compared("20.1", "gradient_norm(model, mesh, cut)", sizes=(4, 2))
+@compared("20.1", "gradient_norm(model, mesh, cut)", sizes=(2, 4))
 def _gradient_norm(rank: int, world_size: int, answer: Callable) -> float:
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))

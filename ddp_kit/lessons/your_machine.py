@@ -1,4 +1,4 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 7ef7ff1c3d45
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. c60934b8cbae
 """Your machine: what is here, and which rank am I?"""
 
 import argparse
@@ -68,7 +68,7 @@ def local_rank_of(arguments, environ):
     ### BEGIN SOLUTION
     default = int(environ.get("LOCAL_RANK", 0))
     parser.add_argument("--local-rank", "--local_rank", type=int, default=default)
-    known, others = parser.parse_known_args(arguments)
+    known, _ = parser.parse_known_args(arguments)
     return known.local_rank
 
 
