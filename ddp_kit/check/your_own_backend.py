@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import UNCHANGED, Grader, exercise
 from ddp_kit.check.record import Score, Span, record
+from ddp_kit.error_text import count
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 
 LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
@@ -32,6 +33,7 @@ LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
 _FACTORS = (1, 5, 7, 3, 2)  # of the numbers in each call, and in one that never comes
 CALLS = 4  # of 21.2, so that each slot is used twice
 ONE_BARRIER = "one barrier"
+FEW = "few flags"
 
 
 class StuckError(BaseException):
@@ -102,16 +104,19 @@ class Turns:
 
 
 class Flags:
-    """The flags of 21.1, as a rank may use them: it reads all and writes its own."""
+    """The flags of 21.1, as a rank may use them: it writes its own. looked: at which ones."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
+        self.looked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._turns.flags)
 
     def __getitem__(self, rank: int) -> int:
-        return self._turns.flags.tolist()[rank]  # raises IndexError, which ends a loop over them
+        number = self._turns.flags.tolist()[rank]  # raises IndexError, which ends a loop over them
+        self.looked.add(rank % len(self))
+        return number
 
     def __setitem__(self, rank: int, number: int) -> None:
         own = self._turns.rank
@@ -155,7 +160,7 @@ def _part(number: int) -> str:
     "barrier(flags, rank, pause)",
     "three times in a row",
     on_failure={RankError: "other flag", RunTimeoutError: "no pause"},
-    others=(AGAIN,),
+    others=(AGAIN, FEW),
 )
 def _barrier(grader: Grader, n: int) -> None:
     for order in orders(n):
@@ -171,16 +176,22 @@ def _barrier(grader: Grader, n: int) -> None:
             fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
             hint = "waits too long" if any(detail) else "no flag raised"
             grader.fail(fact, hint=hint, part=_part(number))
+        looked = max(end[2] for end in ends if end[0] == "met") if what == "met" else 0
+        if looked > (most := (n - 1).bit_length()):
+            fact = f"right, but a rank looks at {count(looked, 'other flag')}"
+            grader.fail(f"{fact} where {most} would be enough", hint="all flags", part=FEW)
 
 
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
-    turns, number = Turns(rank, order), 0
+    turns, number, looked = Turns(rank, order), 0, 0
     turns.begin()
     try:
         for number in range(1, ROUNDS + 1):
             turns.counts[rank] = number
             turns.changed()
-            barrier(Flags(turns), rank, turns.pause)
+            flags = Flags(turns)
+            barrier(flags, rank, turns.pause)
+            looked = max(looked, len(flags.looked - {rank}))
             missing = [each for each in range(world_size) if turns.counts[each] < number]
             if missing:
                 return "early", number, missing
@@ -188,7 +199,7 @@ def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -
         return "stuck", number, turns.flags.tolist()
     finally:
         turns.end()
-    return "met", number, []
+    return "met", number, looked
 
 
 @exercise(

@@ -47,6 +47,13 @@ def test_a_barrier_that_waits_for_equal_flags(flags, rank, pause):
         pause()
 
 
+@mistake("21.1", "all flags", "on 4 ranks: right, but a rank looks at 3 other flags where 2")
+def test_a_barrier_that_looks_at_all_flags(flags, rank, pause):
+    flags[rank] += 1
+    while min(flags) < flags[rank]:
+        pause()
+
+
 @mistake("21.1", "waits too little", "on 3 ranks: rank 0 left barrier 1 before rank 2 had come\n")
 def test_a_barrier_that_waits_for_one_neighbour(flags, rank, pause):
     flags[rank] += 1
