@@ -258,7 +258,7 @@ class _Service:
     def pause(self, seconds: float) -> None:
         self.time += seconds
 
-    def attempt(self) -> str:
+    def connect(self) -> str:
         self._tries += 1
         if self._tries > 100:
             raise _Endless
@@ -269,12 +269,12 @@ class _Service:
         return f"connected after {self.time:.1f} s"
 
 
-@compared("6.c", "keep_trying(attempt, limit, now, pause)", sizes=(1,))
+@compared("6.c", "keep_trying(connect, limit, now, pause)", sizes=(1,))
 def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
     found = {}
     for answers in (0.0, 0.5, 1.9, 100.0):
         service = _Service(answers)
-        how = _ended(keep_trying, service.attempt, 2.0, service.now, service.pause)
+        how = _ended(keep_trying, service.connect, 2.0, service.now, service.pause)
         what = f"the service answers after {answers:g} s"
         found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
     return found
