@@ -213,7 +213,7 @@ def _ended(call: Callable, *args: Any) -> Any:
         return type(error).__name__
 
 
-@compared("6.a", "join(store, run, world_size)", sizes=(1,))
+@compared("6.a", "join(store, run, world_size)", sizes=(1,), where="for two starts")
 def _join(rank: int, world_size: int, join: Callable) -> dict:
     store = _Scripted()
     comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
@@ -223,7 +223,9 @@ def _join(rank: int, world_size: int, join: Callable) -> dict:
     }
 
 
-@compared("6.b", "exchange(store, rank, world_size, name, value)", sizes=(1,))
+@compared(
+    "6.b", "exchange(store, rank, world_size, name, value)", sizes=(1,), where="for two exchanges"
+)
 def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
     found = {}
     for me, n in ((1, 3), (0, 2)):
@@ -269,7 +271,12 @@ class _Service:
         return f"connected after {self.time:.1f} s"
 
 
-@compared("6.c", "keep_trying(connect, limit, now, pause)", sizes=(1,))
+@compared(
+    "6.c",
+    "keep_trying(connect, limit, now, pause)",
+    sizes=(1,),
+    where="whether somebody answers or not",
+)
 def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
     found = {}
     for answers in (0.0, 0.5, 1.9, 100.0):

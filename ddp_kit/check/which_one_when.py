@@ -144,7 +144,12 @@ def _train_by_hand(rank: int, world_size: int, train: Callable) -> Any:
     return train(rank, world_size, steps=1)
 
 
-@compared("20.b", "states_by_hand(parameters, n, zero, precision)", sizes=(1,))
+@compared(
+    "20.b",
+    "states_by_hand(parameters, n, zero, precision)",
+    sizes=(1,),
+    where="for all stages and two precisions",
+)
 def _states(rank: int, world_size: int, states: Callable) -> dict:
     cases = [(zero, 8, MIXED, "mixed precision") for zero in range(4)] + [(2, 4, FP32, "float32")]
     return {
@@ -155,7 +160,12 @@ def _states(rank: int, world_size: int, states: Callable) -> dict:
     }
 
 
-@compared("20.c", "dp_by_hand(model, plan, cluster, precision, compute)", sizes=(1,))
+@compared(
+    "20.c",
+    "dp_by_hand(model, plan, cluster, precision, compute)",
+    sizes=(1,),
+    where="for all stages",
+)
 def _dp_seconds(rank: int, world_size: int, seconds: Callable) -> dict:
     model, found = Transformer(8, 1024, 16, 32000, 2048), {}
     for zero in range(4):
@@ -180,7 +190,13 @@ PIPELINES = {
 }
 
 
-@compared("20.10", "cut_into_stages(seconds, kept, stages, memory)", sizes=(1,), kind="function")
+@compared(
+    "20.10",
+    "cut_into_stages(seconds, kept, stages, memory)",
+    sizes=(1,),
+    where="for 9 pipelines",
+    kind="function",
+)
 def _stages(rank: int, world_size: int, cut: Callable) -> dict:
     return {
         name: _paced(seconds, kept, memory, cut(list(seconds), list(kept), stages, memory))

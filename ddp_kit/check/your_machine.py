@@ -149,7 +149,7 @@ def _who_am_i(rank: int, world_size: int, who_am_i: Callable) -> dict:
         return who_am_i(None, None)
 
 
-@compared("5.c", "local_rank_of(arguments, environ)", sizes=(1,))
+@compared("5.c", "local_rank_of(arguments, environ)", sizes=(1,), where="for all launchers")
 def _local_rank_of(rank: int, world_size: int, local_rank_of: Callable) -> dict:
     cases = [
         ([], {"LOCAL_RANK": "3"}),
@@ -181,6 +181,7 @@ SERVERS = {
     "5.3",
     "threads_of(local_rank, gpu_socket, sockets, core_of)",
     sizes=(1,),
+    where="for 5 servers",
     kind="function",
 )
 def _threads_of(rank: int, world_size: int, threads_of: Callable) -> dict:

@@ -433,7 +433,12 @@ class _Watch:
         self._then.get(len(self.looks), lambda: None)()
 
 
-@compared("21.a", "Flags(memory, count, limit, pause)", sizes=(1,))
+@compared(
+    "21.a",
+    "Flags(memory, count, limit, pause)",
+    sizes=(1,),
+    where="whether the flags are raised or not",
+)
 def _flags(rank: int, world_size: int, flags: Callable) -> dict:
     class Counted(flags):  # type: ignore[misc, valid-type]
         seen = 0
@@ -495,7 +500,12 @@ def _chunks(rank: int, world_size: int, all_reduce: Callable) -> dict:
     return found
 
 
-@compared("21.c", "recv(segment, piece, src)", sizes=(1,))
+@compared(
+    "21.c",
+    "recv(segment, piece, src)",
+    sizes=(1,),
+    where="for messages that come early, late and never",
+)
 def _recv(rank: int, world_size: int, recv: Callable) -> dict:
     from ddp_kit.lessons import your_own_backend as lesson
 
