@@ -1,4 +1,4 @@
-"""Graders of lesson 06: ranks from a list of hosts, a barrier and a roll call by a store."""
+"""Graders of lesson 06: ranks from a list of hosts, and what can be done with a store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch.distributed as dist
+
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, exercise, open_store
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -165,3 +168,174 @@ def _call_the_roll(
 
 def _who(absent: list[int]) -> str:
     return f"{count(len(absent), 'rank')} never came" if absent else "all came"
+
+
+class _Scripted:
+    """A store in one process. later: writes the keys that are missing, once; others come late."""
+
+    def __init__(self, later: Callable[[_Scripted], None] = lambda store: None) -> None:
+        self.held: dict[str, bytes] = {}
+        self._later = later
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.held[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.held[key]
+
+    def wait(self, keys: list[str], *limit: timedelta) -> None:
+        if self.check(keys):
+            return
+        later, self._later = self._later, lambda store: None
+        later(self)
+        if not self.check(keys):
+            raise RuntimeError("it waits for a key that nobody writes")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self.held.get(key, b"0")) + amount
+        self.set(key, str(number))
+        return number
+
+
+def _ended(call: Callable, *args: Any) -> Any:
+    """Return what a call returns, or its error."""
+    try:
+        return call(*args)
+    except _Endless:
+        return "goes on forever"
+    except TimeoutError:
+        return "TimeoutError"
+    except (ConnectionError, RuntimeError) as error:
+        return type(error).__name__
+
+
+@compared("6.a", "join(store, run, world_size)", sizes=(1,), where="for two starts")
+def _join(rank: int, world_size: int, join: Callable) -> dict:
+    store = _Scripted()
+    comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
+    return {
+        f"process {number + 1} of {run}, with world size {size}": _ended(join, store, run, size)
+        for number, (run, size) in enumerate(comes)
+    }
+
+
+@compared(
+    "6.b", "exchange(store, rank, world_size, name, value)", sizes=(1,), where="for two exchanges"
+)
+def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
+    found = {}
+    for me, n in ((1, 3), (0, 2)):
+        kept = _Scripted()
+        for name in ("first", "second"):
+
+            def others(store: _Scripted, me: int = me, n: int = n, name: str = name) -> None:
+                if f"{name}/{me}" in store.held:  # they wait for this rank as it does for them
+                    for other in set(range(n)) - {me}:
+                        store.set(f"{name}/{other}", f"{name} value of {other}")
+
+            kept._later = others
+            returned = _ended(exchange, kept, me, n, name, f"{name} value of {me}")
+            found[f"the {name} exchange on rank {me} of {n}"] = returned
+    return found
+
+
+class _Endless(BaseException):
+    """An answer tries again and again; no `except Exception` stops it."""
+
+
+class _Service:
+    """A clock, and a service that answers from some second on; `tried` has the time of each try."""
+
+    def __init__(self, answers: float) -> None:
+        self.time, self._tries, self._answers = 0.0, 0, answers
+        self.tried: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def pause(self, seconds: float) -> None:
+        self.time += seconds
+
+    def connect(self) -> str:
+        self._tries += 1
+        if self._tries > 100:
+            raise _Endless
+        if round(self.time, 3) not in self.tried:  # rounding may need a second one at the limit
+            self.tried.append(round(self.time, 3))
+        if self.time < self._answers:
+            raise ConnectionRefusedError
+        return f"connected after {self.time:.1f} s"
+
+
+@compared(
+    "6.c",
+    "keep_trying(connect, limit, now, pause)",
+    sizes=(1,),
+    where="whether somebody answers or not",
+)
+def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
+    found = {}
+    for answers in (0.0, 0.5, 1.9, 100.0):
+        service = _Service(answers)
+        how = _ended(keep_trying, service.connect, 2.0, service.now, service.pause)
+        what = f"the service answers after {answers:g} s"
+        found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
+    return found
+
+
+class _InOrder:
+    """A store in which each rank's first `add` comes when the rank before has made its own."""
+
+    def __init__(self, store: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._store, self._before, self._after, self._adds = store, before, after, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        self._adds += 1
+        if self._adds > 100:
+            raise RuntimeError("add was called 100 times")
+        if self._adds == 1:
+            self._before()
+        number = self._store.add(key, amount)
+        if self._adds == 1:
+            self._after()
+        return number
+
+
+@compared("6.4", "meet(store, most, last_call)", kind="function")
+def _meet(rank: int, world_size: int, meet: Callable) -> dict:
+    n, found = world_size, {}
+    cases = {"all come in time": (n, n), "one is too many": (n - 1, n), "one is late": (n, n - 1)}
+    for name, (most, in_time) in cases.items():
+        folder = [TemporaryDirectory()] if rank == 0 else [None]
+        where = [folder[0].name if rank == 0 else ""]
+        dist.broadcast_object_list(where, src=0)
+        store = open_store(f"{where[0]}/store", n, STORE_LIMIT)
+        before = f"came {rank - 1}" if rank < in_time else "begun"
+
+        def come(store: Any = store, before: str = before) -> None:
+            if rank:
+                store.wait([before])
+
+        def came(store: Any = store) -> None:
+            store.set(f"came {rank}", "")
+
+        def last_call(generation: int, store: Any = store, in_time: int = in_time) -> None:
+            if generation == 0:
+                store.wait([f"came {in_time - 1}"])
+
+        def tried(store: Any = store, most: int = most, come=come, came=came, end=last_call) -> Any:
+            return meet(_InOrder(store, come, came), most, end)
+
+        found[f"{name}: the generation, the rank and the world size"] = _ended(tried)
+        store.set("begun", "")
+        dist.barrier()
+        if rank == 0:
+            folder[0].cleanup()
+    return found

@@ -1,7 +1,7 @@
-"""Graders of lesson 20: gradients on a mesh, a stage of ZeRO, what goes inside a host, an MFU.
+"""Graders of lesson 20: gradients on a mesh, ZeRO, what goes inside a host, an MFU, pipelines.
 
-The first answer runs on meshes of 1 to 4 ranks. The others are arithmetic; they run on one rank,
-where they are bounded as all answers are.
+20.a and 20.1 run on a mesh of ranks. The others are arithmetic; they run on one rank, where they
+are bounded as all answers are.
 """
 
 from __future__ import annotations
@@ -14,49 +14,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_kit.check.device_mesh import mesh_name
-from ddp_kit.check.grader import UNCHANGED, Grader, close, exercise, hint_for
+from ddp_kit.check.compared import compared
+from ddp_kit.check.grader import Grader, close, exercise, hint_for
+from ddp_kit.check.record import Score, Span, record
+from ddp_kit.error_text import count
+from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Transformer
 
-MESHES = ((2, 2), (1, 2), (2, 1), (1, 1))  # most mistakes show on the first
 BYTES = ((16, 0), (4, 12), (2, 14), (0, 16))  # kept and shared, of a parameter, by stage of ZeRO
 
 
-@exercise(
-    "20.1",
-    "average_gradients(model, mesh)",
-    where="on meshes of 2 x 2, 1 x 2, 2 x 1 and 1 x 1 ranks",
-    cases=MESHES,
-    part=mesh_name,
-)
-def _average_gradients(grader: Grader, dp: int, tp: int) -> None:
-    n, case = dp * tp, f"average_gradients(model, mesh of {dp} x {tp})"
-    result = grader.run(_average, (dp, tp), world_size=n, case=case)
-    before = [_gradient(rank) for rank in range(n)]
-    wanted = [sum(before[rank % tp :: tp]) / dp for rank in range(n)]
-    total = sum(before)
-    rows = [sum(before[rank // tp * tp :][:tp]) for rank in range(n)]
-    mistakes = {
-        UNCHANGED: before,
-        "not divided": [each * dp for each in wanted],
-        "divided by all ranks": [each / tp for each in wanted],
-        "over all ranks": tuple(total / divisor for divisor in (1, dp, n)),
-        "along tp": tuple([row / divisor for row in rows] for divisor in (1, dp, tp)),
-        "other ranks": True,
-    }
-    grader.compare(wanted, result, mistakes, place=" in weight.grad")
-
-
-def _average(rank: int, world_size: int, answer: Callable, shape: tuple[int, int]) -> Any:
-    """Return the gradient of a layer after the answer has averaged it."""
-    layer = nn.Linear(3, 2, bias=False)
-    layer.weight.grad = _gradient(rank)
-    answer(layer, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")))
-    return layer.weight.grad
-
-
-def _gradient(rank: int) -> torch.Tensor:
-    """Return a gradient that no other rank has; sums and means are exact."""
-    return torch.arange(1.0, 7).view(2, 3) * 8**rank * 4
+@compared("20.1", "gradient_norm(model, mesh, cut)", sizes=(2, 4))
+def _gradient_norm(rank: int, world_size: int, answer: Callable) -> float:
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    for number, parameter in enumerate(model.parameters(), 1):
+        part = mesh.get_local_rank("tp") if number % 2 else 0  # biases are whole
+        parameter.grad = torch.full_like(parameter, number + 4.0 * part)
+    return float(answer(model, mesh, {"0.weight", "1.weight"}))
 
 
 @exercise(
@@ -163,3 +137,162 @@ def _step_seconds(grader: Grader, *call: Any) -> None:
         shown = f"{found:.3g}" if isinstance(found, int | float) else repr(found)
         fact = f"it returns {shown} where {want:.3g} seconds are right"
         grader.fail(fact, hint=hint_for(found, mistakes))
+
+
+@compared("20.a", "train_by_hand(rank, world_size)", sizes=(4,))
+def _train_by_hand(rank: int, world_size: int, train: Callable) -> Any:
+    return train(rank, world_size, steps=1)
+
+
+@compared(
+    "20.b",
+    "states_by_hand(parameters, n, zero, precision)",
+    sizes=(1,),
+    where="for all stages and two precisions",
+)
+def _states(rank: int, world_size: int, states: Callable) -> dict:
+    cases = [(zero, 8, MIXED, "mixed precision") for zero in range(4)] + [(2, 4, FP32, "float32")]
+    return {
+        f"states_by_hand(1000, {n}, {zero}), {name}": {
+            kind: float(nbytes) for kind, nbytes in states(1000, n, zero, precision).items()
+        }
+        for zero, n, precision, name in cases
+    }
+
+
+@compared(
+    "20.c",
+    "dp_by_hand(model, plan, cluster, precision, compute)",
+    sizes=(1,),
+    where="for all stages",
+)
+def _dp_seconds(rank: int, world_size: int, seconds: Callable) -> dict:
+    model, found = Transformer(8, 1024, 16, 32000, 2048), {}
+    for zero in range(4):
+        for compute, what in ((0.0, "nothing"), (0.0006, "a part"), (1.0, "all")):
+            plan = Plan(dp=16, zero=zero, micro_batches=3)
+            number = float(seconds(model, plan, DGX_H100, MIXED, compute))
+            found[f"the seconds in stage {zero} if {what} can be hidden"] = number
+    return found
+
+
+# Seconds and GB of each layer, stages, and the GB of a stage.
+PIPELINES = {
+    "8 equal layers": ([1.0] * 8, [1.0] * 8, 4, 100),
+    "a slow last layer": ([1.0] * 9 + [4.0], [1.0] * 10, 3, 100),
+    "little memory": ([1.0] * 12, [1.0] * 12, 3, 10),
+    "a layer that keeps much": ([2.0, 1, 1, 3, 1, 2, 1, 1], [5.0, 1, 1, 1, 1, 1, 1, 1], 3, 15),
+    "one stage": ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], 1, 3),
+    "too little memory": ([1.0] * 6, [1.0] * 6, 3, 2),
+    "memory for less than a micro-batch": ([1.0] * 6, [1.0] * 6, 3, 1.5),
+    "more stages than layers": ([1.0] * 3, [1.0] * 3, 4, 100),
+    "40 layers": ([1.0 + number % 7 for number in range(40)], [1.0] * 40, 8, 34),
+}
+
+
+@compared(
+    "20.10",
+    "cut_into_stages(seconds, kept, stages, memory)",
+    sizes=(1,),
+    where="for 9 pipelines",
+    kind="function",
+)
+def _stages(rank: int, world_size: int, cut: Callable) -> dict:
+    return {
+        name: _paced(seconds, kept, memory, cut(list(seconds), list(kept), stages, memory))
+        for name, (seconds, kept, stages, memory) in PIPELINES.items()
+    }
+
+
+def _paced(seconds: list[float], kept: list[float], memory: float, lengths: Any) -> Any:
+    """Return what a cut is like, which is the same for all right ones."""
+    if not isinstance(lengths, list) or not all(isinstance(each, int) for each in lengths):
+        return lengths
+    ends = [sum(lengths[: stage + 1]) for stage in range(len(lengths))]
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    held = [(len(parts) - stage) * sum(kept[part]) for stage, part in enumerate(parts)]
+    return {
+        "layers": sum(lengths),
+        "stages": len(lengths),
+        "empty stages": sum(length < 1 for length in lengths),
+        "slowest": max((float(sum(seconds[part])) for part in parts), default=0.0),
+        "fits": all(each <= memory for each in held),
+    }
+
+
+GATHERED = (2, 3, 4, 2, 1, 1)  # GB of each layer in 20.11
+FORWARD = (6, 6, 5, 2, 3, 8)  # milliseconds
+LINK, NETWORK, ROOM = 2, 5, 8  # milliseconds for a GB, twice; and GB
+COMPUTED = [("forward", layer) for layer in range(6)]
+COMPUTED += [("backward", layer) for layer in reversed(range(6))]
+
+
+@record("20.11", "nvlink_order()", "ms", (140, 131, 125), along="ms")
+def _nvlink_order(grader: Grader) -> Score:
+    order = grader.ask()
+    known = [f"{what} {layer}" for what in ("gather", "reduce") for layer in range(6)]
+    if not isinstance(order, list) or not all(each in known for each in order):
+        wrong = next((each for each in order if each not in known), order) if order else order
+        grader.fail(f"{wrong!r} is nothing that NVLink does", hint="not an order")
+    for name in known:
+        most = 2 if name.startswith("gather") else 1
+        if not 1 <= order.count(name) <= most:
+            times = count(order.count(name), "time")
+            grader.fail(f"{name!r} is there {times}", hint="missing or twice")
+    return _hybrid_step(grader, [(name[:6], int(name[7:])) for name in order])
+
+
+class _Step:
+    """What a GPU computes as soon as it can: the ends of all computations, and their spans."""
+
+    def __init__(self) -> None:
+        self.ready: dict[tuple[str, int], float] = {}  # when a layer is there
+        self.ends: dict[tuple[str, int], float] = {}
+        self.spans: list[Span] = []
+
+    def compute(self) -> None:
+        now = max(self.ends.values(), default=0.0)
+        for what, layer in COMPUTED[len(self.ends) :]:
+            if (what, layer) not in self.ready:
+                return
+            start = max(now, self.ready[what, layer])
+            now = start + FORWARD[layer] * (2 if what == "backward" else 1)
+            self.ends[what, layer] = now
+            self.spans.append(Span(0, start, now, f"{what[0]}{layer}"))
+
+    def end(self, what: str, layer: int) -> float:
+        return self.ends.get((what, layer), math.inf)
+
+
+def _hybrid_step(grader: Grader, order: list[tuple[str, int]]) -> Score:
+    step, link, network = _Step(), 0.0, 0.0
+    copies: list[tuple[int, tuple[str, int]]] = []  # layers, and by what each is used last
+    for place, (what, layer) in enumerate(order):
+        again = (what, layer) in order[:place]
+        if what == "reduce":
+            start = max(link, step.end("backward", layer))
+        else:
+            start = max(link, step.end("forward", layer)) if again else link
+            while start < math.inf:
+                ends = [(step.end(*use), GATHERED[held]) for held, use in copies]
+                ends = [pair for pair in ends if pair[0] > start]
+                if sum(size for _, size in ends) + GATHERED[layer] <= ROOM:
+                    break
+                start = min(end for end, _ in ends)
+        if start == math.inf:
+            fact = f"'{what} {layer}' never begins, because something later has to be there first"
+            grader.fail(fact, hint="never begins")
+        link = start + LINK * GATHERED[layer]
+        step.spans.append(Span(1, start, link, f"{what[0]}{layer}"))
+        if what == "reduce":
+            begin = max(network, link)
+            network = begin + NETWORK * GATHERED[layer]
+            step.spans.append(Span(2, begin, network, f"r{layer}"))
+        else:
+            uses = ("backward",) if again else ("forward", "backward")
+            if not again and (what, layer) in order[place + 1 :]:
+                uses = ("forward",)
+            step.ready |= {(use, layer): link for use in uses}
+            copies.append((layer, (uses[-1], layer)))
+        step.compute()
+    return Score(max(network, *step.ends.values()), step.spans)

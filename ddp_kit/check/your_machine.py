@@ -1,12 +1,16 @@
-"""Graders of lesson 05: the device, the backend and the threads of a rank, by its environment."""
+"""Graders of lesson 05: what a rank knows from its environment, and where it should run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import Grader, exercise, hint_for
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -105,3 +109,84 @@ def _threads(rank: int, world_size: int, share_cores: Callable, ranks: int | Non
         return torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
+
+
+@compared("5.a", "synchronize()", sizes=(1, 2))
+def _synchronize(rank: int, world_size: int, synchronize: Callable) -> dict:
+    barrier, calls = dist.barrier, [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return barrier(*args, **options)
+
+    def missing(*args: Any) -> Any:
+        raise ValueError("Default process group has not been initialized")
+
+    found = {}
+    with patch.object(dist, "barrier", counted):
+        found["with a group"] = synchronize()
+    found["barriers"] = calls[0]
+    without = {"barrier": missing, "get_world_size": missing, "get_rank": missing}
+    with patch.multiple(dist, is_initialized=lambda: False, **without):
+        found["without a group"] = _text_of(synchronize)
+    without |= {"is_initialized": missing}
+    with patch.multiple(dist, is_available=lambda: False, **without):
+        found["without the package"] = _text_of(synchronize)
+    return found
+
+
+def _text_of(call: Callable, *args: Any) -> Any:
+    """Return what a call returns, or the name of its error."""
+    try:
+        return call(*args)
+    except (Exception, SystemExit) as error:
+        return type(error).__name__
+
+
+@compared("5.b", "who_am_i(rank, world_size)")
+def _who_am_i(rank: int, world_size: int, who_am_i: Callable) -> dict:
+    with patch.dict(os.environ, LOCAL_RANK=str(rank % 2 + 4)):
+        return who_am_i(None, None)
+
+
+@compared("5.c", "local_rank_of(arguments, environ)", sizes=(1,), where="for all launchers")
+def _local_rank_of(rank: int, world_size: int, local_rank_of: Callable) -> dict:
+    cases = [
+        ([], {"LOCAL_RANK": "3"}),
+        (["--local-rank=2"], {}),
+        (["--local_rank=2"], {}),
+        (["--local_rank", "1", "--epochs", "3"], {"RANK": "5"}),
+        (["--epochs", "3"], {}),
+        ([], {"RANK": "2", "LOCAL_RANK": "0"}),
+    ]
+    return {f"local_rank_of({a}, {e})": _text_of(local_rank_of, a, dict(e)) for a, e in cases}
+
+
+_PAIRED = {thread: thread % 8 for thread in range(16)}  # two threads on each of 8 cores
+# The sockets of the ranks' GPUs, the threads of each socket, and the core of each thread.
+SERVERS = {
+    "one socket": ([0, 0], [[0, 1, 2, 3]], {core: core for core in range(4)}),
+    "two sockets": ([0, 0, 1, 1], [[0, 1, 2, 3], [4, 5, 6, 7]], {core: core for core in range(8)}),
+    "two threads on a core": (
+        [0, 1, 1, 0],
+        [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+        _PAIRED,
+    ),
+    "cores that are left over": ([1, 0, 1, 1], [[0, 1, 2], [3, 4, 5, 6, 7]], _PAIRED),
+    "more ranks than cores": ([0, 0, 0, 1], [[0, 1, 8, 9], [2, 3, 10, 11]], _PAIRED),
+}
+
+
+@compared(
+    "5.3",
+    "threads_of(local_rank, gpu_socket, sockets, core_of)",
+    sizes=(1,),
+    where="for 5 servers",
+    kind="function",
+)
+def _threads_of(rank: int, world_size: int, threads_of: Callable) -> dict:
+    return {
+        f"local rank {local} with {name}": threads_of(local, list(where), sockets, dict(core_of))
+        for name, (where, sockets, core_of) in SERVERS.items()
+        for local in range(len(where))
+    }

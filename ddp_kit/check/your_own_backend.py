@@ -1,6 +1,6 @@
-"""Graders of lesson 21: a barrier from flags, two sums in shared memory, a backend for DDP.
+"""Graders of lesson 21: flags, sums and messages in shared memory, a backend for DDP.
 
-The ranks of 21.1 to 21.3 take turns: one runs until it has to wait, then the next. So a race does
+Ranks that share memory take turns: one runs until it has to wait, then the next. So a race does
 not depend on luck: the order that shows a mistake is one of those in which they run.
 """
 
@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import UNCHANGED, Grader, exercise
+from ddp_kit.check.record import Score, Span, record
+from ddp_kit.error_text import count
 from ddp_kit.errors import RankDiedError, RankError, RunTimeoutError
 
 LENGTH = 7  # of a tensor; no number of ranks from 2 to 5 divides it
@@ -26,7 +30,10 @@ _START = 4096  # bytes of shared memory before the slots
 ROUNDS = 3  # barriers, or sums, one after the other
 AGAIN = "three times in a row"
 LARGE = 1_500_000  # elements: more than a slot of 4 MiB holds
-_FACTORS = (1, 5, 7, 3)  # of the numbers in each call, and in one that never comes
+_FACTORS = (1, 5, 7, 3, 2)  # of the numbers in each call, and in one that never comes
+CALLS = 4  # of 21.2, so that each slot is used twice
+ONE_BARRIER = "one barrier"
+FEW = "few flags"
 
 
 class StuckError(BaseException):
@@ -36,19 +43,20 @@ class StuckError(BaseException):
 class Turns:
     """Lets ranks run one at a time, so only the one whose turn it is touches shared memory.
 
-    order: of the ranks that could run, the first one in it does.
+    order: of the ranks that could run, the first one in it does. length: of a slot, in numbers.
     """
 
-    def __init__(self, rank: int, order: Sequence[int]) -> None:
+    def __init__(self, rank: int, order: Sequence[int], length: int = LENGTH) -> None:
         self.rank, self.order, size = rank, order, len(order)
-        nbytes = _START + size * LENGTH * 4
+        nbytes = _START + size * length * 4
         self.memory = _share(rank, nbytes)
         numbers = memoryview(self.memory)[:_START].cast("q")
         self._state, numbers = numbers[:3], numbers[3:]  # whose turn, version, whether stuck
         self._slept_at, self._done = numbers[:size], numbers[size : 2 * size]
         self.flags, self.counts = numbers[2 * size : 3 * size], numbers[3 * size : 4 * size]
         floats = torch.frombuffer(self.memory, dtype=torch.float32, offset=_START)
-        self.slots = list(floats.view(size, LENGTH))
+        self.table = floats.view(size, length)
+        self.slots = list(self.table)
 
     def begin(self) -> None:
         """Wait for the first turn."""
@@ -96,16 +104,19 @@ class Turns:
 
 
 class Flags:
-    """The flags of 21.1, as a rank may use them: it reads all and writes its own."""
+    """The flags of 21.1, as a rank may use them: it writes its own. looked: at which ones."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
+        self.looked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._turns.flags)
 
     def __getitem__(self, rank: int) -> int:
-        return self._turns.flags.tolist()[rank]  # raises IndexError, which ends a loop over them
+        number = self._turns.flags.tolist()[rank]  # raises IndexError, which ends a loop over them
+        self.looked.add(rank % len(self))
+        return number
 
     def __setitem__(self, rank: int, number: int) -> None:
         own = self._turns.rank
@@ -149,7 +160,7 @@ def _part(number: int) -> str:
     "barrier(flags, rank, pause)",
     "three times in a row",
     on_failure={RankError: "other flag", RunTimeoutError: "no pause"},
-    others=(AGAIN,),
+    others=(AGAIN, FEW),
 )
 def _barrier(grader: Grader, n: int) -> None:
     for order in orders(n):
@@ -165,16 +176,22 @@ def _barrier(grader: Grader, n: int) -> None:
             fact = f"rank {rank} never leaves barrier {number}; the flags are {detail}"
             hint = "waits too long" if any(detail) else "no flag raised"
             grader.fail(fact, hint=hint, part=_part(number))
+        looked = max(end[2] for end in ends if end[0] == "met") if what == "met" else 0
+        if looked > (most := (n - 1).bit_length()):
+            fact = f"right, but a rank looks at {count(looked, 'other flag')}"
+            grader.fail(f"{fact} where {most} would be enough", hint="all flags", part=FEW)
 
 
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
-    turns, number = Turns(rank, order), 0
+    turns, number, looked = Turns(rank, order), 0, 0
     turns.begin()
     try:
         for number in range(1, ROUNDS + 1):
             turns.counts[rank] = number
             turns.changed()
-            barrier(Flags(turns), rank, turns.pause)
+            flags = Flags(turns)
+            barrier(flags, rank, turns.pause)
+            looked = max(looked, len(flags.looked - {rank}))
             missing = [each for each in range(world_size) if turns.counts[each] < number]
             if missing:
                 return "early", number, missing
@@ -182,24 +199,24 @@ def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -
         return "stuck", number, turns.flags.tolist()
     finally:
         turns.end()
-    return "met", number, []
+    return "met", number, looked
 
 
 @exercise(
     "21.2",
-    "all_reduce(tensor, slots, rank, barrier)",
-    where="on 2 ranks, whichever is faster, three times in a row",
+    "all_reduce_of_two(tensor, pairs, call, rank, barrier)",
+    where="on 2 ranks, whichever is faster, four times in a row",
     on_failure={RankError: "other slot"},
     cases=orders(2),
-    others=(AGAIN,),
+    others=(AGAIN, ONE_BARRIER),
     part=lambda order: f"rank {order[0]} is faster",
 )
 def _all_reduce(grader: Grader, order: list[int]) -> None:
-    found = list(grader.run(_sums, order, True, world_size=2))
+    found = list(grader.run(_sums_of_two, order, world_size=2))
     _check_barriers(grader, found)
-    for number in range(ROUNDS):
-        here = [results[number] for results in found]
-        held, before, later = (_brought(2, each) for each in (number, number - 1, number + 1))
+    for number in range(CALLS):
+        here = [sums[number] for sums, _ in found]
+        held, before, later = (_brought(2, each) for each in (number, number - 2, number + 1))
         mistakes = {
             UNCHANGED: list(held),
             "read too early": _on_some_rank(here, held, held + before.flip(0)),
@@ -208,20 +225,40 @@ def _all_reduce(grader: Grader, order: list[int]) -> None:
             "overwritten": _on_some_rank(here, held.flip(0)),
             "other sum": True,
         }
-        place = f" after call {number + 1}"
-        grader.compare([held.sum(0)] * 2, here, mistakes, place=place, part=_part(number + 1))
+        place = f" after call {number}"
+        part = AGAIN if number else ""
+        grader.compare([held.sum(0)] * 2, here, mistakes, place=place, part=part)
+    if (barriers := found[0][1]) > CALLS:
+        fact = f"right, but {barriers} barriers for {CALLS} sums"
+        grader.fail(fact, hint="two barriers", part=ONE_BARRIER)
+
+
+def _sums_of_two(
+    rank: int, world_size: int, answer: Callable, order: Sequence[int]
+) -> tuple[str | list, int]:
+    turns, sums = Turns(rank, order, 2 * LENGTH), []
+    pairs = [[slot[:LENGTH] for slot in turns.slots], [slot[LENGTH:] for slot in turns.slots]]
+    turns.begin()
+    try:
+        for number in range(CALLS):
+            sums.append(_numbers(rank, number))
+            answer(sums[-1], pairs, number, rank, turns.meet)
+    except StuckError:
+        return "stuck", turns.counts[rank]
+    finally:
+        turns.end()
+    return sums, turns.counts[rank]
 
 
 def _sums(
-    rank: int, world_size: int, answer: Callable, order: Sequence[int], in_place: bool
+    rank: int, world_size: int, answer: Callable, order: Sequence[int]
 ) -> list | tuple[str, int]:
     turns, results = Turns(rank, order), []
     turns.begin()
     try:
         for number in range(ROUNDS):
             tensor = _numbers(rank, number)
-            returned = answer(tensor, turns.slots, rank, turns.meet)
-            results.append(tensor if in_place else returned)
+            results.append(answer(tensor, turns.slots, rank, turns.meet))
     except StuckError:
         return "stuck", turns.counts[rank]
     finally:
@@ -230,7 +267,7 @@ def _sums(
 
 
 def _check_barriers(grader: Grader, found: Sequence) -> None:
-    stuck = [rank for rank, each in enumerate(found) if isinstance(each, tuple)]
+    stuck = [rank for rank, each in enumerate(found) if each[0] == "stuck"]
     if stuck:
         fact = f"rank {stuck[0]} waits at a barrier to which not all ranks come"
         grader.fail(fact, hint="uneven barriers")
@@ -264,7 +301,7 @@ def _alike(have: Any, want: torch.Tensor) -> bool:
 )
 def _reduce_scatter(grader: Grader, n: int) -> None:
     for order in orders(n):
-        found = list(grader.run(_sums, order, False, world_size=n))
+        found = list(grader.run(_sums, order, world_size=n))
         _check_barriers(grader, found)
         for number in range(ROUNDS):
             here = [results[number] for results in found]
@@ -375,3 +412,263 @@ def _gradient_alone(n: int) -> torch.Tensor:
     model = _model()
     model(_rows(n)).square().mean().backward()
     return model.weight.grad  # type: ignore[return-value]
+
+
+MOST_LOOKS = 50  # in vain, before an answer is stopped
+_SHORT = {"limit": 0.001}  # seconds; a look takes longer
+
+
+class _Watch:
+    """Pauses of a rank that waits. then: what another rank does, by the number of pauses."""
+
+    def __init__(self, then: dict[int, Callable[[], None]]) -> None:
+        self.looks: list[int] = []
+        self._then = then
+
+    def __call__(self, looks: int) -> None:
+        self.looks.append(looks)
+        if len(self.looks) > MOST_LOOKS:
+            raise StuckError
+        time.sleep(0 if self._then else 0.005)
+        self._then.get(len(self.looks), lambda: None)()
+
+
+@compared(
+    "21.a",
+    "Flags(memory, count, limit, pause)",
+    sizes=(1,),
+    where="whether the flags are raised or not",
+)
+def _flags(rank: int, world_size: int, flags: Callable) -> dict:
+    class Counted(flags):  # type: ignore[misc, valid-type]
+        seen = 0
+
+        def __getitem__(self, line: int) -> int:
+            self.seen += 1
+            if self.seen > 100 * MOST_LOOKS:
+                raise StuckError
+            return super().__getitem__(line)
+
+    later: dict[int, Callable[[], None]] = {
+        1: lambda: some.__setitem__(1, 3),
+        2: lambda: some.__setitem__(3, 2),
+        4: lambda: some.__setitem__(2, 2),
+    }
+    watch, found = _Watch(later), {}
+    some = Counted(bytearray(256), 4, 60.0, watch)
+    found["a wait for flags that are raised"] = _ended(some.wait, [1, 2, 3], 2, "ranks")
+    found["pauses"] = len(watch.looks)
+    found["each pause gets a larger number"] = watch.looks == sorted(set(watch.looks))
+    found["a wait for flags that are raised already"] = _ended(some.wait, [3, 1], 2, "ranks")
+    never = Counted(bytearray(256), 4, pause=_Watch({}), **_SHORT)
+    never[2] = 1
+    found["a wait for flags that nobody raises"] = _ended(never.wait, range(4), 1, "ranks")
+    return found
+
+
+def _ended(call: Callable, *args: Any) -> str:
+    """Return how a call ended."""
+    try:
+        call(*args)
+    except StuckError:
+        return "goes on forever"
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+    return "returns"
+
+
+@compared("21.b", "all_reduce(segment, piece)", "three times in a row", spare=1e9)
+def _chunks(rank: int, world_size: int, all_reduce: Callable) -> dict:
+    found: dict[str, Any] = {}
+    for order in orders(world_size):
+        turns = Turns(rank, order)
+        about = {"rank": rank, "size": world_size, "slots": turns.slots, "written": 0, "read": 0}
+        segment = SimpleNamespace(barrier=turns.meet, **about)
+        turns.begin()
+        try:
+            for number, length in enumerate((4, 7, 6)):  # other lengths have other chunks
+                case = f"sum {number + 1} if rank {order[0]} is the fastest"
+                found[case] = "waits at a barrier to which not all ranks come"
+                piece = _numbers(rank, number)[:length].clone()
+                all_reduce(segment, piece)
+                found[case] = piece
+        except StuckError:
+            pass
+        finally:
+            turns.end()
+        found |= {"bytes written": segment.written, "bytes read": segment.read}
+    return found
+
+
+@compared(
+    "21.c",
+    "recv(segment, piece, src)",
+    sizes=(1,),
+    where="for messages that come early, late and never",
+)
+def _recv(rank: int, world_size: int, recv: Callable) -> dict:
+    from ddp_kit.lessons import your_own_backend as lesson
+
+    class Eager(lesson.Flags):
+        """Flags with a sender that writes its next message as soon as it may."""
+
+        def __setitem__(self, line: int, number: int) -> None:
+            super().__setitem__(line, number)
+            if line == taken and waiting:
+                lesson.send(ends[0], waiting.pop(0), 1)
+
+    def start(watch: Callable, limit: float = 60.0) -> list[SimpleNamespace]:
+        shared = {"size": 2, "mail": torch.zeros(2, 2, 64, dtype=torch.uint8), "written": 0}
+        shared |= {"read": 0, "flags": Eager(bytearray(10 * 64), 10, limit, watch)}
+        return [SimpleNamespace(rank=end, **shared) for end in range(2)]
+
+    sent, taken = (2 + 2 * 1 + flag for flag in range(2))
+    messages = [torch.tensor([1.0, 2.0, 3.0]) * 10**number for number in range(4)]
+    waiting, found = messages[1:3], {}
+    ends = start(_Watch({3: lambda: lesson.send(ends[0], messages[3], 1)}))
+    lesson.send(ends[0], messages[0], 1)
+    for number in range(4):  # the last one is sent when the receiver waits for it
+        piece = torch.zeros(3)
+        ended = _ended(recv, ends[1], piece, 0)
+        found[f"message {number + 1}"] = piece if ended == "returns" else ended
+        flags = ends[1].flags
+        found[f"the two flags after message {number + 1}"] = [flags[sent], flags[taken]]
+    ends = start(_Watch({}), **_SHORT)
+    found["a message that never comes"] = _ended(recv, ends[1], torch.zeros(3), 0)
+    return found
+
+
+@compared(
+    "21.10",
+    "all_to_all(segment, outputs, inputs)",
+    "twice in a row",
+    kind="function",
+    spare=1e9,
+)
+def _all_to_all(rank: int, world_size: int, all_to_all: Callable) -> dict:
+    found: dict[str, Any] = {}
+    lengths = torch.tensor([[0, 9, 4], [5, 2, 7], [8, 1, 3]])[:world_size, :world_size]
+    for order in orders(world_size):
+        turns = Turns(rank, order)
+        about = {"rank": rank, "size": world_size, "slots": turns.table}
+        segment = SimpleNamespace(barrier=turns.meet, **about)
+        turns.begin()
+        try:
+            for number, table in enumerate((lengths, lengths.T)):
+                case = f"call {number + 1} if rank {order[0]} is the fastest"
+                found[case] = "waits at a barrier to which not all ranks come"
+                inputs = [_numbers(rank, 0).repeat(2)[:n] + n for n in table[rank]]
+                outputs = [torch.full((int(n),), -1.0) for n in table[:, rank]]
+                before = turns.counts[rank]
+                all_to_all(segment, outputs, inputs)
+                most = 2 + 2 * -(-int(table.max()) // (LENGTH // world_size))
+                found[case] = outputs
+                found[f"barriers too many in {case}"] = max(turns.counts[rank] - before - most, 0)
+        except StuckError:
+            pass
+        finally:
+            turns.end()
+    return found
+
+
+SOCKETS = 8  # ranks, half of them on each of two sockets
+_COUNT = 250_000  # numbers, 1 MB
+_NEAR, _FAR, _BARRIER = 4 / 5e3, 12 / 5e3, 20.0  # microseconds of a number, and of a barrier
+
+
+class _Sockets:
+    """The segment of 21.11: it counts what its rank writes and reads."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.rank, self._turns, self._phase = turns.rank, turns, 0
+        self.accesses: list[tuple] = []  # phase, rank, kind, slot, start, end
+
+    def write(self, slot: int, start: int, numbers: torch.Tensor) -> None:
+        self._place("write", slot, start, len(numbers)).copy_(numbers)
+
+    def read(self, slot: int, start: int, count: int) -> torch.Tensor:
+        return self._place("read", slot, start, count).clone()
+
+    def barrier(self) -> None:
+        self._phase += 1
+        self._turns.meet()
+
+    def _place(self, kind: str, slot: int, start: int, count: int) -> torch.Tensor:
+        if not (0 <= slot < SOCKETS and 0 <= start <= start + count <= _COUNT):
+            what = f"numbers {start:,} to {start + count:,} of slot {slot}"
+            raise IndexError(f"there are {SOCKETS} slots of {_COUNT:,} numbers, not {what}")
+        self.accesses.append((self._phase, self.rank, kind, slot, start, start + count))
+        return self._turns.slots[slot][start : start + count]
+
+
+def _on_sockets(rank: int, world_size: int, all_reduce: Callable) -> tuple:
+    turns = Turns(rank, range(world_size), _COUNT)
+    segment, tensor = _Sockets(turns), _sixteenths(rank).repeat_interleave(_COUNT // 16)
+    turns.begin()
+    try:
+        all_reduce(segment, tensor)
+    except StuckError:
+        return [], []
+    finally:
+        turns.end()
+    parts = tensor.view(16, -1)
+    return [parts.amin(1), parts.amax(1)], segment.accesses
+
+
+def _sixteenths(rank: int) -> torch.Tensor:
+    """Return what a rank has in each sixteenth of its tensor."""
+    return 2.0**rank * torch.arange(1, 17)
+
+
+@record(
+    "21.11",
+    "all_reduce_on_two_sockets(segment, tensor)",
+    "µs",
+    (1000, 780, 735),
+    along="µs",
+)
+def _all_reduce_on_two_sockets(grader: Grader) -> Score:
+    result = grader.run(_on_sockets, world_size=SOCKETS)
+    found, accesses = ([end[part] for end in result] for part in range(2))
+    if not all(found):
+        fact = "a rank waits at a barrier to which not all ranks come"
+        grader.fail(fact, hint="uneven barriers")
+    _check_races(grader, [access for each in accesses for access in each])
+    held = [_sixteenths(rank) for rank in range(SOCKETS)]
+    mistakes = {
+        UNCHANGED: [[own, own] for own in held],
+        "one socket": [[sum(held[rank // 4 * 4 :][:4])] * 2 for rank in range(SOCKETS)],
+        "other sum": True,
+    }
+    place = " as the least and the largest number of each sixteenth"
+    grader.compare([[sum(held)] * 2] * SOCKETS, found, mistakes, place=place)
+    return _microseconds(accesses)
+
+
+def _check_races(grader: Grader, accesses: Sequence[tuple]) -> None:
+    """Fail if a rank writes what another one writes or reads before the next barrier."""
+    writes = [access for access in accesses if access[2] == "write"]
+    for phase, rank, _, slot, start, end in writes:
+        for also, other, kind, place, first, last in accesses:
+            same = also == phase and place == slot and other != rank
+            if same and max(start, first) < min(end, last):
+                what = f"between the same barriers, rank {rank} writes into slot {slot}"
+                grader.fail(f"{what} what rank {other} {kind}s there", hint="race")
+
+
+def _microseconds(accesses: Sequence[Sequence[tuple]]) -> Score:
+    spans, start = [], 0.0
+    phases = 1 + max((access[0] for each in accesses for access in each), default=0)
+    for phase in range(phases):
+        latest = start
+        for each in accesses:
+            now = start
+            for when, rank, kind, slot, first, last in each:
+                if when == phase:
+                    near = slot // 4 == rank // 4
+                    end = now + (last - first) * (_NEAR if near else _FAR)
+                    spans.append(Span(rank, now, end, f"{kind} {slot}"))
+                    now = end
+            latest = max(latest, now)
+        start = latest + (_BARRIER if phase + 1 < phases else 0)
+    return Score(start, spans)

@@ -1,6 +1,7 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. c29b1a33bc1d
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. c60934b8cbae
 """Your machine: what is here, and which rank am I?"""
 
+import argparse
 import os
 from unittest.mock import patch
 
@@ -19,12 +20,14 @@ from ddp_kit.lessons._your_machine import (
 
 
 def synchronize():
+    package = "torch has no distributed package"
+    group, others = "there is no process group", "the world is one rank"
     if not dist.is_available():
-        return "torch has no distributed package"
+        return package
     if not dist.is_initialized():
-        return "there is no process group"
+        return group
     if dist.get_world_size() == 1:
-        return "the world is one rank"
+        return others
     dist.barrier()
     return "all ranks are here"
 
@@ -42,6 +45,8 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def who_am_i(rank, world_size):
+    # Exercise 5.b: read the environment, and ask the group
+    ### BEGIN SOLUTION
     numbers = {name: int(os.environ[name]) for name in NAMES}
     numbers["get_rank()"] = dist.get_rank()
     numbers["get_world_size()"] = dist.get_world_size()
@@ -55,6 +60,16 @@ def introduce():
     total = torch.tensor([rank], device=kit.device())
     dist.all_reduce(total)
     return f"rank {rank} of {world_size}, local rank {local_rank}, sum of all ranks {total.item()}"
+
+
+def local_rank_of(arguments, environ):
+    parser = argparse.ArgumentParser()
+    # Exercise 5.c: accept both spellings, then the environment, then 0
+    ### BEGIN SOLUTION
+    default = int(environ.get("LOCAL_RANK", 0))
+    parser.add_argument("--local-rank", "--local_rank", type=int, default=default)
+    known, _ = parser.parse_known_args(arguments)
+    return known.local_rank
 
 
 if __name__ == "__main__":

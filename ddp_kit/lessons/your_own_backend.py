@@ -1,4 +1,4 @@
-# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. 598c0967e0b0
+# Made from notebooks/21_your_own_backend.ipynb by `make editions`: edit that, not this. ed99b04d5e1e
 """Your own backend: the ranks of a host share memory."""
 
 import copy
@@ -124,10 +124,9 @@ def give_way_then_nap(looks):
 LINE = 64  # bytes of a cache line
 
 
-class Flags:
-    def __init__(self, memory, count, limit=LIMIT, pause=give_way_then_nap):
+class Lines:
+    def __init__(self, memory, count):
         self.numbers = memoryview(memory)[: count * LINE].cast("q")  # of 8 bytes each
-        self.limit, self.pause = limit, pause
 
     def __getitem__(self, line):
         return self.numbers[line * LINE // 8]
@@ -135,13 +134,22 @@ class Flags:
     def __setitem__(self, line, number):
         self.numbers[line * LINE // 8] = number
 
+
+class Flags(Lines):
+    def __init__(self, memory, count, limit=LIMIT, pause=give_way_then_nap):
+        super().__init__(memory, count)
+        self.limit, self.pause = limit, pause
+
     def wait(self, lines, number, what):
         looks, end = 0, time.monotonic() + self.limit
+        message = f"waited {self.limit:g} s for {what}"
+        # Exercise 21.a: wait until no flag is missing, with a limit
+        ### BEGIN SOLUTION
         while missing := [line for line in lines if self[line] < number]:
             looks += 1
             self.pause(looks)
             if time.monotonic() > end:
-                raise RuntimeError(f"waited {self.limit:g} s for {what} {missing}")
+                raise RuntimeError(f"{message} {missing}")
 
 
 class Segment:
@@ -221,6 +229,8 @@ def all_reduce(segment, piece):
     for owner in others:
         put(segment, shared[me][owner], chunks[owner])
     segment.barrier()
+    # Exercise 21.b: add up your chunk, share it, copy the other sums
+    ### BEGIN SOLUTION
     for rank in others:
         chunks[me].add_(get(segment, shared[rank][me]))
     put(segment, shared[me][me], chunks[me])
@@ -307,8 +317,10 @@ def send(segment, piece, dst):
 
 def recv(segment, piece, src):
     box, sent, taken = mailbox(segment, src, segment.rank, piece)
-    flags = segment.flags
-    flags.wait([sent], flags[taken] + 1, f"rank {src}, which has not sent a message: flag")
+    flags, late = segment.flags, f"rank {src}, which has not sent a message: flag"
+    # Exercise 21.c: wait for the next message, copy it, and say so
+    ### BEGIN SOLUTION
+    flags.wait([sent], flags[taken] + 1, late)
     piece.copy_(get(segment, box))
     flags[taken] += 1
 

@@ -123,3 +123,30 @@ def test_shared_cores_are_right_and_the_ranks_keep_their_threads(capsys):
     assert capsys.readouterr().out.startswith("Exercise 5.2: right for 1 to 5 ranks on a host")
     after = list(kit.run(lambda rank, n: torch.get_num_threads(), world_size=2, backend="gloo"))
     assert after == before
+
+
+def threads_by_tensor_split(local_rank, gpu_socket, sockets, core_of):
+    near = [rank for rank in range(len(gpu_socket)) if gpu_socket[rank] == gpu_socket[local_rank]]
+    threads, place = sockets[gpu_socket[local_rank]], near.index(local_rank)
+    cores = torch.tensor(sorted({core_of[thread] for thread in threads}))
+    mine = cores.tensor_split(len(near))[place].tolist()
+    if len(near) > len(cores):
+        mine = [cores[place % len(cores)].item()]
+    return [thread for thread in sorted(threads) if core_of[thread] in mine]
+
+
+def test_cores_that_are_divided_in_another_way_are_right():
+    kit.check.exercise_5_3(threads_by_tensor_split)
+
+
+@mistake("5.a", "fails", "it deadlocks")
+def test_a_barrier_of_rank_0_alone():
+    if not torch.distributed.is_available():
+        return "torch has no distributed package"
+    if not torch.distributed.is_initialized():
+        return "there is no process group"
+    if torch.distributed.get_world_size() == 1:
+        return "the world is one rank"
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.barrier()
+    return "all ranks are here"

@@ -163,3 +163,29 @@ def test_a_roll_call_is_right_in_cases_that_differ_though_a_rank_starts_late(cap
     assert capsys.readouterr().out.startswith("Exercise 6.3: right on 1, 2, 3, 4 and 5 ranks")
     small = [(1,), (2,), (2, 1), (3,), (3, 2)]
     assert sorted(cases) == [*small, (4,), (4, 1, 3), (5,), (5, 4)]
+
+
+def meet_by_size(store, most, last_call, closed=10**6):
+    """Answer 6.4 by looking at the size of the generation."""
+    generation = 0
+    while True:
+        number = store.add(f"{generation} number", 1)
+        if number == 1:
+            last_call(generation)
+            come = store.add(f"{generation} number", closed) % closed
+            store.set(f"{generation} size", str(come if come < most else most))
+        if number < closed:
+            size = int(store.get(f"{generation} size"))
+            if number <= size:
+                return generation, number - 1, size
+        generation += 1
+
+
+def test_a_rendezvous_that_looks_at_the_size_is_right():
+    kit.check.exercise_6_4(meet_by_size)
+
+
+@mistake("6.4", "fails", "it raised an error")
+def test_a_rendezvous_without_a_size(store, most, last_call):
+    store.add("0/come", 1)
+    raise KeyError("size")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from itertools import count
+
 import pytest
 import torch
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
 from ddp_kit.check import grader
-from ddp_kit.lessons.your_own_backend import ROOM, Finished, SegmentGroup, all_reduce
+from ddp_kit.lessons.your_own_backend import ROOM, Finished, Lines, SegmentGroup, all_reduce
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -44,6 +47,13 @@ def test_a_barrier_that_waits_for_equal_flags(flags, rank, pause):
         pause()
 
 
+@mistake("21.1", "all flags", "on 4 ranks: right, but a rank looks at 3 other flags where 2")
+def test_a_barrier_that_looks_at_all_flags(flags, rank, pause):
+    flags[rank] += 1
+    while min(flags) < flags[rank]:
+        pause()
+
+
 @mistake("21.1", "waits too little", "on 3 ranks: rank 0 left barrier 1 before rank 2 had come\n")
 def test_a_barrier_that_waits_for_one_neighbour(flags, rank, pause):
     flags[rank] += 1
@@ -75,13 +85,15 @@ def test_a_barrier_that_never_pauses_is_stopped(monkeypatch):
 
 def of_two(
     before=True,
-    after=True,
+    after=False,
+    choose=lambda call: call % 2,
     read=lambda slots, rank: slots[1 - rank],
     change=lambda tensor, other: tensor.add_(other),
 ):
     """Return an answer to 21.2; each argument can make it wrong in one way."""
 
-    def all_reduce_of_two(tensor, slots, rank, barrier):
+    def all_reduce_of_two(tensor, pairs, call, rank, barrier):
+        slots = pairs[choose(call)]
         slots[rank].copy_(tensor)
         if before:
             barrier()
@@ -96,32 +108,34 @@ def of_two(
     ("name", "answer"),
     [
         ("read too early", of_two(before=False)),
-        ("written too early", of_two(after=False)),
-        ("read too early", of_two(before=False, after=False)),
+        ("read too early", of_two(before=False, after=True)),
+        ("written too early", of_two(choose=lambda call: 0)),
+        ("two barriers", of_two(after=True)),
+        ("two barriers", of_two(after=True, choose=lambda call: 0)),
         ("own slot", of_two(read=lambda slots, rank: slots[rank])),
         ("overwritten", of_two(change=torch.Tensor.copy_)),
         ("unchanged", of_two(change=torch.add)),
-        ("other slot", of_two(read=lambda slots, rank: slots[2])),
+        ("other slot", of_two(choose=lambda call: call)),
     ],
 )
 def test_a_sum_of_two(name, answer):
-    start = "exercise 21.2, all_reduce(tensor, slots, rank, barrier) on 2 ranks: "
+    start = "exercise 21.2, all_reduce_of_two(tensor, pairs, call, rank, barrier) on 2 ranks: "
     assert_mistake(kit.check.exercise_21_2, answer, name, start)
 
 
 @mistake("21.2", "other sum")
-def test_a_sum_in_the_slot(tensor, slots, rank, barrier):
+def test_a_sum_in_the_slot(tensor, pairs, call, rank, barrier):
+    slots = pairs[call % 2]
     slots[rank].copy_(tensor)
     barrier()
     slots[0].add_(slots[1])  # both ranks do
     barrier()
     tensor.copy_(slots[0])
-    barrier()
 
 
 @mistake("21.2", "uneven barriers", "waits at a barrier to which not all ranks come\n")
-def test_a_sum_for_which_only_rank_0_waits(tensor, slots, rank, barrier):
-    of_two(before=rank == 0)(tensor, slots, rank, barrier)
+def test_a_sum_for_which_only_rank_0_waits(tensor, pairs, call, rank, barrier):
+    of_two(before=rank == 0)(tensor, pairs, call, rank, barrier)
 
 
 def floor(tensor, n):
@@ -218,3 +232,141 @@ def backend(
 def test_a_backend(name, wrong):
     start = "exercise 21.4, Backend(store, rank, size, timeout) on 2 ranks: "
     assert_mistake(kit.check.exercise_21_4, backend(**wrong), name, start)
+
+
+class Finds:
+    """Flags that look for all missing lines at once, in another way than the solution."""
+
+    def __init__(self, memory, count, limit, pause):
+        self.lines, self.limit, self.pause = Lines(memory, count), limit, pause
+
+    def __getitem__(self, line):
+        return self.lines[line]
+
+    def __setitem__(self, line, number):
+        self.lines[line] = number
+
+    def wait(self, lines, number, what):
+        start = time.monotonic()
+        for looks in count(1):
+            missing = [line for line in lines if not self[line] >= number]
+            if not missing:
+                return
+            if time.monotonic() - start > self.limit:
+                raise RuntimeError(f"waited {self.limit:g} s for {what} {missing}")
+            self.pause(looks)
+
+
+def gathered(segment, outputs, inputs):
+    """All to all in which each slot has what is for one rank after the other, and no parts."""
+    me, size, slots = segment.rank, segment.size, segment.slots
+    part = slots.shape[1] // size
+    rounds = -(-max(len(tensor) for tensor in inputs) // part)
+    slots[me, me] = rounds
+    segment.barrier()
+    rounds = int(max(slots[rank, rank] for rank in range(size)))
+    segment.barrier()
+    for number in range(rounds):
+        here = slice(number * part, (number + 1) * part)
+        for dst in range(size):
+            slots[me, : len(inputs[dst][here]) * size][dst::size] = inputs[dst][here]
+        segment.barrier()
+        for src in range(size):
+            outputs[src][here] = slots[src, : len(outputs[src][here]) * size][me::size]
+        segment.barrier()
+
+
+def test_other_right_answers_pass():
+    kit.check.exercise_21_a(Finds)
+    kit.check.exercise_21_10(gathered)
+
+
+def in_chunks(segment, tensor):
+    """The lesson's sum, on two sockets."""
+    me, chunks = segment.rank, tensor.split(len(tensor) // 8)
+    starts, others = range(0, len(tensor), len(chunks[0])), [r for r in range(8) if r != me]
+    for owner in others:
+        segment.write(me, starts[owner], chunks[owner])
+    segment.barrier()
+    for rank in others:
+        chunks[me].add_(segment.read(rank, starts[me], len(chunks[0])))
+    segment.write(me, starts[me], chunks[me])
+    segment.barrier()
+    for owner in others:
+        chunks[owner].copy_(segment.read(owner, starts[owner], len(chunks[0])))
+
+
+def by_quarters(segment, tensor):
+    """A sum over each socket, and then over both by two ranks for each quarter."""
+    me, quarters = segment.rank, tensor.split(len(tensor) // 4)
+    count, place = len(quarters[0]), me % 4
+    near = [rank for rank in range(8) if rank // 4 == me // 4 and rank != me]
+    for rank in near:
+        segment.write(me, rank % 4 * count, quarters[rank % 4])
+    segment.barrier()
+    for rank in near:
+        quarters[place].add_(segment.read(rank, place * count, count))
+    segment.write(me, place * count, quarters[place])
+    segment.barrier()
+    quarters[place].add_(segment.read((me + 4) % 8, place * count, count))
+    segment.write(me, (place + 1) % 4 * count, quarters[place])
+    segment.barrier()
+    for rank in near:
+        quarters[rank % 4].copy_(segment.read(rank, (rank + 1) % 4 * count, count))
+
+
+def each_reads_all(segment, tensor):
+    segment.write(segment.rank, 0, tensor)
+    segment.barrier()
+    for rank in range(8):
+        if rank != segment.rank:
+            tensor += segment.read(rank, 0, len(tensor))
+
+
+@pytest.mark.parametrize(
+    ("answer", "stars", "score"), [(in_chunks, "★☆☆", "990"), (by_quarters, "★★☆", "760")]
+)
+def test_goals_of_a_sum_on_two_sockets(answer, stars, score, capsys):
+    credit = kit.check.exercise_21_11(answer)
+    said = f"Exercise 21.11: {stars} {score} µs; the best known answer has 735.\n"
+    assert capsys.readouterr().out == said
+    assert sum(credit.parts.values()) == stars.count("★")
+
+
+def test_a_sum_on_two_sockets_that_reaches_no_goal():
+    fact = "right, but 3,220 µs where at most 1,000 are the first goal"
+    assert_mistake(kit.check.exercise_21_11, each_reads_all, "no goal", fact)
+
+
+@mistake("21.11", "race", "rank 0 writes into slot 0 what rank 1 reads there\n")
+def test_a_sum_that_is_read_too_early(segment, tensor):
+    before, segment.barrier = segment.barrier, lambda: None
+    each_reads_all(segment, tensor)
+    before()
+
+
+@mistake("21.11", "uneven barriers", "a rank waits at a barrier to which not all ranks come\n")
+def test_a_sum_with_a_barrier_for_one_rank(segment, tensor):
+    each_reads_all(segment, tensor)
+    if segment.rank == 3:
+        segment.barrier()
+
+
+@mistake("21.11", "one socket")
+def test_a_sum_over_each_socket(segment, tensor):
+    segment.write(segment.rank, 0, tensor)
+    segment.barrier()
+    for rank in range(8):
+        if rank // 4 == segment.rank // 4 and rank != segment.rank:
+            tensor += segment.read(rank, 0, len(tensor))
+
+
+@mistake("21.11", "unchanged")
+def test_a_sum_that_is_kept_elsewhere(segment, tensor):
+    each_reads_all(segment, tensor.clone())
+
+
+@mistake("21.11", "other sum")
+def test_a_sum_that_is_counted_twice(segment, tensor):
+    each_reads_all(segment, tensor)
+    tensor *= 2
