@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
 build = importlib.util.module_from_spec(SPECIFICATION)
 SPECIFICATION.loader.exec_module(build)
-ALL, GRADED = list(build.PARTS), ["exercises"]
+ALL = list(build.PARTS)
+GRADED = [part for part in ALL if part != "solutions"]
 
 
 @cache

@@ -187,7 +187,8 @@ def register(
     check.__doc__ = (
         f"{about}\n\n"
         "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
-        "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
+        f"look{', 4 a solution' * (task.kind != 'project')}. Without it, each check that fails\n"
+        "says one more, up to 3.\n\n"
         "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
     )
     check.exercise = task  # type: ignore[attr-defined]
