@@ -221,6 +221,16 @@ class PlanGrader(Grader):
         """The learner's plan."""
         return self.program["PLAN"]
 
+    def fail(self, fact: str, *details: str, error: Exception | None = None, **about: Any) -> None:
+        """Raise ExerciseError; of ranks that are over the limit, one is enough."""
+        for _, failure in sorted(getattr(error, "failures", {}).items()):
+            if failure.type == "MemoryError":
+                fact, details, error = failure.message, (), None
+                if failure.where:
+                    details = (f"    line {failure.where.line} of {failure.where.function}",)
+                break
+        super().fail(fact, *details, error=error, **about)
+
     def about(self, case: str) -> None:
         """Note what is looked at, for messages."""
         self._case = case
