@@ -28,7 +28,7 @@ if QUICK_IMPORTS not in sys.path:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Run the notebooks of the course, whose names begin with a number, and not a learner's own."""
-    own = collection_path.suffix == ".ipynb" and not re.match(r"\d\d_", collection_path.name)
+    own = collection_path.suffix == ".ipynb" and not re.match(r"\d\d?_", collection_path.name)
     return True if own else None
 
 

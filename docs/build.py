@@ -28,6 +28,7 @@ NOTEBOOKS = ROOT / "notebooks"
 GUIDES = {  # and their titles in the contents
     "docs/teaching.md": "The teacher's guide",
     "docs/hints.md": "The hints of the checks",
+    "docs/projects.md": "The projects: rubrics",
     "README.md": "About ddp_kit",
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
@@ -40,6 +41,8 @@ GUIDES = {  # and their titles in the contents
 PARTS = {  # folders of notebooks/, each with a page of its own
     "exercises": "Each exercise is a function with a gap of at most five lines, or a broken "
     "program.\nA check runs your answer on real processes, and says what is wrong with it.",
+    "projects": "A project takes days. It has a page and a program that runs.\nYou make it into a "
+    "better one, milestone by milestone.",
     "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
     "right. Try first.\nThe search leaves these pages out.",
 }
@@ -74,7 +77,8 @@ def lessons() -> list[Path]:
 
 def part(name: str) -> list[Path]:
     """Return the notebooks of one of PARTS, in order."""
-    return sorted((NOTEBOOKS / name).glob("[0-9][0-9]_*.ipynb"))
+    number = "[0-9]" if name == "projects" else "[0-9][0-9]"
+    return sorted((NOTEBOOKS / name).glob(f"{number}_*.ipynb"))
 
 
 def minutes(path: Path) -> str:
@@ -87,7 +91,8 @@ def minutes(path: Path) -> str:
         return needed and f"{needed} for the exercises"
     first = "".join(json.loads(path.read_text("utf-8"))["cells"][0]["source"])
     said = re.search(r"\*\*About (\d+ minutes)\*\*", first)
-    assert said or path.parent.name == "exercises", f"{path} does not say how long it takes"
+    lesson = path.parent == NOTEBOOKS
+    assert said or not lesson, f"{path} does not say how long it takes"
     return said[1] if said else ""
 
 
@@ -157,7 +162,7 @@ def titles(paths: list[Path], folder: Path) -> dict[str, str]:
         if path.parent.name in PARTS:
             topic = heading.removeprefix("Exercises: ")
             heading = topic[0].upper() + topic[1:]
-        found[name] = f"{path.stem[:2]} {heading}"
+        found[name] = f"{path.stem.partition('_')[0]} {heading}"
     return found
 
 

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SPECIFICATION = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
 build = importlib.util.module_from_spec(SPECIFICATION)
 SPECIFICATION.loader.exec_module(build)
-ALL, GRADED = list(build.PARTS), ["exercises"]
+ALL = list(build.PARTS)
+GRADED = [part for part in ALL if part != "solutions"]
 
 
 @cache
@@ -99,6 +100,8 @@ def test_a_page_says_its_minutes_and_offers_its_notebook():
             assert said == lessons[path.stem]
         elif path.parent.name == "exercises":
             exercises[path.name] = said
+        elif path.parent.name == "projects":
+            assert said == ""
         else:
             needed = exercises[path.name]
             assert said == (f"{needed} for the exercises" if needed else "")

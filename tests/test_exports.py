@@ -30,7 +30,7 @@ def test_completion_offers_pictures_and_no_modules():
 def test_completion_offers_graders_and_no_modules():
     assert dir(kit.check) == sorted(kit.check.__all__)
     graders = [name for name in kit.check.__all__ if name != "credit"]
-    assert all(name.startswith("exercise_") for name in graders)
+    assert all(name.startswith(("exercise_", "project_")) for name in graders)
 
 
 def test_an_unknown_name_is_an_attribute_error():

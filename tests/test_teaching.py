@@ -17,8 +17,8 @@ from ddp_kit.check.hints import hints
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
 GRADERS = [name for name in check.__all__ if name != "credit"]
-EXERCISES = [name.removeprefix("exercise_").replace("_", ".") for name in GRADERS]
 KINDS = {each.number: each.kind for each in (getattr(check, g).exercise for g in GRADERS)}
+EXERCISES = list(KINDS)
 GAPS = [n for n in EXERCISES if KINDS[n] == "gap" and n[-1].isdigit()]  # not in the lessons
 LESSON = re.compile(r"\]\(\.\./notebooks/(\w+\.ipynb)\) \((\d+)\)")
 ESTIMATE = {1: 10, 2: 10, 3: 15, 4: 20, 5: 20}  # minutes, by the number of missing lines
@@ -62,7 +62,7 @@ def test_each_mistake_that_a_check_names_has_hints():
     for name, hint in hints().items():
         assert all(text[-1] in ".?" for text in hint[:3]), name
         assert "?" in hint.question, name
-    known = {re.sub(r"^\d+\.\w+ ", "", name) for name in hints()}
+    known = {re.sub(r"^(\d+\.\w+|P\d) ", "", name) for name in hints()}
     for module in {getattr(check, name).__module__ for name in GRADERS}:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
         assert [name for name in named(tree) if name not in known] == [], module

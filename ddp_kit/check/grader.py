@@ -170,7 +170,9 @@ def name_of(number: str) -> str:
     return f"{kind}_{number.removeprefix('P').replace('.', '_')}"
 
 
-def register(task: Any, about: str, module: str, check: Callable[..., Credit] | None = None) -> None:
+def register(
+    task: Any, about: str, module: str, check: Callable[..., Credit] | None = None
+) -> None:
     """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
 
     def with_hint(answer: Any, *, hint: int | None = None) -> Credit:
@@ -182,7 +184,8 @@ def register(task: Any, about: str, module: str, check: Callable[..., Credit] | 
     check.__doc__ = (
         f"{about}\n\n"
         "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
-        "look, 4 a solution. Without it, each check that fails says one more, up to 3.\n\n"
+        f"look{', 4 a solution' * (task.kind != 'project')}. Without it, each check that fails\n"
+        "says one more, up to 3.\n\n"
         "Raises ExerciseError if it is not right yet, NotImplementedError for the stub."
     )
     check.exercise = task  # type: ignore[attr-defined]

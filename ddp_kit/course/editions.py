@@ -378,7 +378,9 @@ def _setup(notebook: NotebookNode, lesson: str = "") -> str:
 
 
 def _page_of_hints(
-    lessons: Mapping[str, NotebookNode], exercises: Mapping[str, NotebookNode]
+    lessons: Mapping[str, NotebookNode],
+    exercises: Mapping[str, NotebookNode],
+    projects: Mapping[str, NotebookNode],
 ) -> str:
     """Return a page for teachers: by exercise, each mistake and what is said of it in steps."""
     lines = [HINTS_PAGE]
@@ -391,6 +393,10 @@ def _page_of_hints(
         lines += [f"## {name}\n"] if titles else []
         for number, title in titles:
             lines += [f"### {number} {title[:1].upper()}{title[1:]}\n", *_table(f"{number} ")]
+    lines += ["## The projects\n"] if projects else []
+    for name, page in projects.items():
+        title = page.cells[0].source.splitlines()[0].removeprefix("# ")
+        lines += [f"### Project {name[0]}: {title}\n", *_table(f"P{name[0]} ")]
     return "\n".join([*lines, "## In every exercise\n", *_table("")]).rstrip() + "\n"
 
 
@@ -398,7 +404,7 @@ def _table(section: str) -> list[str]:
     """Return the hints of an exercise, or with "" those of no exercise, as a table."""
     rows = ["| mistake | question | place |", "|---|---|---|"]
     for name, hint in hints().items():
-        if name.startswith(section) if section else not name[0].isdigit():
+        if name.startswith(section) if section else not re.match(r"\d|P\d ", name):
             rows.append(f"| {' | '.join(text.replace('|', '&#124;') for text in hint[:3])} |")
     return [*rows, ""]
 
@@ -421,7 +427,8 @@ def committed() -> dict[Path, str]:
         files[source / "exercises" / f"{name}.ipynb"] = exercises(notebook)
         code |= _solved(notebook, _setup(notebook))
     files[LESSONS.parent / "check" / "solutions.json"] = json.dumps(code, indent=1) + "\n"
-    files[source.parent / "docs" / "hints.md"] = _page_of_hints(lessons, solved)
+    projects = {path.stem: read(path) for path in sorted(source.glob("projects/[0-9]_*.ipynb"))}
+    files[source.parent / "docs" / "hints.md"] = _page_of_hints(lessons, solved, projects)
     return files
 
 

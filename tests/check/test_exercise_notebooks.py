@@ -58,7 +58,19 @@ def test_every_grader_has_its_exercise():
         for number in checks(each)
     ]
     graders = [f"exercise_{number.replace('.', '_')}" for number in numbers]
-    assert graders == [name for name in kit.check.__all__ if name != "credit"]
+    assert graders == [name for name in kit.check.__all__ if name.startswith("exercise_")]
+
+
+def test_each_milestone_of_a_project_has_its_check_on_a_page():
+    pages = sorted(FOLDER.glob("projects/[0-9]_*.ipynb"))
+    graders = [name for name in kit.check.__all__ if name.startswith("project_")]
+    assert [f"project_{page.stem[0]}" for page in pages] == graders
+    for page, name in zip(pages, graders, strict=True):
+        text = "".join("".join(cell["source"]) for cell in cells("projects", page.name).values())
+        found = re.findall(rf"kit\.check\.{name}\(\w+, milestone=(\d)\)", text)
+        parts = getattr(kit.check, name).exercise.parts
+        assert found == [str(number) for number in range(1, len(parts) + 1)]
+        assert page.with_suffix(".py").exists() or page.with_suffix("").is_dir()
 
 
 def kind_of(number: str) -> str:

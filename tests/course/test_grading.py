@@ -13,7 +13,8 @@ import ddp_kit as kit
 from ddp_kit.course.__main__ import main
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("exercises/[0-9]*.ipynb"))
-GRADERS = [name for name in kit.check.__all__ if name[-1].isdigit()]  # not those in lessons
+EXERCISES = [name for name in kit.check.__all__ if name.startswith("exercise_")]
+GRADERS = [name for name in EXERCISES if name[-1].isdigit()]  # not those in lessons
 needs_tools = pytest.mark.skipif(
     not (TOOLS / "bin" / "nbgrader").exists(), reason="the grading tools are not installed"
 )

@@ -37,7 +37,7 @@ class ThisPython(AsyncKernelManager):
 
 def all_notebooks() -> list[Path]:
     """List the notebooks of the course in order, without a learner's own and checkpoints."""
-    found = sorted(FOLDER.rglob("[0-9][0-9]_*.ipynb"))
+    found = sorted([*FOLDER.rglob("[0-9][0-9]_*.ipynb"), *FOLDER.glob("projects/[0-9]_*.ipynb")])
     return [path for path in found if ".ipynb_checkpoints" not in path.parts]
 
 

@@ -22,7 +22,8 @@ from test_on_github import prose, tokens
 from torch.torch_version import TorchVersion
 
 ROOT = FOLDER.parent
-GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "docs/teaching")]
+GUIDES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+GUIDES += [ROOT / "docs" / f"{name}.md" for name in ("teaching", "projects")]
 PAGES = [*all_notebooks(), *GUIDES]
 # Lessons may link to names that a PyTorch older than the pinned one lacks.
 PINNED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
