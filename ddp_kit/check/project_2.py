@@ -57,11 +57,11 @@ class MemoryLimit(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(type not in (torch.Tensor, torch.nn.Parameter) for type in types):
-            return NotImplemented  # then the tensors that a DTensor consists of come here
+        if any(one.__name__ == "DTensor" for one in types):
+            return NotImplemented  # then the tensors that it consists of come here
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # not one without data
                 self._add(tensor.untyped_storage())
         return made
 

@@ -216,3 +216,18 @@ def test_a_replay_waits_for_messages():
     found = replayed(pass_on, 3)
     assert found.done == [5.0, 10.0, 10.0]
     assert found.busy == [5.0, 5.0, 0.0]
+
+
+def distributed(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    with MemoryLimit(float("inf")) as memory:
+        part = DTensor.from_local(torch.zeros(10), mesh, [Shard(0)])
+        kept = part + 1
+        return memory.held, kept.shape
+
+
+def test_the_limit_counts_what_a_dtensor_consists_of():
+    assert kit.run(distributed, world_size=1)[0][0] == 80
