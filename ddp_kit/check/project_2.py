@@ -43,6 +43,7 @@ SLOWER = 1.1  # times the seconds of the fastest plan that fits
 LOSSES = (4.858523188675, 4.791008808984, 4.724579976485)  # of one process
 CLOSE = 1e-9  # more than rounding explains, less than any mistake makes
 SENT, TIME = 0.01, 0.1  # how far off predictions may be
+MESSAGE = "message"
 
 
 class MemoryLimit(TorchDispatchMode):
@@ -281,8 +282,8 @@ def _why(error: Exception) -> str:
         calls = [event for event in _own(error.trace, rank) if event.op != "new_group"]
         if not calls:
             return "whole at first"
-        sends = [event.peer for event in calls if event.kind == "send"]
-        if len(sends) > 1 and not any(event.kind == "recv" for event in calls):
+        directions = [event.kind for event in calls if event.kind != "collective"]
+        if len(directions) > 1 and len(set(directions)) == 1:  # forwards only
             return "all forwards first"
     return "over the limit"
 
@@ -345,34 +346,35 @@ def _small(losses: list[float]) -> bool:
 def _predicts_bytes(grader: PlanGrader) -> None:
     runs = grader.runs
     wanted = [runs.per_step(lambda trace, r=rank: _sent(trace, r)) for rank in range(RANKS)]
-    tensors = [
-        runs.per_step(lambda trace, r=rank: sum(event.nbytes for event in _own(trace, r)))
-        for rank in range(RANKS)
-    ]
     found = [grader.predicted("sent", rank) for rank in range(RANKS)]
     for rank, (want, have) in enumerate(zip(wanted, found, strict=True)):
         if abs(want - have) > SENT * want:
             grader.about(f"sent({rank})")
             fact = f"{want:,.0f} bytes travelled in a step, and {have:,.0f} were predicted"
-            grader.fail(fact, hint=_wrong_bytes(runs, rank, have, tensors[rank], found))
+            grader.fail(fact, hint=_wrong_bytes(runs, rank, have, found))
     print(f"In a step, a rank sends {min(wanted):,.0f} to {max(wanted):,.0f} bytes.")
 
 
-def _wrong_bytes(runs: Runs, rank: int, have: float, tensors: float, found: list[float]) -> str:
-    if math.isclose(have, tensors, rel_tol=SENT):
-        return "bytes of tensors"
+def _wrong_bytes(runs: Runs, rank: int, have: float, found: list[float]) -> str:
     kinds = {
         kind: runs.per_step(lambda trace, kind=kind: _sent(trace, rank, kind))
         for kind in {_kind(event) for event in _own(runs.all, rank)}
     }
     total = sum(kinds.values())
-    if any(math.isclose(have, total - each, rel_tol=SENT) for each in kinds.values() if each):
+    more = {kind: (len(kind) - 1) * each for kind, each in kinds.items() if kind != MESSAGE}
+
+    def close(*numbers: float) -> bool:
+        return any(math.isclose(have, number, rel_tol=SENT) for number in numbers)
+
+    if close(*(total - each for each in kinds.values() if each)):
         return "one dimension left out"
+    if close(total + sum(more.values()), *(total + each for each in more.values() if each)):
+        return "whole tensor in each round"
     return "all ranks alike" if rank and len(set(found)) == 1 else "other bytes"
 
 
 def _kind(event: Event) -> Any:
-    return event.group.ranks if event.kind == "collective" else "message"
+    return event.group.ranks if event.kind == "collective" else MESSAGE
 
 
 def _sent(trace: Trace, rank: int, kind: Any = None) -> float:
