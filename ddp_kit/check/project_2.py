@@ -204,6 +204,7 @@ class PlanGrader(Grader):
             self.refuse(f"{check} expects the path of your program; got a value of type {got}")
         if not Path(path).is_file():
             self.refuse(f"there is no program {os.fspath(path)} in this folder")
+        self._name = Path(path).name
         self.program = self._loaded(os.fspath(path))
         self.answer = self.program["train"]
 
@@ -227,8 +228,8 @@ class PlanGrader(Grader):
         for _, failure in sorted(getattr(error, "failures", {}).items()):
             if failure.type == "MemoryError":
                 fact, details, error = failure.message, (), None
-                if failure.where:
-                    details = (f"    line {failure.where.line} of {failure.where.function}",)
+                own = [one for one in failure.frames if Path(one.file).name == self._name]
+                details = (f"    {own[-1]}",) if own else ()
                 break
         super().fail(fact, *details, error=error, **about)
 
