@@ -78,6 +78,9 @@ ELSEWHERE = {  # other undocumented names
     ("lessons/_pipeline_parallel.py", "_schedule_visualizer"),
     ("lessons/_pipeline_parallel.py", "torch.distributed.pipelining._schedule_visualizer"),
     ("pool/ipython.py", "_ipython_cache"),
+    # PyTorch's notes on extending it document TorchDispatchMode, under this name.
+    ("check/project_2.py", "_python_dispatch"),
+    ("check/project_2.py", "torch.utils._python_dispatch"),
 }
 WORLD = "torch.distributed.distributed_c10d:_world"
 BY_ANY_NAME = [*torch_internals.COLLECTIVES.values(), *torch_internals.FUNCTIONAL]
