@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
 
 ROUNDS, WARM_UP = 4, 100.0  # seconds of a clock that the grader sets
@@ -77,6 +80,58 @@ def _compressed_all_reduce(grader: Grader, world_size: int, huge: bool) -> None:
     }
     grader.compare([total] * world_size, found, mistakes)
     grader.check_collectives(2 * total.numel(), "too many bytes")
+
+
+@compared("10.9", "TopK(k)", kind="function")
+def _top_k(rank: int, world_size: int, top_k: Callable) -> dict:
+    average, found = top_k(2), {}
+    numbers = ([8, -12, 1, 2, 3, 5], [7, 1, -16, 4, 2, 9], [-1, 9, 3, -10, 4, 2])[rank]
+    for step in range(1, 5):
+        tensor = torch.tensor(numbers, dtype=torch.float32).view(2, 3) * (1 if step < 3 else 0.5)
+        average(tensor)
+        found[f"the tensor after step {step}"] = tensor
+    return found
+
+
+@compared("10.a", "votes(yes)")
+def _votes(rank: int, world_size: int, votes: Callable) -> dict:
+    yes = torch.tensor(
+        ([True, True, False, True], [True, False, False, True], [True, True, False, False])[rank]
+    )
+    given = yes.clone()
+    some, every, count = votes(given)
+    named = {"any rank": some, "every rank": every, "how many ranks": count.long()}
+    return {**named, "`yes` afterwards": given}
+
+
+@compared("10.b", "measure(rank, world_size, operation, sizes, dtype, most)")
+def _measure_sizes(rank: int, world_size: int, measure: Callable) -> dict:
+    now, barriers, barrier = 0.0, 0, dist.barrier
+
+    def noted_barrier(*args: Any, **named: Any) -> Any:
+        nonlocal now, barriers
+        now, barriers = now + 1000, barriers + 1
+        return barrier(*args, **named)
+
+    def operation(tensor: torch.Tensor) -> None:
+        nonlocal now
+        now += barriers + tensor.nbytes / 1e6 + 100 * rank
+
+    clock = patch.object(time, "perf_counter", lambda: now)
+    with clock, patch.object(dist, "barrier", noted_barrier):
+        samples = measure(rank, world_size, operation, (8, 2_000_000), torch.float32, 6)
+    sizes = ("8 bytes", "2,000,000 bytes")
+    return {f"the seconds of {size}": each for size, each in zip(sizes, samples, strict=True)}
+
+
+@compared("10.c", "fit_by_hand(points)", sizes=(1,))
+def _fit_by_hand(rank: int, world_size: int, fit_by_hand: Callable) -> dict:
+    found = {}
+    for alpha, beta in ((2e-4, 5e-10), (1e-6, 1e-9)):
+        points = [(n, (alpha + beta * n) * (1.2 if n == 4000 else 1)) for n in (4, 4000, 4_000_000)]
+        about = f"for {alpha:g} + {beta:g} * bytes"
+        found[f"alpha {about}"], found[f"beta {about}"] = fit_by_hand(points)
+    return found
 
 
 def _seconds(rank: int, world_size: int) -> list[float]:

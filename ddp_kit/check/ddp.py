@@ -2,123 +2,40 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddp_kit.check.compared import hunt
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
-from ddp_kit.check.partitioned_sgd import averaged_wrongly, small_layers
-from ddp_kit.error_text import count
-from ddp_kit.errors import RankError
-from ddp_kit.trace import Event
+from ddp_kit.check.partitioned_sgd import small_layers
+from ddp_kit.check.record import Score, Span, record
+from ddp_kit.model import chunked_ring
 
-BUCKETS = 3
 BATCHES = 4
-SECOND, OVERLAP = "a second backward", "all_reduces begin during backward, and do not stop it"
 
 
-@exercise(
-    "8.1",
-    "average_in_backward(buckets)",
-    "all buckets but the last leave during backward",
-    others=(SECOND, SENT, OVERLAP),
-)
-def _average_in_backward(grader: Grader, world_size: int) -> None:
-    numbers = sum(parameter.numel() for parameter in _model().parameters())
-    result = grader.run(_average_buckets, world_size=world_size)
-    _check_gradients(grader, _model, 0)
-    _check_gradients(grader, _model, 1, "count not reset", SECOND)
-    calls = grader.collectives()
-    if len(calls) != 2 * BUCKETS and (calls or world_size > 1):
-        made = count(len(calls), "collective call")
-        fact = f"right, but two backwards with {BUCKETS} buckets made {made}"
-        grader.fail(fact, hint="not once per bucket", part=SENT)
-    grader.check_collectives(2 * 4 * numbers, "not once per bucket")
-    for place, event in enumerate(calls[: 2 * BUCKETS]):
-        step, number = divmod(place, BUCKETS)
-        last_ready, done = result[0]["moments"][step]
-        if number < BUCKETS - 1 and event.start > last_ready:
-            fact = f"right, but bucket {number} waited for the gradients of all buckets"
-            grader.fail(fact, hint="starts late", part=OVERLAP)
-        if event.waited is not None and event.waited < done:
-            fact = f"right, but backward waited until bucket {number} was reduced"
-            grader.fail(fact, hint="hook waits", part=OVERLAP)
-
-
-def _model() -> nn.Sequential:
-    """Return three layers of whole numbers, so that gradients are exact."""
-    return _with_whole_numbers(small_layers(2, 3, 2, 1))
-
-
-def _with_whole_numbers(module: nn.Module) -> Any:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 + 1)
-    return module
-
-
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _loss(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int) -> torch.Tensor:
-    """Return a loss whose gradients differ between ranks, those of biases, too."""
-    return (rank + 1 + 10 * step) * model(torch.ones(1, 2, dtype=torch.float32)).sum()
-
-
-def _own_gradients(module: nn.Module, rank: int, step: int) -> dict[str, torch.Tensor]:
-    _loss(module, rank, step).backward()
-    return {name: parameter.grad for name, parameter in _trained(module).items()}
-
-
-def _average_buckets(rank: int, world_size: int, average_in_backward: Callable) -> dict:
-    layers = _model()
-    ready = _note_when_ready(layers)
-    finish = average_in_backward([list(layer.parameters()) for layer in reversed(layers)])
-    return _two_backwards(layers, layers, rank, ready, finish)
-
-
-def _note_when_ready(module: nn.Module) -> list[int]:
-    """Return a list that gets the moments at which gradients are ready."""
-    ready: list[int] = []
-    for parameter in _trained(module).values():
-        parameter.register_post_accumulate_grad_hook(lambda _: ready.append(time.monotonic_ns()))
-    return ready
-
-
-def _two_backwards(
-    module: nn.Module, model: Callable, rank: int, ready: list[int], finish: Callable
-) -> dict:
-    """Note for each backward when its last gradient was ready and when it ended, and gradients."""
-    gradients, moments = [], []
-    for step in range(2):
-        module.zero_grad()
-        _loss(model, rank, step).backward()
-        moments.append((ready[-1], time.monotonic_ns()))
-        finish()
-        named = _trained(module).items()
-        gradients.append({name: parameter.grad.clone() for name, parameter in named})
-    return {"gradients": gradients, "moments": moments}
-
-
-def _check_gradients(
-    grader: Grader, module: Callable[[], nn.Module], step: int, mistake: str = "", part: str = ""
-) -> None:
-    """Fail unless each gradient is the mean over the ranks. mistake: if it is always the same."""
-    n = len(grader.result)
-    each = [_own_gradients(module(), rank, step) for rank in range(n)]
-    for name in each[0]:
-        own = [gradients[name] for gradients in each]
-        mean = sum(own[1:], own[0]) / n
-        found = [value["gradients"][step][name] for value in grader.result]
-        place = f" in {name}.grad after backward {step + 1}"
-        mistakes = mistake or averaged_wrongly(mean, own)
-        grader.compare([mean] * n, found, mistakes, place=place, part=part)
+@compared("8.1", "order_of_gradients(module, loss)")
+def _order_of_gradients(rank: int, world_size: int, order_of_gradients: Callable) -> dict:
+    module = nn.ModuleDict(dict(zip("abcd", small_layers(2, 2, 2, 2, 2), strict=True)))
+    module["d"].requires_grad_(False)
+    found = []
+    for used in ("cabd", "abdc") if rank == 0 else ("bcad", "bcad"):
+        x = torch.ones(1, 2, dtype=torch.float32)
+        for name in used:
+            x = module[name](x)
+        found.append(order_of_gradients(module, x.sum()))
+    # Only now: a hook that is still set would go on adding to the first list.
+    return {f"the order of backward {number}": list(order) for number, order in enumerate(found, 1)}
 
 
 @exercise(
@@ -152,83 +69,190 @@ def _accumulate_batches(rank: int, world_size: int, accumulate: Callable) -> tor
     return layer.weight.grad if layer.weight.grad is not None else torch.zeros(1, 3)
 
 
-def _hook_refused(error: RankError) -> str:
-    messages = [failure.message for failure in error.failures.values()]
-    refused = any("doesn't require gradient" in message for message in messages)
-    return "frozen hooked" if refused else ""
+CAP = 12  # bytes: three numbers
 
 
-@exercise(
-    "8.6",
-    "OwnDDP(module)",
-    "with tied and frozen weights, during backward",
-    on_failure={RankError: _hook_refused},
-    others=(OVERLAP,),
-)
-def _own_ddp(grader: Grader, world_size: int) -> None:
-    tensors, trained = _tensors(_Tied()), len(_trained(_Tied()))
-    result = grader.run(_train_own, world_size=world_size)
-    for name, tensor in tensors.items():
-        found = [value["start"][name] for value in result]
-        place = f" in {name} after OwnDDP(module)"
-        grader.compare([tensor] * world_size, found, "not broadcast", place=place)
-    calls = [event for event in grader.collectives() if event.op == "all_reduce"]
-    if len(calls) > 2 * trained:
-        fact = f"two backwards called all_reduce {len(calls)} times for {trained} gradients"
-        grader.fail(fact, hint="tied weight twice")
-    for step in range(2):
-        _check_gradients(grader, _Tied, step)
-    _check_overlap(grader, calls)
-
-
-def _check_overlap(grader: Grader, calls: list[Event]) -> None:
-    """Fail unless some gradients left before the last one was ready, and nobody waited for them."""
-    began = 0
-    for step, (last_ready, done) in enumerate(grader.result[0]["moments"]):
-        sent = [event for event in calls if began <= event.start]
-        if sent and sent[0].start > last_ready:
-            fact = f"no all_reduce of backward {step + 1} began before the last gradient was ready"
-            grader.fail(f"right, but {fact}", hint="starts late", part=OVERLAP)
-        if any(event.waited is not None and event.waited < done for event in sent):
-            fact = f"right, but backward {step + 1} waited for an all_reduce"
-            grader.fail(fact, hint="hook waits", part=OVERLAP)
-        began = done
-
-
-class _Tied(nn.Module):
-    """Linear layers of whole numbers: the last one has the first one's weight, one is frozen."""
+class _Heads(nn.Module):
+    """Layers of whole numbers, one of them frozen, and two heads of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = small_layers(2, 2, 2, 2)
-        self.first, self.frozen, self.last = layers
-        self.last.weight = self.first.weight
-        self.frozen.requires_grad_(False)
-        self.register_buffer("shift", torch.ones(2))
-        _with_whole_numbers(self)
+        self.body = small_layers(2, 2, 2, 2)
+        self.body[1].requires_grad_(False)
+        self.heads = nn.ModuleList(small_layers(2, width)[0] for width in (1, 3))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 + 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.frozen(self.first(x)) + self.shift)
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters and buffers by name; a shared weight has one name."""
-    both = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: tensor.detach().clone() for name, tensor in both.items()}
+    def forward(self, x: torch.Tensor, *used: int) -> torch.Tensor:
+        return sum(self.heads[head](self.body(x)).sum() for head in used)
 
 
-def _train_own(rank: int, world_size: int, own_ddp: Callable) -> dict:
-    """Wrap a module that starts differently on each rank, and run backward twice."""
-    module = _Tied()
-    ready = _note_when_ready(module)
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor += rank
-    model = own_ddp(module)
-    start = _tensors(module)
-    finish = model.finish_gradient_synchronization
-    return {"start": start, **_two_backwards(module, model, rank, ready, finish)}
+def _gradients(module: nn.Module, place: str) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients of what is trained; zeros where there is none."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {
+        f"{name}.grad {place}": torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in trained.items()
+    }
+
+
+class _Noted:
+    """A Work that notes when somebody waits for it."""
+
+    def __init__(self, work: dist.Work, notes: list) -> None:
+        self._work, self._notes = work, notes
+
+    def wait(self, *args: Any) -> Any:
+        self._notes.append("wait")
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def _noting(notes: list) -> Iterator[None]:
+    """Note the numbers in each all_reduce, and each wait for one."""
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        notes.append(tensor.numel())
+        work = all_reduce(tensor, *args, **named)
+        if work is None:
+            notes.append("wait")
+        return work and _Noted(work, notes)
+
+    dist.all_reduce = noted
+    try:
+        yield
+    finally:
+        dist.all_reduce = all_reduce
+
+
+def _note_when_ready(module: nn.Module, notes: list) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: notes.append("ready"))
+
+
+def _overlap(notes: list) -> dict[str, int]:
+    """Return what shows in the notes of one backward whether it goes on meanwhile."""
+    last = len(notes) - notes[::-1].index("ready")
+    early = [note for note in notes[:last] if isinstance(note, int)]
+    return {
+        "all_reduces before the last gradient is ready": len(early),
+        "waits during backward": notes.count("wait"),
+    }
+
+
+def _backward(model: Callable, rank: int, *used: int) -> None:
+    x = torch.tensor([[1.0, 2.0 + rank]], dtype=torch.float32)
+    ((rank + 1) * model(x, *used)).backward()
+
+
+@compared("8.6", "OwnDDP(module, cap)", "while backward goes on", kind="function")
+def _own_ddp(rank: int, world_size: int, own_ddp: Callable) -> dict:
+    module, notes = _Heads(), []
+    _note_when_ready(module, notes)
+    model = own_ddp(module, CAP)
+    found = {}
+    with _noting(notes):
+        _backward(model, rank, 0, 1)
+        found |= _overlap(notes)
+        model.synchronize()
+        found |= _gradients(module, "after a step")
+        found["numbers in each all_reduce"] = [n for n in notes if isinstance(n, int)]
+        module.zero_grad()
+        _backward(model, rank, rank % 2)
+        model.synchronize()
+        found |= _gradients(module, "where ranks use different heads")
+        module.zero_grad()
+        notes.clear()
+        for model.accumulating, used in ((True, (0, 1)), (False, (1,))):
+            _backward(model, rank, *used)
+        model.synchronize()
+        found |= _gradients(module, "after two backwards")
+    found["all_reduces in two backwards"] = len([n for n in notes if isinstance(n, int)])
+    return found
+
+
+# In the order in which they are ready: megabytes, and milliseconds after the start of backward.
+MEGABYTES = (2, 2, 3, 1, 8, 3, 8, 1, 6, 2, 8, 2, 4, 1, 3, 3, 3, 2, 2, 2, 6, 3, 6, 3)
+READY = (
+    *(3, 4, 6, 9, 13, 14, 18, 19, 22, 24, 26, 29),
+    *(33, 34, 37, 38, 42, 45, 49, 51, 53, 55, 56, 57),
+)
+
+
+@record("8.10", "cut_into_buckets(sizes, ready, cost)", "ms", (88, 82, 78.7), along="ms")
+def _cut_into_buckets(grader: Grader) -> Score:
+    sizes, ready = [1_000_000 * size for size in MEGABYTES], [moment / 1000 for moment in READY]
+    cost = partial(chunked_ring, 8, alpha=200e-6, beta=0.4e-9)
+    counts = grader.call([(sizes, ready, cost)], grader.form)[0]
+    if not isinstance(counts, list) or any(type(count) is not int for count in counts):
+        fact = f"it should return a list of whole numbers, and returns {counts!r}"
+        grader.fail(fact, hint="no numbers")
+    if any(count < 1 for count in counts):
+        grader.fail(f"bucket {counts.index(min(counts))} is empty in {counts}", hint="empty bucket")
+    if sum(counts) != len(sizes):
+        fact = f"the buckets hold {sum(counts)} gradients in all, and there are {len(sizes)}"
+        grader.fail(fact, hint="other total")
+    spans, free = [], 0.0
+    for count, end in zip(counts, accumulate(counts), strict=True):
+        start = max(free, ready[end - 1])
+        free = start + cost(sum(sizes[end - count : end]))
+        spans.append(Span(0, 1000 * start, 1000 * free, str(count)))
+    return Score(1000 * free, spans)
 
 
 for _number in ("8.7", "8.8", "8.9"):
     hunt(_number)
+
+
+@compared("8.a", "DistributedDataParallel(module)", "while backward goes on")
+def _hooked(rank: int, world_size: int, ddp: Callable) -> dict:
+    module, notes = _Heads(), []
+    _note_when_ready(module, notes)
+    model = ddp(module)
+    with _noting(notes):
+        _backward(model, rank, 0, 1)
+        found = _overlap(notes)
+        model.finish_gradient_synchronization()
+    found |= _gradients(module, "after finish_gradient_synchronization()")
+    travels = module.heads[0].bias
+    model.sending[travels] = SimpleNamespace(wait=lambda: None)
+    try:
+        model.start_average(travels)
+        found["a gradient that travels"] = "is sent again"
+    except RuntimeError:
+        found["a gradient that travels"] = "raises a RuntimeError"
+    model.finish_gradient_synchronization()
+    return found
+
+
+@compared("8.b", "buckets_by_hand(sizes, cap, first_cap)", sizes=(1,))
+def _buckets_by_hand(rank: int, world_size: int, buckets_by_hand: Callable) -> dict:
+    cases = (
+        ([1, 1, 1, 1, 1, 1], 2, 2),
+        ([2, 2, 2, 2, 2], 3, 3),
+        ([1, 9, 1, 1, 1, 1], 4, 2),
+        ([1, 1, 1, 1, 1, 1, 1], 3, 1),
+        ([1, 1], 100, 100),
+    )
+    return {f"buckets_by_hand{given}": buckets_by_hand(*given) for given in cases}
+
+
+@compared("8.c", "train_epoch(model, loader, optimizer, epoch, every)")
+def _train_epoch(rank: int, world_size: int, train_epoch: Callable) -> dict:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.rand(14 * world_size, 2), torch.arange(14 * world_size) % 3)
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, seed=1))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.LogSoftmax(dim=1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    found = {}
+    for epoch in range(2):
+        train_epoch(model, loader, optimizer, epoch, 3)
+        for name, parameter in model.module.named_parameters():
+            found[f"{name} after epoch {epoch}"] = parameter.detach().clone()
+    return found

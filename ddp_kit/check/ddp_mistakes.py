@@ -1,4 +1,4 @@
-"""Graders of lesson 09, in the notebook of 08: a sampler, BatchNorm's statistics, a checkpoint."""
+"""Graders of lesson 09, some of them in the notebook of 08: samplers, checkpoints, uneven parts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.check.compared import hunt
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SIZES, Grader, exercise
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.errors import DeadlockError, RankError
@@ -196,3 +197,46 @@ def _save_or_wait(
 
 for _number in range(1, 11):
     hunt(f"9.{_number}")
+
+
+@compared("9.11", "train_uneven(model, optimizer, batches)", kind="function")
+def _train_uneven(rank: int, world_size: int, train_uneven: Callable) -> dict:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    lengths = ((2, 2, 1), (3,), ())[rank]
+    batches = [(torch.rand(n, 2) + rank, torch.rand(n, 1)) for n in lengths]
+    steps = train_uneven(model, optimizer, batches)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return {"the steps": steps, **parameters}
+
+
+@compared("9.a", "mean_loss(losses)")
+def _mean_loss(rank: int, world_size: int, mean_loss: Callable) -> dict:
+    weight = torch.ones(1, requires_grad=True)
+    losses = weight * torch.tensor(([6.0], [12.0, 24.0, 30.0], [3.0, 9.0])[rank])
+    mean_loss(losses).backward()
+    mean = weight.grad.clone()
+    dist.all_reduce(mean)
+    return {"the gradient that DDP leaves": mean / world_size}
+
+
+@compared("9.b", "share_right(right)")
+def _share_right(rank: int, world_size: int, share_right: Callable) -> dict:
+    parts = {
+        "of 5 examples, 1 and 2": ([1, 1, 1, 0, 0], [1], [0, 1])[rank],
+        "where rank 0 has no example": ([], [1, 0, 0], [1])[rank],
+    }
+    shares = {
+        f"the share {case}": share_right(torch.tensor(part, dtype=torch.bool))
+        for case, part in parts.items()
+    }
+    # Two NaN are not equal, and a mistake that leads to one should be known by it.
+    return {case: "nan" if share != share else share for case, share in shares.items()}
+
+
+@compared("9.c", "StopTogether(patience)")
+def _stop_together(rank: int, world_size: int, stop_together: Callable) -> dict:
+    losses = ([8, 4, 5, 3, 3, 3, 3], [9, 8, 7, 10, 7, 9, 1], [5, 5, 5, 5, 5, 5, 5])[rank]
+    stop = stop_together(2)
+    return {f"the answer in epoch {n}": stop(float(loss)) for n, loss in enumerate(losses, 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext, suppress
-from itertools import chain
+from functools import partial
 
 import pytest
 import torch
@@ -13,113 +13,7 @@ from answers import assert_mistake, mistake
 from torch import nn
 
 import ddp_kit as kit
-from ddp_kit.lessons import ddp, ring_allreduce
-
-
-def reducing(starts="in the hook", waits="in finish", reset=True, divide=1, wide=False, copy=True):
-    """Return an answer to 8.1; each argument can make it wrong in one way."""
-
-    def answer(buckets):
-        counts, started = [0] * len(buckets), []
-
-        def start(bucket):
-            flat = torch.cat([parameter.grad.view(-1) for parameter in bucket])
-            flat = flat.double() if wide else flat
-            started.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-            if waits == "in the hook":
-                started[-1][2].wait()
-
-        def ready(number):
-            counts[number] += 1
-            if counts[number] == len(buckets[number]) and starts == "in the hook":
-                counts[number] = 0 if reset else counts[number]
-                start(buckets[number])
-
-        def finish():
-            for bucket in buckets if starts == "in finish" else []:
-                start(bucket)
-            for bucket, flat, work in started:
-                if waits != "never":
-                    work.wait()
-                pieces = flat.split([parameter.numel() for parameter in bucket])
-                for parameter, piece in zip(bucket if copy else [], pieces, strict=copy):
-                    ranks = dist.get_world_size() ** divide
-                    parameter.grad.copy_(piece.view_as(parameter) / ranks)
-            started.clear()
-
-        for number, bucket in enumerate(buckets):
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: ready(number))
-        return finish
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name", "fact"),
-    [
-        (
-            {"divide": 0},
-            "gradients not divided",
-            "in 0.weight.grad after backward 1 but holds [9, 9, 18, 18, 27, 27]\n",
-        ),
-        (
-            {"divide": 2},
-            "gradients divided twice",
-            "in 0.weight.grad after backward 1 but holds [2.25, 2.25, 4.5, 4.5, 6.75, 6.75]\n",
-        ),
-        (
-            {"copy": False},
-            "gradients unchanged",
-            "in 0.weight.grad after backward 1 but holds [3, 3, 6, 6, 9, 9]\n",
-        ),
-        ({"reset": False}, "count not reset", " in 0.weight.grad after backward 2 but holds ["),
-        ({"waits": "never"}, "", "never waited for all_reduce, which may still be in flight; keep"),
-        (
-            {"wide": True},
-            "not once per bucket",
-            "right, but 320 bytes were sent in collectives by rank 0 where 160 would",
-        ),
-        (
-            {"starts": "in finish"},
-            "starts late",
-            "right, but bucket 0 waited for the gradients of all buckets\n",
-        ),
-        (
-            {"waits": "in the hook"},
-            "hook waits",
-            "right, but backward waited until bucket 0 was reduced\n",
-        ),
-    ],
-)
-def test_buckets_that_are(wrong, name, fact):
-    case = "exercise 8.1, average_in_backward(buckets) on 2 ranks: "
-    assert_mistake(kit.check.exercise_8_1, reducing(**wrong), name, case, fact)
-
-
-@mistake(
-    "8.1",
-    "not once per bucket",
-    "on 2 ranks: right, but two backwards with 3 buckets made 0 collective calls\n",
-)
-def test_buckets_that_go_round_as_messages(buckets):
-    def finish():
-        for parameter in chain(*buckets):
-            ring_allreduce.chunked_ring(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-    return finish
-
-
-def test_buckets_are_right_and_the_notebook_keeps_its_numbers_and_dtype(capsys):
-    before = torch.get_rng_state()
-    torch.set_default_dtype(torch.float64)
-    try:
-        kit.check.exercise_8_1(reducing())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert capsys.readouterr().out.startswith("Exercise 8.1: right on 1, 2, 3, 4 and 5 ranks")
+from ddp_kit.lessons import ddp
 
 
 def sampler(pad=True, repeat=True, uses_epoch=True, same_seed=True, offset=True, within=True):
@@ -392,99 +286,121 @@ def test_a_checkpoint_that_nobody_writes(model, path, plain):
     plain.load_state_dict(model.module.state_dict())
 
 
-def own_ddp(
-    hooked=lambda module: [p for p in module.parameters() if p.requires_grad],
-    broadcast=lambda module: (*module.parameters(), *module.buffers()),
-    divide=1,
-    waits=True,
-    overlap=True,
-):
-    """Return an answer to 8.6; each argument can make it wrong in one way."""
+def test_an_order_of_numbers_that_travel_in_a_tensor(capsys):
+    def order_of_gradients(module, loss):
+        order = []
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        handles = [
+            p.register_post_accumulate_grad_hook(partial(lambda n, _: order.append(n), number))
+            for number, (_, p) in enumerate(trained)
+        ]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        numbers = torch.tensor(order)
+        dist.broadcast(numbers, src=0)
+        return [trained[number][0] for number in numbers]
 
+    kit.check.exercise_8_1(order_of_gradients)
+    assert capsys.readouterr().out == "Exercise 8.1: right on 2 and 3 ranks.\n"
+
+
+def test_a_ddp_by_hand_may_count_and_copy_back(capsys):
     class OwnDDP(nn.Module):
-        def __init__(self, module):
+        def __init__(self, module, cap):
             super().__init__()
-            self.module, self.works = module, []
-            for tensor in broadcast(module):
-                dist.broadcast(tensor.detach(), src=0)
-            for parameter in hooked(module):
-                parameter.register_post_accumulate_grad_hook(self.average)
+            self.module, self.accumulating, self.works = module, False, []
+            trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+            counts = ddp.buckets_by_hand([4 * p.numel() for p in trained], cap, cap)
+            rest = iter(trained)
+            self.buckets = [[next(rest) for _ in range(count)] for count in counts]
+            self.missing = [len(bucket) for bucket in self.buckets]
+            for number, bucket in enumerate(self.buckets):
+                for p in bucket:
+                    p.register_post_accumulate_grad_hook(partial(self.count, number))
 
-        def average(self, parameter):
-            parameter.grad /= dist.get_world_size() ** divide
-            work = dist.all_reduce(parameter.grad, async_op=overlap)
-            if overlap and waits:
-                self.works.append(work)
+        def forward(self, *inputs):
+            return self.module(*inputs)
 
-        def forward(self, x):
-            return self.module(x)
+        def count(self, number, _):
+            if self.accumulating:
+                return
+            self.missing[number] -= 1
+            while len(self.works) < len(self.buckets) and self.missing[len(self.works)] == 0:
+                self.send()
 
-        def finish_gradient_synchronization(self):
-            while self.works:
-                self.works.pop().wait()
+        def send(self):
+            bucket = self.buckets[len(self.works)]
+            for p in bucket:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            flat = torch.cat([p.grad.view(-1) for p in bucket])
+            self.works.append((flat, dist.all_reduce(flat, async_op=True)))
 
-    return OwnDDP
+        def synchronize(self):
+            while len(self.works) < len(self.buckets):
+                self.send()
+            for bucket, (flat, work) in zip(self.buckets, self.works, strict=True):
+                work.wait()
+                pieces = flat.split([p.numel() for p in bucket])
+                for p, piece in zip(bucket, pieces, strict=True):
+                    p.grad.copy_(piece.view_as(p) / dist.get_world_size())
+            self.works = []
+            self.missing = [len(bucket) for bucket in self.buckets]
+
+    kit.check.exercise_8_6(OwnDDP)
+    assert "Exercise 8.6: right on 2 and 3 ranks, while backward goes on." in (
+        capsys.readouterr().out
+    )
 
 
-def by_every_name(module):
-    return [p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+def by_cap(cap, first_cap):
+    return lambda sizes, ready, cost: ddp.buckets_by_hand(sizes, cap, first_cap)
+
+
+def all_that_is_ready(sizes, ready, cost):
+    counts, done, free = [], 0, 0.0
+    while done < len(sizes):
+        start = max(free, ready[done])
+        end = sum(moment <= start + 1e-9 for moment in ready)
+        counts.append(end - done)
+        free = start + cost(sum(sizes[done:end]))
+        done = end
+    return counts
+
+
+def best_cut(sizes, ready, cost):
+    return [1, 2, 2, 4, 7, 8]
+
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name", "fact"),
+    ("answer", "stars", "score"),
     [
-        ({"divide": 0}, "gradients not divided", "after backward 1 but holds "),
-        ({"divide": 2}, "gradients divided twice", "after backward 1 but holds "),
-        ({"waits": False}, "", "never waited for all_reduce, which may still be in flight; keep"),
-        (
-            {"broadcast": lambda module: ()},
-            "not broadcast",
-            "rank 1 should hold [1, 2, 3, 1] in first.weight after OwnDDP(module) but holds [2, 3",
-        ),
-        (
-            {"broadcast": lambda module: module.parameters()},
-            "not broadcast",
-            "rank 1 should hold [1, 1] in shift after OwnDDP(module) but holds [2, 2]\n",
-        ),
-        (
-            {"hooked": by_every_name},
-            "tied weight twice",
-            "two backwards called all_reduce 8 times for 3 gradients\n",
-        ),
-        ({"hooked": lambda module: module.parameters()}, "frozen hooked", "it raised an error\n"),
-        (
-            {"hooked": lambda module: [module.first.weight]},
-            "gradients unchanged",
-            "in first.bias.grad after backward 1 but holds ",
-        ),
-        (
-            {"overlap": False},
-            "hook waits",
-            "right, but backward 1 waited for an all_reduce\n",
-        ),
+        (by_cap(25 * MIB, MIB), "★☆☆", "87.8"),
+        (all_that_is_ready, "★★☆", "81.4"),
+        (best_cut, "★★★", "78.7"),
     ],
 )
-def test_a_ddp_by_hand_that_is(wrong, name, fact):
-    case = "exercise 8.6, OwnDDP(module) on 2 ranks: "
-    assert_mistake(kit.check.exercise_8_6, own_ddp(**wrong), name, case, fact)
+def test_a_cut_has_its_stars(answer, stars, score, capsys):
+    credit = kit.check.exercise_8_10(answer)
+    said = f"Exercise 8.10: {stars} {score} ms; the best known answer has 78.7.\n"
+    assert capsys.readouterr().out == said
+    assert list(credit.parts.values()) == [star == "★" for star in stars]
 
 
-def test_a_ddp_by_hand_that_averages_after_backward():
-    class OwnDDP(own_ddp(hooked=lambda module: ())):
-        def finish_gradient_synchronization(self):
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    self.average(parameter)
-            super().finish_gradient_synchronization()
-
-    fact = "right, but no all_reduce of backward 1 began before the last gradient was ready\n"
-    assert_mistake(kit.check.exercise_8_6, OwnDDP, "starts late", fact)
-
-
-@pytest.mark.parametrize("answer", [own_ddp(), ddp.DistributedDataParallel])
-def test_a_ddp_by_hand_is_right(answer, capsys):
-    kit.check.exercise_8_6(answer)
-    assert capsys.readouterr().out == (
-        "Exercise 8.6: right on 1, 2, 3, 4 and 5 ranks, with tied and frozen weights, during "
-        "backward.\n"
-    )
+@pytest.mark.parametrize(
+    ("counts", "name", "fact"),
+    [
+        ([24], "no goal", "right, but 118.6 ms where at most 88 are the first goal"),
+        ([1] * 24, "no goal", "right, but 129 ms where at most 88 are the first goal"),
+        ([23], "other total", "the buckets hold 23 gradients in all, and there are 24"),
+        ([23, 0, 1], "empty bucket", "bucket 1 is empty in [23, 0, 1]"),
+        ([[0, 1], [2]], "no numbers", "should return a list of whole numbers, and returns [["),
+        (None, "no numbers", "should return a list of whole numbers, and returns None"),
+    ],
+)
+def test_a_cut_that_is(counts, name, fact):
+    case = "exercise 8.10, cut_into_buckets(sizes, ready, cost) on 1 rank: "
+    assert_mistake(kit.check.exercise_8_10, lambda sizes, ready, cost: counts, name, case, fact)

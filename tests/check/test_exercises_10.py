@@ -128,3 +128,47 @@ def test_a_compressed_all_reduce_that_is(wrong, name, fact):
 def test_a_compressed_all_reduce_that_changes_the_dtype(tensor):
     tensor.data = tensor.to(torch.bfloat16)
     dist.all_reduce(tensor)
+
+
+class Gathering:
+    """An answer to 10.9 that gathers places as they are."""
+
+    def __init__(self, k):
+        self.k, self.left = k, None
+
+    def __call__(self, tensor):
+        flat, n = tensor.view(-1), dist.get_world_size()
+        if self.left is not None:
+            flat += self.left
+        chosen = flat.abs().argsort(descending=True)[: self.k]
+        self.left = flat.clone()
+        self.left[chosen] = 0
+        mean = torch.zeros_like(flat)
+        numbers, places = torch.empty(n * self.k), torch.empty(n * self.k, dtype=torch.int64)
+        dist.all_gather_into_tensor(numbers, flat[chosen])
+        dist.all_gather_into_tensor(places, chosen)
+        flat.copy_(mean.scatter_add(0, places, numbers) / n)
+
+
+def test_the_largest_numbers_may_be_gathered_in_one_tensor(capsys):
+    kit.check.exercise_10_9(Gathering)
+    assert capsys.readouterr().out == "Exercise 10.9: right on 2 and 3 ranks.\n"
+
+
+def test_the_largest_numbers_with_the_whole_tensor_behind_them():
+    class Wasteful(Gathering):
+        def __call__(self, tensor):
+            super().__call__(tensor)
+            dist.all_reduce(tensor.clone())
+
+    assert_mistake(kit.check.exercise_10_9, Wasteful, "too many bytes", "would be enough")
+
+
+def test_votes_may_be_counted_as_floats(capsys):
+    def votes(yes):
+        total = yes.float()
+        dist.all_reduce(total)
+        return total.bool(), total > dist.get_world_size() - 0.5, total
+
+    kit.check.exercise_10_a(votes)
+    assert capsys.readouterr().out == "Exercise 10.a: right on 2 and 3 ranks.\n"
