@@ -1,20 +1,59 @@
-"""Graders of lesson 02: collectives built from messages."""
+"""Graders of lesson 02: what collectives are good for, how messages make them, and a sort."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ddp_kit.check.compared import hunt
-from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
-from ddp_kit.check.record import Score, record, rounds
+from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.grader import (
+    SENT,
+    SIZES,
+    UNCHANGED,
+    Grader,
+    brought,
+    by_size,
+    exercise,
+    in_place,
+    same,
+)
+from ddp_kit.check.record import Score, Span, record, rounds
 from ddp_kit.error_text import count, name_ranks
 from ddp_kit.trace import Trace
 from ddp_kit.trace.schedule import START, WAIT, schedule
 
 ROUNDS = "no more rounds than needed"
+BALANCED = "no rank gets more than twice its share"
+SORTED, LENGTH = 64, 1000  # numbers of a rank to sort, and of a piece
+LATENCY, BYTES = 10.0, 4000  # microseconds of a message, and how many bytes take one more
+
+
+@compared("2.a", "global_mean(numbers)", spare=3)
+def _global_mean(rank: int, world_size: int, global_mean: Callable) -> float:
+    return global_mean(torch.arange(10.0 * rank, 10 * rank + _lengths(world_size)[rank]))
+
+
+def _lengths(world_size: int) -> list[int]:
+    return [3, 1] if world_size == 2 else [2, 0, 4]
+
+
+@compared("2.b", "all_gather_uneven(tensor)")
+def _all_gather_uneven(rank: int, world_size: int, all_gather: Callable) -> list[torch.Tensor]:
+    return all_gather(brought(world_size, 4)[rank][: _lengths(world_size)[rank]])
+
+
+@compared("2.c", "two_steps(tensor)")
+def _two_steps(rank: int, world_size: int, two_steps: Callable) -> torch.Tensor:
+    return in_place(rank, world_size, two_steps, brought(world_size, 2 * world_size))
+
+
+@compared("2.d", "sum_by_parity(tensor)", sizes=(3, 4))
+def _sum_by_parity(rank: int, world_size: int, sum_by_parity: Callable) -> torch.Tensor:
+    return sum_by_parity(torch.tensor([10.0**rank, rank + 1]))
 
 
 @exercise(
@@ -161,3 +200,98 @@ def _broadcast_in_rounds(grader: Grader) -> Score:
     mistakes = {UNCHANGED: held, "other tensor": True}
     grader.compare([held[0]] * 8, result, mistakes)
     return rounds(result.trace)
+
+
+@exercise(
+    "2.10",
+    "sample_sort(numbers)",
+    "no rank has more than twice its share",
+    kind="function",
+    cases=[(n, how) for n in (2, 3, 1, 4) for how in ("shuffled", "in blocks", "in turns")],
+    part=lambda case: by_size((2, 3, 1, 4))(case[0]),
+    others=(SENT, BALANCED),
+    where="on 1, 2, 3 and 4 ranks",
+)
+def _sample_sort(grader: Grader, world_size: int, how: str) -> None:
+    size = SORTED * world_size
+    whole = torch.arange(float(size)) ** 3  # small numbers are closer to each other
+    held = {
+        "shuffled": whole[torch.randperm(size, generator=torch.Generator().manual_seed(1))],
+        "in blocks": whole.flip(0),  # rank 0 has the largest ones
+        "in turns": whole.view(SORTED, world_size).T.reshape(-1),
+    }[how]
+    given = [(numbers.clone(),) for numbers in held.split(SORTED)]
+    parts = grader.call(given, f"sample_sort(numbers), {how}")
+    for rank, part in enumerate(parts):
+        if not isinstance(part, torch.Tensor) or part.dim() != 1:
+            grader.fail(f"rank {rank} should return a tensor of one dimension, got {part!r}")
+    together = torch.cat(parts)
+    if not torch.equal(together.sort().values, whole):
+        fact = f"the ranks return {count(len(together), 'number')}"
+        if len(together) == size:
+            fact += ", but not those that they brought"
+        grader.fail(f"{fact} where there are {size}", hint="numbers lost")
+    for rank, part in enumerate(parts):
+        if not torch.equal(part, part.sort().values):
+            grader.fail(f"the numbers of rank {rank} are not in order", hint="not sorted")
+    if not torch.equal(together, whole):
+        ends = [f"rank {r} has {p.min():g} to {p.max():g}" for r, p in enumerate(parts) if len(p)]
+        grader.fail("each rank is in order, but not one after the other", *ends, hint="overlap")
+    most = max(map(len, parts))
+    if most > 2 * SORTED:
+        fact = f"right, but a rank has {most} of {size} numbers, more than twice {SORTED}"
+        grader.fail(fact, hint="unbalanced", part=BALANCED)
+    grader.check_sent(8 * SORTED, "all to all ranks")
+
+
+@record("2.11", "all_to_all_fast(pieces)", "µs", (55, 46, 37), along="µs")
+def _all_to_all_fast(grader: Grader) -> Score:
+    result = grader.run(_exchange, world_size=6)
+    if grader.collectives():
+        grader.fail(f"{grader.collectives()[0].op} was called", hint="collective")
+    wanted = [[10 * src + dst for src in range(6)] for dst in range(6)]
+    own = [[10 * src + dst for dst in range(6)] for src in range(6)]
+    found = list(result)
+    mistakes = {
+        "own pieces": own,
+        "other order": [set(one or ()) for one in found] == [set(one) for one in wanted],
+        "other pieces": True,
+    }
+    grader.compare(wanted, found, mistakes, verb="return")
+    return _timed(result.trace)
+
+
+def _exchange(rank: int, world_size: int, all_to_all: Callable) -> Any:
+    """Call an answer with pieces full of the number `10 * src + dst`; return these numbers."""
+    returned = all_to_all([torch.full((LENGTH,), 10.0 * rank + dst) for dst in range(world_size)])
+    if not isinstance(returned, list | tuple):
+        return None
+    return [int(piece[0]) if _is_piece(piece) else None for piece in returned]
+
+
+def _is_piece(piece: Any) -> bool:
+    right = isinstance(piece, torch.Tensor) and piece.shape == (LENGTH,)
+    return right and bool((piece == piece[0]).all())
+
+
+def _timed(trace: Trace) -> Score:
+    """Score a run by the time that its messages take, in steps that begin on all ranks at once.
+
+    In a step are the messages of which none must wait for another one. A rank sends its messages
+    of a step one after the other, and meanwhile receives its own in the same way.
+    """
+    at = schedule(trace).at
+    steps = defaultdict(list)
+    for message in trace.messages():
+        if message.recv is not None:
+            steps[at[message.recv.rank, message.recv.index]].append(message)
+    now, spans = 0.0, []
+    for _, together in sorted(steps.items()):
+        sends, receives = [0.0] * trace.world_size, [0.0] * trace.world_size
+        for message in sorted(together, key=lambda m: (m.src, m.dst)):
+            begin, takes = now + sends[message.src], LATENCY + message.nbytes / BYTES
+            spans.append(Span(message.src, begin, begin + takes, f"to {message.dst}"))
+            sends[message.src] += takes
+            receives[message.dst] += takes
+        now += max(*sends, *receives)
+    return Score(now, spans)

@@ -288,27 +288,32 @@ def test_a_stream_that_is(wrong, name, fact):
     assert_mistake(kit.check.exercise_1_4, stream(**wrong), name, fact)
 
 
-def test_work_for_which_the_ranks_ask_passes(capsys):
+def test_work_that_is_handed_out_unasked_passes(capsys):
     def distribute(tasks, work):
         rank, n = dist.get_rank(), dist.get_world_size()
-        if rank > 0:
-            message = torch.tensor([-1, 0])  # it has no result yet
-            while True:
-                dist.send(message, 0)
-                dist.recv(message, 0)
-                if message[0] < 0:
-                    return None
-                message[1] = work(message[1].item())
         if n == 1:
             return list(map(work, tasks))
-        results, waiting, message, working = {}, list(enumerate(tasks)), torch.tensor([0, 0]), n - 1
-        while working:
-            src = dist.recv(message)
-            place, result = message.tolist()
-            results[place] = result
-            working -= not waiting
-            dist.send(torch.tensor(waiting.pop() if waiting else [-1, 0]), src)
-        return [results[place] for place in range(len(tasks))]
+        if rank > 0:
+            message = torch.tensor([0, 0])  # whether it is a task, and the task
+            dist.recv(message, 0)
+            while message[0] == 1:
+                dist.send(torch.tensor([work(message[1].item())]), 0)
+                dist.recv(message, 0)
+            return None
+        results, given, free = [None] * len(tasks), {}, list(range(1, n))
+        waiting = list(range(len(tasks)))
+        while waiting or given:
+            while waiting and free:
+                dst, place = free.pop(), waiting.pop()
+                dist.send(torch.tensor([1, tasks[place]]), dst)
+                given[dst] = place
+            result = torch.tensor([0])
+            src = dist.recv(result)
+            results[given.pop(src)] = result.item()
+            free.append(src)
+        for dst in range(1, n):
+            dist.send(torch.tensor([0, 0]), dst)
+        return results
 
     kit.check.exercise_1_6(distribute)
     assert capsys.readouterr().out == (
@@ -316,51 +321,60 @@ def test_work_for_which_the_ranks_ask_passes(capsys):
     )
 
 
-def distribute(changes):
-    """Return the solution of 1.6 with these changes."""
+RETURNED = "return [results[place] for place in range(len(tasks))]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "fact"),
+    [
+        (
+            {"dist.recv(message)": "dist.recv(message, 1 + len(results) % (world_size - 1))"},
+            "waits for the slowest",
+            "tag=7",
+        ),
+        (
+            {RETURNED: "return sorted(results[place] for place in range(len(tasks)))"},
+            "as they arrived",
+            "returns [-13, -7, -3]",
+        ),
+        ({RETURNED: "return None"}, "other results", "[-7, -3, -13] but returns None"),
+        (
+            {"list(enumerate(tasks))": "[*enumerate(tasks), (0, tasks[0])]"},
+            "not once",
+            "those that were done are [3, 5, 5, 8]",
+        ),
+        (
+            {"{}, list(enumerate(tasks))": "{0: work(tasks[0])}, list(enumerate(tasks))[1:]"},
+            "rank 0 works",
+            "rank 0 has done tasks itself",
+        ),
+        (
+            {
+                "    dist.send(torch.tensor(w": "    if waiting or src > 1:\n"
+                + 12 * " "
+                + "dist.send(torch.tensor(w"
+            },
+            "no end",
+            "rank 1 was waiting for rank 0",
+        ),
+        (
+            {"message[0] == -1": "message[1] == -1", "(-1, 0)": "(-1, -1)"},
+            "taken for the end",
+            "distribute([4, -1, 0, 1, -7], work) on 3 ranks: it deadlocks",
+        ),
+        (
+            {
+                "dist.send(message, 0)": "dist.send(message, 0), dist.send(message, 0)",
+                "src = dist.recv(message)": "dist.recv(message, src := dist.recv(message))",
+            },
+            "too many messages",
+            "right, but 12 messages were sent where 8 would be enough",
+        ),
+    ],
+)
+def test_work_that_is_handed_out_wrongly(changes, name, fact):
     program = solutions()["1.6"]["program"]
     for right, wrong in changes.items():
         assert program.count(right) == 1
         program = program.replace(right, wrong)
-    return defined("1.6", program, "distribute")
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "name", "fact"),
-    [
-        ("{}, list(range(1, world_size))", "{}, [1]", "waits for the slowest", "deadlocks"),
-        ("dist.recv(result) ", "dist.recv(result, min(given)) ", "waits for the slowest", "tag=7"),
-        ("return results", "return sorted(results)", "as they arrived", "returns [-13, -7, -3]"),
-        ("return results", "return None", "other results", "[-7, -3, -13] but returns None"),
-        ("range(len(tasks))", "[0, *range(len(tasks))]", "not once", "done are [3, 5, 5, 8]"),
-        (
-            "range(len(tasks))",
-            "range(1, len(tasks))",
-            "not once",
-            "those that were done are [3, 8]",
-        ),
-        (
-            "list(range(len(tasks)))",
-            "list(range(1, len(tasks)))\n    results[:1] = map(work, tasks[:1])",
-            "rank 0 works",
-            "rank 0 has done tasks itself",
-        ),
-        ("in range(1, world_size):\n", "in [1]:\n", "no end", "rank 2 was waiting for rank 0"),
-        ("[1, tasks[place]]", "[int(tasks[place] != -1), tasks[place]]", "taken for the end", "-1"),
-    ],
-)
-def test_work_that_is_handed_out_wrongly(right, wrong, name, fact):
-    assert_mistake(kit.check.exercise_1_6, distribute({right: wrong}), name, fact)
-
-
-def test_work_for_which_more_is_sent_than_needed():
-    handed = "dist.send(torch.tensor([1, tasks[place]]), dst)"
-    more = {
-        "            dist.send(torch.tensor([work": (
-            "            for _ in range(3):\n                dist.recv(message, 0)\n"
-            "            dist.send(torch.tensor([work"
-        ),
-        handed: "\n            ".join([handed] * 4),
-    }
-    fact = "right, but 16 messages were sent where 8 would be enough"
-    assert_mistake(kit.check.exercise_1_6, distribute(more), "too many messages", fact)
+    assert_mistake(kit.check.exercise_1_6, defined("1.6", program, "distribute"), name, fact)

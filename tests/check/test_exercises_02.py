@@ -8,6 +8,8 @@ import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import solutions
 from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
 
@@ -311,3 +313,148 @@ def test_a_barrier_by_exchange_or_by_a_token_that_goes_round_twice_is_right(caps
         assert capsys.readouterr().out == (
             "Exercise 2.5: right on 1, 2, 3, 4 and 5 ranks, nobody leaves before all have come.\n"
         )
+
+
+def changed(number, name, changes):
+    """Return the solution of an exercise with these changes."""
+    program = solutions()[number]["program"]
+    for right, wrong in changes.items():
+        assert program.count(right) == 1, right
+        program = program.replace(right, wrong)
+    return defined(number, program, name)
+
+
+def test_a_sort_with_lists_and_more_samples_passes(capsys):
+    def sample_sort(numbers):
+        n, numbers = dist.get_world_size(), numbers.sort().values
+        samples = numbers[torch.arange(2 * n) * len(numbers) // (2 * n)]
+        every = [torch.empty_like(samples) for _ in range(n)]
+        dist.all_gather(every, samples)
+        splitters = torch.cat(every).sort().values[2 * n :: 2 * n].contiguous()
+        target = torch.bucketize(numbers, splitters, right=True)
+        going = [numbers[target == rank] for rank in range(n)]
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(n)]
+        dist.all_to_all(lengths, [torch.tensor([len(each)]) for each in going])
+        coming = [torch.empty(int(length)) for length in lengths]
+        dist.all_to_all(coming, going)
+        return torch.cat(coming).sort().values
+
+    kit.check.exercise_2_10(sample_sort)
+    assert capsys.readouterr().out.startswith("Exercise 2.10: right on 1, 2, 3 and 4 ranks")
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("right", "wrong", "name", "fact"),
+    [
+        ("return part.sort().values", "return part", "not sorted", "of rank 0 are not in order"),
+        ("return part.sort()", "return part[1:].sort()", "numbers lost", "return 126 numbers"),
+        ("return part.sort()", "return numbers.sort()", "overlap", "not one after the other"),
+        (
+            "dist.all_gather(gathered, samples)",
+            "gathered = [samples] * world_size\n    for each in gathered[:1]:\n"
+            "        dist.broadcast(each, 0)",
+            "unbalanced",
+            "right, but a rank has",
+        ),
+        (
+            "in_order[places]",
+            "in_order[-1] * torch.arange(1, world_size) / world_size",
+            "unbalanced",
+            "right, but a rank has 152 of 256 numbers, more than twice 64",
+        ),
+        (
+            "    numbers = numbers.sort().values\n",
+            "    all_of_them = [torch.empty_like(numbers) for _ in range(world_size)]\n"
+            "    dist.all_gather(all_of_them, numbers)\n    numbers = numbers.sort().values\n",
+            "all to all ranks",
+            "bytes were sent by rank 0 where 512 would be enough",
+        ),
+    ],
+)
+def test_a_sort_that_is_wrong(right, wrong, name, fact):
+    answer = changed("2.10", "sample_sort", {right: wrong})
+    assert_mistake(kit.check.exercise_2_10, answer, name, fact)
+
+
+def directly(pieces):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    came = [torch.empty_like(piece) for piece in pieces]
+    came[rank] = pieces[rank]
+    works = [dist.isend(pieces[dst], dst) for dst in range(n) if dst != rank]
+    works += [dist.irecv(came[src], src) for src in range(n) if src != rank]
+    for work in works:
+        work.wait()
+    return came
+
+
+def in_four_rounds(pieces):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    came = {rank: pieces[rank]}
+    over = torch.empty_like(pieces[0])
+    for way in (3, 2, 1, 4):
+        going = [pieces[(rank + way) % n]]
+        going += [pieces[(rank + 5) % n]] if way == 3 else [over] if way == 2 else []
+        arriving = torch.empty(len(going), len(over))
+        sending = dist.isend(torch.stack(going), (rank + way) % n)
+        dist.recv(arriving, (rank - way) % n)
+        sending.wait()
+        came[(rank - way) % n] = arriving[0]
+        if way == 3:
+            over = arriving[1]
+        elif way == 2:
+            came[(rank - 5) % n] = arriving[1]
+    return [came[src] for src in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stars", "goals"), [(directly, "★☆☆ 55 µs", 1), (in_four_rounds, "★★☆ 46 µs", 2)]
+)
+def test_an_all_to_all_that_reaches_some_goals(answer, stars, goals, capsys):
+    assert sum(kit.check.exercise_2_11(answer).parts.values()) == goals
+    said = capsys.readouterr().out
+    assert said == f"Exercise 2.11: {stars}; the best known answer has 37.\n"
+
+
+def test_the_best_known_all_to_all_reaches_all_goals(capsys):
+    assert kit.check.exercise_2_11(changed("2.11", "all_to_all_fast", {})) == 1
+    assert capsys.readouterr().out.startswith("Exercise 2.11: ★★★ 37 µs")
+
+
+@mistake("2.11", "no goal", "where at most 55 are the first goal")
+def test_an_all_to_all_over_rank_0(pieces):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine = torch.stack(pieces)
+    if rank:
+        dist.send(mine, 0)
+        dist.recv(mine, 0)
+        return [*mine]
+    table = [mine, *(torch.empty_like(mine) for _ in range(1, n))]
+    for src in range(1, n):
+        dist.recv(table[src], src)
+    for dst in range(1, n):
+        dist.send(torch.stack([row[dst] for row in table]), dst)
+    return [row[0] for row in table]
+
+
+@mistake("2.11", "own pieces", "rank 1 should return [1, 11, 21, 31, 41, 51] but returns [10, 11")
+def test_an_all_to_all_that_sends_nothing(pieces):
+    return pieces
+
+
+@mistake("2.11", "other order", "should return [0, 10, 20, 30, 40, 50] but returns [50, 40, 30")
+def test_an_all_to_all_in_another_order(pieces):
+    return changed("2.11", "all_to_all_fast", {})(pieces)[::-1]
+
+
+@mistake("2.11", "other pieces", "wrong result")
+def test_an_all_to_all_in_which_pieces_stop_too_early(pieces):
+    wrong = {"while distance < world_size": "while distance < 3"}
+    return changed("2.11", "all_to_all_fast", wrong)(pieces)
+
+
+@mistake("2.11", "collective", "on 6 ranks: all_to_all was called")
+def test_an_all_to_all_by_all_to_all(pieces):
+    came = [torch.empty_like(piece) for piece in pieces]
+    dist.all_to_all(came, pieces)
+    return came
