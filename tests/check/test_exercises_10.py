@@ -145,8 +145,8 @@ class Gathering:
         self.left[chosen] = 0
         mean = torch.zeros_like(flat)
         numbers, places = torch.empty(n * self.k), torch.empty(n * self.k, dtype=torch.int64)
-        dist.all_gather_into_tensor(numbers, flat[chosen])
-        dist.all_gather_into_tensor(places, chosen)
+        dist.all_gather(list(numbers.split(self.k)), flat[chosen])
+        dist.all_gather(list(places.split(self.k)), chosen)
         flat.copy_(mean.scatter_add(0, places, numbers) / n)
 
 
