@@ -1,17 +1,19 @@
-"""Graders of lesson 17: two orders, a backward that computes its forward again, a bubble."""
+"""Graders of lesson 17: stages, orders and bubbles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_kit.check.compared import hunt
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import Grader, by_size, exercise, hint_for, same
+from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import DeadlockError, RankError
+from ddp_kit.lessons import pipeline_parallel as lesson
 
 CASES = ((3, 4), (2, 3), (1, 2), (4, 8), (4, 2))  # ranks and micro-batches
 INTERLEAVED = ((2, 2, 4), (3, 2, 6), (1, 2, 2), (4, 3, 8), (4, 2, 4))  # ranks, stages, as above
@@ -230,3 +232,214 @@ def interleaved_order(
 
 
 hunt("17.10")
+
+
+@compared("17.a", "ForwardByHand(stage, width, loss_fn)")
+def _forward(rank: int, world_size: int, by_hand: Callable) -> dict:
+    pipeline = by_hand(_first_or_other(rank), WIDTH, _loss)
+    for i in range(2):
+        pipeline.forward(i, *_micro_batch(i), 0)
+    pipeline.finish()
+    inputs, outputs = zip(*(pipeline.held[i] for i in range(2)), strict=True)
+    return {
+        "the inputs": [x.detach() for x in inputs],
+        "the outputs": [y.detach() for y in outputs],
+        "requires_grad of the inputs": [x.requires_grad for x in inputs],
+        "the boxes": _boxes(pipeline.cells),
+    }
+
+
+@compared("17.b", "StageByHand(stage, width, loss_fn)")
+def _backward_by_hand(rank: int, world_size: int, by_hand: Callable) -> dict:
+    stage, last = _first_or_other(rank), world_size - 1
+    pipeline = by_hand(stage, WIDTH, _loss)
+    for i in range(2):
+        tokens, targets = x, _ = _micro_batch(i)
+        if rank > 0:
+            x = pipeline.receive(tokens.shape, rank - 1, i).requires_grad_()
+        y = stage(x)
+        if rank < last:
+            pipeline.send(y.detach(), rank + 1, i)
+        pipeline.held[i] = x, _loss(y, targets) if rank == last else y
+    returned = [pipeline.backward(i, 0) for i in (1, 0)]
+    kept = sorted(pipeline.sending)
+    pipeline.finish()
+    return {
+        "the gradients of its stage": [parameter.grad for parameter in stage.parameters()],
+        "what it returned": returned,
+        "the boxes": _boxes(pipeline.cells),
+        "the messages, (dst, tag), that are not finished": kept,
+    }
+
+
+def _first_or_other(rank: int) -> nn.Module:
+    """Return a stage: the first one has an embedding."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rank)
+        return nn.Linear(WIDTH, WIDTH) if rank else nn.Embedding(5, WIDTH)
+
+
+def _micro_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.tensor([[0, 1], [2, 3], [4, 0]])
+    return (tokens + i) % 5, 1.0 + tokens + i
+
+
+def _loss(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (y.sum(-1) - targets).square().mean() / 2
+
+
+def _boxes(cells: list) -> str:
+    return " ".join(f"{cell.kind}{cell.micro_batch}" for cell in cells)
+
+
+def _cell(kind: str, i: int, start: float, end: float) -> lesson.Cell:
+    return lesson.Cell(kind, i, start, end, 0)
+
+
+@compared("17.c", "bubble(ranks)", where="for both pictures", sizes=(1,))
+def _bubble(rank: int, world_size: int, bubble: Callable) -> dict:
+    two = [[_cell("F", 0, 5, 6), _cell("B", 0, 8, 10)], [_cell("F", 0, 6, 7)]]
+    three = [[_cell("F", 0, 0, 4)], [_cell("F", 0, 1, 3), _cell("F", 1, 3, 7)], []]
+    return {"two ranks, from 5 to 10": bubble(two), "three ranks, one of them idle": bubble(three)}
+
+
+ORDERS = {  # for 17.d
+    "GPipe on two ranks": ["F0.0 F1.0 B0.0 B1.0", "F0.1 F1.1 B0.1 B1.1"],
+    "1F1B on three ranks": [
+        "F0.0 F1.0 F2.0 B0.0 B1.0 B2.0",
+        "F0.1 F1.1 B0.1 F2.1 B1.1 B2.1",
+        "F0.2 B0.2 F1.2 B1.2 F2.2 B2.2",
+    ],
+    "two stages on each of two ranks": ["F0.0 F0.2 I0.2 W0.2 I0.0 W0.0", "F0.1 F0.3 B0.3 B0.1"],
+}
+
+
+@compared("17.d", "simulate(ranks)", where="for all three orders", sizes=(1,))
+def _simulate(rank: int, world_size: int, simulate: Callable) -> dict:
+    def steps(row: str) -> list[tuple[str, int, int]]:
+        return [(step[0], int(step[1]), int(step[3])) for step in row.split()]
+
+    found = {name: simulate([steps(row) for row in rows]) for name, rows in ORDERS.items()}
+    return {name: [list(map(_timed, cells)) for cells in each] for name, each in found.items()}
+
+
+def _timed(cell: Any) -> str:
+    return f"{cell.kind}{cell.micro_batch} of stage {cell.stage} {cell.start:g}-{cell.end:g}"
+
+
+class _Steps(list):
+    """Steps that note in which of them the gradients of weights change."""
+
+    def __init__(self, steps: list, modules: Iterable[nn.Module]) -> None:
+        super().__init__(steps)
+        self.weights = [module[0].weight for module in modules]
+        self.changes: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        before = self._gradients()
+        for kind, i, stage in super().__iter__():
+            yield kind, i, stage
+            if not same(before, after := self._gradients()):
+                self.changes.append(f"{kind}{i} of stage {stage}")
+            before = after
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [torch.zeros(1) if w.grad is None else w.grad.clone() for w in self.weights]
+
+
+@compared("17.11", "run_steps(steps, stages, rank_of, inputs, loss_of)", kind="function")
+def _run_steps(rank: int, world_size: int, run_steps: Callable) -> dict:
+    rank_of = [*range(world_size), *reversed(range(world_size))]
+    stages = {stage: _stage(stage) for stage, of in enumerate(rank_of) if of == rank}
+    inputs, targets = _data(2)
+    steps = _Steps(_v_order(rank, world_size), stages.values())
+    run_steps(steps, stages, rank_of, inputs, lambda i, y: (y - targets[i]).square().mean() / 2)
+    gradients = {s: [q.grad for q in module.parameters()] for s, module in stages.items()}
+    return {"the gradients of its stages": gradients, "the steps that change them": steps.changes}
+
+
+def _v_order(rank: int, p: int) -> list[tuple[str, int, int]]:
+    """Return the steps of a rank with the stages `down` and `up`, for two micro-batches."""
+    down, up = rank, 2 * p - 1 - rank
+    middle = [("I", 0, up), ("F", 1, down)]  # rank 1 wants its gradient first, which comes second
+    middle = middle[::-1] if rank == 0 else middle
+    if rank == p - 1:
+        middle = [("I", 0, up), ("I", 0, down), ("F", 1, down)]
+    order = [("F", 0, down), ("F", 0, up), *middle, ("W", 0, up), ("F", 1, up), ("I", 1, up)]
+    left = [("I", 0, down), ("I", 1, down), ("W", 1, up), ("W", 0, down), ("W", 1, down)]
+    return order + [step for step in left if step not in order]
+
+
+RANKS, MICRO_BATCHES, MOST = 4, 8, 3  # of the record
+KINDS = "FIW"
+
+
+@record("17.12", "schedule()", "units of time", (40, 33, 31), along="time")
+def _schedule(grader: Grader) -> Score:
+    rows = _rows(grader, grader.ask())
+    places = [{step: place for place, step in enumerate(row)} for row in rows]
+    for rank, at in enumerate(places):
+        for i in range(MICRO_BATCHES):
+            for first, then in ("FI", "IW"):
+                if at[first, i] > at[then, i]:
+                    fact = f"rank {rank} has {then}{i} before {first}{i}"
+                    grader.fail("wrong order", fact, hint="halves swapped")
+    _check_held(grader, rows)
+    left, cells = [list(row) for row in rows], [[] for _ in rows]
+    ends: dict[tuple[str, int, int], int] = {}
+    while any(left):
+        waiting = {rank: _missing(rank, *row[0], ends) for rank, row in enumerate(left) if row}
+        rank = next((rank for rank, missing in waiting.items() if not missing), None)
+        if rank is None:
+            facts = [f"rank {r} waits with {_name(left[r][0])}: {w}" for r, w in waiting.items()]
+            grader.fail("this order never ends", *facts, hint="never ends")
+        kind, i = left[rank].pop(0)
+        start = max([0, *(ends[need] for need in _needs(rank, kind, i))])
+        start = max(start, cells[rank][-1].end if cells[rank] else 0)
+        cells[rank].append(Span(rank, start, start + 1, f"{kind}{i}"))
+        ends[kind, i, rank] = start + 1
+    return Score(max(ends.values()), [span for row in cells for span in row])
+
+
+def _rows(grader: Grader, found: Any) -> list[list[tuple[str, int]]]:
+    """Return the steps of each rank, or fail if some are missing."""
+    try:
+        rows = [[(str(kind), int(i)) for kind, i in row] for row in found]
+    except (TypeError, ValueError):
+        rows = []
+    if len(rows) != RANKS:
+        wanted = f"{RANKS} lists of steps such as ('F', 0)"
+        grader.fail(f"it should return {wanted}", hint="other steps")
+    wanted = sorted((kind, i) for kind in KINDS for i in range(MICRO_BATCHES))
+    for rank, row in enumerate(rows):
+        if sorted(row) != wanted:
+            wrong = sorted({s for s in [*row, *wanted] if row.count(s) != (s in wanted)})
+            steps = f"{len(row)} steps; wrong: {' '.join(map(_name, wrong[:8]))}"
+            grader.fail("wrong steps", f"rank {rank} has {steps}", hint="other steps")
+    return rows
+
+
+def _check_held(grader: Grader, rows: list[list[tuple[str, int]]]) -> None:
+    for rank, row in enumerate(rows):
+        held = 0
+        for kind, i in row:
+            held += (kind == "F") - (kind == "W")
+            if held > MOST:
+                fact = f"rank {rank} holds {held} micro-batches when it begins F{i}"
+                grader.fail(f"more than {MOST} are held", fact, hint="too many held")
+
+
+def _needs(rank: int, kind: str, i: int) -> list[tuple[str, int, int]]:
+    if kind == "F":
+        return [("F", i, rank - 1)] if rank else []
+    own = ("F" if kind == "I" else "I", i, rank)
+    return [own, ("I", i, rank + 1)] if kind == "I" and rank < RANKS - 1 else [own]
+
+
+def _missing(rank: int, kind: str, i: int, ends: dict) -> str:
+    needed = [need for need in _needs(rank, kind, i) if need not in ends]
+    return " and ".join(f"{of}{number} of rank {other}" for of, number, other in needed)
+
+
+def _name(step: tuple[str, int]) -> str:
+    return f"{step[0]}{step[1]}"

@@ -1,37 +1,34 @@
-"""Graders of lesson 16: parts of weights, a row-parallel sum, and two backwards."""
+"""Graders of lesson 16: layers, norms, a loss and a block that are cut."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from ddp_kit.check.compared import hunt
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
 from ddp_kit.errors import RankError
+from ddp_kit.lessons import tensor_parallel as lesson
+from ddp_kit.lessons._tensor_parallel import LlamaBlock
 
 POSITIONS = 60  # of logits: divisible by all world sizes
-KEPT = "the gradient that it gets stays as it is"
 
 
-@exercise("16.1", "own_heads(weight)", others=(SENT,))
-def _own_heads(grader: Grader, n: int) -> None:
-    weight = torch.arange(1.0, 1 + 3 * 2 * n * 2 * n).view(3 * 2 * n, 2 * n)
-    layers = weight.chunk(3)
+@compared("16.1", "own_heads(weight, heads, groups)", sizes=(2, 4))
+def _own_heads(rank: int, n: int, own_heads: Callable) -> dict:
+    def numbered(heads: int, groups: int) -> torch.Tensor:
+        return torch.arange((heads + 2 * groups) * 4.0).view(-1, 2)
 
-    def cut(dim: int) -> list[torch.Tensor]:
-        return [torch.cat([layer.chunk(n, dim)[rank] for layer in layers]) for rank in range(n)]
-
-    mistakes = {
-        "neighbouring rows": list(weight.chunk(n)),
-        "columns": (list(weight.chunk(n, dim=1)), cut(1)),
-        "whole weight": weight,
-        "one layer": tuple(list(layer.chunk(n)) for layer in layers),
-        "other rows": True,
-    }
-    grader.compare(cut(0), grader.call([(weight,)] * n), mistakes, verb="return")
-    grader.check_sent(0, "something sent")
+    few, many = numbered(4, 2), numbered(8, 4)
+    return {"4 heads, 2 groups": own_heads(few, 4, 2), "8 heads, 4 groups": own_heads(many, 8, 4)}
 
 
 @exercise(
@@ -68,31 +65,13 @@ def _factors(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return x, weight, torch.tensor([1000.0, 2000.0, 3000.0])
 
 
-@exercise("16.3", "backward(ctx, gradient)", others=(KEPT, SENT))
-def _backward(grader: Grader, n: int) -> None:
-    held = [torch.arange(1.0, 9).view(2, 2, 2) + 10 * rank for rank in range(n)]
-    result = grader.run(_go_back, held, world_size=n)
-    whole, blank = torch.cat(held, dim=1), torch.zeros_like(held[0])
-    padded = [
-        torch.cat([own if place == rank else blank for place in range(n)], dim=1)
-        for rank, own in enumerate(held)
-    ]
-    mistakes = {
-        "own positions": held,
-        "zeros": padded,
-        "summed": sum(held),
-        "sequences": [torch.cat(held)] * n,
-        "joined and summed": n * whole,
-        "other value": True,
-    }
-    grader.compare([whole] * n, [value for value, _ in result], mistakes, verb="return")
-    kept = [gradient for _, gradient in result]
-    grader.compare(held, kept, "gradient changed", "hold", " in gradient", KEPT)
-    grader.check_sent((n - 1) * held[0].nbytes, "too many bytes")
-
-
-def _go_back(rank: int, world_size: int, backward: Callable, held: list[torch.Tensor]) -> Any:
-    return backward(None, held[rank]), held[rank]
+@compared("16.3", "rms_norm(x, weight)")
+def _rms_norm(rank: int, n: int, rms_norm: Callable) -> dict:
+    x = (torch.arange(6.0 * n).view(1, 3, 2 * n) % 5 + 1)[..., 2 * rank : 2 * rank + 2]
+    x, weight = x.clone().requires_grad_(), torch.tensor([1.0 + rank, -2.0], requires_grad=True)
+    y = rms_norm(x, weight)
+    (y * torch.arange(1.0, 7).view_as(y) * (rank + 1)).sum().backward()
+    return {"the norm": y.detach(), "the gradient of x": x.grad, "that of weight": weight.grad}
 
 
 def _index_error(error: RankError) -> str:
@@ -157,3 +136,72 @@ def _mistakes_in_loss(parts: Any, targets: torch.Tensor, wanted: list, found: li
 
 for _number in ("16.10", "16.11"):
     hunt(_number)
+
+
+@compared("16.a", "CopyToRegion(Function)")
+def _copy_to_region(rank: int, n: int, function: Any) -> dict:
+    alone = [dist.new_group([one]) for one in range(n)][rank]
+    given = torch.arange(6.0).view(3, 2).T + 10 * rank  # not contiguous
+    found = {}
+    for name, group in (("all ranks", None), ("a group of one rank", alone)):
+        x, gradient = torch.ones(2, 3, requires_grad=True), given.clone()
+        y = function.apply(x, group)
+        y.backward(gradient)
+        found |= {f"x.grad, {name}": x.grad, f"the gradient that came, {name}": gradient}
+    return found
+
+
+@compared("16.b", "RowParallelLinear(linear)")
+def _row_parallel_linear(rank: int, n: int, layer: Callable) -> dict:
+    found = {}
+    for name, bias, leave in (
+        ("with a bias", True, lesson.ReduceFromRegion),
+        ("without a bias", False, lesson.ReduceFromRegion),
+        ("with sequence parallelism", True, lesson.ReduceScatterToSequence),
+    ):
+        torch.manual_seed(0)
+        linear, x = nn.Linear(6, 3, bias=bias), torch.randn(2, 6, 6)
+        x = x.chunk(n, dim=-1)[rank].clone().requires_grad_()
+        row = layer(linear, leave)
+        y = row(x)
+        (y * (1 + torch.arange(3))).sum().backward()
+        found |= {f"the output {name}": y.detach(), f"the gradient of x {name}": x.grad}
+        found[f"that of the weight {name}"] = row.weight.grad
+    return found
+
+
+@compared("16.c", "vocabulary_parallel_loss(logits, targets)")
+def _vocabulary_parallel_loss(rank: int, n: int, loss_of: Callable) -> dict:
+    logits, targets = _logits(n)
+    logits, found = logits[:6], {}
+    for name, shift in (("", 0.0), (" of large logits", 1000.0)):
+        own = (logits - logits.amax() + shift).chunk(n, dim=1)[rank].clone().requires_grad_()
+        loss = loss_of(own, targets[:6])
+        loss.backward()
+        found |= {f"the loss{name}": loss.detach(), f"the gradient{name}": own.grad}
+    return found
+
+
+TENSOR_RANKS = 2  # of the mesh of 16.12
+
+
+@compared("16.12", "parallelize(block, mesh)", kind="function", sizes=(2, 4), spare=1.1)
+def _parallelize(rank: int, n: int, parallelize: Callable) -> dict:
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # fully_shard's, of views
+    shape = (n // TENSOR_RANKS, TENSOR_RANKS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    block, x = LlamaBlock(), torch.randn(4, 6, 16)
+    parallelize(block, mesh)
+    mine = x.chunk(shape[0])[mesh["dp"].get_local_rank()]
+    x = mine.chunk(TENSOR_RANKS, dim=1)[mesh["tp"].get_local_rank()].clone().requires_grad_()
+    y = block(x)
+    y.square().sum().backward()
+    gradients = {f"{name}.grad": _whole(p.grad) for name, p in block.named_parameters()}
+    output = y.to_local() if isinstance(y, DTensor) else y
+    return {"its positions of the output": output.detach(), "x.grad": x.grad, **gradients}
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,51 @@ from ddp_kit.lessons.zero import ADAM, SGD, copies, count_bytes, memory
 
 CONFIG = Config()
 BATCH = 4  # sequences; every rank has all of them
+
+
+class LlamaAttention(nn.Module):
+    """Causal attention in which several heads of queries share one of keys and values."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, groups * self.head_width, bias=False)
+        self.value = nn.Linear(width, groups * self.head_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.query, self.key, self.value)
+        heads = [layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """The other half of a block: a gate decides what comes through."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    """A block as in Llama 3."""
+
+    def __init__(self, width: int = 16, heads: int = 4, groups: int = 2, hidden: int = 24) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = LlamaAttention(width, heads, groups)
+        self.mlp = SwiGLU(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 def check_vocabulary(tokens: int, n: int) -> None:

@@ -1,4 +1,4 @@
-# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. e48c1b33b417
+# Made from notebooks/16_tensor_parallel.ipynb by `make editions`: edit that, not this. a266603746d9
 """Tensor parallelism: every layer on all ranks."""
 
 import torch
@@ -24,6 +24,9 @@ from ddp_kit.lessons._launch import run_as_script
 from ddp_kit.lessons._tensor_parallel import (
     BATCH,
     CONFIG,
+    LlamaAttention,
+    LlamaBlock,
+    SwiGLU,
     check_shares,
     check_vocabulary,
     config_for,
@@ -49,7 +52,9 @@ class CopyToRegion(Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        total = gradient.clone(memory_format=torch.contiguous_format)  # all_reduce needs it
+        # Exercise 16.a: the gradients of x and of group
+        ### BEGIN SOLUTION
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return (total, None)
 
@@ -93,7 +98,10 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias = (own_part(linear.weight, 1, group), linear.bias)
 
     def forward(self, x):
-        y = self.leave.apply(F.linear(x, self.weight), self.group)
+        # Exercise 16.b: the output of the whole layer
+        ### BEGIN SOLUTION
+        summand = F.linear(x, self.weight)
+        y = self.leave.apply(summand, self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -137,13 +145,16 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 def vocabulary_parallel_loss(logits, targets, group=None):
+    places = targets - dist.get_rank(group) * logits.shape[-1]
+    here = (places >= 0) & (places < logits.shape[-1])
+    places = places.where(here, 0)
+    # Exercise 16.c: the mean loss, from three numbers per position
+    ### BEGIN SOLUTION
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest.unsqueeze(-1)
     total = ReduceFromRegion.apply(shifted.exp().sum(-1), group)
-    places = targets - dist.get_rank(group) * logits.shape[-1]
-    here = (places >= 0) & (places < logits.shape[-1])
-    picked = shifted.gather(-1, places.where(here, 0).unsqueeze(-1)).squeeze(-1)
+    picked = shifted.gather(-1, places.unsqueeze(-1)).squeeze(-1)
     wanted = ReduceFromRegion.apply(picked * here, group)
     return (total.log() - wanted).mean()
 

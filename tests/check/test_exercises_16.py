@@ -8,6 +8,10 @@ import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import solutions
+from ddp_kit.check.tensor_parallel import _parallelize
+from ddp_kit.lessons._tensor_parallel import LlamaBlock
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -26,42 +30,6 @@ def gathered(tensor, dim):
     parts = [torch.empty_like(tensor.contiguous()) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)
-
-
-@mistake("16.1", "neighbouring rows", "exercise 16.1, own_heads(weight) on 2 ranks: wrong result\n")
-def test_rows_of_the_whole_weight(weight):
-    return own(weight)
-
-
-@mistake("16.1", "columns")
-def test_columns_of_the_whole_weight(weight):
-    return own(weight, 1)
-
-
-@mistake("16.1", "columns")
-def test_columns_of_each_layer(weight):
-    return torch.cat([own(layer, 1) for layer in weight.chunk(3)])
-
-
-@mistake("16.1", "whole weight")
-def test_all_heads(weight):
-    return weight
-
-
-@mistake("16.1", "one layer")
-def test_heads_of_the_key(weight):
-    return own(weight.chunk(3)[1])
-
-
-@mistake("16.1", "other rows")
-def test_heads_of_the_value_first(weight):
-    return torch.cat([own(layer) for layer in reversed(weight.chunk(3))])
-
-
-@mistake("16.1", "something sent", "right, but", "were sent by rank 0 where 0 would be enough\n")
-def test_heads_of_a_weight_that_is_sent(weight):
-    dist.broadcast(weight, src=0)
-    return torch.cat([own(layer) for layer in weight.chunk(3)])
 
 
 def scattered(summand, dim=1):
@@ -92,42 +60,6 @@ def test_a_row_parallel_layer(name, answer):
 @mistake("16.2", "too many bytes", "right, but 192 bytes were sent by rank 0 where 96 would be")
 def test_a_row_parallel_layer_that_reduces_all_positions(x, weight, bias):
     return own(summed(x @ weight.T), 1) + bias
-
-
-def in_its_place(gradient):
-    """Return the gradient of all positions, with zeros for those of other ranks."""
-    length, rank = gradient.shape[1], dist.get_rank()
-    padded = gradient.new_zeros(2, dist.get_world_size() * length, 2)
-    padded[:, rank * length : (rank + 1) * length] = gradient
-    return padded
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("own positions", lambda ctx, gradient: gradient),
-        ("zeros", lambda ctx, gradient: in_its_place(gradient)),
-        ("summed", lambda ctx, gradient: summed(gradient)),
-        ("sequences", lambda ctx, gradient: gathered(gradient, 0)),
-        ("joined and summed", lambda ctx, gradient: summed(gathered(gradient, 1))),
-        ("other value", lambda ctx, gradient: gradient.sum()),
-    ],
-)
-def test_a_backward(name, answer):
-    fact = "exercise 16.3, backward(ctx, gradient) on 2 ranks: wrong result\n"
-    assert_mistake(kit.check.exercise_16_3, answer, name, fact)
-
-
-@mistake("16.3", "too many bytes", "right, but 64 bytes were sent by rank 0 where 32 would be")
-def test_a_backward_that_sums_zeros(ctx, gradient):
-    return summed(in_its_place(gradient))
-
-
-@mistake("16.3", "gradient changed", "rank 0 should hold [1, 2, 3, 4, 5, 6, 7, 8] in gradient but")
-def test_a_backward_that_changes_its_gradient(ctx, gradient):
-    whole = gathered(gradient, 1)
-    dist.all_reduce(gradient)
-    return whole
 
 
 def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
@@ -180,3 +112,17 @@ def test_a_gradient_of_gathered_logits(logits, targets):
     x = gathered(logits, 1).requires_grad_()
     torch.nn.functional.cross_entropy(x, targets).backward()
     return own(x.grad, 1)
+
+
+def test_a_block_that_is_cut_is_the_block_of_one_process():
+    torch.manual_seed(0)
+    block, x = LlamaBlock(), torch.randn(4, 6, 16)
+    y = block(x)
+    (y.square().sum() / 2).backward()  # fully_shard takes the mean over two ranks
+    parallelize = defined("16.12", solutions()["16.12"]["program"], "parallelize")
+    found = kit.run(_parallelize, parallelize, world_size=4)
+    for rank, values in enumerate(found):
+        mine = y.chunk(2)[rank // 2].chunk(2, dim=1)[rank % 2].detach()
+        kit.compare(values["its positions of the output"], mine).check()
+        gradients = {name: values[f"{name}.grad"] for name, _ in block.named_parameters()}
+        kit.compare(gradients, {name: p.grad for name, p in block.named_parameters()}).check()
