@@ -227,11 +227,24 @@ def backend(
         ("no work", {"work": False}),
         ("unchanged", {"last": 0}),
         ("other sum", {"times": 2}),
+        ("one by one", {}),
     ],
 )
 def test_a_backend(name, wrong):
     start = "exercise 21.4, Backend(store, rank, size, timeout) on 2 ranks: "
     assert_mistake(kit.check.exercise_21_4, backend(**wrong), name, start)
+
+
+class Shifted(SegmentGroup):
+    def allreduce(self, tensors, opts=None):
+        for tensor in tensors[:1]:
+            for piece in tensor.detach().view(-1).split(ROOM // tensor.itemsize):
+                all_reduce(self.segment, piece)
+        return Finished(tensors)
+
+
+def test_a_backend_that_sums_only_the_first_tensor():
+    assert_mistake(kit.check.exercise_21_4, Shifted, "mixed up", "in two tensors")
 
 
 class Finds:
