@@ -62,16 +62,19 @@ def project(
     milestones: Mapping[str, Milestone],
     *,
     graded_by: type[Grader] = Grader,
-    on_failure: str = "",
+    on_failure: str | Mapping[type[Exception], str] = "",
+    collectives: bool = True,
 ) -> None:
     """Register the check of a project. milestones: functions of a grader, by their names.
 
-    graded_by: a class of graders. on_failure: the mistake behind runs that fail.
+    graded_by: a class of graders. on_failure: the mistake behind runs that fail, or one for each
+    error. collectives: whether the answer may call some.
     """
     names, functions = list(milestones), list(milestones.values())
-    failures = dict.fromkeys(FAILURES, on_failure) if on_failure else {}
+    if isinstance(on_failure, str):
+        on_failure = dict.fromkeys(FAILURES, on_failure)
     praise = f"all {count(len(names), 'milestone')} are reached"
-    known = (functions, names, (), failures, True, graded_by)
+    known = (functions, names, (), on_failure, collectives, graded_by)
     task = Project(number, "project", form, praise, _reach, *known)
 
     def check(answer: Any, *, milestone: int | None = None, hint: int | None = None) -> Credit:

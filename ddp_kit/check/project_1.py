@@ -273,15 +273,17 @@ def _survives(grader: ProgramGrader) -> None:
             break
     else:
         grader.fail("the training was over before all three kills", hint="never ends")
+    steps = [step for step, _ in killed.printed]
+    again = [now for now, before in zip(steps[1:], steps, strict=False) if now <= before]
     before = -1
     for step, loss in killed.printed:
         lost = before + 1 - step
-        again = f"after a kill, step {step} follows step {before}"
+        follows = f"after a kill, step {step} follows step {before}"
         if lost < 0:
-            grader.fail(again, hint="steps left out")
+            grader.fail(follows, hint="steps left out")
         if lost > MOST_LOST:
-            mistake = "from the beginning" if step == 0 else "too far back"
-            grader.fail(f"{again}, where at most {MOST_LOST} may be lost", hint=mistake)
+            mistake = "too far back" if any(again) else "from the beginning"
+            grader.fail(f"{follows}, where at most {MOST_LOST} may be lost", hint=mistake)
         if step not in undisturbed or not abs(loss - undisturbed[step]) <= CLOSE:
             want = undisturbed.get(step, float("nan"))
             fact = f"step {step} has the loss {loss:.10f}, and undisturbed {want:.10f}"

@@ -1,0 +1,145 @@
+"""The milestones of project 3: an all_reduce is right, also in any order, and sends little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ddp_kit.check.grader import UNCHANGED, Grader, brought, same
+from ddp_kit.check.project import project
+from ddp_kit.check.schedules import DEADLOCK, LENGTHS, RAISED, Failed, Ranks
+from ddp_kit.error_text import count
+from ddp_kit.errors import DeadlockError, MismatchError, RankError
+from ddp_kit.trace.schedule import schedule
+
+SHAPES = ((60,), (7,), (3, 5), (1,), (100_003,))  # 60 divides by every world size
+SMALL, LARGE = 250, 1_000_000  # float32: the smallest and the largest tensors of the mix
+ORDERS = {SMALL: 40, 7: 20, LARGE: 3}  # how many random orders, by the size of the tensor
+ROUNDS = {2: 1, 4: 2, 5: 4}  # by the number of ranks
+
+
+class SumGrader(Grader):
+    """Grades an all_reduce."""
+
+    def about(self, numbers: int, ranks: int, how: str = "") -> None:
+        """Set what messages say of the case."""
+        self._case = f"all_reduce of {count(numbers, 'number')} on {count(ranks, 'rank')}{how}"
+
+    def sums(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> Any:
+        """Run the answer once for each shape, and fail unless each rank has the sum."""
+        result = self.run(_sum, shapes, world_size=ranks)
+        for number, shape in enumerate(shapes):
+            held = brought(ranks, *shape)
+            total = sum(held[1:], held[0])
+            self.about(held[0].numel(), ranks)
+            mistakes = {
+                UNCHANGED: held,
+                "on rank 0 only": [total, *held[1:]],
+                "too often": _is_multiple(total, result[0][number]),
+                "wrong sum": True,
+            }
+            found = [each[number] for each in result]
+            self.compare([total] * ranks, found, mistakes)
+        return result
+
+
+def _is_multiple(total: torch.Tensor, found: torch.Tensor) -> bool:
+    return found.shape == total.shape and bool((found > total).all())
+
+
+def _right(grader: SumGrader) -> None:
+    for ranks in (2, 3, 4, 5):
+        grader.sums(SHAPES, ranks)
+
+
+def _in_any_order(grader: SumGrader) -> None:
+    grader.sums(SHAPES[:2], 3)  # what is wrong in every order has other reasons
+    for ranks in (2, 3, 4, 5):
+        [found] = grader.run(_try_orders, ranks, world_size=1)
+        if found:
+            numbers, seed, mistake, text = found
+            grader.about(numbers, ranks, f", in the random order {seed}")
+            grader.fail(text, hint=mistake)
+
+
+def _few_bytes(grader: SumGrader) -> None:
+    numbers = LARGE + 3
+    for ranks in (2, 3, 4):
+        result = grader.sums([(numbers,)], ranks)
+        most = 2 * (ranks - 1) * -(-numbers // ranks) * 4
+        for rank in range(ranks):
+            sent = result.trace.bytes_sent(rank)
+            if sent > most:
+                much = f"{count(sent, 'byte')} were sent by rank {rank}"
+                grader.fail(
+                    f"right, but {much} where {most:,} would be enough", hint="too many bytes"
+                )
+
+
+def _few_rounds(grader: SumGrader) -> None:
+    for ranks, most in ROUNDS.items():
+        result = grader.sums([(SMALL,)], ranks)
+        taken = schedule(result.trace).length
+        if taken > most:
+            mistake = "a ring" if taken == 2 * (ranks - 1) else "one after the other"
+            needed = f"where {most} would be enough"
+            grader.fail(f"right, but it takes {count(taken, 'round')} {needed}", hint=mistake)
+
+
+def _sum(rank: int, world_size: int, answer: Callable, shapes: Sequence[tuple[int, ...]]) -> list:
+    found = []
+    for shape in shapes:
+        tensor = brought(world_size, *shape)[rank]
+        answer(tensor)
+        found.append(tensor)
+    return found
+
+
+def _try_orders(rank: int, world_size: int, answer: Callable, ranks: int) -> Any:
+    """Return the first random order in which the answer fails, with the mistake; None if none."""
+    for numbers, orders in ORDERS.items():
+        held = brought(ranks, numbers)
+        total = sum(held[1:], held[0])
+        for seed in range(orders):
+            tensors = [each.clone() for each in held]
+            found: dict[int, torch.Tensor] = {}
+
+            def call(own: int, tensors: Any = tensors, found: Any = found) -> None:
+                answer(tensors[own])
+                found[own] = tensors[own].clone()
+                tensors[own].fill_(torch.nan)  # as a caller may who goes on
+
+            try:
+                Ranks(ranks, seed).run(call, range(ranks))
+            except Failed as error:
+                return numbers, seed, MISTAKES[error.kind], str(error)
+            for own in range(ranks):
+                if not same(total, found[own]):
+                    place = int((found[own] != total).nonzero()[0])
+                    should = f"number {place} of rank {own} should be {total[place]:g}"
+                    text = f"{should} but is {found[own][place]:g}"
+                    return numbers, seed, "written too early", text
+    return None
+
+
+MISTAKES = {DEADLOCK: "waits in a circle", LENGTHS: "other lengths", RAISED: "raises"}
+
+project(
+    "P3",
+    "all_reduce(tensor)",
+    {
+        "right on 2 to 5 ranks": _right,
+        "right in any order": _in_any_order,
+        "no more bytes than needed": _few_bytes,
+        "few rounds for small tensors": _few_rounds,
+    },
+    graded_by=SumGrader,
+    on_failure={
+        DeadlockError: "waits in a circle",
+        MismatchError: "other lengths",
+        RankError: "raises",
+    },
+    collectives=False,
+)
