@@ -110,11 +110,11 @@ def train_under(rank, world_size, limit, steps=STEPS):
 
 if __name__ == "__main__":
     with MemoryLimit(float("inf")) as memory:
-        print("one process:", *(f"{loss:.12f}" for loss in train_alone()))
+        print("one process:", *(f"{loss:.14f}" for loss in train_alone()))
     print(f"which held {memory.peak:,} bytes, and a rank may hold {LIMIT:,}")
     try:
         losses, peaks = zip(*kit.run(train_under, LIMIT, world_size=RANKS), strict=True)
-        print("8 ranks:    ", *(f"{loss:.12f}" for loss in next(filter(None, losses))))
+        print("8 ranks:    ", *(f"{loss:.14f}" for loss in next(filter(None, losses))))
         print("which held ", *(f"{peak:,}" for peak in peaks), "bytes")
     except kit.RankError as error:
         print("8 ranks:    ", error.failures[min(error.failures)].message)
