@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from ddp_kit.check.compared import hunt
+from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
+from ddp_kit.check.record import Score, Span, record
 
 MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
 KEPT = "the tensor that it gets stays as it is"
@@ -121,3 +125,100 @@ def _mistake_in(whole: torch.Tensor, found: list) -> str:
 
 
 hunt("14.9")
+
+
+def _own_group(rank: int, world_size: int) -> dist.ProcessGroup:
+    """Return the group of this rank alone."""
+    groups = [dist.new_group([member]) for member in range(world_size)]
+    return groups[rank]
+
+
+@compared("14.a", "shard_to_replicate(piece, dim, length)")
+def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable) -> dict:
+    whole = torch.arange(1.0, 36.0).view(5, 7)
+    found = {}
+    for dim, name in ((0, "rows"), (1, "columns")):
+        most = -(-whole.shape[dim] // world_size)
+        piece = whole.split(most, dim)[rank].contiguous()
+        found[f"the whole from {name}"] = shard_to_replicate(piece, dim, whole.shape[dim])
+    alone = shard_to_replicate(whole.clone(), 0, 5, _own_group(rank, world_size))
+    return found | {"the whole in a group of one rank": alone}
+
+
+@compared("14.b", "shard_to_shard(piece, old, new, length)")
+def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dict:
+    whole = torch.arange(1.0, 36.0).view(5, 7)
+    found = {}
+    for old, names in ((0, "rows to columns"), (1, "columns to rows")):
+        most = -(-whole.shape[old] // world_size)
+        piece = whole.split(most, old)[rank].contiguous()
+        found[f"the piece from {names}"] = shard_to_shard(piece, old, 1 - old, whole.shape[old])
+    group = _own_group(rank, world_size)
+    try:
+        alone = shard_to_shard(whole.clone(), 0, 1, 5, group)
+    except RuntimeError as error:  # an error of its own, by which its mistake is known
+        raise LookupError(f"in a group of one rank: {error}") from error
+    return found | {"the piece in a group of one rank": alone}
+
+
+@compared("14.c", "mesh_groups(rank, world_size, rows)", sizes=(3, 6))
+def _mesh_groups(rank: int, world_size: int, mesh_groups: Callable) -> dict:
+    groups = mesh_groups(rank, world_size, 3 if world_size == 3 else 2)
+    if not isinstance(groups, dict):
+        return {"what is returned": groups}
+    members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    return {f"the group along {name}": members.get(name) for name in ("dp", "tp")}
+
+
+@compared("14.10", "jacobi(block, rows, columns, steps)", kind="function", sizes=(4, 6))
+def _jacobi(rank: int, world_size: int, jacobi: Callable) -> dict:
+    rows, columns = 2, world_size // 2
+    row, column = divmod(rank, columns)
+    plate = (torch.arange(4.0 * rows * 3 * columns) * 7 % 64).view(4 * rows, 3 * columns)
+    block = plate[4 * row :, 3 * column :][:4, :3].clone()
+    return {"the block": jacobi(block, rows, columns, 3)}
+
+
+# Of x, of the weight as it is kept and as it is used, and of the product.
+LAYOUTS: dict[str, tuple[Placement, Placement, Placement, Placement]] = {
+    "rows": (Shard(0), Replicate(), Replicate(), Shard(0)),
+    "gathered": (Shard(0), Shard(0), Replicate(), Shard(0)),
+    "columns": (Replicate(), Shard(1), Shard(1), Shard(1)),
+    "inner": (Shard(1), Shard(0), Shard(0), Partial()),
+}
+NETWORKS = (  # tokens, widths, ranks, bytes of weights that a rank may keep
+    (512, (128, 512, 128, 128, 1024, 128, 256, 64, 512, 2048, 512, 128), 4, 3_500_000),
+    (1024, (256, 1024, 1024, 256, 128, 512, 2048, 256, 512, 256, 1024, 256), 8, 3_500_000),
+)
+
+
+@record("14.11", "choose_layouts(tokens, widths, n, most)", "MB", (22.1, 14.3, 12), "MB")
+def _choose_layouts(grader: Grader) -> Score:
+    from ddp_kit.lessons.device_mesh import bytes_sent  # the lesson's module is in a row above
+
+    total, spans = 0.0, []
+    for tokens, widths, n, most in NETWORKS:
+        names = grader.ask(tokens, widths, n, most)
+        if not isinstance(names, list | tuple) or len(names) != len(widths) - 1:
+            fact = f"it returns {names!r}, and not a list of {len(widths) - 1} names"
+            grader.fail(fact, hint="not a name for each layer")
+        if unknown := [name for name in names if name not in LAYOUTS]:
+            grader.fail(f"{unknown[0]!r} is not one of the layouts", hint="unknown layout")
+        now, held = Shard(0), 0.0
+        for number, (name, a, b) in enumerate(
+            (name, a, b) for name, (a, b) in zip(names, pairwise(widths), strict=True)
+        ):
+            x, kept, used, y = LAYOUTS[name]
+            sent = bytes_sent(now, x, (tokens, a), n, True)
+            sent += bytes_sent(kept, used, (a, b), n, True)
+            held += 4 * a * b / (1 if kept == Replicate() else n)
+            now = y
+            spans.append(Span(0, total, total + sent / 1e6, f"{number} {name}"))
+            total += sent / 1e6
+        if held > most:
+            fact = f"a rank would keep {held:,.0f} bytes of weights where {most:,} are the most"
+            grader.fail(fact, hint="too much kept")
+        sent = bytes_sent(now, Shard(0), (tokens, widths[-1]), n, True)
+        spans.append(Span(0, total, total + sent / 1e6, "end"))
+        total += sent / 1e6
+    return Score(total, [span for span in spans if span.end > span.start])

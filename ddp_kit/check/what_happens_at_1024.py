@@ -1,14 +1,20 @@
 """Graders of lesson 12: costs of an all_reduce, a rate with warm-up, memory of a rank, MFU.
 
-These answers are arithmetic. They run on one rank, where they are bounded as all answers are.
+Most answers are arithmetic. They run on one rank, where they are bounded as all answers are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+import torch
 
 from ddp_kit import model
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import Grader, exercise
+from ddp_kit.check.record import Score, Span, record
+from ddp_kit.errors import ModelError
 
 RATE, REFERENCE = 0.1, 256  # a learning rate, and the global batch that it is for
 SHARDED = (16, 4, 2, 0)  # bytes of a parameter that every rank holds, by the stage of ZeRO
@@ -115,3 +121,121 @@ def _mfu(grader: Grader, part: str, call: tuple, mistake: str) -> None:
     tokens, gpus, parameters, layers, width, length, peak = call
     want = (6 * parameters + 12 * layers * width * length) * tokens / (gpus * peak)
     grader.expect(want, found, {"percentage": 100 * want, mistake: True})
+
+
+def _own(rank: int) -> torch.Tensor:
+    return torch.arange(7.0) + 10.0**rank
+
+
+@compared("12.a", "tree(tensor)", sizes=(3, 6))
+def _tree(rank: int, world_size: int, tree: Callable) -> torch.Tensor:
+    tensor = _own(rank)
+    tree(tensor)
+    return tensor
+
+
+@compared("12.b", "two_level(tensor, per_host)", sizes=(4, 6))
+def _two_level(rank: int, world_size: int, two_level: Callable) -> torch.Tensor:
+    tensor = _own(rank)
+    two_level(tensor, 2)
+    return tensor
+
+
+STEPS = {  # buckets, forward, backward, bytes per second
+    "one bucket": ([100.0], 1.0, 2.0, 200.0),
+    "four buckets on a fast network": ([10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 100.0),
+    "four buckets on a slow network": ([10.0, 30.0, 40.0, 20.0], 1.0, 2.0, 20.0),
+    "a network that costs nothing": ([10.0, 30.0, 40.0, 20.0], 1.0, 2.0, math.inf),
+}
+
+
+@compared("12.c", "step(n, buckets, forward, backward, cost)", sizes=(1,))
+def _step(rank: int, world_size: int, step: Callable) -> dict[str, float]:
+    def seconds(buckets: list[float], forward: float, backward: float, speed: float) -> float:
+        return step(8, buckets, forward, backward, lambda n, size: n / 8 * size / speed)
+
+    return {f"the seconds of {name}": seconds(*each) for name, each in STEPS.items()}
+
+
+FAILURES = {  # their moments, in a training of 20 steps of 10 s, with a save every 4 of 3 s
+    "without failures": [],
+    "with a failure in a step": [97.0],
+    "with a failure in the first step": [4.0],
+    "with a failure in a save": [84.5],
+    "with a failure in a restart": [97.0, 101.0],
+    "with many failures": [31.0, 84.0, 86.0, 95.5, 211.0, 218.5, 300.25, 301.75, 390.5],
+}
+
+
+@compared(
+    "12.10",
+    "goodput(steps, seconds, every, save, restart, failures)",
+    kind="function",
+    sizes=(1,),
+)
+def _goodput(rank: int, world_size: int, goodput: Callable) -> dict[str, float]:
+    return {
+        f"the goodput {name}": goodput(20, 10.0, 4, 3.0, 5.5, list(failures))
+        for name, failures in FAILURES.items()
+    }
+
+
+CLUSTER, GPUS = model.DGX_H100, 1024
+# By its name, a model and the sequences of a step.
+TRAININGS = {
+    "Llama 3 70B": (
+        model.Transformer(
+            80,
+            8192,
+            64,
+            128_256,
+            8192,
+            kv_heads=8,
+            inner=28_672,
+            gated=True,
+            tied=False,
+            positions=False,
+            linear_bias=False,
+            norm_bias=False,
+        ),
+        1024,
+    ),
+    "GPT-3 175B": (model.Transformer(96, 12_288, 96, 51_200, 2048), 2048),
+}
+
+
+@record(
+    "12.11", "choose_plan(transformer, cluster, gpus, batch)", "s", (21.5, 18.8, 17.2), "seconds"
+)
+def _choose_plan(grader: Grader) -> Score:
+    now, spans = 0.0, []
+    for name, (transformer, batch) in TRAININGS.items():
+        given = (transformer, CLUSTER, GPUS, batch)
+        plan = grader.call([given], f"choose_plan(...) for {name} with {batch:,} sequences")[0]
+        for part, seconds in _checked_step(grader, transformer, batch, plan).items():
+            if seconds:
+                spans.append(Span(0, now, now + seconds, part))
+                now += seconds
+    return Score(now, spans)
+
+
+def _checked_step(
+    grader: Grader, transformer: model.Transformer, batch: int, plan: object
+) -> dict[str, float]:
+    """Return the seconds of a step by part; fail if there is no such plan, or it does not fit."""
+    if not isinstance(plan, model.Plan):
+        grader.fail(f"it returns {plan!r}, and not a model.Plan", hint="no plan")
+    if plan.ranks != GPUS:
+        grader.fail(f"{plan} has {plan.ranks:,} ranks, and not {GPUS:,}", hint="other ranks")
+    if plan.batch != batch:
+        fact = f"{plan} has {plan.batch:,} sequences in a step, and not {batch:,}"
+        grader.fail(fact, hint="other batch")
+    try:
+        seconds, held = model.step(transformer, plan, CLUSTER), model.memory(transformer, plan)
+    except ModelError as error:
+        grader.fail(f"{plan} cannot be carried out: {error}", hint="cannot be shared so")
+    needed, room = sum(held.values()) / 1e9, 0.9 * CLUSTER.accelerator.memory / 1e9
+    if needed > room:
+        fact = f"{plan} needs {needed:,.1f} GB on a rank, and {room:,.1f} GB may be used"
+        grader.fail(fact, hint="too much memory")
+    return seconds

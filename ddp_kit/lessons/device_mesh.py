@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. e8d12889a3eb
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. a9d7bc3f6842
 """Device meshes: one tensor on many ranks."""
 
 import math
@@ -59,7 +59,9 @@ def replicate_to_shard(whole, dim, group=None):
 
 def shard_to_replicate(piece, dim, length, group=None):
     n = dist.get_world_size(group)
-    padded = pad(piece, dim, -(-length // n))  # all_gather needs equal shapes
+    # Exercise 14.a: pad, gather, put together, cut off the zeros
+    ### BEGIN SOLUTION
+    padded = pad(piece, dim, -(-length // n))
     parts = [torch.empty_like(padded) for _ in range(n)]
     dist.all_gather(parts, padded, group=group)
     return torch.cat(parts, dim).narrow(dim, 0, length)
@@ -91,12 +93,14 @@ def shard_to_shard(piece, old, new, length, group=None):
     shapes = [list(given[rank].shape) for _ in range(n)]
     for shape, rows in zip(shapes, lengths(length, n), strict=True):
         shape[old] = rows
+    # Exercise 14.b: send given[j] to rank j, and put together what comes
+    ### BEGIN SOLUTION
     sizes = [math.prod(shape) for shape in shapes]
     received = piece.new_empty(sum(sizes))
     flat = torch.cat([part.reshape(-1) for part in given])
-    dist.all_to_all_single(received, flat, sizes, [part.numel() for part in given], group=group)
-    parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
-    return torch.cat(parts, old)
+    dist.all_to_all_single(received, flat, sizes, [len(g.reshape(-1)) for g in given], group=group)
+    parts = received.split(sizes)
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], old)
 
 
 def change(local, before, after, shape, group=None):

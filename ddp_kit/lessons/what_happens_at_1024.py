@@ -1,4 +1,4 @@
-# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 05cdde6354c0
+# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 24e47284fa62
 """What happens at 1,024: plan past what you can run."""
 
 import torch
@@ -20,7 +20,7 @@ from ddp_kit.lessons._what_happens_at_1024 import (
     replay,
     time_all_reduces,
 )
-from ddp_kit.lessons.ring_allreduce import chunked_ring, count, exchange, whole_ring
+from ddp_kit.lessons.ring_allreduce import chunked_ring, exchange, whole_ring
 
 
 def tree(tensor):
@@ -33,6 +33,8 @@ def tree(tensor):
         elif rank % (2 * distance) == 0 and rank + distance < n:
             dist.recv(arriving, rank + distance)
             tensor += arriving
+    # Exercise 12.a: the way down, from rank 0 to all
+    ### BEGIN SOLUTION
     for distance in reversed(distances):
         if rank % (2 * distance) == distance:
             dist.recv(tensor, rank - distance)
@@ -75,6 +77,8 @@ ALL_REDUCES = SENT | {"built-in": (dist.all_reduce, model.chunked_ring)}
 def two_level(tensor, per_host):
     rank, n = dist.get_rank(), dist.get_world_size()
     host = rank - rank % per_host
+    # Exercise 12.b: the ranks and chunks inside, and those between hosts
+    ### BEGIN SOLUTION
     inside, between = range(host, host + per_host), range(rank % per_host, n, per_host)
     chunks = tensor.view(-1).tensor_split(per_host)
     mine = reduce_scatter(chunks, inside)
@@ -82,11 +86,6 @@ def two_level(tensor, per_host):
     reduce_scatter(pieces, between)
     all_gather(pieces, between)
     all_gather(chunks, inside)
-
-
-def leaving(all_reduce):
-    trace = kit.run(count, all_reduce, 1_200).trace  # 4,800 bytes, ranks 0 and 1 on a host
-    return sum(m.nbytes for m in trace.messages() if m.src < 2 <= m.dst)
 
 
 if __name__ == "__main__":

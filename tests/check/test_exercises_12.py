@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
+from ddp_kit import model
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import solutions
 
 IT = "on 1 rank: it should return"
 
@@ -212,3 +216,54 @@ def test_a_utilization_that_returns_nothing(
     tokens_per_second, gpus, parameters, layers, width, length, peak
 ):
     pass
+
+
+def planned(**sizes):
+    """Return an answer to 12.11: a plan with these sizes, and as many micro-batches as needed."""
+
+    def choose_plan(transformer, cluster, gpus, batch):
+        plan = model.Plan(**sizes)
+        many = max(1, batch // plan.batch)
+        return replace(plan, micro_batches=many)
+
+    return choose_plan
+
+
+def fastest_of_the_planner(transformer, cluster, gpus, batch):
+    return model.plans(transformer, cluster, gpus, batch).fitting[0].plan
+
+
+def test_a_usual_plan_reaches_the_first_goal(capsys):
+    kit.check.exercise_12_11(planned(dp=32, tp=8, pp=4, zero=1))
+    assert "Exercise 12.11: ★☆☆ 20.8561 s" in capsys.readouterr().out
+
+
+def test_the_planner_reaches_the_second_goal(capsys):
+    kit.check.exercise_12_11(fastest_of_the_planner)
+    assert "Exercise 12.11: ★★☆ 18.6991 s" in capsys.readouterr().out
+
+
+def test_the_best_known_plans_reach_all_goals(capsys):
+    solution = defined("12.11", solutions()["12.11"]["program"], "choose_plan")
+    picture = kit.check.exercise_12_11(solution).picture
+    assert "Exercise 12.11: ★★★ 17.1645 s" in capsys.readouterr().out
+    assert str(picture).count("compute cp compute tp") == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "fact"),
+    [
+        (planned(dp=8, tp=8, pp=16, zero=1), "no goal", "22.7159 s where at most 21.5"),
+        (lambda transformer, cluster, gpus, batch: (8, 8, 16), "no plan", "returns (8, 8, 16)"),
+        (planned(dp=4, tp=8, pp=4, zero=1), "other ranks", "has 128 ranks, and not 1,024"),
+        (
+            lambda transformer, cluster, gpus, batch: model.Plan(128, 3, 8),
+            "other batch",
+            "has 128 sequences in a step, and not 1,024",
+        ),
+        (planned(dp=32, tp=8, pp=1, cp=4, zero=0), "too much memory", "72.0 GB may be used"),
+        (planned(dp=4, tp=8, pp=32, zero=1), "cannot be shared so", "80 layers cannot be cut"),
+    ],
+)
+def test_wrong_plans(answer, name, fact):
+    assert_mistake(kit.check.exercise_12_11, answer, name, fact)

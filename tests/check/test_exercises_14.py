@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,10 @@ from answers import assert_mistake, mistake
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
+from ddp_kit.check.device_mesh import LAYOUTS
+from ddp_kit.check.hints import solutions
+from ddp_kit.lessons.device_mesh import bytes_sent
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -139,3 +145,61 @@ def test_rows_of_an_all_reduce(x, w):
 @mistake("14.3", "too many bytes", "496 bytes were sent by rank 0 where 240 would be enough\n")
 def test_rows_of_gathered_factors(x, w):
     return own_part(gathered(x, 1)) @ gathered(w, 0)
+
+
+def always(*names):
+    """Return an answer to 14.11 that uses these layouts in turn."""
+
+    def choose_layouts(tokens, widths, n, most):
+        return [names[layer % len(names)] for layer in range(len(widths) - 1)]
+
+    return choose_layouts
+
+
+def without_whole_weights(tokens, widths, n, most):
+    """Return the best plan that shards every weight."""
+    best = {Shard(0): (0, [])}
+    for a, b in pairwise(widths):
+        longer = {}
+        for now, (sent, names) in best.items():
+            for name, (x, kept, used, y) in LAYOUTS.items():
+                more = sent + bytes_sent(now, x, (tokens, a), n, True)
+                more += bytes_sent(kept, used, (a, b), n, True)
+                if name != "rows" and more < longer.get(y, (more + 1,))[0]:
+                    longer[y] = (more, [*names, name])
+        best = longer
+    ends = [
+        (sent + bytes_sent(now, Shard(0), (tokens, widths[-1]), n, True), names)
+        for now, (sent, names) in best.items()
+    ]
+    return min(ends)[1]
+
+
+def test_a_plan_that_gathers_all_weights_reaches_the_first_goal(capsys):
+    kit.check.exercise_14_11(always("gathered"))
+    assert "Exercise 14.11: ★☆☆ 22.0692 MB" in capsys.readouterr().out
+
+
+def test_the_best_plan_without_whole_weights_reaches_the_second_goal(capsys):
+    kit.check.exercise_14_11(without_whole_weights)
+    assert "Exercise 14.11: ★★☆ " in capsys.readouterr().out
+
+
+def test_the_best_known_plan_reaches_all_goals(capsys):
+    solution = defined("14.11", solutions()["14.11"]["program"], "choose_layouts")
+    picture = kit.check.exercise_14_11(solution).picture
+    assert "Exercise 14.11: ★★★ " in capsys.readouterr().out
+    assert str(picture).count("3 columns 5 rows 6 gathered 8 columns") == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "fact"),
+    [
+        (always("columns", "inner"), "no goal", "are the first goal"),
+        (lambda tokens, widths, n, most: ["gathered"], "not a name for each layer", "11 names"),
+        (always("column"), "unknown layout", "'column' is not one of the layouts"),
+        (always("rows"), "too much kept", "a rank would keep 10,616,832 bytes"),
+    ],
+)
+def test_wrong_plans_of_layouts(answer, name, fact):
+    assert_mistake(kit.check.exercise_14_11, answer, name, fact)
