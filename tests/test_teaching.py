@@ -11,13 +11,19 @@ from pathlib import Path
 
 from ddp_kit import check
 from ddp_kit.check.hints import hints
+from ddp_kit.progress_file import in_order
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "teaching.md").read_text("utf-8")
 GRADERS = [name for name in check.__all__ if name != "credit"]
 KINDS = {each.number: each.kind for each in (getattr(check, g).exercise for g in GRADERS)}
 EXERCISES = list(KINDS)
-GAPS = [n for n in EXERCISES if KINDS[n] == "gap" and n[-1].isdigit()]  # not in the lessons
+IN_LESSONS = [number for number in EXERCISES if number[-1].isalpha()]
+TO_PLAN = [
+    number
+    for number in sorted(set(EXERCISES) - set(IN_LESSONS), key=in_order)
+    if KINDS[number] in ("gap", "function", "record")
+]
 
 
 def test_each_exercise_has_mistakes_which_a_check_names():
@@ -57,7 +63,7 @@ def test_each_lesson_is_in_the_guide():
     assert lessons == set(re.findall(r"\]\(\.\./notebooks/(\w+\.ipynb)\)", GUIDE))
 
 
-def test_the_sessions_have_each_gap_once():
+def test_the_sessions_have_each_gap_function_and_record_once():
     planned = []
     for plan in re.findall(r"^\| session \|.*?\n\n", GUIDE, re.MULTILINE | re.DOTALL):
         for row in plan.strip().splitlines()[2:]:
@@ -65,12 +71,12 @@ def test_the_sessions_have_each_gap_once():
             for cell in (in_class, home):
                 first_last = re.findall(r"(\d+\.\d+)(?: to (\d+\.\d+))?", cell)
                 planned += [n for first, last in first_last for n in between(first, last or first)]
-    assert sorted(planned) == sorted(GAPS)
+    assert sorted(planned, key=in_order) == TO_PLAN
 
 
 def between(first: str, last: str) -> list[str]:
     """Return the exercises from one to another: 2.3 to 2.5."""
-    return GAPS[GAPS.index(first) : GAPS.index(last) + 1]
+    return TO_PLAN[TO_PLAN.index(first) : TO_PLAN.index(last) + 1]
 
 
 def test_each_question_names_its_lesson_and_has_an_answer():

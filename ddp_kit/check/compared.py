@@ -135,7 +135,8 @@ def compared(
     `exercise`.
     """
     where = f"on {name_counts(sizes)} {'rank' if sizes[-1] == 1 else 'ranks'}"
-    about = {"where": where, "others": (SENT,), "part": by_size(sizes)} | about
+    others = (SENT,) if max(sizes) > 1 else ()
+    about = {"where": where, "others": others, "part": by_size(sizes)} | about
 
     def add(worker: Worker) -> Worker:
         comparison = Comparison(number, form.partition("(")[0], worker, spare)
