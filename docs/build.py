@@ -81,21 +81,6 @@ def part(name: str) -> list[Path]:
     return sorted((NOTEBOOKS / name).glob(f"{number}_*.ipynb"))
 
 
-def minutes(path: Path) -> str:
-    """Return how long a notebook takes, as its first cell says: "60 minutes"; "" if it does not.
-
-    Solutions have no minutes of their own, but those of their exercises.
-    """
-    if path.parent.name == "solutions":
-        needed = minutes(NOTEBOOKS / "exercises" / path.name)
-        return needed and f"{needed} for the exercises"
-    first = "".join(json.loads(path.read_text("utf-8"))["cells"][0]["source"])
-    said = re.search(r"\*\*About (\d+ minutes)\*\*", first)
-    lesson = path.parent == NOTEBOOKS
-    assert said or not lesson, f"{path} does not say how long it takes"
-    return said[1] if said else ""
-
-
 def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
     """Return markdown that has moved from one path to another, with links that fit.
 
@@ -116,7 +101,7 @@ def relinked(text: str, old: Path, new: Path, parts: list[str]) -> str:
 
 
 def page(path: Path, parts: list[str]) -> dict[str, Any]:
-    """Return a notebook as the site shows it: answers folded, with its minutes and its file."""
+    """Return a notebook as the site shows it: answers folded, with its file."""
     notebook = json.loads(path.read_text("utf-8"))
     left_out = "exercise" if path.parent.name == "solutions" else "solution"
     notebook["cells"] = [cell for cell in notebook["cells"] if left_out not in cells.tags(cell)]
@@ -131,10 +116,8 @@ def page(path: Path, parts: list[str]) -> dict[str, Any]:
         if "outputs" in cell:  # a live view leaves a display without data
             cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
     heading, _, rest = notebook["cells"][0]["source"].partition("\n")
-    needed = minutes(path)
-    opens = f"{needed} · " if needed else ""
     notebook["cells"][0]["source"] = (
-        f'{heading}\n\n<p class="opens">{opens}<a href="{path.name}" download>Download '
+        f'{heading}\n\n<p class="opens"><a href="{path.name}" download>Download '
         f"this notebook</a> · in JupyterLab: <code>{path.relative_to(NOTEBOOKS).as_posix()}</code>"
         f"</p>\n\n{rest}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -65,16 +64,6 @@ def test_every_notebook_is_in_the_table_and_every_link_leads_somewhere():
     assert {str(path.relative_to(ROOT)) for path in lessons} <= set(links)
     for link in links:
         assert (ROOT / link).exists(), link
-
-
-def test_the_table_has_the_minutes_of_each_lesson():
-    rows = re.findall(r"^\| \[\w+\]\((notebooks/\w+\.ipynb)\) \| (\d+) \|", README, re.MULTILINE)
-    lessons = (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")
-    assert sorted(path for path, _ in rows) == sorted(f"notebooks/{path.name}" for path in lessons)
-    for path, minutes in rows:
-        first = json.loads((ROOT / path).read_text(encoding="utf8"))["cells"][0]["source"]
-        said = re.search(r"\*\*(?:About )?(\w+) minutes", "".join(first))[1]
-        assert {"Thirty": "30", "Forty": "40"}.get(said, said) == minutes, path
 
 
 def test_each_file_and_folder_that_contributing_names_exists():

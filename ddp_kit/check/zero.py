@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import SENT, Grader, brought, exercise, hint_for, same
 from ddp_kit.errors import DeadlockError, MismatchError, RankError
 
@@ -341,3 +344,101 @@ def _held_and_sent(grader: Grader, stage: int, parameters: int, n: int, what: st
             _LEFT_OUT[stage]: True,
         }
         grader.expect(times * part * 4 * parameters, found[1], mistakes, f" {what}")
+
+
+SIZES_OF_GROUPS = (3, 8, 5, 13, 1), (4, 7, 2)  # numbers of each parameter, in two groups
+
+
+@compared("15.a", "Owners()")
+def _owners_of_groups(rank: int, world_size: int, owners_cls: Callable) -> dict:
+    owners, found = owners_cls(), {}
+    for number, sizes in enumerate(SIZES_OF_GROUPS, 1):
+        group = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        mine = owners.assign(group)
+        found[f"the owners of group {number}"] = [owners.of.get(each) for each in group]
+        found[f"what is returned for group {number}"] = sorted(each.numel() for each in mine)
+    return found | {"load": owners.load}
+
+
+@compared("15.b", "ShardedGradient(full, rows, under_way)")
+def _sharded_gradient(rank: int, world_size: int, sharded_cls: Callable) -> dict:
+    whole = [nn.Parameter(torch.zeros(*shape)) for shape in ((5, 2), (4,), (3,))]
+    rows = [nn.Parameter(torch.zeros(-(-len(p) // world_size), *p.shape[1:])) for p in whole]
+    under_way: deque = deque()
+    sharded = [sharded_cls(p, own, under_way) for p, own in zip(whole, rows, strict=True)]
+    queued, kept = [], []
+    for _ in range(2):
+        for number, parameter in enumerate(whole):
+            numbers = torch.arange(1.0, parameter.numel() + 1).view_as(parameter)
+            (parameter * 6 * (rank + 1 + number) * numbers).sum().backward()
+            queued.append([sharded.index(each) for each in under_way])
+        kept += [parameter.grad is not None for parameter in whole]
+        while under_way:
+            under_way.popleft().finish_reduce()
+    for forgotten in (each.reducing for each in sharded if each.reducing is not None):
+        forgotten[-1].wait()
+    gradients = {f"rows.grad of parameter {number}": own.grad for number, own in enumerate(rows)}
+    return gradients | {"under_way": queued, "the whole gradients that are left": sum(kept)}
+
+
+@compared("15.c", "UnshardedOnDemand(module)")
+def _unsharded(rank: int, world_size: int, unsharded_cls: Callable) -> dict:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(1.0, parameter.numel() + 1).view_as(parameter))
+    sharded = unsharded_cls(model)
+
+    def complete(module: nn.Module) -> bool:
+        return all(parameter.memory.nbytes() for parameter in sharded.own[module].values())
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        if not complete(module):  # the computation would read memory that is not there
+            raise LookupError("a forward begins, and the full parameters have no memory")
+
+    def before_backward(module: nn.Module) -> None:
+        if not complete(module):
+            raise BufferError("a backward begins, and the full parameters have no memory")
+
+    def after_forward(module: nn.Module, _: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: before_backward(module))
+
+    for layer in model:
+        layer.register_forward_pre_hook(before_forward)  # runs after those of the answer
+        layer.register_forward_hook(after_forward)
+    output = sharded.module(torch.arange(6.0).view(2, 3) + rank)
+    found = {
+        "the output": output.detach(),
+        "the layers in memory after the forward": [n for n in (0, 1) if complete(model[n])],
+        "the numbers of parameters() after the forward": [p.numel() for p in sharded.parameters()],
+    }
+    output.sum().backward()
+    while sharded.under_way:
+        sharded.under_way.popleft().finish_reduce()
+    return found | {"the gradients": [parameter.rows.grad for parameter in sharded.sharded]}
+
+
+SAVED = {"up": (5, 3), "down": (3, 5), "norm": (4,)}
+SAVED_BY = 4
+
+
+@compared("15.10", "load_rows(shapes, saved_by, read)", kind="function")
+def _load_rows(rank: int, world_size: int, load_rows: Callable) -> Mapping[str, Any]:
+    total = sum(map(math.prod, SAVED.values()))
+    per_file = -(-total // SAVED_BY)
+    flat = torch.cat([torch.arange(1.0, total + 1), torch.zeros(SAVED_BY * per_file - total)])
+    files, read_so_far = flat.split(per_file), 0
+
+    def read(file: int, start: int, stop: int) -> torch.Tensor:
+        nonlocal read_so_far
+        if not (0 <= file < SAVED_BY and 0 <= start <= stop <= per_file):
+            known = f"{SAVED_BY} files of {per_file} numbers"
+            raise IndexError(f"there are {known}, and none has {start} to {stop} of file {file}")
+        read_so_far += stop - start
+        return files[file][start:stop].clone()
+
+    loaded = load_rows(dict(SAVED), SAVED_BY, read)
+    if not isinstance(loaded, dict):
+        return {"what is returned": loaded}
+    rows = {name: loaded.get(name) for name in SAVED}
+    return rows | {"the count of numbers read": read_so_far}

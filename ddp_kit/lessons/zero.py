@@ -1,4 +1,4 @@
-# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. e974bcba945c
+# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. 6ddb6399d9a5
 """ZeRO: no rank keeps what another has."""
 
 from collections import deque
@@ -72,6 +72,8 @@ class Owners:
         self.load = [0] * dist.get_world_size()
 
     def assign(self, parameters):
+        # Exercise 15.a: fill of and load, return what this rank owns
+        ### BEGIN SOLUTION
         for parameter in sorted(parameters, key=torch.numel, reverse=True):
             owner = self.load.index(min(self.load))
             self.of[parameter] = owner
@@ -143,28 +145,34 @@ def cut(filled, like):
     return filled.view(-1)[: like.numel()].view_as(like)
 
 
-class ShardedGradient:
+class Reduced:
     def __init__(self, full, rows, under_way):
         self.full, self.rows, self.under_way = (full, rows, under_way)
         self.reducing = None
         if full.requires_grad:
             full.register_post_accumulate_grad_hook(self.start_reduce)
 
-    def start_reduce(self, full):
-        self.finish_reduce()  # of an earlier backward
-        if len(self.under_way) == 2:
-            self.under_way.popleft().finish_reduce()
-        gradient = fill_up(full.grad.to(self.rows.dtype) / dist.get_world_size())
-        full.grad, arriving = (None, torch.empty_like(self.rows))
-        work = reduce_scatter_single(arriving, gradient, async_op=True)
-        self.reducing = (gradient, arriving, work)
-        self.under_way.append(self)
-
     def finish_reduce(self):
         if self.reducing is not None:
             (_, arriving, work), self.reducing = (self.reducing, None)
             work.wait()
             self.rows.grad = arriving if self.rows.grad is None else self.rows.grad + arriving
+
+
+class ShardedGradient(Reduced):
+    def start_reduce(self, full):
+        self.finish_reduce()  # of an earlier backward
+        if len(self.under_way) == 2:
+            self.under_way.popleft().finish_reduce()
+        gradient = full.grad.to(self.rows.dtype)
+        # Exercise 15.b: divide, fill up, reduce_scatter, queue, free
+        ### BEGIN SOLUTION
+        gradient = fill_up(gradient / dist.get_world_size())
+        arriving = torch.empty_like(self.rows)
+        work = reduce_scatter_single(arriving, gradient, async_op=True)
+        self.reducing = (gradient, arriving, work)
+        self.under_way.append(self)
+        full.grad = None
 
 
 class ReplicatedParameter(ShardedGradient):
@@ -263,30 +271,34 @@ class ShardedModule(nn.Module):
             setattr(module, name, getattr(parameter, which))
 
 
-class UnshardedOnDemand(ShardedModule):
+class Hooked(ShardedModule):
     def __init__(self, module):
         super().__init__(module)
         for each in self.own:
             each.register_forward_pre_hook(self.before_forward)
             each.register_forward_hook(self.after_forward)
 
+    def gather(self, module):
+        for parameter in self.own[module].values():
+            parameter.gather()
+
+    def before_backward(self, module, _):
+        self.gather(module)
+
+
+class UnshardedOnDemand(Hooked):
     def before_forward(self, module, _):
         self.gather(module)
         self.show(module, "full")
 
     def after_forward(self, module, _, output):
+        # Exercise 15.c: show the rows, free, and hook each tensor
+        ### BEGIN SOLUTION
         self.show(module, "rows")
         for parameter in self.own[module].values():
             parameter.free()
         for tensor in with_gradients(output):
             tensor.register_hook(partial(self.before_backward, module))
-
-    def before_backward(self, module, _):
-        self.gather(module)
-
-    def gather(self, module):
-        for parameter in self.own[module].values():
-            parameter.gather()
 
 
 class Prefetching(UnshardedOnDemand):

@@ -272,7 +272,9 @@ class Run:
                 self._reports.stopped += self.others.waits()
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
-        unusable = stuck.union(self._restarts, self._reports.broken)
+        unusable = stuck.union(self._restarts)
+        if self._reports.broken:  # what broke the kit there may have happened in every rank
+            unusable = set(range(len(self._ranks)))
         stop_ranks([self._ranks[number] for number in sorted(unusable)])
         self._view.close()
         return [rank.output.take() for rank in self._ranks]

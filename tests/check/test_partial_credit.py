@@ -143,6 +143,42 @@ def test_a_rank_that_dies_costs_its_part():
     assert kit.check.credit(kit.check.exercise_2_1, broadcast) == 1.0
 
 
+def breaks_the_kit(tensor, src):
+    from ddp_kit.trace.rank import recording
+
+    broadcast(tensor, src)
+    recording.Recorder = None
+
+
+def replaces_torch(tensor, src):
+    dist.send = lambda *args: None
+    dist.recv = lambda *args: 0
+
+
+def leaves(tensor, src):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("answer", [breaks_the_kit, replaces_torch, leaves])
+def test_an_answer_that_breaks_something_costs_only_its_own_points(answer):
+    assert kit.check.credit(kit.check.exercise_2_1, answer) < 1.0
+    kit.shutdown()  # a grading tool runs each learner's notebook in a kernel of its own
+    assert kit.check.credit(kit.check.exercise_2_1, broadcast) == 1.0
+
+
+def test_of_a_long_output_the_middle_is_not_shown(capsys):
+    def chatty(tensor, src):
+        print("first", *["line"] * 10_000, "last")
+
+    with pytest.raises(kit.ExerciseError):
+        kit.check.exercise_2_1(chatty)
+    shown = capsys.readouterr().out
+    assert len(shown) < 11_000
+    assert "characters left out]" in shown
+    assert shown.startswith("[rank 0] first line")
+    assert shown.endswith("line last\n")
+
+
 def test_each_exercise_has_two_to_five_parts_and_an_estimate_one():
     for name in kit.check.__all__:
         if name != "credit":
