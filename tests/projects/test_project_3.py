@@ -145,7 +145,7 @@ def one_by_one(tensor):
         (receives_too_much, "other lengths", []),
         (fails, "raises", ["it raised an error"]),
         (calls_gloo, "collective", ["all_reduce was called"]),
-        (sends_first, "waits in a circle", ["rank 0 waits to send to rank 1"]),
+        (sends_first, "waits in a circle", ["it deadlocks"]),  # with many numbers, also under gloo
         (adds_while_it_sends, "written too early", ["in the random order"]),
         (whole_ring, "too many bytes", ["bytes were sent by rank 0"]),
         (only_chunks, "a ring", ["it takes 6 rounds where 2 would be enough"]),
@@ -154,6 +154,12 @@ def one_by_one(tensor):
 )
 def test_a_mistake_gets_its_hint(answer, mistake, facts):
     assert_mistake(kit.check.project_3, answer, mistake, *facts)
+
+
+def test_sends_that_gloo_would_buffer_wait_in_some_order():
+    numbers, _, mistake, text = module._try_orders(0, 1, sends_first, 3)
+    assert (numbers, mistake) == (module.SMALL, "waits in a circle")
+    assert "rank 0 waits to send to rank 1; rank 1 waits to send to rank 2" in text
 
 
 def run_in_order(function, ranks=2, seed=0):
