@@ -406,7 +406,8 @@ class Grader:
 
     def passed(self) -> Credit:
         """Show what the ranks printed in the first run, and print that the answer is right."""
-        _show("".join(self._printed[:1]))
+        for printed in self._printed[:1]:
+            _show(printed)
         title = self.exercise.title
         print(f"{title[0].upper()}{title[1:]}: {self.exercise.praise}.")
         return Credit(self.parts)

@@ -38,7 +38,7 @@ def program(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_reference_reaches_all_milestones(capsys, tmp_path):
+def test_the_reference_reaches_all_milestones(capsys):
     kit.check.project_1(REFERENCE)
     assert capsys.readouterr().out.splitlines() == [
         "Project 1, milestone 1: reached, runs on 2 ranks of torchrun.",
@@ -72,19 +72,14 @@ def test_what_is_no_program_is_refused():
 
 
 def test_an_error_is_shown_with_its_line(tmp_path):
-    path = program(
-        tmp_path,
-        'import os\n\nraise ValueError(f"rank {os.environ["RANK"]}")\n'.replace(
-            'os.environ["RANK"]', "os.environ['RANK'][:0]"
-        ),
-    )
+    path = program(tmp_path, 'import os\n\nraise ValueError("no luck")\n')
     assert_mistake(
         kit.check.project_1,
         path,
         "raises",
         "project 1, on 2 ranks: it raised an error\n",
         'File "mine.py", line 3, in <module>',
-        "ValueError: rank ",
+        "ValueError: no luck",
     )
 
 

@@ -145,15 +145,27 @@ def one_by_one(tensor):
         (receives_too_much, "other lengths", []),
         (fails, "raises", ["it raised an error"]),
         (calls_gloo, "collective", ["all_reduce was called"]),
-        (sends_first, "waits in a circle", ["rank 0 waits to send to rank 1"]),
-        (adds_while_it_sends, "written too early", ["in the random order"]),
+        (sends_first, "waits in a circle", ["it deadlocks"]),  # with many numbers, also under gloo
         (whole_ring, "too many bytes", ["bytes were sent by rank 0"]),
-        (only_chunks, "a ring", ["it takes 6 rounds where 2 would be enough"]),
+        (only_chunks, "a ring", ["it takes 2 rounds where 1 would be enough"]),
         (one_by_one, "one after the other", ["on 4 ranks", "it takes 3 rounds"]),
     ],
 )
 def test_a_mistake_gets_its_hint(answer, mistake, facts):
     assert_mistake(kit.check.project_3, answer, mistake, *facts)
+
+
+def test_sends_that_gloo_would_buffer_wait_in_some_order():
+    numbers, _, mistake, text = module._try_orders(0, 1, sends_first, 3)
+    assert (numbers, mistake) == (module.SMALL, "waits in a circle")
+    assert "rank 0 waits to send to rank 1; rank 1 waits to send to rank 2" in text
+
+
+def test_what_is_written_before_the_wait_is_wrong_in_some_order():
+    for ranks in (2, 3, 5):  # on real ranks, it depends on who is late
+        _, _, mistake, text = module._try_orders(0, 1, adds_while_it_sends, ranks)
+        assert mistake == "written too early"
+        assert text.startswith("number 0 of rank ")
 
 
 def run_in_order(function, ranks=2, seed=0):
