@@ -206,9 +206,8 @@ def _attend_forward(rank: int, n: int, attend: Callable) -> dict:
 
 @compared("18.d", "zig_zag(length, n)", sizes=(1,), where="for 2, 3 and 4 ranks")
 def _zig_zag(rank: int, n: int, zig_zag: Callable) -> dict:
-    return {
-        f"zig_zag({length}, {n})": zig_zag(length, n) for length, n in ((8, 2), (13, 3), (64, 4))
-    }
+    cases = ((8, 2), (13, 3), (64, 4))
+    return {f"zig_zag({s}, {p})": [list(shard) for shard in zig_zag(s, p)] for s, p in cases}
 
 
 @compared("18.11", "ulysses_gqa(query, key, value)", kind="function", sizes=(2, 4), spare=1.25)
