@@ -68,7 +68,8 @@ def _factors(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @compared("16.3", "rms_norm(x, weight)")
 def _rms_norm(rank: int, n: int, rms_norm: Callable) -> dict:
     x = (torch.arange(6.0 * n).view(1, 3, 2 * n) % 5 + 1)[..., 2 * rank : 2 * rank + 2]
-    x, weight = x.clone().requires_grad_(), torch.tensor([1.0 + rank, -2.0], requires_grad=True)
+    x = x.double().requires_grad_()
+    weight = torch.tensor([1.0 + rank, -2.0]).double().requires_grad_()
     y = rms_norm(x, weight)
     (y * torch.arange(1.0, 7).view_as(y) * (rank + 1)).sum().backward()
     return {"the norm": y.detach(), "the gradient of x": x.grad, "that of weight": weight.grad}
@@ -160,7 +161,7 @@ def _row_parallel_linear(rank: int, n: int, layer: Callable) -> dict:
         ("with sequence parallelism", True, lesson.ReduceScatterToSequence),
     ):
         torch.manual_seed(0)
-        linear, x = nn.Linear(6, 3, bias=bias), torch.randn(2, 6, 6)
+        linear, x = nn.Linear(6, 3, bias=bias).double(), torch.randn(2, 6, 6).double()
         x = x.chunk(n, dim=-1)[rank].clone().requires_grad_()
         row = layer(linear, leave)
         y = row(x)
@@ -192,7 +193,7 @@ def _parallelize(rank: int, n: int, parallelize: Callable) -> dict:
     shape = (n // TENSOR_RANKS, TENSOR_RANKS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    block, x = LlamaBlock(), torch.randn(4, 6, 16)
+    block, x = LlamaBlock().double(), torch.randn(4, 6, 16).double()
     parallelize(block, mesh)
     mine = x.chunk(shape[0])[mesh["dp"].get_local_rank()]
     x = mine.chunk(TENSOR_RANKS, dim=1)[mesh["tp"].get_local_rank()].clone().requires_grad_()

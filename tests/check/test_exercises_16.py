@@ -116,7 +116,7 @@ def test_a_gradient_of_gathered_logits(logits, targets):
 
 def test_a_block_that_is_cut_is_the_block_of_one_process():
     torch.manual_seed(0)
-    block, x = LlamaBlock(), torch.randn(4, 6, 16)
+    block, x = LlamaBlock().double(), torch.randn(4, 6, 16).double()
     y = block(x)
     (y.square().sum() / 2).backward()  # fully_shard takes the mean over two ranks
     parallelize = defined("16.12", solutions()["16.12"]["program"], "parallelize")

@@ -8,40 +8,11 @@ import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
+from ddp_kit.check.compared import defined
+from ddp_kit.check.hints import solutions
 from ddp_kit.lessons.context_parallel import exchange_rows, start_exchange, wait_for
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-
-
-def softmax(total=True, weighted=True, inverse=False, of_block=False, values_only=False):
-    """Return an answer to 18.1; each argument can make it wrong in one way."""
-
-    def add_block(maximum, old_total, old_weighted, scores, values):
-        own = scores.amax(-1, keepdim=True)
-        larger = own if of_block else torch.maximum(maximum, own)
-        rescale = torch.exp(larger - maximum if inverse else maximum - larger)
-        weights = torch.exp(scores - larger)
-        shrunk = old_total * rescale if total and not of_block else old_total
-        shrunk_values = old_weighted * rescale if weighted and not of_block else old_weighted
-        new = shrunk_values + weights @ values
-        return new if values_only else (larger, shrunk + weights.sum(-1, keepdim=True), new)
-
-    return add_block
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("total not rescaled", {"total": False}),
-        ("values not rescaled", {"weighted": False}),
-        ("nothing rescaled", {"total": False, "weighted": False}),
-        ("factor inverted", {"inverse": True}),
-        ("last maximum", {"of_block": True}),
-        ("other sums", {"values_only": True}),
-    ],
-)
-def test_a_softmax(name, wrong):
-    assert_mistake(kit.check.exercise_18_1, softmax(**wrong), name, "exercise 18.1, ")
 
 
 def mask(owner=lambda rank, step, n: (rank - step) % n, compare=torch.le, change=lambda m: m):
@@ -147,3 +118,35 @@ def experts(counts=True, back=lambda going, coming: (coming, going), restore=tor
 def test_tokens(name, answer):
     start = "exercise 18.4, through_experts(tokens, choice, expert) on "
     assert_mistake(kit.check.exercise_18_4, answer, name, start)
+
+
+def by_rank(rank_of):
+    """Return an answer to 18.12 that puts chunk i on rank_of(i)."""
+    return lambda: [[i for i in range(32) if rank_of(i) == rank] for rank in range(8)]
+
+
+def test_each_goal_of_a_deal_is_worth_a_point(capsys):
+    check = kit.check.exercise_18_12
+    credit = check(by_rank(lambda i: i % 8))
+    assert "Exercise 18.12: ★☆☆ 54 units of time; the best" in capsys.readouterr().out
+    assert list(credit.parts.values()) == [True, False, False]
+    best = defined("18.12", solutions()["18.12"]["program"], "deal")
+    assert kit.check.credit(check, best) == 1
+    assert kit.check.credit(check, by_rank(lambda i: i // 4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "name", "fact"),
+    [
+        (lambda i: min(i // 2, 15 - i // 2), "no goal", "right, but 88 units of time"),
+        (lambda i: i % 9, "not each once", "not exactly once: 8, 17, 26"),
+        (lambda i: min(i // 2, 7), "too many chunks", "rank 0 has 2"),
+    ],
+)
+def test_a_deal(rank_of, name, fact):
+    assert_mistake(kit.check.exercise_18_12, by_rank(rank_of), name, fact)
+
+
+@mistake("18.12", "other lists", "it should return a list of 8 lists")
+def test_a_number_for_a_deal():
+    return 7

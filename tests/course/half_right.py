@@ -56,7 +56,6 @@ ANSWERS: dict[str, tuple[str, str, int]] = {
     "exercise_15_4": ("(2, 3, 2, 3)", "(2, 2, 2, 2)", 1),
     "exercise_17_1": ("min(p - 1 - rank, m)", "p - 1 - rank", 1),
     "exercise_17_3": ("> most", ">= most", 1),
-    "exercise_18_1": ("total = total * rescale", "total = total", 1),
     "exercise_20_1": ('mesh.get_group("tp")', "None", 1),
     "exercise_20_4": (" + 12 * layers * width * context", "", 1),
     "exercise_21_1": ("flags[rank - distance]", "min(flags)", 3),
