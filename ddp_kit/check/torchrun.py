@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
+from threading import Condition, Thread
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from ddp_kit.check.compared import hunt
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
+from ddp_kit.check.compared import compared, hunt
+from ddp_kit.check.grader import (
+    SIZES,
+    STORE_LIMIT,
+    TIMEOUT,
+    Grader,
+    by_size,
+    exercise,
+    open_store,
+)
 from ddp_kit.errors import RankError
 
 PER_HOST = 2
@@ -127,3 +141,219 @@ def _count_ranks(rank: int, world_size: int, answer: Callable, path: str, limit:
 
 
 hunt("11.9")
+
+
+class WatchedStore:
+    """A store in this process that knows how many of its users wait for a key.
+
+    ended: whether no more users come, so that those who wait will wait forever.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.changed = Condition()
+        self.ended = False
+        self._waits: list[set[str]] = []
+
+    @property
+    def blocked(self) -> int:
+        """The number of users who wait for a key that nobody has written yet."""
+        return sum(not keys <= self.values.keys() for keys in self._waits)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
+        self.set(key, int(self.values.get(key, 0)) + amount)
+        return self.values[key]
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a key."""
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def wait(self, keys: list[str], *_: Any) -> None:
+        """Wait until all these keys are written. Raise TimeoutError if they never are."""
+        wanted = set(keys)
+        with self.changed:
+            self._waits.append(wanted)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: wanted <= self.values.keys() or self.ended, TIMEOUT)
+            self._waits.remove(wanted)
+            if not wanted <= self.values.keys():
+                missing = " and ".join(sorted(wanted - self.values.keys()))
+                raise TimeoutError(f"all hosts wait, and nobody writes {missing}")
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and return it."""
+        self.wait([key])
+        return str(self.values[key]).encode()
+
+
+@compared("11.a", "take_number(store, hosts)", sizes=(1,))
+def _take_number(rank: int, world_size: int, take_number: Callable) -> dict:
+    store, hosts = WatchedStore(), 3
+    numbers: list[Any] = []  # of the hosts that have gone on
+    errors: list[Exception] = []
+
+    def come() -> None:
+        number = None
+        try:
+            number = take_number(store, hosts)
+        except Exception as error:
+            errors.append(error)
+        with store.changed:
+            numbers.append(number)
+            store.changed.notify_all()
+
+    gone_on = []
+    for come_so_far in range(1, hosts + 1):
+        Thread(target=come, daemon=True).start()
+        with store.changed:
+            store.changed.wait_for(
+                lambda here=come_so_far: store.blocked + len(numbers) >= here, TIMEOUT
+            )
+            gone_on.append(len(numbers))
+    with store.changed:
+        store.ended = True
+        store.changed.notify_all()
+        store.changed.wait_for(lambda: len(numbers) == hosts, TIMEOUT)
+    if errors:
+        raise errors[0]
+    return {
+        "the hosts that have gone on when 1, 2 and 3 have come": gone_on,
+        "the numbers": sorted(numbers, key=str),
+    }
+
+
+class Killed(BaseException):
+    """Stands for a kill: what an answer does not expect, and no `except Exception` catches."""
+
+
+def _save_and_die(finishes: bool) -> Callable:
+    """Return a `torch.save` that ends with a kill: when it has finished, or in the middle."""
+    real = torch.save
+
+    def save(value: Any, file: Any, *args: Any, **named: Any) -> None:
+        buffer = BytesIO()
+        real(value, buffer, *args, **named)
+        whole = buffer.getvalue()
+        part = whole if finishes else whole[: len(whole) // 2]
+        if hasattr(file, "write"):
+            file.write(part)
+        else:
+            Path(file).write_bytes(part)
+        raise Killed
+
+    return save
+
+
+def _read(file: Path) -> Any:
+    """Return what is in a checkpoint, or why it cannot be read."""
+    try:
+        found = torch.load(file)
+        return dict(found) if isinstance(found, dict) else found
+    except FileNotFoundError:
+        return "no such file"
+    except Exception:
+        return "it cannot be read"
+
+
+@compared("11.b", "save(folder, step, weights)", sizes=(1,))
+def _save(rank: int, world_size: int, save: Callable) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "checkpoint.pt")
+        save(folder, 3, torch.tensor([1.0, 2.0]))
+        found = {"checkpoint.pt": _read(file)}
+        found["the count of files"] = len(list(Path(folder).iterdir()))
+        with patch("torch.save", _save_and_die(finishes=False)), suppress(Killed):
+            save(folder, 4, torch.tensor([3.0, 4.0]))
+        return found | {"checkpoint.pt after a kill": _read(file)}
+
+
+@contextmanager
+def _shared_folder(rank: int) -> Iterator[Path]:
+    """Yield a new folder, the same on all ranks of this host."""
+    name = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(name, src=0)
+    try:
+        yield Path(name[0])
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(name[0], ignore_errors=True)
+
+
+@compared("11.c", "train_tiny(rank, world_size, folder, steps)")
+def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
+    with _shared_folder(rank) as folder:
+        _, first = train_tiny(rank, world_size, folder, 3)
+        dist.barrier()
+        begun, second = train_tiny(rank, world_size, folder, 6)
+    return {
+        "the weights after 3 steps": first,
+        "the step at which the second run begins": begun,
+        "the weights after 6 steps": second,
+    }
+
+
+STEPS, EVERY = 10, 3
+
+
+@compared("11.10", "survive(folder, steps, every, model, optimizer, take_step)", kind="function")
+def _survive(rank: int, world_size: int, survive: Callable) -> dict:
+    found: dict[str, Any] = {}
+    for name, kills in {
+        "without a kill": (),
+        "with a kill in step 7": ("step",),
+        "with a kill while step 6 is saved": ("save",),
+        "with both": ("save", "step"),
+    }.items():
+        with _shared_folder(rank) as folder:
+            for attempt, kill in enumerate((*kills, None)):
+                taken: list[int] = []
+                try:
+                    losses, weights = _attempt(rank, survive, folder, attempt, kill, taken)
+                except Killed:
+                    dist.barrier()
+        found[f"the steps {name}"] = taken
+        found[f"the losses {name}"] = losses
+        found[f"the weights {name}"] = weights
+    return found
+
+
+def _attempt(
+    rank: int, survive: Callable, folder: Path, attempt: int, kill: str | None, taken: list[int]
+) -> tuple[Any, torch.Tensor]:
+    """Train with an answer; return the losses and weights. kill: in a "step", or in a "save".
+
+    attempt: makes all that is not in a snapshot differ. taken: gets the steps that are taken.
+    """
+    torch.manual_seed(100 * attempt)  # the same weights on all ranks
+    model = nn.Linear(3, 1)
+    torch.manual_seed(100 * attempt + rank + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+
+    def take_step(step: int) -> float:
+        if (kill == "step" and step == 7) or (kill == "save" and step > 5):
+            raise Killed
+        taken.append(step)
+        optimizer.zero_grad()
+        inputs = torch.randint(-2, 3, (4, 3)).float() + step
+        loss = (model(inputs) - 1).square().mean() / 64
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        if kill == "save" and step == 5:
+            saving.__enter__()
+        return loss.item()
+
+    # Rank 0 has finished its file when all are killed; the others are in the middle.
+    saving = patch("torch.save", _save_and_die(finishes=rank == 0))
+    try:
+        losses = survive(folder, STEPS, EVERY, model, optimizer, take_step)
+    finally:
+        if kill == "save":
+            with suppress(RuntimeError):  # it was never entered
+                saving.__exit__(None, None, None)
+    return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -1,4 +1,4 @@
-# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. aa98ba42a319
+# Made from notebooks/11_torchrun.ipynb by `make editions`: edit that, not this. d91d16aca0be
 """torchrun: one program, one host or many."""
 
 import os
@@ -22,6 +22,16 @@ def my_place(rank, world_size):
     return {name: None if text is None else int(text) for name, text in texts.items()}
 
 
+def take_number(store, hosts):
+    # Exercise 11.a: take a number, wait until all hosts have one
+    ### BEGIN SOLUTION
+    number = store.add("hosts", 1) - 1
+    if number == hosts - 1:
+        store.set("complete", "yes")
+    store.wait(["complete"])
+    return number
+
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -30,10 +40,7 @@ def rendezvous(rank, world_size, port, per_host=2):
     store = dist.TCPStore(
         LOOPBACK, port, is_master=rank == 0, wait_for_workers=False, timeout=limit
     )
-    number = store.add("hosts", 1) - 1
-    if number == world_size - 1:
-        store.set("complete", "yes")
-    store.wait(["complete"])
+    number = take_number(store, world_size)
     if store.add("done", 1) == world_size:
         store.set("all done", "yes")
     if rank == 0:  # the store ends with its process, so all must have read it
@@ -57,6 +64,8 @@ def kill_rank(rank, folder, epoch):
 
 
 def save(folder, step, weights):
+    # Exercise 11.b: write a checkpoint that is never half written
+    ### BEGIN SOLUTION
     unfinished = Path(folder, "checkpoint.new")
     torch.save({"step": step, "weights": weights.cpu()}, unfinished)
     os.replace(unfinished, Path(folder, "checkpoint.pt"))
@@ -84,8 +93,8 @@ def train_tiny(rank, world_size, folder, steps, pause=0.0):
         with Path(folder, "attempts.txt").open("a") as attempts:
             attempts.write(f"from step {begun}: world size {world_size}\n")
     for step in range(begun, steps):
-        inputs, targets = batch(step)
-        mine, wanted = (part[rank::world_size].to(kit.device()) for part in (inputs, targets))
+        inputs, targets = (tensor.to(kit.device()) for tensor in batch(step))
+        mine, wanted = inputs[rank::world_size], targets[rank::world_size]
         gradient = 2 * mine.T @ (mine @ weights - wanted) / len(inputs)
         dist.all_reduce(gradient)
         weights -= 0.1 * gradient
