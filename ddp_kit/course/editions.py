@@ -268,7 +268,7 @@ def _collected(
                 )
             if names:
                 found |= dict.fromkeys(names, f"cell {number}")
-                code.append(_without_prefixes(_with_comment(node, cell.source.splitlines()), own))
+                code.append(_without_prefixes(_with_comment(node, solved(cell.source).splitlines()), own))
     return imports, code
 
 
@@ -280,7 +280,7 @@ def _is_own(node: ast.stmt, name: str) -> bool:
 
 def _statements(cell: NotebookNode, place: str, is_part: bool) -> list[ast.stmt]:
     try:
-        return ast.parse(cell.source).body if cell.cell_type == "code" else []
+        return ast.parse(solved(cell.source)).body if cell.cell_type == "code" else []
     except SyntaxError as error:  # or a magic
         if is_part:
             raise CourseError(
@@ -324,7 +324,7 @@ def _with_comment(node: ast.stmt, lines: list[str]) -> str:
     first = min([node.lineno, *(one.lineno for one in decorators)]) - 1
     while first and lines[first - 1].startswith("#"):
         first -= 1
-    return solved("\n".join(lines[first : node.end_lineno]))
+    return "\n".join(lines[first : node.end_lineno])
 
 
 def _without_prefixes(source: str, names: set[str]) -> str:

@@ -1,4 +1,4 @@
-# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 91ae1e9acce1
+# Made from notebooks/18_context_parallel.ipynb by `make editions`: edit that, not this. 248d9aa5ebbb
 """Context parallelism, and experts."""
 
 import math
@@ -118,8 +118,6 @@ def travel(block, shards, start=start_exchange):
 def needed(queries, keys, causal):
     for rows, mine in slices(queries):
         for columns, theirs in slices(keys):
-            # Exercise 18.b: yield what is to be computed
-            ### BEGIN SOLUTION
             if causal and theirs.start > mine.start:
                 continue
             yield rows, columns, causal and theirs == mine
@@ -214,8 +212,6 @@ def check(deal, attend, length=19):
 
 def zig_zag(length, n):
     chunks = cut(length, 2 * n)
-    # Exercise 18.d: the two chunks of each rank
-    ### BEGIN SOLUTION
     return [[chunks[rank], chunks[2 * n - 1 - rank]] for rank in range(n)]
 
 

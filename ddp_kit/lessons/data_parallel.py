@@ -1,4 +1,4 @@
-# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. b2638e5ac85a
+# Made from notebooks/07_data_parallel.ipynb by `make editions`: edit that, not this. 55c633ba6553
 """DataParallel: eight steps, all through device 0."""
 
 import time
@@ -27,8 +27,6 @@ from ddp_kit.lessons.partitioned_sgd import SEED, Net, first_digits, flat
 
 
 def scatter(batch, places):
-    # Exercise 7.a: a chunk for each device, copied on all but the first
-    ### BEGIN SOLUTION
     chunks = batch.chunk(len(places))
     others = [chunks[i].to(places[i], copy=True) for i in range(1, len(chunks))]
     return [chunks[0], *others]
@@ -36,8 +34,6 @@ def scatter(batch, places):
 
 def replicate(model, places):
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    # Exercise 7.b: views for the first device, copies for all others
-    ### BEGIN SOLUTION
     first = {name: tensor.view_as(tensor) for name, tensor in tensors.items()}
     return [first] + [
         {name: tensor.to(place, copy=True) for name, tensor in tensors.items()}
@@ -60,8 +56,6 @@ class ByHand(nn.Module):
         self.module, self.places = module, places
 
     def forward(self, batch):
-        # Exercise 7.c: scatter, replicate, apply and gather
-        ### BEGIN SOLUTION
         shards = scatter(batch, self.places)
         replicas = replicate(self.module, self.places[: len(shards)])
         outputs = parallel_apply(self.module, replicas, shards)

@@ -1,4 +1,4 @@
-# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. a9d7bc3f6842
+# Made from notebooks/14_device_mesh.ipynb by `make editions`: edit that, not this. d0300da63911
 """Device meshes: one tensor on many ranks."""
 
 import math
@@ -59,8 +59,6 @@ def replicate_to_shard(whole, dim, group=None):
 
 def shard_to_replicate(piece, dim, length, group=None):
     n = dist.get_world_size(group)
-    # Exercise 14.a: pad, gather, put together, cut off the zeros
-    ### BEGIN SOLUTION
     padded = pad(piece, dim, -(-length // n))
     parts = [torch.empty_like(padded) for _ in range(n)]
     dist.all_gather(parts, padded, group=group)
@@ -93,8 +91,6 @@ def shard_to_shard(piece, old, new, length, group=None):
     shapes = [list(given[rank].shape) for _ in range(n)]
     for shape, rows in zip(shapes, lengths(length, n), strict=True):
         shape[old] = rows
-    # Exercise 14.b: send given[j] to rank j, and put together what comes
-    ### BEGIN SOLUTION
     sizes = [math.prod(shape) for shape in shapes]
     received = piece.new_empty(sum(sizes))
     flat = torch.cat([part.reshape(-1) for part in given])

@@ -1,4 +1,4 @@
-# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. 110a5bd8115a
+# Made from notebooks/17_pipeline_parallel.ipynb by `make editions`: edit that, not this. f32f34c04314
 """Pipeline parallelism: each rank has some of the layers."""
 
 import time
@@ -151,8 +151,6 @@ class Pipeline(StageByHand):
 
 def bubble(ranks):
     cells = [cell for rank in ranks for cell in rank]
-    # Exercise 17.c: the idle part of the time of all ranks
-    ### BEGIN SOLUTION
     whole = max(cell.end for cell in cells) - min(cell.start for cell in cells)
     busy = sum(cell.end - cell.start for cell in cells)
     return 1 - busy / (len(ranks) * whole)

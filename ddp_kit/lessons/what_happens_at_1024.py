@@ -1,4 +1,4 @@
-# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 24e47284fa62
+# Made from notebooks/12_what_happens_at_1024.ipynb by `make editions`: edit that, not this. 5f2269b1a863
 """What happens at 1,024: plan past what you can run."""
 
 import torch
@@ -33,8 +33,6 @@ def tree(tensor):
         elif rank % (2 * distance) == 0 and rank + distance < n:
             dist.recv(arriving, rank + distance)
             tensor += arriving
-    # Exercise 12.a: the way down, from rank 0 to all
-    ### BEGIN SOLUTION
     for distance in reversed(distances):
         if rank % (2 * distance) == distance:
             dist.recv(tensor, rank - distance)
@@ -77,8 +75,6 @@ ALL_REDUCES = SENT | {"built-in": (dist.all_reduce, model.chunked_ring)}
 def two_level(tensor, per_host):
     rank, n = dist.get_rank(), dist.get_world_size()
     host = rank - rank % per_host
-    # Exercise 12.b: the ranks and chunks inside, and those between hosts
-    ### BEGIN SOLUTION
     inside, between = range(host, host + per_host), range(rank % per_host, n, per_host)
     chunks = tensor.view(-1).tensor_split(per_host)
     mine = reduce_scatter(chunks, inside)

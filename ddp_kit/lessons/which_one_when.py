@@ -1,4 +1,4 @@
-# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 146604c79c1c
+# Made from notebooks/20_which_one_when.ipynb by `make editions`: edit that, not this. 8fc698b9c41f
 """Which one when: plan a training run for 1 to 16,384 GPUs."""
 
 from functools import partial
@@ -99,8 +99,6 @@ def step_of(tp=2, recompute=False):
 
 def states_by_hand(parameters, n, zero, precision=formulas.MIXED):
     kinds = ("optimizer", "gradients", "parameters")  # in the order of the stages that shard them
-    # Exercise 20.b: the bytes of each kind on a rank
-    ### BEGIN SOLUTION
     held = {}
     for stage, kind in enumerate(kinds, 1):
         nbytes = parameters * getattr(precision, kind)
@@ -169,8 +167,6 @@ def dp_by_hand(model, plan, cluster, precision, compute):
     reduce = cluster.all_reduce(n, parameters * precision.gradients, stride) / 2
     gather = cluster.all_reduce(n, parameters * precision.parameters, stride) / 2
     forward, backward = plan.overlap * compute / 3, plan.overlap * 2 * compute / 3
-    # Exercise 20.c: what is not hidden, by the stage of ZeRO
-    ### BEGIN SOLUTION
     if plan.zero == 0:  # an all_reduce takes as long as two reduce_scatters
         return max(0, 2 * reduce - backward)
     if plan.zero == 3:  # parameters are gathered twice in each micro-batch

@@ -1,4 +1,4 @@
-# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. c60934b8cbae
+# Made from notebooks/05_your_machine.ipynb by `make editions`: edit that, not this. 9d5044797e8f
 """Your machine: what is here, and which rank am I?"""
 
 import argparse
@@ -45,8 +45,6 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def who_am_i(rank, world_size):
-    # Exercise 5.b: read the environment, and ask the group
-    ### BEGIN SOLUTION
     numbers = {name: int(os.environ[name]) for name in NAMES}
     numbers["get_rank()"] = dist.get_rank()
     numbers["get_world_size()"] = dist.get_world_size()
@@ -64,8 +62,6 @@ def introduce():
 
 def local_rank_of(arguments, environ):
     parser = argparse.ArgumentParser()
-    # Exercise 5.c: accept both spellings, then the environment, then 0
-    ### BEGIN SOLUTION
     default = int(environ.get("LOCAL_RANK", 0))
     parser.add_argument("--local-rank", "--local_rank", type=int, default=default)
     known, _ = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. 6ddb6399d9a5
+# Made from notebooks/15_zero.ipynb by `make editions`: edit that, not this. b3de0f01451a
 """ZeRO: no rank keeps what another has."""
 
 from collections import deque
@@ -72,8 +72,6 @@ class Owners:
         self.load = [0] * dist.get_world_size()
 
     def assign(self, parameters):
-        # Exercise 15.a: fill of and load, return what this rank owns
-        ### BEGIN SOLUTION
         for parameter in sorted(parameters, key=torch.numel, reverse=True):
             owner = self.load.index(min(self.load))
             self.of[parameter] = owner
@@ -165,8 +163,6 @@ class ShardedGradient(Reduced):
         if len(self.under_way) == 2:
             self.under_way.popleft().finish_reduce()
         gradient = full.grad.to(self.rows.dtype)
-        # Exercise 15.b: divide, fill up, reduce_scatter, queue, free
-        ### BEGIN SOLUTION
         gradient = fill_up(gradient / dist.get_world_size())
         arriving = torch.empty_like(self.rows)
         work = reduce_scatter_single(arriving, gradient, async_op=True)
@@ -292,8 +288,6 @@ class UnshardedOnDemand(Hooked):
         self.show(module, "full")
 
     def after_forward(self, module, _, output):
-        # Exercise 15.c: show the rows, free, and hook each tensor
-        ### BEGIN SOLUTION
         self.show(module, "rows")
         for parameter in self.own[module].values():
             parameter.free()
