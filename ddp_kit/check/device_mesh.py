@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import SENT, Grader, exercise
 from ddp_kit.check.record import Score, Span, record
+from ddp_kit.lessons import device_mesh as lesson
 
 MESHES = ((2, 2), (2, 1), (1, 2), (1, 1), (3, 2))  # most mistakes show on the first
 KEPT = "the tensor that it gets stays as it is"
@@ -194,8 +195,6 @@ NETWORKS = (  # tokens, widths, ranks, bytes of weights that a rank may keep
 
 @record("14.11", "choose_layouts(tokens, widths, n, most)", "MB", (22.1, 14.3, 12), "MB")
 def _choose_layouts(grader: Grader) -> Score:
-    from ddp_kit.lessons.device_mesh import bytes_sent  # the lesson's module is in a row above
-
     total, spans = 0.0, []
     for tokens, widths, n, most in NETWORKS:
         names = grader.ask(tokens, widths, n, most)
@@ -209,8 +208,8 @@ def _choose_layouts(grader: Grader) -> Score:
             (name, a, b) for name, (a, b) in zip(names, pairwise(widths), strict=True)
         ):
             x, kept, used, y = LAYOUTS[name]
-            sent = bytes_sent(now, x, (tokens, a), n, True)
-            sent += bytes_sent(kept, used, (a, b), n, True)
+            sent = lesson.bytes_sent(now, x, (tokens, a), n, True)
+            sent += lesson.bytes_sent(kept, used, (a, b), n, True)
             held += 4 * a * b / (1 if kept == Replicate() else n)
             now = y
             spans.append(Span(0, total, total + sent / 1e6, f"{number} {name}"))
@@ -218,7 +217,7 @@ def _choose_layouts(grader: Grader) -> Score:
         if held > most:
             fact = f"a rank would keep {held:,.0f} bytes of weights where {most:,} are the most"
             grader.fail(fact, hint="too much kept")
-        sent = bytes_sent(now, Shard(0), (tokens, widths[-1]), n, True)
+        sent = lesson.bytes_sent(now, Shard(0), (tokens, widths[-1]), n, True)
         spans.append(Span(0, total, total + sent / 1e6, "end"))
         total += sent / 1e6
     return Score(total, [span for span in spans if span.end > span.start])

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from regenerate import FOLDER, METADATA, all_notebooks
 
-from ddp_kit.course.cells import number_of, solved, tags
+from ddp_kit.course.cells import solved, tags
 
 MOST_LINES = 20
-MOST_LINES_OF_A_FUNCTION = 40  # of a cell of the exercises, whose solution may have 30
 MOST_LINES_OF_A_SCRIPT = 60  # of a cell that writes one, which the reader takes home whole
+MOST_LINES_OF_AN_EXERCISE = 40  # a whole function has 30, and what is given
 CELLS = range(15, 81)
 MOST_BYTES = 600_000
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -74,8 +74,8 @@ def short_code_cells(notebook: dict) -> Iterator[str]:
         lines = solved("".join(cell["source"])).splitlines()
         script = lines[:1] and lines[0].startswith("%%writefile scripts/")
         most = MOST_LINES_OF_A_SCRIPT if script else MOST_LINES
-        if re.match(r"\d+\.\d", number_of("".join(cell["source"]))):
-            most = MOST_LINES_OF_A_FUNCTION
+        if re.search(r"^ *# Exercise \d+\.\d", "".join(cell["source"]), re.MULTILINE):
+            most = MOST_LINES_OF_AN_EXERCISE
         if len(lines) > most:
             yield f"cell {number} has {len(lines)} lines; {most} is the most"
 
