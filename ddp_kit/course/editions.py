@@ -268,7 +268,9 @@ def _collected(
                 )
             if names:
                 found |= dict.fromkeys(names, f"cell {number}")
-                code.append(_without_prefixes(_with_comment(node, solved(cell.source).splitlines()), own))
+                code.append(
+                    _without_prefixes(_with_comment(node, solved(cell.source).splitlines()), own)
+                )
     return imports, code
 
 
