@@ -256,6 +256,7 @@ def _collected(
     own = _names_of_module(notebook, name)
     for number, cell in enumerate(notebook.cells, 1):
         is_part = "module" in tags(cell)
+        source = solved(cell.source)
         for node in _statements(cell, f"{path}: cell {number}", is_part):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 imports += [] if _is_own(node, name) else [ast.unparse(node)]
@@ -269,7 +270,7 @@ def _collected(
             if names:
                 found |= dict.fromkeys(names, f"cell {number}")
                 code.append(
-                    _without_prefixes(_with_comment(node, solved(cell.source).splitlines()), own)
+                    _without_prefixes(_with_comment(node, source.splitlines()), own)
                 )
     return imports, code
 
