@@ -269,9 +269,7 @@ def _collected(
                 )
             if names:
                 found |= dict.fromkeys(names, f"cell {number}")
-                code.append(
-                    _without_prefixes(_with_comment(node, source.splitlines()), own)
-                )
+                code.append(_without_prefixes(_with_comment(node, source.splitlines()), own))
     return imports, code
 
 
