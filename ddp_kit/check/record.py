@@ -106,15 +106,20 @@ class Record(Exercise):
 
 
 def record(
-    number: str, form: str, unit: str, goals: tuple[float, float, float], along: str = "round"
+    number: str,
+    form: str,
+    unit: str,
+    goals: tuple[float, float, float],
+    along: str = "round",
+    collectives: bool = False,
 ) -> Callable[[Callable[[Grader], Score]], Callable[[Grader], Score]]:
     """Register how an answer is scored, as `kit.check.exercise_2_9`. For the others, see Record.
 
-    An answer may send messages, but not call collectives, which would hide them.
+    collectives: whether the ranks may call some, which hide what is sent.
     """
 
     def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
-        known = (number, "record", form, "", grade, (), (), (), {}, False)
+        known = (number, "record", form, "", grade, (), (), (), {}, collectives)
         about = f"Score `{form}` in {unit}: fewer are better."
         register(Record(*known, unit, goals, along), about, grade.__module__)
         return grade
