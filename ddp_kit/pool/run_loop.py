@@ -273,6 +273,8 @@ class Run:
         # Before one is stopped: others would print that it is gone.
         drain([rank.output for rank in self._ranks])
         unusable = stuck.union(self._restarts)
+        if self._reports.died:  # what others have in flight may never end, and keeps their group
+            unusable |= set(self._reports.raised)
         if self._reports.broken:  # what broke the kit there may have happened in every rank
             unusable = set(range(len(self._ranks)))
         stop_ranks([self._ranks[number] for number in sorted(unusable)])
