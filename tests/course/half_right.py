@@ -25,9 +25,15 @@ ANSWERS: dict[str, tuple[str, str, int]] = {
     "exercise_1_4": ("range(1, world_size)", "[1]", 1),
     "exercise_2_1": ("dist.recv(tensor, src)", "dist.recv(tensor, 0)", 1),
     "exercise_2_2": (_TREE, _ONE_BY_ONE, 3),
+    "exercise_2_9": ("have *= 2", "have += min(have, 2)", 2),  # a record, in four rounds
     "exercise_3_1": (
         "dist.all_reduce(total)",
         "dist.all_reduce(total), dist.all_reduce(total.clone())",
+        2,
+    ),
+    "exercise_3_3": (  # a hunt, repaired with more bytes than needed
+        "dist.broadcast(layer.weight.detach(), src=0)",
+        "[dist.broadcast(layer.weight.detach(), src=0) for _ in range(20)]",
         2,
     ),
     "exercise_4_1": ("zeros_like(mine)", "zeros_like(pieces[0])", 1),
