@@ -39,8 +39,9 @@ GUIDES = {  # and their titles in the contents
     "ddp_kit/lessons/data/digits/ORIGIN.md": "Where the digits are from",
 }
 PARTS = {  # folders of notebooks/, each with a page of its own
-    "exercises": "Each exercise is a function with a gap of at most five lines, or a broken "
-    "program.\nA check runs your answer on real processes, and says what is wrong with it.",
+    "exercises": "Lines and whole functions to write, broken programs to repair, numbers to "
+    "estimate and records to beat.\nA check runs your answer on real processes, and says what is "
+    "wrong with it.",
     "projects": "A project takes days. It has a page and a program that runs.\nYou make it into a "
     "better one, milestone by milestone.",
     "solutions": "The cells of the exercises with the missing lines filled in, and why they are "
