@@ -185,7 +185,9 @@ READY = (
 )
 
 
-@record("8.10", "cut_into_buckets(sizes, ready, cost)", "ms", (88, 82, 78.7), along="ms")
+@record(
+    "8.10", "cut_into_buckets(sizes, ready, cost)", "ms", (88, 82, 78.7), along="ms", rows=["link"]
+)
 def _cut_into_buckets(grader: Grader) -> Score:
     sizes, ready = [1_000_000 * size for size in MEGABYTES], [moment / 1000 for moment in READY]
     cost = partial(chunked_ring, 8, alpha=200e-6, beta=0.4e-9)

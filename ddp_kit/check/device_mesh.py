@@ -193,7 +193,9 @@ NETWORKS = (  # tokens, widths, ranks, bytes of weights that a rank may keep
 )
 
 
-@record("14.11", "choose_layouts(tokens, widths, n, most)", "MB", (22.1, 14.3, 12), "MB")
+@record(
+    "14.11", "choose_layouts(tokens, widths, n, most)", "MB", (22.1, 14.3, 12), "MB", ["each rank"]
+)
 def _choose_layouts(grader: Grader) -> Score:
     total, spans = 0.0, []
     for tokens, widths, n, most in NETWORKS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -46,12 +46,14 @@ class Record(Exercise):
     """A task whose answers have a score.
 
     unit: of the score, "rounds". goals: three scores, the easiest first. along: what the picture's
-    axis shows, "seconds". grade: scores an answer, or fails with what is wrong with it.
+    axis shows, "seconds". rows: names of the picture's rows, if they are no ranks. grade: scores an
+    answer, or fails with what is wrong with it.
     """
 
     unit: str = ""
     goals: tuple[float, float, float] = (0, 0, 0)
     along: str = ""
+    rows: Sequence[str] = ()
 
     @property
     def parts(self) -> list[str]:
@@ -102,7 +104,8 @@ class Record(Exercise):
         drawn = {"your answer": score, "the best known": best}
         titles = {f"{name}: {each.value:,.6g} {self.unit}": each for name, each in drawn.items()}
         title = f"Exercise {self.number}, {self.form}"
-        return schedules({name: each.spans for name, each in titles.items()}, title, self.along)
+        spans = {name: each.spans for name, each in titles.items()}
+        return schedules(spans, title, self.along, self.rows)
 
 
 def record(
@@ -111,6 +114,7 @@ def record(
     unit: str,
     goals: tuple[float, float, float],
     along: str = "round",
+    rows: Sequence[str] = (),
     collectives: bool = False,
 ) -> Callable[[Callable[[Grader], Score]], Callable[[Grader], Score]]:
     """Register how an answer is scored, as `kit.check.exercise_2_9`. For the others, see Record.
@@ -121,7 +125,7 @@ def record(
     def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
         known = (number, "record", form, "", grade, (), (), (), {}, collectives)
         about = f"Score `{form}` in {unit}: fewer are better."
-        register(Record(*known, unit, goals, along), about, grade.__module__)
+        register(Record(*known, unit, goals, along, rows), about, grade.__module__)
         return grade
 
     return add

@@ -223,11 +223,12 @@ def _paced(seconds: list[float], kept: list[float], memory: float, lengths: Any)
 GATHERED = (2, 3, 4, 2, 1, 1)  # GB of each layer in 20.11
 FORWARD = (6, 6, 5, 2, 3, 8)  # milliseconds
 LINK, NETWORK, ROOM = 2, 5, 8  # milliseconds for a GB, twice; and GB
+LANES = ["compute", "NVLink", "network"]
 COMPUTED = [("forward", layer) for layer in range(6)]
 COMPUTED += [("backward", layer) for layer in reversed(range(6))]
 
 
-@record("20.11", "nvlink_order()", "ms", (140, 131, 125), along="ms")
+@record("20.11", "nvlink_order()", "ms", (140, 131, 125), along="ms", rows=LANES)
 def _nvlink_order(grader: Grader) -> Score:
     order = grader.ask()
     known = [f"{what} {layer}" for what in ("gather", "reduce") for layer in range(6)]

@@ -15,24 +15,28 @@ LETTER = 0.075  # inches of a letter of a label
 
 
 def schedules(
-    given: Mapping[str, Sequence[tuple[int, float, float, str]]], title: str, along: str
+    given: Mapping[str, Sequence[tuple[int, float, float, str]]],
+    title: str,
+    along: str,
+    names: Sequence[str] = (),
 ) -> Picture:
     """Draw schedules above each other.
 
     given: by its title, the spans of a schedule, each (rank, start, end, label). along: what the
-    axis is.
+    axis is. names: of the rows, if they are no ranks.
 
     Raises PlotError if there is no span.
     """
+    ranks = 1 + max((span[0] for spans in given.values() for span in spans), default=-1)
+    names = names or [f"rank {rank}" for rank in range(ranks)]
     lines = [
-        [name, f"rank {rank}", " ".join(labels)]
+        [name, names[rank], " ".join(labels)]
         for name, spans in given.items()
         for rank, labels in _by_rank(spans).items()
     ]
     if not lines:
         raise PlotError("no schedule has a span: there is nothing to draw")
     text_table = table(title, ["", "", "what"], lines, align="<")
-    ranks = 1 + max(span[0] for spans in given.values() for span in spans)
     ends = [end for spans in given.values() for _, _, end, _ in spans]
     length, height = max(ends) or 1, ROW * ranks
     below = HEAD + len(given) * (HEAD + height + AXIS)
@@ -46,7 +50,7 @@ def schedules(
         whole = all(float(end).is_integer() for end in ends)
         ax.xaxis.set_major_locator(MaxNLocator(integer=whole))
         for rank in range(ranks):
-            write(sheet, LEFT - 0.1, top + (rank + 0.5) * ROW, f"rank {rank}", 8.5, ha="right")
+            write(sheet, LEFT - 0.1, top + (rank + 0.5) * ROW, names[rank], 8.5, ha="right")
         for rank, start, end, label in spans:
             fill = rank_color(rank)
             bars(ax, [(start, end - start)], (rank + 0.1, 0.8), fill, EDGE, linewidth=0.5)
