@@ -36,6 +36,11 @@ ANSWERS: dict[str, tuple[str, str, int]] = {
         "[dist.broadcast(layer.weight.detach(), src=0) for _ in range(20)]",
         2,
     ),
+    "exercise_3_4": (  # a whole function
+        "dist.all_reduce(sums)",
+        "dist.all_reduce(sums), dist.all_reduce(sums.clone())",
+        2,
+    ),
     "exercise_4_1": ("zeros_like(mine)", "zeros_like(pieces[0])", 1),
     "exercise_5_1": ('environ.get("LOCAL_RANK", 0)', 'environ["LOCAL_RANK"]', 2),
     "exercise_6_1": ("sum(sizes[: names.index(host)])", "names.index(host) * sizes[0]", 1),
