@@ -16,6 +16,8 @@ from ddp_kit.check.grader import (
     UNCHANGED,
     Grader,
     brought,
+    drawn,
+    unknown,
     by_size,
     exercise,
     in_place,
@@ -195,7 +197,7 @@ for _number in ("2.6", "2.7", "2.8"):
 
 @record("2.9", "broadcast_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")
 def _broadcast_in_rounds(grader: Grader) -> Score:
-    held = brought(8, 5)
+    held = drawn(8, 5)
     result = grader.run(in_place, held, world_size=8)
     mistakes = {UNCHANGED: held, "other tensor": True}
     grader.compare([held[0]] * 8, result, mistakes)
@@ -241,12 +243,14 @@ def _sample_sort(grader: Grader, world_size: int, how: str) -> None:
     if most > 2 * SORTED:
         fact = f"right, but a rank has {most} of {size} numbers, more than twice {SORTED}"
         grader.fail(fact, hint="unbalanced", part=BALANCED)
-    grader.check_sent(8 * SORTED, "all to all ranks")
+    for rank in range(world_size):
+        grader.check_sent(8 * SORTED, "all to all ranks", rank)
 
 
 @record("2.11", "all_to_all_fast(pieces)", "µs", (55, 46, 37), along="µs")
 def _all_to_all_fast(grader: Grader) -> Score:
-    result = grader.run(_exchange, world_size=6)
+    table = torch.rand(6, 6, LENGTH, generator=unknown())
+    result = grader.run(_exchange, table, world_size=6)
     wanted = [[10 * src + dst for src in range(6)] for dst in range(6)]
     own = [[10 * src + dst for dst in range(6)] for src in range(6)]
     found = list(result)
@@ -259,17 +263,18 @@ def _all_to_all_fast(grader: Grader) -> Score:
     return _timed(result.trace)
 
 
-def _exchange(rank: int, world_size: int, all_to_all: Callable) -> Any:
-    """Call an answer with pieces full of the number `10 * src + dst`; return these numbers."""
-    returned = all_to_all([torch.full((LENGTH,), 10.0 * rank + dst) for dst in range(world_size)])
+def _exchange(rank: int, world_size: int, all_to_all: Callable, table: torch.Tensor) -> Any:
+    """Call an answer with a row of the table; return which pieces it returns, `10 * src + dst`."""
+    names = {
+        tuple(piece.tolist()): 10 * src + dst
+        for src, row in enumerate(table)
+        for dst, piece in enumerate(row)
+    }
+    returned = all_to_all([piece.clone() for piece in table[rank]])
     if not isinstance(returned, list | tuple):
         return None
-    return [int(piece[0]) if _is_piece(piece) else None for piece in returned]
-
-
-def _is_piece(piece: Any) -> bool:
-    right = isinstance(piece, torch.Tensor) and piece.shape == (LENGTH,)
-    return right and bool((piece == piece[0]).all())
+    pieces = (piece if isinstance(piece, torch.Tensor) else torch.zeros(1) for piece in returned)
+    return [names.get(tuple(piece.flatten().tolist())) for piece in pieces]
 
 
 def _timed(trace: Trace) -> Score:

@@ -60,8 +60,8 @@ class Exercise:
     """What a learner is asked for, and how an answer is graded.
 
     number: "4.1", "4.a" if it is in the lesson itself, or "P1" for a project. kind: "gap" for
-    missing lines, "function" for a whole function, "hunt" for a program to repair. form: how the
-    answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
+    missing lines, "function" for a whole function, "hunt" for a program to repair, "record" or
+    "project". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
     the answer in one case, and returns if it is right. cases: each is a number of ranks or other
     arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
@@ -353,10 +353,10 @@ class Grader:
         self.check_at_most("", sum(message.nbytes for message in sent), nbytes, "byte", hint)
         self.check_at_most("", len(sent), messages, "message", hint)
 
-    def check_sent(self, most: int, hint: str) -> None:
-        """Fail if rank 0 sent more bytes, by whatever calls."""
-        sent = sum(row.sent for row in self.result.trace.summary(rank=0).rows)
-        self.check_at_most(" by rank 0", round(sent), most, "byte", hint)
+    def check_sent(self, most: int, hint: str, rank: int = 0) -> None:
+        """Fail if a rank sent more bytes, by whatever calls."""
+        sent = sum(row.sent for row in self.result.trace.summary(rank=rank).rows)
+        self.check_at_most(f" by rank {rank}", round(sent), most, "byte", hint)
 
     def check_collectives(self, most: int, hint: str) -> None:
         """Fail if more bytes went into collectives on rank 0."""
@@ -482,6 +482,18 @@ def brought(world_size: int, *shape: int) -> list[torch.Tensor]:
     """Return the tensor each rank starts with: rank 2 has 30, 31, 32... Sums are exact."""
     counted = torch.arange(torch.Size(shape).numel()).reshape(shape)
     return [(10 * (rank + 1) + counted).float() for rank in range(world_size)]
+
+
+def drawn(world_size: int, *shape: int) -> list[torch.Tensor]:
+    """Return a tensor for each rank, of numbers that no answer can know. Sums are exact."""
+    return list(torch.randint(1, 1 << 16, (world_size, *shape), generator=unknown()).float())
+
+
+def unknown() -> torch.Generator:
+    """Return a generator whose numbers differ each time."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 
 def filled(rank: int, world_size: int, worker: Callable, *args: Any) -> Any:

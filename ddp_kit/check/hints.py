@@ -60,7 +60,7 @@ def read(name: str) -> dict[str, dict[str, str]]:
 
 
 def _code(text: str) -> str:
-    r"""Return code without the ` around it, which keep its spaces, and with a new line for \\n."""
+    r"""Return code without the ` around it, which keep its spaces, and with a new line for \n."""
     return text.strip("`").replace("\\n", "\n")
 
 

@@ -290,10 +290,11 @@ def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
 
 
 class _InOrder:
-    """A store in which each rank's first `add` comes when the rank before has made its own."""
+    """A store in which a rank's first `add` of 1 comes when the rank before has made its own."""
 
     def __init__(self, store: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._store, self._before, self._after, self._adds = store, before, after, 0
+        self._store, self._before, self._after = store, before, after
+        self._adds, self._has_come = 0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -302,10 +303,11 @@ class _InOrder:
         self._adds += 1
         if self._adds > 100:
             raise RuntimeError("add was called 100 times")
-        if self._adds == 1:
+        is_first, self._has_come = amount > 0 and not self._has_come, self._has_come or amount > 0
+        if is_first:
             self._before()
         number = self._store.add(key, amount)
-        if self._adds == 1:
+        if is_first:
             self._after()
         return number
 

@@ -146,7 +146,7 @@ def _distribute(grader: Grader, world_size: int, tasks: list[int]) -> None:
         grader.fail("rank 0 has done tasks itself", hint="rank 0 works")
     wanted = [[_result_of(task) for task in tasks], *[None] * (world_size - 1)]
     found = [value["returned"] for value in result]
-    arrived = isinstance(found[0], list) and sorted(found[0]) == sorted(wanted[0])
+    arrived = isinstance(found[0], list) and sorted(found[0], key=str) == sorted(wanted[0], key=str)
     mistakes = {"as they arrived": arrived and found[0] != wanted[0], "other results": True}
     grader.compare(wanted, found, mistakes, verb="return")
     sent = [message for message in result.trace.messages() if message.tag != _FREE]

@@ -272,7 +272,7 @@ def _survives(grader: ProgramGrader) -> None:
         if killed.kills == len(KILLS):
             break
     else:
-        grader.fail("the training was over before all three kills", hint="never ends")
+        grader.fail("the training was over before all three kills", hint="over too soon")
     steps = [step for step, _ in killed.printed]
     again = [now for now, before in zip(steps[1:], steps, strict=False) if now <= before]
     before = -1

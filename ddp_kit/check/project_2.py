@@ -323,6 +323,10 @@ def _fits(grader: PlanGrader) -> None:
 
 def _trains(grader: PlanGrader) -> None:
     peaks = grader.runs.peaks
+    # In float64: each parameter, its gradient, and the two states of Adam.
+    if sum(peaks) < 4 * 8 * MODEL.parameters:
+        fact = f"together the ranks hold {sum(peaks):,} bytes, less than the model and Adam need"
+        grader.fail(fact, hint="no training")
     print(f"A rank holds at most {max(peaks):,} of {LIMIT:,} bytes.")
 
 

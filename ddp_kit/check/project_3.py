@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_kit.check.grader import UNCHANGED, Grader, brought, same
+from ddp_kit.check.grader import UNCHANGED, Grader, drawn, same
 from ddp_kit.check.project import project
 from ddp_kit.check.schedules import DEADLOCK, LENGTHS, RAISED, Failed, Ranks
 from ddp_kit.error_text import count
@@ -29,9 +29,9 @@ class SumGrader(Grader):
 
     def sums(self, shapes: Sequence[tuple[int, ...]], ranks: int) -> Any:
         """Run the answer once for each shape, and fail unless each rank has the sum."""
-        result = self.run(_sum, shapes, world_size=ranks)
-        for number, shape in enumerate(shapes):
-            held = brought(ranks, *shape)
+        given = [drawn(ranks, *shape) for shape in shapes]
+        result = self.run(_sum, given, world_size=ranks)
+        for number, held in enumerate(given):
             total = sum(held[1:], held[0])
             self.about(held[0].numel(), ranks)
             mistakes = {
@@ -88,10 +88,10 @@ def _few_rounds(grader: SumGrader) -> None:
             grader.fail(f"right, but it takes {count(taken, 'round')} {needed}", hint=mistake)
 
 
-def _sum(rank: int, world_size: int, answer: Callable, shapes: Sequence[tuple[int, ...]]) -> list:
+def _sum(rank: int, world_size: int, answer: Callable, given: Sequence[Sequence]) -> list:
     found = []
-    for shape in shapes:
-        tensor = brought(world_size, *shape)[rank]
+    for held in given:
+        tensor = held[rank].clone()
         answer(tensor)
         found.append(tensor)
     return found
@@ -100,7 +100,7 @@ def _sum(rank: int, world_size: int, answer: Callable, shapes: Sequence[tuple[in
 def _try_orders(rank: int, world_size: int, answer: Callable, ranks: int) -> Any:
     """Return the first random order in which the answer fails, with the mistake; None if none."""
     for numbers, orders in ORDERS.items():
-        held = brought(ranks, numbers)
+        held = drawn(ranks, numbers)
         total = sum(held[1:], held[0])
         for seed in range(orders):
             tensors = [each.clone() for each in held]

@@ -142,7 +142,7 @@ def rounds(trace: Trace) -> Score:
     """Score a run by its rounds, in each of which a rank sends or receives one message."""
     at = schedule(trace).at
     taken = [message for message in trace.messages() if message.recv is not None]
-    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.dst))
+    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.send.index))
     busy = [0] * trace.world_size  # rounds that a rank has finished
     spans = []
     for message in taken:

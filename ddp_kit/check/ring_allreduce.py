@@ -9,7 +9,17 @@ from itertools import product
 import torch
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, exercise, in_place, same
+from ddp_kit.check.grader import (
+    SENT,
+    SIZES,
+    UNCHANGED,
+    Grader,
+    brought,
+    drawn,
+    exercise,
+    in_place,
+    same,
+)
 from ddp_kit.check.record import ROUNDING, Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -190,7 +200,7 @@ def _ring(n: int, numel: int, beta: float) -> float:
 
 @record("4.4", "sum_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")
 def _sum_in_rounds(grader: Grader) -> Score:
-    held = brought(RANKS, 5)
+    held = drawn(RANKS, 5)
     result = grader.run(in_place, held, world_size=RANKS)
     total = sum(held[1:], held[0])
     mistakes = {

@@ -151,20 +151,28 @@ class Ranks:
     @contextmanager
     def _in_place_of_torch(self) -> Iterator[None]:
         def isend(
-            tensor: torch.Tensor, dst: int = 0, group: Any = None, tag: int = 0, **more: Any
+            tensor: torch.Tensor,
+            dst: int | None = None,
+            group: Any = None,
+            tag: int = 0,
+            **more: Any,
         ) -> Work:
             return self._post(
                 self._sends, tensor, (self._here.rank, more.get("group_dst", dst), tag)
             )
 
         def irecv(
-            tensor: torch.Tensor, src: int = 0, group: Any = None, tag: int = 0, **more: Any
+            tensor: torch.Tensor,
+            src: int | None = None,
+            group: Any = None,
+            tag: int = 0,
+            **more: Any,
         ) -> Work:
             return self._post(
                 self._recvs, tensor, (more.get("group_src", src), self._here.rank, tag)
             )
 
-        def recv(tensor: torch.Tensor, src: int = 0, *args: Any, **more: Any) -> int:
+        def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **more: Any) -> Any:
             irecv(tensor, src, *args, **more).wait()
             return src
 
@@ -186,6 +194,8 @@ class Ranks:
 
     def _post(self, queues: dict[Key, deque[Work]], tensor: torch.Tensor, key: Key) -> Work:
         self.pause()
+        if None in key[:2]:
+            raise ValueError("here each send and recv must name the other rank")
         if not (0 <= key[0] < self._world_size and 0 <= key[1] < self._world_size):
             raise ValueError(f"there is no rank {max(key[:2], key=abs)}")
         work = Work(self, self._here.rank, tensor, key)
