@@ -16,12 +16,12 @@ from ddp_kit.check.grader import (
     UNCHANGED,
     Grader,
     brought,
-    drawn,
-    unknown,
     by_size,
+    drawn,
     exercise,
     in_place,
     same,
+    unknown,
 )
 from ddp_kit.check.record import Score, Span, record, rounds
 from ddp_kit.error_text import count, name_ranks

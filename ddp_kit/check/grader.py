@@ -61,9 +61,9 @@ class Exercise:
 
     number: "4.1", "4.a" if it is in the lesson itself, or "P1" for a project. kind: "gap" for
     missing lines, "function" for a whole function, "hunt" for a program to repair, "record" or
-    "project". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of a right answer. grade: runs
-    the answer in one case, and returns if it is right. cases: each is a number of ranks or other
-    arguments of `grade`. names: of the parts to which the cases belong.
+    "project". form: how the answer is called, "broadcast(tensor, src)". praise: what is said of a
+    right answer. grade: runs the answer in one case, and returns if it is right. cases: each is a
+    number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
     fail, or one for each error with which they do, or a function of the error that returns it.
     collectives: whether the answer may call collectives.
