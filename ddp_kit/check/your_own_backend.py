@@ -602,7 +602,7 @@ def _all_to_all(rank: int, world_size: int, all_to_all: Callable) -> dict:
 
 SOCKETS = 8  # ranks, half of them on each of two sockets
 _COUNT = 250_000  # numbers, 1 MB
-_SHARING = 2  # collectives with which the ranks share their memory
+_SHARING = 3  # collectives with which the ranks share their memory
 _NEAR, _FAR, _BARRIER = 4 / 5e3, 12 / 5e3, 20.0  # microseconds of a number, and of a barrier
 
 

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import torch
+import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
@@ -383,3 +384,10 @@ def test_a_sum_that_is_kept_elsewhere(segment, tensor):
 def test_a_sum_that_is_counted_twice(segment, tensor):
     each_reads_all(segment, tensor)
     tensor *= 2
+
+
+@mistake("21.11", "collective", "all_reduce was called")
+def test_a_sum_outside_the_segment(segment, tensor):
+    work = dist.all_reduce(tensor, async_op=True)
+    segment.barrier()
+    work.wait()
