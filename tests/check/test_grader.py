@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import pickle
 
 import pytest
@@ -52,7 +53,8 @@ def test_pytorchs_own_not_implemented_error_is_reported_with_its_line():
         torch.empty(1, device="meta").cpu()
 
     text = error_text(kit.check.exercise_2_1, broadcast)
-    assert "on 2 ranks: it raised an error\nranks 0 and 1 raised NotImplementedError: " in text
+    # On a busy machine, the run may be over before the other rank has raised its own.
+    assert re.search(r"on 2 ranks: it raised an error\nranks? [01].* raised NotImplementedError", text)
     assert ' of broadcast: torch.empty(1, device="meta").cpu()' in text
 
 
