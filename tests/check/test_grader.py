@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import pickle
+import re
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_pytorchs_own_not_implemented_error_is_reported_with_its_line():
 
     text = error_text(kit.check.exercise_2_1, broadcast)
     # On a busy machine, the run may be over before the other rank has raised its own.
-    assert re.search(r"on 2 ranks: it raised an error\nranks? [01].* raised NotImplementedError", text)
+    assert re.search(r"it raised an error\nranks? [01].* raised NotImplementedError", text)
     assert ' of broadcast: torch.empty(1, device="meta").cpu()' in text
 
 
