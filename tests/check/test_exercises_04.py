@@ -242,13 +242,13 @@ def test_a_record_of_a_chunked_ring(tensor):
     ring_allreduce.chunked_ring(tensor)
 
 
-@mistake("4.4", "counted twice", "rank 0 should hold [210,")
+@mistake("4.4", "counted twice", "rank 0 should hold [")
 def test_whole_sums_of_eight_ranks(tensor):
     for distance in (1, 2, 4):
         tensor += shift(tensor, distance)
 
 
-@mistake("4.4", "numbers missing", "rank 0 should hold [210,")
+@mistake("4.4", "numbers missing", "rank 0 should hold [")
 def test_two_rounds_of_doubling(tensor):
     for distance in (1, 2):
         tensor += shift(tensor, distance)
