@@ -191,8 +191,7 @@ def known_at_the_end(trace: Trace) -> list[set[int]]:
     return known
 
 
-for _number in ("2.6", "2.7", "2.8"):
-    hunt(_number)
+hunt("2.6", "2.7", "2.8")
 
 
 @record("2.9", "broadcast_in_rounds(tensor)", "rounds", (6, 4, 3), along="round")

@@ -151,13 +151,14 @@ def compared(
     return add
 
 
-def hunt(number: str) -> None:
-    """Register the check of a bug hunt: the repaired program does what the solution does.
+def hunt(*numbers: str) -> None:
+    """Register the checks of bug hunts: the repaired program does what the solution does.
 
     The exercises have the broken program in a cell that begins with `# Hunt 9.1`, the solutions the
     repaired one.
     """
-    compared(number, HUNTED, kind="hunt")(_train)
+    for number in numbers:
+        compared(number, HUNTED, kind="hunt")(_train)
 
 
 def _train(rank: int, world_size: int, train: Callable[[int, int], Any]) -> Any:

@@ -208,8 +208,7 @@ def _cut_into_buckets(grader: Grader) -> Score:
     return Score(1000 * free, spans)
 
 
-for _number in ("8.7", "8.8", "8.9"):
-    hunt(_number)
+hunt("8.7", "8.8", "8.9")
 
 
 @compared("8.a", "DistributedDataParallel(module)", "while backward goes on")

@@ -109,18 +109,15 @@ def _average_buffers(rank: int, world_size: int, average_statistics: Callable) -
     return {name: tensor.clone() for name, tensor in norm.state_dict().items()}
 
 
-def _unread(error: RankError) -> str:
-    failures = error.failures.values()
-    if any("key(s) in state_dict" in failure.message for failure in failures):
-        return "wrapper saved"
-    unread = ("FileNotFoundError", "EOFError", "UnpicklingError")
-    return "read too early" if any(failure.type in unread for failure in failures) else ""
+_UNREAD = {"key(s) in state_dict": "wrapper saved"} | dict.fromkeys(
+    ("FileNotFoundError", "EOFError", "UnpicklingError"), "read too early"
+)
 
 
 @exercise(
     "8.5",
     "save_and_load(model, path, plain)",
-    on_failure={RankError: _unread, DeadlockError: "barrier on some"},
+    on_failure={RankError: _UNREAD, DeadlockError: "barrier on some"},
     others=(NAMES, ONE_SAVES, WAITED),
 )
 def _save_and_load(grader: Grader, world_size: int) -> None:
@@ -195,8 +192,7 @@ def _save_or_wait(
     }
 
 
-for _number in range(1, 11):
-    hunt(f"9.{_number}")
+hunt(*(f"9.{number}" for number in range(1, 11)))
 
 
 @compared("9.11", "train_uneven(model, optimizer, batches)", kind="function")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SENT, Grader, exercise
+from ddp_kit.check.grader import SENT, Grader, exercise, own_group
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.lessons import device_mesh as lesson
 
@@ -128,12 +128,6 @@ def _mistake_in(whole: torch.Tensor, found: list) -> str:
 hunt("14.9")
 
 
-def _own_group(rank: int, world_size: int) -> dist.ProcessGroup:
-    """Return the group of this rank alone."""
-    groups = [dist.new_group([member]) for member in range(world_size)]
-    return groups[rank]
-
-
 @compared("14.a", "shard_to_replicate(piece, dim, length)")
 def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable) -> dict:
     whole = torch.arange(1.0, 36.0).view(5, 7)
@@ -142,7 +136,7 @@ def _shard_to_replicate(rank: int, world_size: int, shard_to_replicate: Callable
         most = -(-whole.shape[dim] // world_size)
         piece = whole.split(most, dim)[rank].contiguous()
         found[f"the whole from {name}"] = shard_to_replicate(piece, dim, whole.shape[dim])
-    alone = shard_to_replicate(whole.clone(), 0, 5, _own_group(rank, world_size))
+    alone = shard_to_replicate(whole.clone(), 0, 5, own_group(rank, world_size))
     return found | {"the whole in a group of one rank": alone}
 
 
@@ -154,7 +148,7 @@ def _shard_to_shard(rank: int, world_size: int, shard_to_shard: Callable) -> dic
         most = -(-whole.shape[old] // world_size)
         piece = whole.split(most, old)[rank].contiguous()
         found[f"the piece from {names}"] = shard_to_shard(piece, old, 1 - old, whole.shape[old])
-    group = _own_group(rank, world_size)
+    group = own_group(rank, world_size)
     try:
         alone = shard_to_shard(whole.clone(), 0, 1, 5, group)
     except RuntimeError as error:  # an error of its own, by which its mistake is known

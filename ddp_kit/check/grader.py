@@ -37,6 +37,7 @@ EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
+Reason = str | Mapping[str, str] | Callable[[Any], str]  # of a failure, see Exercise.on_failure
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -65,7 +66,8 @@ class Exercise:
     right answer. grade: runs the answer in one case, and returns if it is right. cases: each is a
     number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
-    fail, or one for each error with which they do, or a function of the error that returns it.
+    fail, or one for each error with which they do: its name, by words that the ranks' errors have,
+    or a function of the error that returns it.
     collectives: whether the answer may call collectives.
     """
 
@@ -77,7 +79,7 @@ class Exercise:
     cases: Sequence[Any]
     names: Sequence[str]
     others: Sequence[str]
-    on_failure: Mapping[type[Exception], str | Callable[[Any], str]]
+    on_failure: Mapping[type[Exception], Reason]
     collectives: bool
 
     @property
@@ -142,7 +144,7 @@ def exercise(
     cases: Iterable[Any] = SIZES,
     part: Callable[[Any], str] | None = None,
     others: Sequence[str] = (),
-    on_failure: str | Mapping[type[Exception], str | Callable[[Any], str]] | None = None,
+    on_failure: str | Mapping[type[Exception], Reason] | None = None,
     collectives: bool = True,
     where: str = "on 1, 2, 3, 4 and 5 ranks",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -288,6 +290,8 @@ class Grader:
             self._printed.append(printed.getvalue())
             _raise_if_stub(error, self.exercise.number)
             hint = failed or self.exercise.on_failure.get(type(error), "")
+            if isinstance(hint, Mapping):
+                hint = next((name for words, name in hint.items() if words in str(error)), "")
             hint = hint(error) if callable(hint) else hint
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
@@ -456,11 +460,15 @@ def _raise_if_stub(error: Exception, number: str) -> None:
         # nbgrader's stubs have no message.
         named = not failure.message or failure.message.startswith(f"Exercise {number}")
         if named and failure.type == "NotImplementedError":  # PyTorch raises that type, too
-            missing = NotImplementedError(failure.message)
-            shown = [f"NotImplementedError: {missing}"]
-            # IPython calls this; without it, it would show the kit's internals.
-            missing._render_traceback_ = lambda shown=shown: shown  # type: ignore[attr-defined]
-            raise missing from None
+            raise stub(failure.message) from None
+
+
+def stub(message: str) -> NotImplementedError:
+    """Return the error for missing lines, of which a notebook shows only the message."""
+    missing = NotImplementedError(message)
+    # IPython calls this; without it, it would show the kit's internals.
+    missing._render_traceback_ = lambda: [f"NotImplementedError: {message}"]  # type: ignore[attr-defined]
+    return missing
 
 
 def by_size(sizes: Sequence[int], noun: str = "rank") -> Callable[[int], str]:
@@ -517,6 +525,11 @@ def in_place(
     tensor = held[rank].clone()
     answer(tensor, *args)
     return tensor
+
+
+def own_group(rank: int, world_size: int) -> dist.ProcessGroup:
+    """Return a group of this rank alone. All ranks must call this."""
+    return [dist.new_group([member]) for member in range(world_size)][rank]
 
 
 def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:

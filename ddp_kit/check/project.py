@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ddp_kit.check.grader import FAILURES, Exercise, Grader, register
+from ddp_kit.check.grader import FAILURES, Exercise, Grader, name_of, register
 from ddp_kit.check.hints import Steps
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import count
@@ -54,6 +56,19 @@ class Project(Exercise):
     def credit(self, answer: Any, seconds: float) -> Credit:
         """Return which milestones are reached. seconds: too short for a project, so not used."""
         return super().credit(answer, SECONDS)
+
+
+class ProgramGrader(Grader):
+    """Grades a program, whose path is the answer."""
+
+    def check_form(self) -> None:
+        """Refuse what is not the path of a program."""
+        path, check = self.answer, f"kit.check.{name_of(self.exercise.number)}"
+        if not isinstance(path, str | os.PathLike):
+            got = type(path).__name__
+            self.refuse(f"{check} expects the path of your program; got a value of type {got}")
+        if not Path(path).is_file():
+            self.refuse(f"there is no program {os.fspath(path)} in this folder")
 
 
 def project(

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ddp_kit.check.grader import Grader
-from ddp_kit.check.project import project
+from ddp_kit.check.project import ProgramGrader, project
 from ddp_kit.error_text import count
 
 STEPS, BATCH, CONTEXT = 60, 48, 32  # of the start
@@ -62,17 +61,13 @@ class Training(NamedTuple):
     seconds: float
 
 
-class ProgramGrader(Grader):
-    """Grades a program, whose path is the answer."""
+class TrainingGrader(ProgramGrader):
+    """Runs a program under torchrun, and reads what it prints."""
 
     def check_form(self) -> None:
         """Refuse what is not the path of a program."""
         self._trainings: dict[int, Training] = {}
-        if not isinstance(self.answer, str | os.PathLike):
-            got = type(self.answer).__name__
-            self.refuse(f"kit.check.project_1 expects the path of your program; got {got}")
-        if not Path(self.answer).is_file():
-            self.refuse(f"there is no program {os.fspath(self.answer)} in this folder")
+        super().check_form()
 
     def training(self, ranks: int) -> Training:
         """Return an undisturbed run, in which rank 0 prints each step once."""
@@ -249,11 +244,11 @@ def _read(stream: Any, found: queue.Queue[str | None]) -> None:
     found.put(None)
 
 
-def _runs(grader: ProgramGrader) -> None:
+def _runs(grader: TrainingGrader) -> None:
     grader.training(2)
 
 
-def _equal(grader: ProgramGrader) -> None:
+def _equal(grader: TrainingGrader) -> None:
     trainings = [grader.training(ranks) for ranks in SIZES]
     wanted = dict(grader.training(1).printed) | LOSSES  # all of one rank's, three of them known
     for ranks, (printed, *_) in zip(SIZES, trainings, strict=True):
@@ -265,7 +260,7 @@ def _equal(grader: ProgramGrader) -> None:
                 grader.fail(f"{should}, but has {loss:.10f}", hint=mistake)
 
 
-def _survives(grader: ProgramGrader) -> None:
+def _survives(grader: TrainingGrader) -> None:
     undisturbed = dict(grader.training(2).printed)
     for _ in range(TRIES):
         killed = grader.run_killed(2, KILLS)
@@ -293,7 +288,7 @@ def _survives(grader: ProgramGrader) -> None:
         grader.fail(f"the last step is {before} and not {STEPS - 1}", hint="steps left out")
 
 
-def _reports(grader: ProgramGrader) -> None:
+def _reports(grader: TrainingGrader) -> None:
     training = grader.training(2)
     speed, tokens = training.speed, STEPS * BATCH * CONTEXT
     if not isinstance(speed, dict):
@@ -333,5 +328,5 @@ project(
         "survives three kills": _survives,
         "reports its speed": _reports,
     },
-    graded_by=ProgramGrader,
+    graded_by=TrainingGrader,
 )

@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_kit import model
-from ddp_kit.check.grader import Grader
-from ddp_kit.check.project import project
+from ddp_kit.check.grader import stub
+from ddp_kit.check.project import ProgramGrader, project
 from ddp_kit.errors import ModelError, RankError
 from ddp_kit.model import Accelerator, Cluster, Link, Plan, Precision, Transformer
 from ddp_kit.trace import Event, Trace
@@ -194,19 +194,14 @@ class Runs(NamedTuple):
         return (value(self.all) - value(self.one)) / (STEPS - 1)
 
 
-class PlanGrader(Grader):
-    """Grades a program, whose path is the answer, by what it defines."""
+class PlanGrader(ProgramGrader):
+    """Grades a program by what it defines."""
 
     def check_form(self) -> None:
         """Load the program."""
-        path, check = self.answer, "kit.check.project_2"
-        if not isinstance(path, str | os.PathLike):
-            got = type(path).__name__
-            self.refuse(f"{check} expects the path of your program; got a value of type {got}")
-        if not Path(path).is_file():
-            self.refuse(f"there is no program {os.fspath(path)} in this folder")
-        self._name = Path(path).name
-        self.program = self._loaded(os.fspath(path))
+        super().check_form()
+        self._name = Path(self.answer).name
+        self.program = self._loaded(os.fspath(self.answer))
         self.answer = self.program["train"]
 
     def _loaded(self, path: str) -> dict[str, Any]:
@@ -257,10 +252,7 @@ class PlanGrader(Grader):
         try:
             found = self.program[name](*arguments)
         except NotImplementedError as error:
-            stub = NotImplementedError(str(error))
-            shown = [f"NotImplementedError: {error}"]
-            stub._render_traceback_ = lambda: shown  # type: ignore[attr-defined]
-            raise stub from None
+            raise stub(str(error)) from None
         except Exception as error:
             self.fail(f"it raised {type(error).__name__}: {error}")
         if isinstance(found, bool) or not isinstance(found, int | float):

@@ -9,7 +9,7 @@ import torch
 
 from ddp_kit.check.grader import UNCHANGED, Grader, drawn, same
 from ddp_kit.check.project import project
-from ddp_kit.check.schedules import DEADLOCK, LENGTHS, RAISED, Failed, Ranks
+from ddp_kit.check.random_orders import Failed, Ranks
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError, RankError
 from ddp_kit.trace.schedule import schedule
@@ -114,7 +114,7 @@ def _try_orders(rank: int, world_size: int, answer: Callable, ranks: int) -> Any
             try:
                 Ranks(ranks, seed).run(call, range(ranks))
             except Failed as error:
-                return numbers, seed, MISTAKES[error.kind], str(error)
+                return numbers, seed, error.mistake, str(error)
             for own in range(ranks):
                 if not same(total, found[own]):
                     place = int((found[own] != total).nonzero()[0])
@@ -123,8 +123,6 @@ def _try_orders(rank: int, world_size: int, answer: Callable, ranks: int) -> Any
                     return numbers, seed, "written too early", text
     return None
 
-
-MISTAKES = {DEADLOCK: "waits in a circle", LENGTHS: "other lengths", RAISED: "raises"}
 
 project(
     "P3",

@@ -65,13 +65,12 @@ class Record(Exercise):
         steps = Steps(self.number, step)
         with steps.counted():
             score = self._score(answer, steps)
-        best, reached = self.best(), [score.value <= ROUNDING * goal for goal in self.goals]
-        stars = "".join("★" if one else "☆" for one in reached)
+        best, credit = self.best(), self._credit(score)
+        stars = "".join("★" if reached else "☆" for reached in credit.parts.values())
         known = f"the best known answer has {best.value:,.6g}"
         if score.value * ROUNDING < best.value:
             known = f"that beats the best known answer, which has {best.value:,.6g}"
         print(f"Exercise {self.number}: {stars} {score.value:,.6g} {self.unit}; {known}.")
-        credit = Credit(dict(zip(self.parts, reached, strict=True)))
         credit.picture = self._picture(score, best)
         return credit
 
@@ -79,15 +78,17 @@ class Record(Exercise):
         """Return which goals an answer reaches. seconds: for all its runs together."""
         steps = Steps(self.number, PLACE, is_last=True)
         try:
-            score = self._score(answer, steps, time.monotonic() + seconds)
+            return self._credit(self._score(answer, steps, time.monotonic() + seconds))
         except (ExerciseError, NotImplementedError) as error:
             return Credit(dict.fromkeys(self.parts, False), {"": str(error)})
-        reached = [score.value <= ROUNDING * goal for goal in self.goals]
-        return Credit(dict(zip(self.parts, reached, strict=True)))
 
     def best(self) -> Score:
         """Return the score of the best known answer."""
         return _best(self)
+
+    def _credit(self, score: Score) -> Credit:
+        reached = (score.value <= ROUNDING * goal for goal in self.goals)
+        return Credit(dict(zip(self.parts, reached, strict=True)))
 
     def _score(self, answer: Callable[..., Any], steps: Steps, end: float | None = None) -> Score:
         grader = Grader(self, answer, steps, end=end)

@@ -44,7 +44,8 @@ class StuckError(BaseException):
 class Turns:
     """Lets ranks run one at a time, so only the one whose turn it is touches shared memory.
 
-    order: of the ranks that could run, the first one in it does. length: of a slot, in numbers.
+    A rank takes its turns in a `with` block, which ends early, without an error, if no rank can go
+    on. order: of the ranks that could run, the first one in it does. length: of a slot, in numbers.
     """
 
     def __init__(self, rank: int, order: Sequence[int], length: int = LENGTH) -> None:
@@ -59,11 +60,17 @@ class Turns:
         self.table = floats.view(size, length)
         self.slots = list(self.table)
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Wait for the first turn."""
         if self.rank == self.order[0]:
             self._state[0] = self.rank + 1
         self._wait()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Let the others run from now on."""
+        self._done[self.rank] = 1
+        self._pass_on()
+        return kind is StuckError
 
     def changed(self) -> None:
         """Note that something has changed for which others may wait."""
@@ -74,11 +81,6 @@ class Turns:
         self._slept_at[self.rank] = self._state[1] + 1
         self._pass_on()
         self._wait()
-
-    def end(self) -> None:
-        """Let the others run from now on."""
-        self._done[self.rank] = 1
-        self._pass_on()
 
     def meet(self) -> None:
         """Wait until all ranks have called this as often."""
@@ -185,8 +187,7 @@ def _barrier(grader: Grader, n: int) -> None:
 
 def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -> tuple:
     turns, number, looked = Turns(rank, order), 0, 0
-    turns.begin()
-    try:
+    with turns:
         for number in range(1, ROUNDS + 1):
             turns.counts[rank] = number
             turns.changed()
@@ -196,11 +197,8 @@ def _meet(rank: int, world_size: int, barrier: Callable, order: Sequence[int]) -
             missing = [each for each in range(world_size) if turns.counts[each] < number]
             if missing:
                 return "early", number, missing
-    except StuckError:
-        return "stuck", number, turns.flags.tolist()
-    finally:
-        turns.end()
-    return "met", number, looked
+        return "met", number, looked
+    return "stuck", number, turns.flags.tolist()
 
 
 @exercise(
@@ -239,32 +237,24 @@ def _sums_of_two(
 ) -> tuple[str | list, int]:
     turns, sums = Turns(rank, order, 2 * LENGTH), []
     pairs = [[slot[:LENGTH] for slot in turns.slots], [slot[LENGTH:] for slot in turns.slots]]
-    turns.begin()
-    try:
+    with turns:
         for number in range(CALLS):
             sums.append(_numbers(rank, number))
             answer(sums[-1], pairs, number, rank, turns.meet)
-    except StuckError:
-        return "stuck", turns.counts[rank]
-    finally:
-        turns.end()
-    return sums, turns.counts[rank]
+        return sums, turns.counts[rank]
+    return "stuck", turns.counts[rank]
 
 
 def _sums(
     rank: int, world_size: int, answer: Callable, order: Sequence[int]
 ) -> list | tuple[str, int]:
     turns, results = Turns(rank, order), []
-    turns.begin()
-    try:
+    with turns:
         for number in range(ROUNDS):
             tensor = _numbers(rank, number)
             results.append(answer(tensor, turns.slots, rank, turns.meet))
-    except StuckError:
-        return "stuck", turns.counts[rank]
-    finally:
-        turns.end()
-    return [each.clone() if isinstance(each, torch.Tensor) else each for each in results]
+        return [each.clone() if isinstance(each, torch.Tensor) else each for each in results]
+    return "stuck", turns.counts[rank]
 
 
 def _check_barriers(grader: Grader, found: Sequence) -> None:
@@ -498,18 +488,13 @@ def _chunks(rank: int, world_size: int, all_reduce: Callable) -> dict:
         turns = Turns(rank, order)
         about = {"rank": rank, "size": world_size, "slots": turns.slots, "written": 0, "read": 0}
         segment = SimpleNamespace(barrier=turns.meet, **about)
-        turns.begin()
-        try:
+        with turns:
             for number, length in enumerate((4, 7, 6)):  # other lengths have other chunks
                 case = f"sum {number + 1} if rank {order[0]} is the fastest"
                 found[case] = "waits at a barrier to which not all ranks come"
                 piece = _numbers(rank, number)[:length].clone()
                 all_reduce(segment, piece)
                 found[case] = piece
-        except StuckError:
-            pass
-        finally:
-            turns.end()
         found |= {"bytes written": segment.written, "bytes read": segment.read}
     return found
 
@@ -581,8 +566,7 @@ def _all_to_all(rank: int, world_size: int, all_to_all: Callable) -> dict:
         turns = Turns(rank, order)
         about = {"rank": rank, "size": world_size, "slots": turns.table}
         segment = SimpleNamespace(barrier=turns.meet, **about)
-        turns.begin()
-        try:
+        with turns:
             for number, table in enumerate((lengths, lengths.T)):
                 case = f"call {number + 1} if rank {order[0]} is the fastest"
                 found[case] = "waits at a barrier to which not all ranks come"
@@ -593,10 +577,6 @@ def _all_to_all(rank: int, world_size: int, all_to_all: Callable) -> dict:
                 most = 2 + 2 * -(-int(table.max()) // (LENGTH // world_size))
                 found[case] = outputs
                 found[f"barriers too many in {case}"] = max(turns.counts[rank] - before - most, 0)
-        except StuckError:
-            pass
-        finally:
-            turns.end()
     return found
 
 
@@ -646,17 +626,17 @@ def _on_sockets(rank: int, world_size: int, all_reduce: Callable, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     held = torch.randint(1 << 16, (world_size, _COUNT), generator=generator).float()
     segment, tensor = _Sockets(turns), held[rank].clone()
-    turns.begin()
-    try:
+    with turns:
         all_reduce(segment, tensor)
-    except StuckError:
-        return None, []
-    finally:
-        turns.end()
+        return _first_wrong(tensor, held, rank), segment.accesses
+    return None, []
+
+
+def _first_wrong(tensor: torch.Tensor, held: torch.Tensor, rank: int) -> _Number:
     total, of_socket = held.sum(0), held[rank // 4 * 4 :][:4].sum(0)
     place = int((tensor != total).int().argmax())
     numbers = (float(each[place]) for each in (tensor, total, held[rank], of_socket))
-    return _Number(place, *numbers), segment.accesses
+    return _Number(place, *numbers)
 
 
 @record(

@@ -100,7 +100,7 @@ def runs(monkeypatch):
         grader.on(ranks)
         return found["killed" if kills else ranks]
 
-    monkeypatch.setattr(module.ProgramGrader, "run_killed", run_killed)
+    monkeypatch.setattr(module.TrainingGrader, "run_killed", run_killed)
     return found
 
 

@@ -18,16 +18,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-DEADLOCK, LENGTHS, RAISED = "deadlock", "lengths", "raised"
 Key = tuple[int, int, int]  # sender, receiver, tag
 
 
 class Failed(Exception):
-    """A run did not end as it should. kind: DEADLOCK, LENGTHS or RAISED."""
+    """A run did not end as it should. mistake: its name in the .ini file."""
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, mistake: str, text: str) -> None:
         super().__init__(text)
-        self.kind = kind
+        self.mistake = mistake
 
 
 class _Stopped(BaseException):
@@ -115,7 +114,7 @@ class Ranks:
             return
         except BaseException as error:
             text = f"rank {rank} raised {type(error).__name__}: {error}"
-            self._failure = self._failure or Failed(RAISED, text)
+            self._failure = self._failure or Failed("raises", text)
         self._running.discard(rank)
         self._back.release()
 
@@ -126,7 +125,7 @@ class Ranks:
         if not ready and not moves:
             waits = sorted(self._running)
             text = "; ".join(_describe(r, self._waiting[r]) for r in waits)
-            self._failure = Failed(DEADLOCK, text)
+            self._failure = Failed("waits in a circle", text)
             return
         chosen = self._random.choice([*sorted(ready), *sorted(moves)])
         if isinstance(chosen, tuple):
@@ -142,7 +141,7 @@ class Ranks:
                 f"rank {key[0]} sends {_kind(send.tensor)} to rank {key[1]}, which receives into "
                 f"{_kind(recv.tensor)}"
             )
-            self._failure = Failed(LENGTHS, text)
+            self._failure = Failed("other lengths", text)
             return
         with torch.no_grad():
             recv.tensor.copy_(send.tensor.reshape(recv.tensor.shape))
