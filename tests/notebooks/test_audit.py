@@ -165,8 +165,6 @@ def test_notebook_keeps(rule, path):
         return  # exercises are as long as their number makes them
     if rule in (executed_in_order, errors_where_announced) and path.parent.name == "exercises":
         return  # they are made of the solutions, and not executed
-    if rule is short_code_cells and path.parent.name == "solutions":
-        return  # whole functions; tests/check/test_exercise_notebooks.py counts what is missing
     assert list(rule(json.loads(path.read_text("utf-8")))) == []
 
 
