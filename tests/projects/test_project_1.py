@@ -59,7 +59,7 @@ def test_what_is_no_program_is_refused():
     def train():
         pass
 
-    assert "expects the path of your program; got function" in error_text(
+    assert "expects the path of your program; got a value of type function" in error_text(
         kit.check.project_1, train
     )
     assert "there is no program none.py in this folder" in error_text(
