@@ -1,7 +1,7 @@
 """Notebooks in JupyterLab: as they are committed, before anything runs, and from top to bottom.
 
 Running all of them takes as long as nbval does, which runs them without a browser. So `make test`
-has a few here, and `make browser` has all.
+has one here, and `make browser` has all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from regenerate import FOLDER, all_notebooks
 
 from ddp_kit.course import editions
 
-RUN = ("02_collectives", "solutions/04_ring_allreduce")
+RUN = ("01_point_to_point",)
 SHOWN = ("00_start_here", "04_ring_allreduce", "08_ddp")
 
 

@@ -34,6 +34,7 @@ def join_and_leave(rank, file):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="600 processes are quick only if forked")
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.long
 def test_a_rank_that_ends_at_once_leaves_the_connections_of_others_whole(tmp_path):
     """Without the wait in `join_group`, a try in fifty fails here: Connection closed by peer."""
     context = multiprocessing.get_context("forkserver")
