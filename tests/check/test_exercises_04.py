@@ -8,7 +8,7 @@ import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
-from ddp_kit.check.ring_allreduce import on_a_wire
+from ddp_kit.check.record import on_a_wire
 from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
