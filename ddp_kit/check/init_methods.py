@@ -11,7 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, exercise, open_store
+from ddp_kit.check.grader import (
+    SIZES,
+    STORE_LIMIT,
+    EndlessError,
+    Grader,
+    ended,
+    exercise,
+    open_store,
+)
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
 
@@ -170,57 +178,47 @@ def _who(absent: list[int]) -> str:
     return f"{count(len(absent), 'rank')} never came" if absent else "all came"
 
 
-class _Scripted:
-    """A store in one process. later: writes the keys that are missing, once; others come late."""
+class ScriptedStore:
+    """A store in one process. later: what the others do, once, when a key is waited for."""
 
-    def __init__(self, later: Callable[[_Scripted], None] = lambda store: None) -> None:
+    def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
-        self._later = later
+        self.later: Callable[[], None] | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.held[key] = value if isinstance(value, bytes) else value.encode()
+        """Write a key."""
+        self.held[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
+        """Wait for a key, and return it."""
         self.wait([key])
         return self.held[key]
 
     def wait(self, keys: list[str], *limit: timedelta) -> None:
-        if self.check(keys):
-            return
-        later, self._later = self._later, lambda store: None
-        later(self)
-        if not self.check(keys):
-            raise RuntimeError("it waits for a key that nobody writes")
+        """Return when these keys are written. Raise RuntimeError if they never are."""
+        if not self.check(keys) and self.later is not None:
+            later, self.later = self.later, None
+            later()
+        if missing := [key for key in keys if key not in self.held]:
+            raise RuntimeError(f"all wait, and nobody writes {' and '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all these keys are written."""
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
         number = int(self.held.get(key, b"0")) + amount
         self.set(key, str(number))
         return number
 
 
-def _ended(call: Callable, *args: Any) -> Any:
-    """Return what a call returns, or its error."""
-    try:
-        return call(*args)
-    except NotImplementedError:  # of the stub
-        raise
-    except _Endless:
-        return "goes on forever"
-    except TimeoutError:
-        return "TimeoutError"
-    except (ConnectionError, RuntimeError) as error:
-        return type(error).__name__
-
-
 @compared("6.a", "join(store, run, world_size)", sizes=(1,), where="for two starts")
 def _join(rank: int, world_size: int, join: Callable) -> dict:
-    store = _Scripted()
+    store = ScriptedStore()
     comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
     return {
-        f"process {number + 1} of {run}, with world size {size}": _ended(join, store, run, size)
+        f"process {number + 1} of {run}, with world size {size}": ended(join, store, run, size)
         for number, (run, size) in enumerate(comes)
     }
 
@@ -231,22 +229,18 @@ def _join(rank: int, world_size: int, join: Callable) -> dict:
 def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
     found = {}
     for me, n in ((1, 3), (0, 2)):
-        kept = _Scripted()
+        kept = ScriptedStore()
         for name in ("first", "second"):
 
-            def others(store: _Scripted, me: int = me, n: int = n, name: str = name) -> None:
-                if f"{name}/{me}" in store.held:  # they wait for this rank as it does for them
+            def others(kept: Any = kept, me: int = me, n: int = n, name: str = name) -> None:
+                if f"{name}/{me}" in kept.held:  # they wait for this rank as it does for them
                     for other in set(range(n)) - {me}:
-                        store.set(f"{name}/{other}", f"{name} value of {other}")
+                        kept.set(f"{name}/{other}", f"{name} value of {other}")
 
-            kept._later = others
-            returned = _ended(exchange, kept, me, n, name, f"{name} value of {me}")
+            kept.later = others
+            returned = ended(exchange, kept, me, n, name, f"{name} value of {me}")
             found[f"the {name} exchange on rank {me} of {n}"] = returned
     return found
-
-
-class _Endless(BaseException):
-    """An answer tries again and again; no `except Exception` stops it."""
 
 
 class _Service:
@@ -265,7 +259,7 @@ class _Service:
     def connect(self) -> str:
         self._tries += 1
         if self._tries > 100:
-            raise _Endless
+            raise EndlessError
         if round(self.time, 3) not in self.tried:  # rounding may need a second one at the limit
             self.tried.append(round(self.time, 3))
         if self.time < self._answers:
@@ -283,7 +277,7 @@ def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
     found = {}
     for answers in (0.0, 0.5, 1.9, 100.0):
         service = _Service(answers)
-        how = _ended(keep_trying, service.connect, 2.0, service.now, service.pause)
+        how = ended(keep_trying, service.connect, 2.0, service.now, service.pause)
         what = f"the service answers after {answers:g} s"
         found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
     return found
@@ -337,7 +331,7 @@ def _meet(rank: int, world_size: int, meet: Callable) -> dict:
         def tried(store: Any = store, most: int = most, come=come, came=came, end=last_call) -> Any:
             return meet(_InOrder(store, come, came), most, end)
 
-        found[f"{name}: the generation, the rank and the world size"] = _ended(tried)
+        found[f"{name}: the generation, the rank and the world size"] = ended(tried)
         store.set("begun", "")
         dist.barrier()
         if rank == 0:

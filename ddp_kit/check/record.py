@@ -123,7 +123,7 @@ def record(
     def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
         known = (number, "record", form, "", grade, (), (), (), {}, collectives)
         about = f"Score `{form}` in {unit}: fewer are better."
-        register(Record(*known, unit, goals, along, rows), about, grade.__module__)
+        register(Record(*known, unit, goals, along, rows), about)
         return grade
 
     return add

@@ -9,17 +9,7 @@ from itertools import product
 import torch
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import (
-    SENT,
-    SIZES,
-    UNCHANGED,
-    Grader,
-    brought,
-    drawn,
-    exercise,
-    in_place,
-    same,
-)
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, drawn, exercise, in_place
 from ddp_kit.check.record import ROUNDING, Score, on_a_wire, record
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
@@ -66,38 +56,25 @@ def _divides(case: tuple) -> str:
     return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
 
 
-@exercise(
+def _piece_lengths(n: int, alike: bool) -> list[int]:
+    return [3] * n if alike else list(LENGTHS[:n])
+
+
+@compared(
     "4.1",
     "reduce_scatter(output, pieces)",
     "each rank sends all pieces but one",
     on_failure={MismatchError: "lengths", DeadlockError: "lengths"},
     collectives=False,
+    sizes=SIZES,
+    spare=1,
     cases=product(SIZES, (True, False)),
-    others=(SENT,),
     part=lambda case: "pieces of one length" if case[1] else "pieces of different lengths",
+    call=lambda *case: f"reduce_scatter(output, pieces of lengths {_piece_lengths(*case)})",
 )
-def _reduce_scatter(grader: Grader, world_size: int, alike: bool) -> None:
-    lengths = [3] * world_size if alike else LENGTHS[:world_size]
-    held = [list(tensor.split(lengths)) for tensor in brought(world_size, sum(lengths))]
-    case = f"reduce_scatter(output, pieces of lengths {[*lengths]})"
-    result = grader.run(_scattered, held, world_size=world_size, case=case)
-    sums = [sum(each[1:], each[0]) for each in zip(*held, strict=True)]
-    found = [value["output"] for value in result]
-    mistakes = {
-        "as in the lesson": world_size > 1 and same([*sums[1:], sums[0]], found),
-        "own piece": [pieces[rank] for rank, pieces in enumerate(held)],
-        "other sum": True,
-    }
-    grader.compare(sums, found, mistakes)
-    kept = [value["pieces"] for value in result]
-    grader.compare(held, kept, "pieces changed", place=" in pieces")
-    for rank, length in enumerate(lengths):
-        sent, most = result.trace.bytes_sent(rank), 4 * (sum(lengths) - length)
-        grader.check_at_most(f" by rank {rank}", sent, most, "byte", "too many bytes")
-
-
-def _scattered(rank: int, world_size: int, reduce_scatter: Callable, held: list) -> dict:
-    pieces = [piece.clone() for piece in held[rank]]
+def _reduce_scatter(rank: int, n: int, reduce_scatter: Callable, alike: bool) -> dict:
+    lengths = _piece_lengths(n, alike)
+    pieces = list(brought(n, sum(lengths))[rank].split(lengths))
     output = torch.empty_like(pieces[rank])
     reduce_scatter(output, pieces)
     return {"output": output, "pieces": pieces}

@@ -49,7 +49,7 @@ def scattered(summand, dim=1):
         ("not summed", lambda x, w, b: own(x @ w.T + b, 1)),
         ("own summand", lambda x, w, b: x @ w.T + b),
         ("sequences", lambda x, w, b: scattered(x @ w.T, 0) + b),
-        ("other value", lambda x, w, b: x),
+        ("otherwise", lambda x, w, b: x),
     ],
 )
 def test_a_row_parallel_layer(name, answer):
@@ -57,7 +57,7 @@ def test_a_row_parallel_layer(name, answer):
     assert_mistake(kit.check.exercise_16_2, answer, name, fact)
 
 
-@mistake("16.2", "too many bytes", "right, but 192 bytes were sent by rank 0 where 96 would be")
+@mistake("16.2", "too many bytes", "right, but rank 0 sent 192 bytes where 96 would be")
 def test_a_row_parallel_layer_that_reduces_all_positions(x, weight, bias):
     return own(summed(x @ weight.T), 1) + bias
 
@@ -99,7 +99,7 @@ def loss_gradient(largest="all", total="all", target="own", mean=True, sign=1):
         ("no target", {"target": "none"}),
         ("not divided", {"mean": False}),
         ("wrong sign", {"sign": -1}),
-        ("other value", {"sign": 2}),
+        ("otherwise", {"sign": 2}),
     ],
 )
 def test_a_gradient_of_the_loss(name, wrong):
@@ -107,7 +107,7 @@ def test_a_gradient_of_the_loss(name, wrong):
     assert_mistake(kit.check.exercise_16_4, loss_gradient(**wrong), name, start)
 
 
-@mistake("16.4", "too many bytes", "right, but 1,920 bytes were sent by rank 0 where 960 would be")
+@mistake("16.4", "too many bytes", "right, but rank 0 sent 1,920 bytes where 960 would be")
 def test_a_gradient_of_gathered_logits(logits, targets):
     x = gathered(logits, 1).requires_grad_()
     torch.nn.functional.cross_entropy(x, targets).backward()

@@ -49,17 +49,17 @@ def test_an_order(name, wrong):
     assert_mistake(kit.check.exercise_17_1, ordering(**wrong), name, start, ' (B3: ("B", 3)) but')
 
 
-@mistake("17.1", "steps missing", '\' (B3: ("B", 3)) but returns 7\n')
+@mistake("17.1", "otherwise", '\' in the order (B3: ("B", 3)) but holds 7\n')
 def test_a_number_for_an_order(rank, p, m):
     return 7
 
 
-@mistake("17.1", "other order", "but returns 'F0 F1 F2 F3 B1 B0 B2 B3'\n")
+@mistake("17.1", "otherwise", "but holds 'F0 F1 F2 F3 B1 B0 B2 B3'\n")
 def test_an_order_in_which_gradients_overtake(rank, p, m):
     return [("F", i) for i in range(m)] + [("B", i) for i in (1, 0, *range(2, m))]
 
 
-@mistake("17.1", "other order", "exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result\n")
+@mistake("17.1", "otherwise", "exercise 17.1, one_f_one_b(rank, 4, 2) on 4 ranks: wrong result\n")
 def test_an_order_that_is_wrong_with_fewer_micro_batches_than_ranks(rank, p, m):
     return ordering()(rank, p, m) if m >= p else ordering(forwards_first=True)(0, p, m + p)
 
@@ -159,8 +159,8 @@ def test_an_interleaved_order(name, wrong):
 
 @mistake(
     "17.4",
-    "other order",
-    "rank 0 should return '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' (2B3: (\"B\", 3, 2)) but returns "
+    "otherwise",
+    "should hold '0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...' in the order (2B3: (\"B\", 3, 2)) but holds "
     "'0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 ...', where number 22 is 0B5 instead of 0B4\n",
 )
 def test_an_interleaved_order_that_is_wrong_late(rank, p, v, m):
@@ -168,7 +168,7 @@ def test_an_interleaved_order_that_is_wrong_late(rank, p, v, m):
     return order if m < 6 else [*order[:-2], order[-1], order[-2]]
 
 
-@mistake("17.4", "steps missing", '(2B3: ("B", 3, 2)) but returns 7\n')
+@mistake("17.4", "otherwise", '(2B3: ("B", 3, 2)) but holds 7\n')
 def test_a_number_for_an_interleaved_order(rank, p, v, m):
     return 7
 
@@ -191,7 +191,7 @@ def enough(p, most):
     ],
 )
 def test_a_number_of_micro_batches(name, answer):
-    facts = "exercise 17.3, micro_batches(", "), called on 1 rank: it should return "
+    facts = "exercise 17.3, micro_batches(", ") on 1 rank: it should return "
     assert_mistake(kit.check.exercise_17_3, answer, name, *facts)
 
 

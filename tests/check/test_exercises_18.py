@@ -35,7 +35,7 @@ def mask(owner=lambda rank, step, n: (rank - step) % n, compare=torch.le, change
         ("transposed", {"change": lambda m: m.T}),
         ("own position masked", {"compare": torch.lt}),
         ("inverted", {"compare": torch.gt}),
-        ("other mask", {"change": lambda m: m.float()}),
+        ("otherwise", {"change": lambda m: m.float()}),
     ],
 )
 def test_a_mask(name, wrong):
@@ -71,7 +71,7 @@ def home(steps=lambda n: n, block=lambda rank, step: rank - step, last=False, ex
         ("other way round", home(block=lambda rank, step: rank + step)),
         ("own block", home(block=lambda rank, step: rank)),
         ("unmatched", home(exchange=False)),
-        ("other sum", lambda parts: sum(parts)),
+        ("otherwise", lambda parts: sum(parts)),
     ],
 )
 def test_gradients(name, answer):
@@ -112,7 +112,7 @@ def experts(counts=True, back=lambda going, coming: (coming, going), restore=tor
         ("sorted twice", experts(restore=lambda order: order)),
         ("wrong counts", experts(back=lambda going, coming: (going, coming))),
         ("wrong counts", experts(counts=False)),
-        ("other experts", lambda tokens, choice, expert: expert(tokens)),
+        ("otherwise", lambda tokens, choice, expert: expert(tokens)),
     ],
 )
 def test_tokens(name, answer):
