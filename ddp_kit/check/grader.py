@@ -6,11 +6,14 @@ import inspect
 import io
 import math
 import reprlib
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -549,6 +552,19 @@ def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
     store = dist.FileStore(path, world_size)
     store.set_timeout(limit)
     return store
+
+
+@contextmanager
+def shared_folder(rank: int) -> Iterator[Path]:
+    """Yield a new folder, the same on all ranks of this host."""
+    name = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(name, src=0)
+    try:
+        yield Path(name[0])
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(name[0], ignore_errors=True)
 
 
 def hint_for(found: Any, hints: str | Mistakes) -> str:

@@ -8,8 +8,6 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
-
 from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import (
     SIZES,
@@ -19,6 +17,7 @@ from ddp_kit.check.grader import (
     ended,
     exercise,
     open_store,
+    shared_folder,
 )
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
@@ -307,33 +306,29 @@ class _InOrder:
 
 
 @compared("6.4", "meet(store, most, last_call)", kind="function")
-def _meet(rank: int, world_size: int, meet: Callable) -> dict:
-    n, found = world_size, {}
+def _meet(rank: int, n: int, meet: Callable) -> dict:
     cases = {"all come in time": (n, n), "one is too many": (n - 1, n), "one is late": (n, n - 1)}
-    for name, (most, in_time) in cases.items():
-        folder = [TemporaryDirectory()] if rank == 0 else [None]
-        where = [folder[0].name if rank == 0 else ""]
-        dist.broadcast_object_list(where, src=0)
-        store = open_store(f"{where[0]}/store", n, STORE_LIMIT)
-        before = f"came {rank - 1}" if rank < in_time else "begun"
+    found = {}
+    for name, case in cases.items():
+        with shared_folder(rank) as folder:  # it must outlive the stores in it
+            came = _come(rank, n, meet, f"{folder}/store", *case)
+            found[f"{name}: the generation, the rank and the world size"] = came
+    return found
 
-        def come(store: Any = store, before: str = before) -> None:
-            if rank:
-                store.wait([before])
 
-        def came(store: Any = store) -> None:
-            store.set(f"came {rank}", "")
+def _come(rank: int, n: int, meet: Callable, path: str, most: int, in_time: int) -> Any:
+    """Return what an answer returns if so many ranks come in time, one after the other."""
+    store = open_store(path, n, STORE_LIMIT)
 
-        def last_call(generation: int, store: Any = store, in_time: int = in_time) -> None:
-            if generation == 0:
-                store.wait([f"came {in_time - 1}"])
+    def come() -> None:
+        if rank:
+            store.wait([f"came {rank - 1}" if rank < in_time else "begun"])
 
-        def tried(store: Any = store, most: int = most, come=come, came=came, end=last_call) -> Any:
-            return meet(_InOrder(store, come, came), most, end)
+    def last_call(generation: int) -> None:
+        if generation == 0:
+            store.wait([f"came {in_time - 1}"])
 
-        found[f"{name}: the generation, the rank and the world size"] = ended(tried)
-        store.set("begun", "")
-        dist.barrier()
-        if rank == 0:
-            folder[0].cleanup()
+    watched = _InOrder(store, come, lambda: store.set(f"came {rank}", ""))
+    found = ended(meet, watched, most, last_call)
+    store.set("begun", "")
     return found

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
@@ -18,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, by_size, exercise, open_store
+from ddp_kit.check.grader import (
+    SIZES,
+    STORE_LIMIT,
+    Grader,
+    by_size,
+    exercise,
+    open_store,
+    shared_folder,
+)
 from ddp_kit.check.init_methods import ScriptedStore
 from ddp_kit.errors import RankError
 
@@ -184,22 +191,9 @@ def _save(rank: int, world_size: int, save: Callable) -> dict:
         return found | {"checkpoint.pt after a kill": _read(file)}
 
 
-@contextmanager
-def _shared_folder(rank: int) -> Iterator[Path]:
-    """Yield a new folder, the same on all ranks of this host."""
-    name = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    try:
-        yield Path(name[0])
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(name[0], ignore_errors=True)
-
-
 @compared("11.c", "train_tiny(rank, world_size, folder, steps)")
 def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
-    with _shared_folder(rank) as folder:
+    with shared_folder(rank) as folder:
         _, first = train_tiny(rank, world_size, folder, 3)
         dist.barrier()
         begun, second = train_tiny(rank, world_size, folder, 6)
@@ -222,7 +216,7 @@ def _survive(rank: int, world_size: int, survive: Callable) -> dict:
         "with a kill while step 6 is saved": ("save",),
         "with both": ("save", "step"),
     }.items():
-        with _shared_folder(rank) as folder:
+        with shared_folder(rank) as folder:
             for attempt, kill in enumerate((*kills, None)):
                 taken: list[int] = []
                 try:
