@@ -34,21 +34,19 @@ SECOND = "a second barrier"
 LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
 
 
-@exercise(
+@compared(
     "6.1",
     "place_of(hosts, host, local_rank)",
     where="for 4 and 5 ranks on two and three hosts",
-    cases=HOST_LISTS,
-    part=lambda hosts: f"on {count(len(hosts), 'host')}",
+    cases=[(sum(ranks for _, ranks in hosts), *hosts) for hosts in HOST_LISTS],
+    part=lambda case: f"on {count(len(case) - 1, 'host')}",
+    call=lambda n, *hosts: f"place_of({list(hosts)}, host, local_rank)",
+    spare=None,
 )
-def _place_of(grader: Grader, hosts: list[tuple[str, int]]) -> None:
+def _place_of(rank: int, n: int, place_of: Callable, *hosts: tuple[str, int]) -> Any:
     places = [(host, local) for host, ranks in hosts for local in range(ranks)]
-    n = len(places)
-    case = f"place_of({hosts}, host, local_rank)"
-    returned = grader.call([(hosts, *place) for place in places], case)
-    found = [tuple(value) if isinstance(value, list) else value for value in returned]
-    wanted = [(rank, n) for rank in range(n)]
-    grader.compare(wanted, found, _misplaced(hosts, places, found), verb="return")
+    found = place_of(list(hosts), *places[rank])
+    return tuple(found) if isinstance(found, list) else found
 
 
 @exercise(
@@ -105,21 +103,6 @@ def _who_is_missing(grader: Grader, world_size: int) -> None:
         if not absent and took >= seconds:
             fact = f"right, but it took {took:.0f} s though all ranks came"
             grader.fail(fact, hint="waits too long", part="returns when all have come")
-
-
-def _misplaced(hosts: list, places: list, found: list) -> str:
-    """Return the mistake in pairs of rank and world size."""
-    if not all(isinstance(value, tuple) and len(value) == 2 for value in found):
-        return "not two numbers"
-    ranks, sizes = zip(*found, strict=True)
-    if set(sizes) != {len(places)}:
-        return "wrong world size"
-    if list(ranks) == [local for _, local in places]:
-        return "local rank"
-    order = [host for host, _ in hosts]
-    if list(ranks) == [order.index(host) * dict(hosts)[host] + local for host, local in places]:
-        return "equal hosts"
-    return "other order"
 
 
 def _pass_barriers(
