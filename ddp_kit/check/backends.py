@@ -20,21 +20,21 @@ _DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
 PLACES = (({"cpu"}, 0), ({"cuda"}, 1), ({"cpu", "cuda"}, 1), ({"cuda"}, 2), ({"cpu", "cuda"}, 2))
 
 
-@exercise("10.1", "slowest_rounds(operation, clock, rounds)")
-def _slowest_rounds(grader: Grader, world_size: int) -> None:
-    found = list(grader.run(_measure, world_size=world_size))
-    own = [_seconds(rank, world_size) for rank in range(world_size)]
-    slowest = [max(times) for times in zip(*own, strict=True)]
-    total = [sum(times) for times in zip(*own, strict=True)]
-    several = world_size > 1
-    mistakes = {
-        "no list": not all(isinstance(each, list) for each in found),
-        "own times": several and ([times[1:] for times in own], own),
-        "warm-up kept": [slowest] * world_size,
-        "added up": several and ([total] * world_size, [total[1:]] * world_size),
-        "not the slowest": True,
-    }
-    grader.compare([slowest[1:]] * world_size, found, mistakes, verb="return")
+def _seconds(rank: int, world_size: int) -> list[float]:
+    """Return how long each round takes on a rank; in each, another rank is the slowest."""
+    rounds = [10.0 + 10 * (i % world_size == rank) + i for i in range(1, ROUNDS + 1)]
+    return [WARM_UP, *rounds]
+
+
+@compared("10.1", "slowest_rounds(operation, clock, rounds)", sizes=SIZES, spare=None)
+def _slowest_rounds(rank: int, world_size: int, slowest_rounds: Callable) -> Any:
+    now, left = 0.0, _seconds(rank, world_size)
+
+    def operation() -> None:
+        nonlocal now
+        now += left.pop(0) if left else 1000.0
+
+    return slowest_rounds(operation, lambda: now, ROUNDS)
 
 
 def _devices(place: tuple[set[str], int]) -> str:
@@ -132,22 +132,6 @@ def _fit_by_hand(rank: int, world_size: int, fit_by_hand: Callable) -> dict:
         about = f"for {alpha:g} + {beta:g} * bytes"
         found[f"alpha {about}"], found[f"beta {about}"] = fit_by_hand(points)
     return found
-
-
-def _seconds(rank: int, world_size: int) -> list[float]:
-    """Return how long each round takes on a rank; in each, another rank is the slowest."""
-    rounds = [10.0 + 10 * (i % world_size == rank) + i for i in range(1, ROUNDS + 1)]
-    return [WARM_UP, *rounds]
-
-
-def _measure(rank: int, world_size: int, slowest_rounds: Callable) -> Any:
-    now, left = 0.0, _seconds(rank, world_size)
-
-    def operation() -> None:
-        nonlocal now
-        now += left.pop(0) if left else 1000.0
-
-    return slowest_rounds(operation, lambda: now, ROUNDS)
 
 
 def _judge_backend(found: Any, devices: set[str], ranks: int) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from ddp_kit.pool import Result, run
 
 SPARE = 1.5  # times the bytes of the solution: there is more than one right answer
 HUNTED = "train(rank, world_size)"
-Worker = Callable[[int, int, Callable[..., Any]], Any]
+Worker = Callable[..., Any]
 
 
 class Outcome(NamedTuple):
@@ -54,62 +55,71 @@ class Comparison:
     """How the answers to an exercise are compared.
 
     name: of the function or class that is the answer. worker: returns what must be as with the
-    solution. spare: how many times the bytes of the solution a rank may send.
+    solution. spare: how many times the bytes of the solution a rank may send; None for any number.
+    call: returns the call in a case, for messages; None for the form.
+
+    A case is the number of ranks, and what the worker gets after the answer.
     """
 
     number: str
     name: str
     worker: Worker
-    spare: float
+    spare: float | None
+    call: Callable[..., str] | None
 
-    def grade(self, grader: Grader, world_size: int) -> None:
+    def grade(self, grader: Grader, *case: Any) -> None:
         """Fail if an answer does not do what the solution does, or a rank sends more bytes."""
         result = grader.run(
             self.worker,
-            world_size=world_size,
-            failed=lambda error: self.mistake(outcome_of(error), world_size),
+            *case[1:],
+            world_size=case[0],
+            case=self.call and self.call(*case),
+            failed=lambda error: self.mistake(outcome_of(error), case),
         )
-        learners, right = outcome_of(result), self.outcome("", world_size)
+        learners, right = outcome_of(result), outcome(self, "", case)
         if not same(right.values, learners.values):
-            mistake = self.mistake(learners, world_size)
+            mistake = self.mistake(learners, case)
             for key in _keys(right.values, learners.values):
                 wanted, found = ([value[key] for value in v] for v in (right.values, result))
                 grader.compare(wanted, found, mistake, place=f" in {key}")
             grader.compare(right.values, result, mistake, verb="return")
-        for rank, (sent, most) in enumerate(zip(learners.sent, self.most(world_size), strict=True)):
+        for rank, (sent, most) in enumerate(zip(learners.sent, self.most(case), strict=True)):
             if sent > most:
                 much = f"rank {rank} sent {count(sent, 'byte')} where {most:,} would be enough"
-                grader.fail(
-                    f"right, but {much}", hint=self.mistake(learners, world_size), part=SENT
-                )
+                grader.fail(f"right, but {much}", hint=self.mistake(learners, case), part=SENT)
 
-    def mistake(self, learners: Outcome, world_size: int) -> str:
+    def mistake(self, learners: Outcome, case: tuple) -> str:
         """Return the mistake with which a wrong answer does the same; "" if none is known."""
-        too_much = self._sends_too_much(learners, world_size)
+        too_much = self._sends_too_much(learners, case)
         names = programs(self.number).keys() - ({"", "as before"} if learners.failed else {""})
-        known = {name: self.outcome(name, world_size) for name in sorted(names)}
+        known = {name: outcome(self, name, case) for name in sorted(names)}
         found = {
             name: one
             for name, one in known.items()
-            if same(one[:2], learners[:2]) and self._sends_too_much(one, world_size) == too_much
+            if same(one[:2], learners[:2]) and self._sends_too_much(one, case) == too_much
         }
         as_much = (name for name, one in found.items() if one.sent == learners.sent)
         if name := next(as_much, next(iter(found), "")):
             return name
-        other = "fails" if learners.failed else "too many bytes" if too_much else "otherwise"
+        right = outcome(self, "", case).values
+        other = "too many bytes" if same(right, learners.values) else "otherwise"
+        if learners.failed:
+            other = "fails"
+        elif f"{self.number} another form" in hints() and _forms(right) != _forms(learners.values):
+            other = "another form"
         return other if {other, f"{self.number} {other}"} & hints().keys() else ""
 
-    def most(self, world_size: int) -> list[int]:
+    def most(self, case: tuple) -> list[float]:
         """Return how many bytes each rank may send."""
-        return [round(self.spare * sent) for sent in self.outcome("", world_size).sent]
+        sent = outcome(self, "", case).sent
+        return [math.inf if self.spare is None else round(self.spare * each) for each in sent]
 
-    def outcome(self, mistake: str, world_size: int) -> Outcome:
-        """Return what a wrong answer does, or with "" the solution."""
-        return _outcome(self, mistake, world_size)
+    def _sends_too_much(self, one: Outcome, case: tuple) -> bool:
+        return any(sent > most for sent, most in zip(one.sent, self.most(case), strict=False))
 
-    def _sends_too_much(self, outcome: Outcome, world_size: int) -> bool:
-        pairs = zip(outcome.sent, self.most(world_size), strict=False)
-        return any(sent > most for sent, most in pairs)
+
+def _forms(values: list[Any]) -> list[Any]:
+    return [(type(each), len(each) if isinstance(each, tuple) else 0) for each in values]
 
 
 def _keys(*values: list[Any]) -> list[str]:
@@ -126,26 +136,22 @@ def compared(
     *,
     kind: str = "gap",
     sizes: tuple[int, ...] = (2, 3),
-    spare: float = SPARE,
+    spare: float | None = SPARE,
+    call: Callable[..., str] | None = None,
     **about: Any,
 ) -> Callable[[Worker], Worker]:
     """Register the check of an exercise: `worker(rank, world_size, answer)` tries an answer.
 
-    sizes: the numbers of ranks. For `worker` and `spare`, see Comparison; for the others, see
-    `exercise`.
+    sizes: the numbers of ranks. For `worker`, `spare` and `call`, see Comparison; for the others,
+    such as `cases`, see `exercise`.
     """
-    where = f"on {name_counts(sizes)} {'rank' if sizes[-1] == 1 else 'ranks'}"
-    others = (SENT,) if max(sizes) > 1 else ()
-    about = {"where": where, "others": others, "part": by_size(sizes)} | about
+    where = f"on {name_counts(sorted(sizes))} {'rank' if max(sizes) == 1 else 'ranks'}"
+    others = (SENT,) if max(sizes) > 1 and spare is not None else ()
+    about = {"where": where, "others": others, "part": by_size(sizes), "cases": sizes} | about
 
     def add(worker: Worker) -> Worker:
-        comparison = Comparison(number, form.partition("(")[0], worker, spare)
-
-        def grade(grader: Grader, world_size: int) -> None:
-            comparison.grade(grader, world_size)
-
-        grade.__module__ = worker.__module__
-        exercise(number, form, right, kind=kind, cases=sizes, **about)(grade)
+        comparison = Comparison(number, form.partition("(")[0], worker, spare, call)
+        exercise(number, form, right, kind=kind, **about)(comparison.grade)
         return worker
 
     return add
@@ -190,13 +196,15 @@ def defined(number: str, program: str, name: str) -> Callable[..., Any]:
 
 
 @cache
-def _outcome(comparison: Comparison, mistake: str, world_size: int) -> Outcome:
+def outcome(comparison: Comparison, mistake: str, case: tuple) -> Outcome:
+    """Return what a wrong answer does, or with "" the solution."""
     program = programs(comparison.number)[mistake]
     answer = defined(comparison.number, program, comparison.name)
+    world_size, *more = case
     how = {"world_size": world_size, "backend": "gloo", "timeout": TIMEOUT}
     with redirect_stdout(io.StringIO()):
         try:
-            return outcome_of(run(filled, comparison.worker, answer, **how))
+            return outcome_of(run(filled, comparison.worker, answer, *more, **how))
         except tuple(FAILURES) as error:
             return outcome_of(error)
 

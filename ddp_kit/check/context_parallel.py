@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import Grader, exercise
+from ddp_kit.check.grader import SIZES, Grader
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import DeadlockError, MismatchError, RunTimeoutError
 from ddp_kit.lessons import context_parallel as lesson
@@ -35,119 +35,39 @@ def _merge(rank: int, n: int, merge: Callable) -> dict:
     return {name: list(merge(*(each.double() for each in of))) for name, of in given.items()}
 
 
-@exercise("18.2", "block_mask(rank, step, n, chunk)", "in each step")
-def _block_mask(grader: Grader, n: int) -> None:
-    found, ranks = list(grader.run(_masks, world_size=n)), range(n)
-    for step in ranks:
-        owners = [(rank - step) % n for rank in ranks]
-        wanted = _masks_of(owners)
-        mistakes = {
-            "other way round": _masks_of((rank + step) % n for rank in ranks),
-            "no modulo": _masks_of(rank - step for rank in ranks),
-            "own chunk": _masks_of(ranks),
-            "transposed": [mask.T for mask in wanted],
-            "own position masked": _masks_of(owners, torch.lt),
-            "inverted": [~mask for mask in wanted],
-            "other mask": True,
-        }
-        here = [masks[step] for masks in found]
-        grader.compare(wanted, here, mistakes, verb="return", place=f" in step {step}")
+@compared("18.2", "block_mask(rank, step, n, chunk)", "in each step", sizes=SIZES, spare=None)
+def _block_mask(rank: int, n: int, block_mask: Callable) -> dict:
+    return {f"the mask of step {step}": block_mask(rank, step, n, CHUNK) for step in range(n)}
 
 
-def _masks_of(owners: Iterable[int], sees: Callable = torch.le) -> list[torch.Tensor]:
-    """Return the masks of all ranks, given the owner of the keys that each has."""
-    own = torch.arange(CHUNK)
-    return [
-        sees(owner * CHUNK + own, (rank * CHUNK + own)[:, None])
-        for rank, owner in enumerate(owners)
-    ]
-
-
-def _masks(rank: int, world_size: int, block_mask: Callable) -> list[Any]:
-    return [block_mask(rank, step, world_size, CHUNK) for step in range(world_size)]
-
-
-@exercise(
+@compared(
     "18.3",
     "bring_home(parts)",
     "the gradients are home",
     on_failure=dict.fromkeys((DeadlockError, MismatchError, RunTimeoutError), "unmatched"),
     collectives=False,
+    sizes=SIZES,
+    spare=None,
 )
-def _bring_home(grader: Grader, n: int) -> None:
-    def round_trip(block: Callable, steps: int = n, last: bool = False) -> list:
-        return _gone_round(n, steps, lambda r, s: block(r, s) if s < n or last else None)
-
-    mistakes = {
-        "nothing exchanged": [_parts(rank, n)[rank] for rank in range(n)],
-        "one step missing": round_trip(lambda rank, step: rank - step, n - 1),
-        "own part twice": round_trip(lambda rank, step: rank - step, last=True),
-        "other way round": round_trip(lambda rank, step: rank + step),
-        "own block": round_trip(lambda rank, step: rank),
-        "other sum": True,
-    }
-    wanted = [sum(_parts(rank, n)[owner] for rank in range(n)) for owner in range(n)]
-    found = grader.call([(_parts(rank, n),) for rank in range(n)])
-    grader.compare(wanted, found, mistakes, verb="return")
+def _bring_home(rank: int, n: int, bring_home: Callable) -> torch.Tensor:
+    # A rank's digit in a sum names it, and so do its multiples the block.
+    return bring_home([torch.tensor([10.0**rank, 10.0**rank * (1 + block)]) for block in range(n)])
 
 
-def _parts(rank: int, n: int) -> list[torch.Tensor]:
-    """Return a rank's parts of the gradients of all blocks: its digit in a sum names the rank."""
-    return [torch.tensor([10.0**rank, 10.0**rank * (owner + 1)]) for owner in range(n)]
-
-
-def _gone_round(n: int, steps: int, block: Callable[[int, int], int | None]) -> list[torch.Tensor]:
-    """Return the sums after some steps, if a rank adds its part of block(rank, step), if any."""
-    sums = [_parts(rank, n)[rank] for rank in range(n)]
-    for step in range(1, steps + 1):
-        sums = [sums[rank - 1] for rank in range(n)]
-        for rank in range(n):
-            which = block(rank, step)
-            if which is not None:
-                sums[rank] = sums[rank] + _parts(rank, n)[which % n]
-    return sums
-
-
-@exercise(
+@compared(
     "18.4",
     "through_experts(tokens, choice, expert)",
     "with uneven counts and with none",
     on_failure="wrong counts",
+    sizes=SIZES,
+    spare=None,
 )
-def _through_experts(grader: Grader, n: int) -> None:
-    found = grader.run(_use_experts, world_size=n)
-    wanted = [_expert(choice[:, None], tokens) for tokens, choice in _tokens(n)]
-    orders = [choice.argsort(stable=True) for _, choice in _tokens(n)]
-    as_sent = [want[order] for want, order in zip(wanted, orders, strict=True)]
-    mistakes = {
-        "not put back": as_sent,
-        "sorted twice": [back[order] for back, order in zip(as_sent, orders, strict=True)],
-        "other experts": True,
-    }
-    grader.compare(wanted, found, mistakes, verb="return")
-
-
-def _tokens(n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each rank's tokens and the expert of each.
-
-    If there are several experts, no token goes to the last one.
-    """
-    given = []
-    for rank in range(n):
-        count = torch.arange(4.0 + rank)
-        tokens = torch.stack([100 * (rank + 1) + count, count], 1)
-        choice = (3 * torch.arange(len(count)) + rank + 1) % 4 % max(1, n - 1)
-        given.append((tokens, choice))
-    return given
-
-
-def _expert(number: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return 2 * tokens + 1000 * (number + 1)
-
-
-def _use_experts(rank: int, world_size: int, through_experts: Callable) -> Any:
-    tokens, choice = _tokens(world_size)[rank]
-    return through_experts(tokens, choice, lambda rows: _expert(rank, rows))
+def _through_experts(rank: int, n: int, through_experts: Callable) -> torch.Tensor:
+    count = torch.arange(4.0 + rank)
+    tokens = torch.stack([100 * (rank + 1) + count, count], 1)
+    # If there are several experts, no token goes to the last one.
+    choice = (3 * torch.arange(len(count)) + rank + 1) % 4 % max(1, n - 1)
+    return through_experts(tokens, choice, lambda rows: 2 * rows + 1000 * (rank + 1))
 
 
 hunt("18.10")

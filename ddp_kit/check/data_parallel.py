@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from ddp_kit.check.compared import compared
 from ddp_kit.check.grader import SENT, Grader, by_size, exercise, same
+from ddp_kit.errors import RankError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WIDTH = 3
@@ -116,7 +117,7 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _on_ranks(sizes: list[int]) -> str:
+def _on_ranks(sizes: Sequence[int]) -> str:
     return by_size([len(each) for each in SHARDS])(len(sizes))
 
 
@@ -140,28 +141,25 @@ def _scatter_batch(grader: Grader, sizes: list[int]) -> None:
     grader.check_total_sent(n - 1, sent, "too much sent")
 
 
-@exercise(
+@compared(
     "7.2",
     "part_of_loss(outputs, targets, total)",
     "for shards of different sizes",
-    cases=SHARDS,
-    part=_on_ranks,
+    on_failure={RankError: {"a tensor of one number": "no graph"}},
+    where="on 1, 2, 3, 4 and 5 ranks",
+    cases=[(len(sizes), *sizes) for sizes in SHARDS],
+    part=lambda case: _on_ranks(case[1:]),
+    call=lambda n, *sizes: f"part_of_loss(outputs, targets, total) for shards of {list(sizes)}",
+    spare=None,
 )
-def _part_of_loss(grader: Grader, sizes: list[int]) -> None:
-    n, batch = len(sizes), _batch(sum(sizes))
-    case = f"{grader.form} for shards of {sizes}"
-    result = grader.run(_sum_gradients, batch, sizes, world_size=n, case=case)
-    want = _gradient(batch, nn.functional.mse_loss)
-    means = [_gradient(shard, nn.functional.mse_loss) for shard in batch.split(sizes)]
-    summed = sum(means[1:], means[0])
-    mistakes = {
-        "no graph": not isinstance(result[0], torch.Tensor) or result[0].shape != (1, WIDTH),
-        "sum of means": [summed] * n,
-        "mean of means": [summed / n] * n,
-        "not divided": len(batch) * want,
-        "other loss": True,
-    }
-    grader.compare([want] * n, result, mistakes, place=" as the sum of all gradients")
+def _part_of_loss(rank: int, n: int, part_of_loss: Callable, *sizes: int) -> dict:
+    model, shard = _model(), _batch(sum(sizes)).split(sizes)[rank]
+    part = part_of_loss(model(shard), shard[:, :1], sum(sizes))
+    if not isinstance(part, torch.Tensor) or not part.requires_grad or part.dim():
+        raise TypeError(f"it should return a tensor of one number, with a graph, got {part!r}")
+    part.backward()
+    dist.all_reduce(model.weight.grad)
+    return {"the sum of all gradients": model.weight.grad}
 
 
 def _batch(rows: int) -> torch.Tensor:
@@ -182,25 +180,3 @@ def _model() -> nn.Linear:
     model = nn.Linear(WIDTH, 1, bias=False)
     nn.init.ones_(model.weight)
     return model
-
-
-def _gradient(batch: torch.Tensor, loss_of: Callable) -> torch.Tensor:
-    """Return the gradient of a loss of all rows; the target of a row is its first number."""
-    model = _model()
-    loss_of(model(batch), batch[:, :1]).backward()
-    assert model.weight.grad is not None
-    return model.weight.grad
-
-
-def _sum_gradients(
-    rank: int, world_size: int, part_of_loss: Callable, batch: torch.Tensor, sizes: list[int]
-) -> Any:
-    model, shard = _model(), batch.split(sizes)[rank]
-    part = part_of_loss(model(shard), shard[:, :1], len(batch))
-    if not isinstance(part, torch.Tensor) or not part.requires_grad or part.dim():
-        return part
-    part.backward()
-    assert model.weight.grad is not None
-    parts = [torch.empty_like(model.weight) for _ in range(world_size)]
-    dist.all_gather(parts, model.weight.grad)
-    return sum(parts[1:], parts[0])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SENT, Grader, exercise, own_group
+from ddp_kit.check.grader import SENT, SIZES, Grader, exercise, own_group
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.lessons import device_mesh as lesson
 
@@ -71,20 +71,13 @@ def _gather_whole(grader: Grader, rows: int, columns: int) -> None:
     grader.compare([whole] * len(held), found, _mistake_in(whole, found), verb="return")
 
 
-@exercise("14.3", "own_rows(x, w)", "each row is sent where it is needed only", others=(SENT,))
-def _own_rows(grader: Grader, n: int) -> None:
-    factors = [_factors(rank) for rank in range(n)]
-    found = grader.call(factors)
-    summands = [x @ w for x, w in factors]
-    whole = sum(summands)
-    mistakes = {
-        "own summand": summands,
-        "rows of own summand": [own.chunk(n)[rank] for rank, own in enumerate(summands)],
-        "whole product": [whole] * n,
-        "wrong rows": True,
-    }
-    grader.compare(list(whole.chunk(n)), found, mistakes, verb="return")
-    grader.check_sent(4 * ROWS * COLUMNS * (n - 1) // n, "too many bytes")
+@compared(
+    "14.3", "own_rows(x, w)", "each row is sent where it is needed only", sizes=SIZES, spare=1
+)
+def _own_rows(rank: int, n: int, own_rows: Callable) -> torch.Tensor:
+    x = torch.arange(ROWS * INNER).view(ROWS, INNER) % 7 + 10 * (rank + 1)
+    w = torch.arange(INNER * COLUMNS).view(INNER, COLUMNS) + rank + 1
+    return own_rows(x.float(), w.float())
 
 
 def _run(grader: Grader, shape: tuple[int, int], held: list) -> Any:
@@ -104,13 +97,6 @@ def _call(
 def _matrix(rows: int) -> torch.Tensor:
     """Return two rows of three numbers for each row of the mesh."""
     return torch.arange(1.0, 6 * rows + 1).view(2 * rows, 3)
-
-
-def _factors(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rank's columns of the left factor and rows of the right one; sums are exact."""
-    x = torch.arange(ROWS * INNER).view(ROWS, INNER) % 7 + 10 * (rank + 1)
-    w = torch.arange(INNER * COLUMNS).view(INNER, COLUMNS) + rank + 1
-    return x.float(), w.float()
 
 
 def _mistake_in(whole: torch.Tensor, found: list) -> str:

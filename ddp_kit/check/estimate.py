@@ -84,7 +84,7 @@ def _add(number: str, section: dict[str, str]) -> None:
     answer = float(eval(section["answer"], names))
     within = float(section["within"].removesuffix("%")) / 100
     task = Estimate(number, answer, section["unit"], within, section["because"], wrong)
-    register(task, f"Compare a number in {task.unit} with the answer.", __name__)
+    register(task, f"Compare a number in {task.unit} with the answer.")
 
 
 for _number, _section in read(ESTIMATES).items():

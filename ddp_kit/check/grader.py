@@ -6,11 +6,14 @@ import inspect
 import io
 import math
 import reprlib
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +40,7 @@ EXERCISES: dict[str, Callable[[Any], Credit]] = {}  # by name, "exercise_4_1"
 # (one tensor if it is the same on all, one number for `expect`), a tuple of several such, or
 # whether it has been made. So the last one, with True, is for all other mistakes.
 Mistakes = Mapping[str, Any]
-Reason = str | Mapping[str, str] | Callable[[Any], str]  # of a failure, see Exercise.on_failure
+Reason = str | Mapping[str, str]  # of a failure, see Exercise.on_failure
 
 SIZES = (2, 3, 1, 4, 5)  # most mistakes show on two or three ranks, which start first
 TIMEOUT = 60.0  # seconds for one run; a deadlock is found without it
@@ -66,9 +69,8 @@ class Exercise:
     right answer. grade: runs the answer in one case, and returns if it is right. cases: each is a
     number of ranks or other arguments of `grade`. names: of the parts to which the cases belong.
     others: names of parts that `Grader.fail` may get. on_failure: the mistake behind runs that
-    fail, or one for each error with which they do: its name, by words that the ranks' errors have,
-    or a function of the error that returns it.
-    collectives: whether the answer may call collectives.
+    fail, or one for each error with which they do: its name, or names by words that the ranks'
+    errors have. collectives: whether the answer may call collectives.
     """
 
     number: str
@@ -79,7 +81,7 @@ class Exercise:
     cases: Sequence[Any]
     names: Sequence[str]
     others: Sequence[str]
-    on_failure: Mapping[type[Exception], Reason]
+    on_failure: str | Mapping[type[Exception], Reason]
     collectives: bool
 
     @property
@@ -144,7 +146,7 @@ def exercise(
     cases: Iterable[Any] = SIZES,
     part: Callable[[Any], str] | None = None,
     others: Sequence[str] = (),
-    on_failure: str | Mapping[type[Exception], Reason] | None = None,
+    on_failure: str | Mapping[type[Exception], Reason] = "",
     collectives: bool = True,
     where: str = "on 1, 2, 3, 4 and 5 ranks",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -157,13 +159,11 @@ def exercise(
     cases = list(cases)
     names = list(map(part or by_size(cases), cases))
     praise = f"right {where}, {right}" if right else f"right {where}"
-    if isinstance(on_failure, str):
-        on_failure = dict.fromkeys(FAILURES, on_failure)
-    known = (cases, names, others, on_failure or {}, collectives)
+    known = (cases, names, others, on_failure, collectives)
 
     def add(grade: Callable[..., None]) -> Callable[..., None]:
         about = f"Grade `{form}`, which should be {praise}."
-        register(Exercise(number, kind, form, praise, grade, *known), about, grade.__module__)
+        register(Exercise(number, kind, form, praise, grade, *known), about)
         return grade
 
     return add
@@ -175,9 +175,7 @@ def name_of(number: str) -> str:
     return f"{kind}_{number.removeprefix('P').replace('.', '_')}"
 
 
-def register(
-    task: Any, about: str, module: str, check: Callable[..., Credit] | None = None
-) -> None:
+def register(task: Any, about: str, check: Callable[..., Credit] | None = None) -> None:
     """Add the check of an exercise or of an estimate. about: the first line of its docstring."""
 
     def with_hint(answer: Any, *, hint: int | None = None) -> Credit:
@@ -185,7 +183,6 @@ def register(
 
     check = check or with_hint
     check.__name__ = check.__qualname__ = name_of(task.number)
-    check.__module__ = module
     check.__doc__ = (
         f"{about}\n\n"
         "hint: what is said of a mistake: 1 only what is wrong, 2 also a question, 3 where to\n"
@@ -264,7 +261,7 @@ class Grader:
         """Call `worker(rank, world_size, answer, *args)` on every rank.
 
         case: the call in this run, for messages, if it is more specific than the form. failed:
-        returns the mistake behind an error, instead of the exercise's `on_failure`.
+        returns the mistake behind an error, or "" to look into the exercise's `on_failure`.
 
         Raises NotImplementedError for a stub, ExerciseError if the run fails or calls a collective
         that it may not call, PoolError if the answer cannot be sent to the ranks, and BackendError
@@ -289,10 +286,12 @@ class Grader:
         except tuple(FAILURES) as error:
             self._printed.append(printed.getvalue())
             _raise_if_stub(error, self.exercise.number)
-            hint = failed or self.exercise.on_failure.get(type(error), "")
-            if isinstance(hint, Mapping):
-                hint = next((name for words, name in hint.items() if words in str(error)), "")
-            hint = hint(error) if callable(hint) else hint
+            reason = self.exercise.on_failure
+            reason = reason if isinstance(reason, str) else reason.get(type(error), "")
+            if not isinstance(reason, str):
+                reason = next((name for words, name in reason.items() if words in str(error)), "")
+            hint = failed(error) if failed else ""
+            hint = hint or reason
             if not hint and "'tuple' object does not support item assignment" in str(error):
                 hint = "tuple"
             self.fail(FAILURES[type(error)], hint=hint, error=error)
@@ -373,7 +372,7 @@ class Grader:
             were = "was" if sent == 1 else "were"
             sent_by = f"{count(sent, noun)} {were} sent{by}"
             fact = f"right, but {sent_by} where {most:,} would be enough"
-            self.fail(fact, hint=hint, part=SENT)
+            self.fail(fact, hint=hint, part=SENT if SENT in self.parts else "")
 
     def fail(
         self,
@@ -527,6 +526,22 @@ def in_place(
     return tensor
 
 
+class EndlessError(BaseException):
+    """Stops an answer that would go on forever; no `except Exception` catches it."""
+
+
+def ended(call: Callable, *args: Any, errors: tuple = (OSError, RuntimeError)) -> Any:
+    """Return what a call returns, or the name of its error if it is one of these."""
+    try:
+        return call(*args)
+    except NotImplementedError:  # of the stub
+        raise
+    except EndlessError:
+        return "goes on forever"
+    except errors as error:
+        return type(error).__name__
+
+
 def own_group(rank: int, world_size: int) -> dist.ProcessGroup:
     """Return a group of this rank alone. All ranks must call this."""
     return [dist.new_group([member]) for member in range(world_size)][rank]
@@ -537,6 +552,19 @@ def open_store(path: str, world_size: int, limit: timedelta) -> dist.Store:
     store = dist.FileStore(path, world_size)
     store.set_timeout(limit)
     return store
+
+
+@contextmanager
+def shared_folder(rank: int) -> Iterator[Path]:
+    """Yield a new folder, the same on all ranks of this host."""
+    name = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(name, src=0)
+    try:
+        yield Path(name[0])
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(name[0], ignore_errors=True)
 
 
 def hint_for(found: Any, hints: str | Mistakes) -> str:

@@ -8,10 +8,17 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
-
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import SIZES, STORE_LIMIT, Grader, exercise, open_store
+from ddp_kit.check.grader import (
+    SIZES,
+    STORE_LIMIT,
+    EndlessError,
+    Grader,
+    ended,
+    exercise,
+    open_store,
+    shared_folder,
+)
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
 
@@ -27,21 +34,19 @@ SECOND = "a second barrier"
 LATE, LATER = 0.3, 2.0  # seconds; wrong answers are found in the first run, which gets more time
 
 
-@exercise(
+@compared(
     "6.1",
     "place_of(hosts, host, local_rank)",
     where="for 4 and 5 ranks on two and three hosts",
-    cases=HOST_LISTS,
-    part=lambda hosts: f"on {count(len(hosts), 'host')}",
+    cases=[(sum(ranks for _, ranks in hosts), *hosts) for hosts in HOST_LISTS],
+    part=lambda case: f"on {count(len(case) - 1, 'host')}",
+    call=lambda n, *hosts: f"place_of({list(hosts)}, host, local_rank)",
+    spare=None,
 )
-def _place_of(grader: Grader, hosts: list[tuple[str, int]]) -> None:
+def _place_of(rank: int, n: int, place_of: Callable, *hosts: tuple[str, int]) -> Any:
     places = [(host, local) for host, ranks in hosts for local in range(ranks)]
-    n = len(places)
-    case = f"place_of({hosts}, host, local_rank)"
-    returned = grader.call([(hosts, *place) for place in places], case)
-    found = [tuple(value) if isinstance(value, list) else value for value in returned]
-    wanted = [(rank, n) for rank in range(n)]
-    grader.compare(wanted, found, _misplaced(hosts, places, found), verb="return")
+    found = place_of(list(hosts), *places[rank])
+    return tuple(found) if isinstance(found, list) else found
 
 
 @exercise(
@@ -100,21 +105,6 @@ def _who_is_missing(grader: Grader, world_size: int) -> None:
             grader.fail(fact, hint="waits too long", part="returns when all have come")
 
 
-def _misplaced(hosts: list, places: list, found: list) -> str:
-    """Return the mistake in pairs of rank and world size."""
-    if not all(isinstance(value, tuple) and len(value) == 2 for value in found):
-        return "not two numbers"
-    ranks, sizes = zip(*found, strict=True)
-    if set(sizes) != {len(places)}:
-        return "wrong world size"
-    if list(ranks) == [local for _, local in places]:
-        return "local rank"
-    order = [host for host, _ in hosts]
-    if list(ranks) == [order.index(host) * dict(hosts)[host] + local for host, local in places]:
-        return "equal hosts"
-    return "other order"
-
-
 def _pass_barriers(
     rank: int, world_size: int, barrier: Callable, path: str, limit: timedelta, seconds: float
 ) -> list[list[int]]:
@@ -170,57 +160,47 @@ def _who(absent: list[int]) -> str:
     return f"{count(len(absent), 'rank')} never came" if absent else "all came"
 
 
-class _Scripted:
-    """A store in one process. later: writes the keys that are missing, once; others come late."""
+class ScriptedStore:
+    """A store in one process. later: what the others do, once, when a key is waited for."""
 
-    def __init__(self, later: Callable[[_Scripted], None] = lambda store: None) -> None:
+    def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
-        self._later = later
+        self.later: Callable[[], None] | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.held[key] = value if isinstance(value, bytes) else value.encode()
+        """Write a key."""
+        self.held[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
+        """Wait for a key, and return it."""
         self.wait([key])
         return self.held[key]
 
     def wait(self, keys: list[str], *limit: timedelta) -> None:
-        if self.check(keys):
-            return
-        later, self._later = self._later, lambda store: None
-        later(self)
-        if not self.check(keys):
-            raise RuntimeError("it waits for a key that nobody writes")
+        """Return when these keys are written. Raise RuntimeError if they never are."""
+        if not self.check(keys) and self.later is not None:
+            later, self.later = self.later, None
+            later()
+        if missing := [key for key in keys if key not in self.held]:
+            raise RuntimeError(f"all wait, and nobody writes {' and '.join(missing)}")
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all these keys are written."""
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return it."""
         number = int(self.held.get(key, b"0")) + amount
         self.set(key, str(number))
         return number
 
 
-def _ended(call: Callable, *args: Any) -> Any:
-    """Return what a call returns, or its error."""
-    try:
-        return call(*args)
-    except NotImplementedError:  # of the stub
-        raise
-    except _Endless:
-        return "goes on forever"
-    except TimeoutError:
-        return "TimeoutError"
-    except (ConnectionError, RuntimeError) as error:
-        return type(error).__name__
-
-
 @compared("6.a", "join(store, run, world_size)", sizes=(1,), where="for two starts")
 def _join(rank: int, world_size: int, join: Callable) -> dict:
-    store = _Scripted()
+    store = ScriptedStore()
     comes = [("run 1", 3)] * 4 + [("run 2", 2)] * 3
     return {
-        f"process {number + 1} of {run}, with world size {size}": _ended(join, store, run, size)
+        f"process {number + 1} of {run}, with world size {size}": ended(join, store, run, size)
         for number, (run, size) in enumerate(comes)
     }
 
@@ -231,22 +211,18 @@ def _join(rank: int, world_size: int, join: Callable) -> dict:
 def _exchange(rank: int, world_size: int, exchange: Callable) -> dict:
     found = {}
     for me, n in ((1, 3), (0, 2)):
-        kept = _Scripted()
+        kept = ScriptedStore()
         for name in ("first", "second"):
 
-            def others(store: _Scripted, me: int = me, n: int = n, name: str = name) -> None:
-                if f"{name}/{me}" in store.held:  # they wait for this rank as it does for them
+            def others(kept: Any = kept, me: int = me, n: int = n, name: str = name) -> None:
+                if f"{name}/{me}" in kept.held:  # they wait for this rank as it does for them
                     for other in set(range(n)) - {me}:
-                        store.set(f"{name}/{other}", f"{name} value of {other}")
+                        kept.set(f"{name}/{other}", f"{name} value of {other}")
 
-            kept._later = others
-            returned = _ended(exchange, kept, me, n, name, f"{name} value of {me}")
+            kept.later = others
+            returned = ended(exchange, kept, me, n, name, f"{name} value of {me}")
             found[f"the {name} exchange on rank {me} of {n}"] = returned
     return found
-
-
-class _Endless(BaseException):
-    """An answer tries again and again; no `except Exception` stops it."""
 
 
 class _Service:
@@ -265,7 +241,7 @@ class _Service:
     def connect(self) -> str:
         self._tries += 1
         if self._tries > 100:
-            raise _Endless
+            raise EndlessError
         if round(self.time, 3) not in self.tried:  # rounding may need a second one at the limit
             self.tried.append(round(self.time, 3))
         if self.time < self._answers:
@@ -283,7 +259,7 @@ def _keep_trying(rank: int, world_size: int, keep_trying: Callable) -> dict:
     found = {}
     for answers in (0.0, 0.5, 1.9, 100.0):
         service = _Service(answers)
-        how = _ended(keep_trying, service.connect, 2.0, service.now, service.pause)
+        how = ended(keep_trying, service.connect, 2.0, service.now, service.pause)
         what = f"the service answers after {answers:g} s"
         found |= {f"the end if {what}": how, f"the tries if {what}": service.tried}
     return found
@@ -313,33 +289,29 @@ class _InOrder:
 
 
 @compared("6.4", "meet(store, most, last_call)", kind="function")
-def _meet(rank: int, world_size: int, meet: Callable) -> dict:
-    n, found = world_size, {}
+def _meet(rank: int, n: int, meet: Callable) -> dict:
     cases = {"all come in time": (n, n), "one is too many": (n - 1, n), "one is late": (n, n - 1)}
-    for name, (most, in_time) in cases.items():
-        folder = [TemporaryDirectory()] if rank == 0 else [None]
-        where = [folder[0].name if rank == 0 else ""]
-        dist.broadcast_object_list(where, src=0)
-        store = open_store(f"{where[0]}/store", n, STORE_LIMIT)
-        before = f"came {rank - 1}" if rank < in_time else "begun"
+    found = {}
+    for name, case in cases.items():
+        with shared_folder(rank) as folder:  # it must outlive the stores in it
+            came = _come(rank, n, meet, f"{folder}/store", *case)
+            found[f"{name}: the generation, the rank and the world size"] = came
+    return found
 
-        def come(store: Any = store, before: str = before) -> None:
-            if rank:
-                store.wait([before])
 
-        def came(store: Any = store) -> None:
-            store.set(f"came {rank}", "")
+def _come(rank: int, n: int, meet: Callable, path: str, most: int, in_time: int) -> Any:
+    """Return what an answer returns if so many ranks come in time, one after the other."""
+    store = open_store(path, n, STORE_LIMIT)
 
-        def last_call(generation: int, store: Any = store, in_time: int = in_time) -> None:
-            if generation == 0:
-                store.wait([f"came {in_time - 1}"])
+    def come() -> None:
+        if rank:
+            store.wait([f"came {rank - 1}" if rank < in_time else "begun"])
 
-        def tried(store: Any = store, most: int = most, come=come, came=came, end=last_call) -> Any:
-            return meet(_InOrder(store, come, came), most, end)
+    def last_call(generation: int) -> None:
+        if generation == 0:
+            store.wait([f"came {in_time - 1}"])
 
-        found[f"{name}: the generation, the rank and the world size"] = _ended(tried)
-        store.set("begun", "")
-        dist.barrier()
-        if rank == 0:
-            folder[0].cleanup()
+    watched = _InOrder(store, come, lambda: store.set(f"came {rank}", ""))
+    found = ended(meet, watched, most, last_call)
+    store.set("begun", "")
     return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import Grader, by_size, exercise, hint_for, same
+from ddp_kit.check.grader import Grader, by_size, exercise, same
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.errors import DeadlockError, RankError
 from ddp_kit.lessons import pipeline_parallel as lesson
@@ -26,29 +26,18 @@ def _micro_batches_of(case: tuple[int, int]) -> str:
     return f"{'fewer' if m < p else 'no fewer'} micro-batches than ranks"
 
 
-@exercise(
+@compared(
     "17.1",
     "one_f_one_b(rank, p, m)",
     "also with fewer micro-batches than ranks",
     where="on 1, 2, 3 and 4 ranks",
     cases=CASES,
+    call=lambda p, m: f"one_f_one_b(rank, {p}, {m})",
     part=_micro_batches_of,
+    spare=None,
 )
-def _one_f_one_b(grader: Grader, p: int, m: int) -> None:
-    given = [(rank, p, m) for rank in range(p)]
-    found = list(map(_text, grader.call(given, f"one_f_one_b(rank, {p}, {m})")))
-    warm_ups = [p - rank - 1 for rank in range(p)]
-    mistakes = {
-        "all forwards first": [_order(m, m)] * p,
-        "one forward too many": [_order(w + 1, m) for w in warm_ups],
-        "one forward too few": [_order(w - 1, m) for w in warm_ups],
-        "backward before forward": [_order(w, m, ("B", "F")) for w in warm_ups],
-        "wrong end": [_order(w, m) for w in reversed(warm_ups)],
-        "steps missing": _short(found, 2 * m),
-        "other order": True,
-    }
-    wanted = [_order(w, m) for w in warm_ups]
-    grader.compare(wanted, found, mistakes, verb="return", place=' (B3: ("B", 3))')
+def _one_f_one_b(rank: int, p: int, one_f_one_b: Callable, m: int) -> dict:
+    return {'the order (B3: ("B", 3))': _text(one_f_one_b(rank, p, m))}
 
 
 def _text(order: Any) -> Any:
@@ -57,20 +46,6 @@ def _text(order: Any) -> Any:
         return " ".join(f"{''.join(map(str, stage))}{kind}{int(i)}" for kind, i, *stage in order)
     except (TypeError, ValueError):
         return order
-
-
-def _short(found: list, length: int) -> bool:
-    return any(len(str(order).split()) < length for order in found)
-
-
-def _order(warm_up: int, m: int, pair: tuple[str, str] = ("F", "B")) -> str:
-    """Return 1F1B after so many forwards, with each pair of the middle in this order."""
-    warm_up = max(0, min(warm_up, m))
-    order = [f"F{i}" for i in range(warm_up)]
-    for i in range(m - warm_up):
-        number = {"F": warm_up + i, "B": i}
-        order += [f"{kind}{number[kind]}" for kind in pair]
-    return " ".join([*order, *(f"B{i}" for i in range(m - warm_up, m))])
 
 
 RAISED = {
@@ -162,7 +137,7 @@ def _rounding(case: tuple[int, float]) -> str:
     "17.3", "micro_batches(p, most)", where="for 1 to 16 ranks", cases=BUBBLES, part=_rounding
 )
 def _micro_batches(grader: Grader, p: int, most: float) -> None:
-    (found,) = grader.call([(p, most)], f"micro_batches({p}, {most:g}), called")
+    found = grader.ask(p, most)
     want = _fewest(lambda m: (p - 1) / (m + p - 1), most)
     mistakes = {
         "one rank": p == 1,
@@ -173,57 +148,25 @@ def _micro_batches(grader: Grader, p: int, most: float) -> None:
         "no whole number": isinstance(found, float),
         "other number": True,
     }
-    if not isinstance(found, int | float) or isinstance(found, bool) or found != want:
-        fact = f"it should return {want} but returns {found!r}"
-        grader.fail(fact, hint=hint_for(found, mistakes))
+    grader.expect(want, found, mistakes)
 
 
 def _fewest(bubble: Callable[[int], float], most: float) -> int:
     return next(m for m in range(1, 10_000) if bubble(m) <= most + 1e-12)
 
 
-def _ranks(case: tuple[int, int, int]) -> str:
-    return by_size([p for p, *_ in INTERLEAVED])(case[0])
-
-
-@exercise(
+@compared(
     "17.4",
     "interleaved(rank, p, v, m)",
     "with 2 and 3 stages each",
     where="on 1, 2, 3 and 4 ranks",
     cases=INTERLEAVED,
-    part=_ranks,
+    call=lambda p, v, m: f"interleaved(rank, {p}, {v}, {m})",
+    part=lambda case: by_size([2, 3, 1, 4])(case[0]),
+    spare=None,
 )
-def _interleaved(grader: Grader, p: int, v: int, m: int) -> None:
-    given = [(rank, p, v, m) for rank in range(p)]
-    found = list(map(_text, grader.call(given, f"interleaved(rank, {p}, {v}, {m})")))
-
-    def orders(**wrong: int) -> list[str]:
-        return [interleaved_order(rank, p, v, m, **wrong) for rank in range(p)]
-
-    mistakes = {
-        "same order of stages": orders(back=1),
-        "one forward per rank": orders(stride=1),
-        "one forward too many": orders(more=1),
-        "one forward too few": orders(more=-1),
-        "steps missing": _short(found, 2 * v * m),
-        "other order": True,
-    }
-    grader.compare(orders(), found, mistakes, verb="return", place=' (2B3: ("B", 3, 2))')
-
-
-def interleaved_order(
-    rank: int, p: int, v: int, m: int, more: int = 0, stride: int = 2, back: int = -1
-) -> str:
-    """Return interleaved 1F1B; `more`, `stride` and `back` can make it wrong."""
-    stages = range(rank, v * p, p)
-    groups = [range(first, first + p) for first in range(0, m, p)]
-    forwards = [f"{stage}F{i}" for group in groups for stage in stages for i in group]
-    backwards = [f"{stage}B{i}" for group in groups for stage in stages[::back] for i in group]
-    warm_up = max(0, min(stride * (p - 1 - rank) + (v - 1) * p + more, v * m))
-    pairs = zip(forwards[warm_up:], backwards, strict=False)
-    order = [*forwards[:warm_up], *(step for pair in pairs for step in pair)]
-    return " ".join([*order, *backwards[v * m - warm_up :]])
+def _interleaved(rank: int, p: int, interleaved: Callable, v: int, m: int) -> dict:
+    return {'the order (2B3: ("B", 3, 2))': _text(interleaved(rank, p, v, m))}
 
 
 hunt("17.10")

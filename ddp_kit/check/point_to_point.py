@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import (
-    SENT,
-    UNCHANGED,
-    Grader,
-    brought,
-    exercise,
-    in_place,
-    same,
-)
+from ddp_kit.check.grader import SENT, UNCHANGED, Grader, brought, exercise, in_place, same
 from ddp_kit.errors import DeadlockError
 
 BLOCKING = "with send and recv alone"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.check.grader import FAILURES, Exercise, Grader, name_of, register
+from ddp_kit.check.grader import Exercise, Grader, name_of, register
 from ddp_kit.check.hints import Steps
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.error_text import count
@@ -86,11 +86,9 @@ def project(
     error. collectives: whether the answer may call some.
     """
     names, functions = list(milestones), list(milestones.values())
-    if isinstance(on_failure, str):
-        on_failure = dict.fromkeys(FAILURES, on_failure)
     praise = f"all {count(len(names), 'milestone')} are reached"
     known = (functions, names, (), on_failure, collectives, graded_by)
-    task = Project(number, "project", form, praise, _reach, *known)
+    task = Project(number, "project", form, praise, lambda grader, reach: reach(grader), *known)
 
     def check(answer: Any, *, milestone: int | None = None, hint: int | None = None) -> Credit:
         return task.check(answer, hint, milestone)
@@ -99,8 +97,4 @@ def project(
         f"Check the milestones of {task.title}, or one of them.\n\n"
         "milestone: its number, from 1; without it, all are checked, in order."
     )
-    register(task, about, functions[0].__module__, check)
-
-
-def _reach(grader: Grader, milestone: Milestone) -> None:
-    milestone(grader)
+    register(task, about, check)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -121,7 +120,7 @@ class Runs:
     def __init__(self, program: str | os.PathLike, ranks: int, folder: str) -> None:
         self.status, self.timed_out = 0, False
         self._folder, self._logs = Path(folder, "run"), Path(folder, "logs")
-        self._end = time.monotonic() + LIMIT
+        self._limit = threading.Timer(LIMIT, self._time_is_over)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         options = ["--max-restarts", "3", "--redirects", "2", "--log-dir", str(self._logs)]
         own = [str(Path(program).resolve()), str(self._folder)]
@@ -131,10 +130,16 @@ class Runs:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Runs:
+        self._limit.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
         self._end_all()
+
+    def _time_is_over(self) -> None:
+        self.timed_out, self._again = True, False
+        self._end_all()  # which ends the lines, too
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that the ranks print, until the program ends or its time is over."""
@@ -189,19 +194,12 @@ class Runs:
             text=True,
             errors="replace",
         )
-        found: queue.Queue[str | None] = queue.Queue()
-        reader = threading.Thread(target=_read, args=(self._process.stdout, found), daemon=True)
-        reader.start()
-        try:
-            while (line := found.get(timeout=max(0, self._end - time.monotonic()))) is not None:
-                yield line
-            self.status = self._process.wait(max(0, self._end - time.monotonic()))
-        except (queue.Empty, subprocess.TimeoutExpired):
-            self.timed_out = True
+        if self.timed_out:  # just before
             self._end_all()
-        finally:
-            if self._again or self.timed_out:
-                self.status = 0
+        with self._process.stdout as lines:  # type: ignore[union-attr]
+            yield from lines
+        status = self._process.wait()
+        self.status = 0 if self._again or self.timed_out else status
 
     def _ranks(self) -> dict[int, psutil.Process]:
         """Return the ranks that run, by their numbers."""
@@ -235,13 +233,6 @@ class Runs:
                 process.kill()  # which does nothing to another process with the same number
         self._process.wait()
         psutil.wait_procs(self._begun, timeout=10)
-
-
-def _read(stream: Any, found: queue.Queue[str | None]) -> None:
-    with stream:
-        for line in stream:
-            found.put(line)
-    found.put(None)
 
 
 def _runs(grader: TrainingGrader) -> None:

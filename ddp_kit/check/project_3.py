@@ -71,11 +71,7 @@ def _few_bytes(grader: SumGrader) -> None:
         most = 2 * (ranks - 1) * -(-numbers // ranks) * 4
         for rank in range(ranks):
             sent = result.trace.bytes_sent(rank)
-            if sent > most:
-                much = f"{count(sent, 'byte')} were sent by rank {rank}"
-                grader.fail(
-                    f"right, but {much} where {most:,} would be enough", hint="too many bytes"
-                )
+            grader.check_at_most(f" by rank {rank}", sent, most, "byte", "too many bytes")
 
 
 def _few_rounds(grader: SumGrader) -> None:

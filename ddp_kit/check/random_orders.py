@@ -150,26 +150,16 @@ class Ranks:
     @contextmanager
     def _in_place_of_torch(self) -> Iterator[None]:
         def isend(
-            tensor: torch.Tensor,
-            dst: int | None = None,
-            group: Any = None,
-            tag: int = 0,
-            **more: Any,
-        ) -> Work:
-            return self._post(
-                self._sends, tensor, (self._here.rank, more.get("group_dst", dst), tag)
-            )
+            tensor: Any, dst: Any = None, group: Any = None, tag: int = 0, **more: Any
+        ) -> Any:
+            key = self._here.rank, more.get("group_dst", dst), tag
+            return self._post(self._sends, tensor, key)
 
         def irecv(
-            tensor: torch.Tensor,
-            src: int | None = None,
-            group: Any = None,
-            tag: int = 0,
-            **more: Any,
-        ) -> Work:
-            return self._post(
-                self._recvs, tensor, (more.get("group_src", src), self._here.rank, tag)
-            )
+            tensor: Any, src: Any = None, group: Any = None, tag: int = 0, **more: Any
+        ) -> Any:
+            key = more.get("group_src", src), self._here.rank, tag
+            return self._post(self._recvs, tensor, key)
 
         def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **more: Any) -> Any:
             irecv(tensor, src, *args, **more).wait()

@@ -20,7 +20,8 @@ from ddp_kit.check.hints import PLACE, Steps, solutions
 from ddp_kit.check.partial_credit import Credit
 from ddp_kit.errors import ExerciseError
 from ddp_kit.trace import Trace
-from ddp_kit.trace.schedule import schedule
+from ddp_kit.trace.events import Message
+from ddp_kit.trace.schedule import START, schedule
 
 ROUNDING = 1 + 1e-9
 
@@ -65,7 +66,7 @@ class Record(Exercise):
         steps = Steps(self.number, step)
         with steps.counted():
             score = self._score(answer, steps)
-        best, credit = self.best(), self._credit(score)
+        best, credit = _best(self), self._credit(score)
         stars = "".join("★" if reached else "☆" for reached in credit.parts.values())
         known = f"the best known answer has {best.value:,.6g}"
         if score.value * ROUNDING < best.value:
@@ -81,10 +82,6 @@ class Record(Exercise):
             return self._credit(self._score(answer, steps, time.monotonic() + seconds))
         except (ExerciseError, NotImplementedError) as error:
             return Credit(dict.fromkeys(self.parts, False), {"": str(error)})
-
-    def best(self) -> Score:
-        """Return the score of the best known answer."""
-        return _best(self)
 
     def _credit(self, score: Score) -> Credit:
         reached = (score.value <= ROUNDING * goal for goal in self.goals)
@@ -126,7 +123,7 @@ def record(
     def add(grade: Callable[[Grader], Score]) -> Callable[[Grader], Score]:
         known = (number, "record", form, "", grade, (), (), (), {}, collectives)
         about = f"Score `{form}` in {unit}: fewer are better."
-        register(Record(*known, unit, goals, along, rows), about, grade.__module__)
+        register(Record(*known, unit, goals, along, rows), about)
         return grade
 
     return add
@@ -141,14 +138,62 @@ def _best(task: Record) -> Score:
 
 def rounds(trace: Trace) -> Score:
     """Score a run by its rounds, in each of which a rank sends or receives one message."""
-    at = schedule(trace).at
-    taken = [message for message in trace.messages() if message.recv is not None]
-    taken.sort(key=lambda m: (at[m.recv.rank, m.recv.index], m.send.index))
-    busy = [0] * trace.world_size  # rounds that a rank has finished
-    spans = []
-    for message in taken:
-        end = max(busy[message.src], busy[message.dst]) + 1
-        busy[message.src] = busy[message.dst] = end
-        spans.append(Span(message.src, end - 1, end, f"to {message.dst}"))
-        spans.append(Span(message.dst, end - 1, end, f"from {message.src}"))
-    return Score(max(busy), spans)
+    return on_a_wire(trace, 1, 0, both_ways=False)
+
+
+def on_a_wire(trace: Trace, alpha: float, beta: float, both_ways: bool = True) -> Score:
+    """Score a run by its seconds, if each message takes alpha + beta seconds for each byte.
+
+    A rank can send one message and receive another one at the same time, unless both_ways is False.
+    A message begins when its send and its receive have been posted, and nothing else takes time.
+    """
+    sent = [message for message in trace.messages() if message.recv is not None]
+    ends_of = [(message.send, message.recv) for message in sent]
+    number = {(e.rank, e.index): each for each, pair in enumerate(ends_of) for e in pair}
+    queues = [list(actions) for actions in schedule(trace).actions]
+    now, out, into = ([0.0] * trace.world_size for _ in range(3))  # by rank, until when it is busy
+    into = into if both_ways else out
+    posted: list[dict[str, float]] = [{} for _ in sent]  # when, by kind
+    begun: dict[int, float] = {}
+    ended: dict[int, float] = {}
+
+    def advance(rank: int) -> None:
+        queue = queues[rank]
+        while queue:
+            event, what = queue[0].event, queue[0].what
+            each = number.get((rank, event.index))
+            if each is not None:
+                posted[each].setdefault(event.kind, now[rank])
+                if what != START and each not in ended:
+                    return
+                now[rank] = now[rank] if what == START else max(now[rank], ended[each])
+            queue.pop(0)
+
+    def earliest(each: int) -> tuple[float, int, int]:
+        message = sent[each]
+        start = max(*posted[each].values(), out[message.src], into[message.dst])
+        return start, message.src, message.send.index
+
+    while True:
+        for rank in range(trace.world_size):
+            advance(rank)
+        ready = [each for each in range(len(sent)) if each not in ended and len(posted[each]) == 2]
+        if ready:
+            each = min(ready, key=earliest)
+            message, begun[each] = sent[each], earliest(each)[0]
+            ended[each] = begun[each] + alpha + beta * message.nbytes
+            out[message.src] = into[message.dst] = ended[each]
+        elif left := [rank for rank, queue in enumerate(queues) if queue]:
+            queues[min(left, key=lambda rank: now[rank])].pop(0)  # a send that was buffered
+        else:
+            return Score(max(ended.values(), default=0), _spans(sent, begun, ended))
+
+
+def _spans(sent: list[Message], begun: dict[int, float], ended: dict[int, float]) -> list[Span]:
+    """Return what each rank does when; what it sends and receives at one time is one span."""
+    labels: dict[tuple[int, float, float], list[str]] = {}
+    for each, message in enumerate(sent):
+        time = begun[each], ended[each]
+        labels.setdefault((message.src, *time), []).insert(0, f"to {message.dst}")
+        labels.setdefault((message.dst, *time), []).append(f"from {message.src}")
+    return [Span(*key, ", ".join(labels[key])) for key in sorted(labels)]

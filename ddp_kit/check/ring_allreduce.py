@@ -9,23 +9,11 @@ from itertools import product
 import torch
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import (
-    SENT,
-    SIZES,
-    UNCHANGED,
-    Grader,
-    brought,
-    drawn,
-    exercise,
-    in_place,
-    same,
-)
-from ddp_kit.check.record import ROUNDING, Score, Span, record
+from ddp_kit.check.grader import SENT, SIZES, UNCHANGED, Grader, brought, drawn, exercise, in_place
+from ddp_kit.check.record import ROUNDING, Score, on_a_wire, record
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError, MismatchError
 from ddp_kit.trace import Trace
-from ddp_kit.trace.events import Message
-from ddp_kit.trace.schedule import START, schedule
 
 LENGTHS = (2, 0, 3, 1, 5)  # of pieces; an empty one is among them
 AT_ONCE = "each piece is passed on at once"
@@ -68,38 +56,25 @@ def _divides(case: tuple) -> str:
     return "60 numbers" if case[1] == (60,) else "sizes that do not divide by the ranks"
 
 
-@exercise(
+def _piece_lengths(n: int, alike: bool) -> list[int]:
+    return [3] * n if alike else list(LENGTHS[:n])
+
+
+@compared(
     "4.1",
     "reduce_scatter(output, pieces)",
     "each rank sends all pieces but one",
     on_failure={MismatchError: "lengths", DeadlockError: "lengths"},
     collectives=False,
+    sizes=SIZES,
+    spare=1,
     cases=product(SIZES, (True, False)),
-    others=(SENT,),
     part=lambda case: "pieces of one length" if case[1] else "pieces of different lengths",
+    call=lambda *case: f"reduce_scatter(output, pieces of lengths {_piece_lengths(*case)})",
 )
-def _reduce_scatter(grader: Grader, world_size: int, alike: bool) -> None:
-    lengths = [3] * world_size if alike else LENGTHS[:world_size]
-    held = [list(tensor.split(lengths)) for tensor in brought(world_size, sum(lengths))]
-    case = f"reduce_scatter(output, pieces of lengths {[*lengths]})"
-    result = grader.run(_scattered, held, world_size=world_size, case=case)
-    sums = [sum(each[1:], each[0]) for each in zip(*held, strict=True)]
-    found = [value["output"] for value in result]
-    mistakes = {
-        "as in the lesson": world_size > 1 and same([*sums[1:], sums[0]], found),
-        "own piece": [pieces[rank] for rank, pieces in enumerate(held)],
-        "other sum": True,
-    }
-    grader.compare(sums, found, mistakes)
-    kept = [value["pieces"] for value in result]
-    grader.compare(held, kept, "pieces changed", place=" in pieces")
-    for rank, length in enumerate(lengths):
-        sent, most = result.trace.bytes_sent(rank), 4 * (sum(lengths) - length)
-        grader.check_at_most(f" by rank {rank}", sent, most, "byte", "too many bytes")
-
-
-def _scattered(rank: int, world_size: int, reduce_scatter: Callable, held: list) -> dict:
-    pieces = [piece.clone() for piece in held[rank]]
+def _reduce_scatter(rank: int, n: int, reduce_scatter: Callable, alike: bool) -> dict:
+    lengths = _piece_lengths(n, alike)
+    pieces = list(brought(n, sum(lengths))[rank].split(lengths))
     output = torch.empty_like(pieces[rank])
     reduce_scatter(output, pieces)
     return {"output": output, "pieces": pieces}
@@ -210,60 +185,3 @@ def _sum_in_rounds(grader: Grader) -> Score:
     }
     grader.compare([total] * RANKS, result, mistakes)
     return on_a_wire(result.trace, 1, 0)
-
-
-def on_a_wire(trace: Trace, alpha: float, beta: float) -> Score:
-    """Score a run by its seconds, if each message takes alpha + beta seconds for each byte.
-
-    A rank can send one message and receive another one at the same time. A message begins when its
-    send and its receive have been posted, and nothing else takes time.
-    """
-    sent = [message for message in trace.messages() if message.recv is not None]
-    ends_of = [(message.send, message.recv) for message in sent]
-    number = {(e.rank, e.index): each for each, pair in enumerate(ends_of) for e in pair}
-    queues = [list(actions) for actions in schedule(trace).actions]
-    now, out, into = ([0.0] * trace.world_size for _ in range(3))  # by rank
-    posted: list[dict[str, float]] = [{} for _ in sent]  # when, by kind
-    begun: dict[int, float] = {}
-    ended: dict[int, float] = {}
-
-    def advance(rank: int) -> None:
-        queue = queues[rank]
-        while queue:
-            event, what = queue[0].event, queue[0].what
-            each = number.get((rank, event.index))
-            if each is not None:
-                posted[each].setdefault(event.kind, now[rank])
-                if what != START and each not in ended:
-                    return
-                now[rank] = now[rank] if what == START else max(now[rank], ended[each])
-            queue.pop(0)
-
-    def earliest(each: int) -> tuple[float, int, int]:
-        message = sent[each]
-        start = max(*posted[each].values(), out[message.src], into[message.dst])
-        return start, message.src, message.send.index
-
-    while True:
-        for rank in range(trace.world_size):
-            advance(rank)
-        ready = [each for each in range(len(sent)) if each not in ended and len(posted[each]) == 2]
-        if ready:
-            each = min(ready, key=earliest)
-            message, begun[each] = sent[each], earliest(each)[0]
-            ended[each] = begun[each] + alpha + beta * message.nbytes
-            out[message.src] = into[message.dst] = ended[each]
-        elif left := [rank for rank, queue in enumerate(queues) if queue]:
-            queues[min(left, key=lambda rank: now[rank])].pop(0)  # a send that was buffered
-        else:
-            return Score(max(ended.values(), default=0), _spans(sent, begun, ended))
-
-
-def _spans(sent: list[Message], begun: dict[int, float], ended: dict[int, float]) -> list[Span]:
-    """Return what each rank does when; what it sends and receives at one time is one span."""
-    labels: dict[tuple[int, float, float], list[str]] = {}
-    for each, message in enumerate(sent):
-        time = begun[each], ended[each]
-        labels.setdefault((message.src, *time), []).insert(0, f"to {message.dst}")
-        labels.setdefault((message.dst, *time), []).append(f"from {message.src}")
-    return [Span(*key, ", ".join(labels[key])) for key in sorted(labels)]

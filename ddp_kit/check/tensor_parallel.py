@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ddp_kit.check.compared import compared, hunt
-from ddp_kit.check.grader import SENT, Grader, exercise, own_group
+from ddp_kit.check.grader import SIZES, own_group
 from ddp_kit.errors import RankError
 from ddp_kit.lessons import tensor_parallel as lesson
 from ddp_kit.lessons._tensor_parallel import LlamaBlock
@@ -30,38 +30,17 @@ def _own_heads(rank: int, n: int, own_heads: Callable) -> dict:
     return {"4 heads, 2 groups": own_heads(few, 4, 2), "8 heads, 4 groups": own_heads(many, 8, 4)}
 
 
-@exercise(
+@compared(
     "16.2",
     "row_parallel(x, weight, bias)",
     "and no position is sent where it is not needed",
-    others=(SENT,),
+    sizes=SIZES,
+    spare=1,
 )
-def _row_parallel(grader: Grader, n: int) -> None:
-    held = [_factors(rank, n) for rank in range(n)]
-    found = grader.call(held)
-    summands, bias = [x @ weight.T for x, weight, _ in held], held[0][2]
-    total = sum(summands)
-    cut = list(total.chunk(n, dim=1))
-    own = [summand.chunk(n, dim=1)[rank] for rank, summand in enumerate(summands)]
-    mistakes = {
-        "bias on each rank": [part + n * bias for part in cut],
-        "no bias": cut,
-        "all positions": total + bias,
-        "all positions and biases": total + n * bias,
-        "not summed": [summand + bias for summand in own],
-        "own summand": [summand + bias for summand in summands],
-        "sequences": list((total + bias).chunk(n)),
-        "other value": True,
-    }
-    grader.compare([part + bias for part in cut], found, mistakes, verb="return")
-    grader.check_sent(summands[0].nbytes * (n - 1) // n, "too many bytes")
-
-
-def _factors(rank: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a rank's features of the input, its columns of the weight, and the whole bias."""
+def _row_parallel(rank: int, n: int, row_parallel: Callable) -> torch.Tensor:
     x = (torch.arange(2 * n * 2 * n * 2).view(2 * n, 2 * n, 2) % 7 + rank).float()
     weight = (torch.arange(6).view(3, 2) + 10 * rank).float()
-    return x, weight, torch.tensor([1000.0, 2000.0, 3000.0])
+    return row_parallel(x, weight, torch.tensor([1000.0, 2000.0, 3000.0]))
 
 
 @compared("16.3", "rms_norm(x, weight)")
@@ -74,22 +53,17 @@ def _rms_norm(rank: int, n: int, rms_norm: Callable) -> dict:
     return {"the norm": y.detach(), "the gradient of x": x.grad, "that of weight": weight.grad}
 
 
-@exercise(
+@compared(
     "16.4",
     "loss_gradient(logits, targets)",
     "with two numbers per position",
     on_failure={RankError: dict.fromkeys(("out of bounds", "out of range"), "target as index")},
-    others=(SENT,),
+    sizes=SIZES,
+    spare=1,
 )
-def _loss_gradient(grader: Grader, n: int) -> None:
+def _loss_gradient(rank: int, n: int, loss_gradient: Callable) -> torch.Tensor:
     logits, targets = _logits(n)
-    parts = logits.chunk(n, dim=1)
-    found = grader.call([(part.clone(), targets) for part in parts])
-    wanted = _gradients(logits.softmax(1).chunk(n, dim=1), targets)
-    mistakes = _mistakes_in_loss(parts, targets, wanted, found)
-    grader.compare(wanted, found, mistakes, verb="return")
-    needed = 2 * 2 * (n - 1) * POSITIONS * logits.itemsize // n
-    grader.check_sent(needed, "too many bytes")
+    return loss_gradient(logits.chunk(n, dim=1)[rank].clone(), targets)
 
 
 def _logits(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,32 +74,6 @@ def _logits(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     targets = torch.randint(4 * n, (POSITIONS,), generator=generator)
     targets[0], targets[1] = 0, 4 * n - 1
     return logits, targets
-
-
-def _gradients(probabilities: Any, targets: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of the ranks' logits, made of their probabilities."""
-    n, width = len(probabilities), probabilities[0].shape[1]
-    hot = torch.nn.functional.one_hot(targets, n * width).chunk(n, dim=1)
-    return [(share - one) / POSITIONS for share, one in zip(probabilities, hot, strict=True)]
-
-
-def _mistakes_in_loss(parts: Any, targets: torch.Tensor, wanted: list, found: list) -> dict:
-    n, width = len(parts), parts[0].shape[1]
-    own_hot = torch.nn.functional.one_hot(targets % width, width)
-    right = torch.cat(parts, dim=1).softmax(1).chunk(n, dim=1)
-    shifted = [(part - part.amax(1, keepdim=True)).exp() for part in parts]
-    total = sum(part.sum(1, keepdim=True) for part in shifted)
-    tensors = [have for have in found if isinstance(have, torch.Tensor)]
-    return {
-        "own sum": _gradients([part.softmax(1) for part in parts], targets),
-        "own maximum": _gradients([part / total for part in shifted], targets),
-        "target on every rank": [(share - own_hot) / POSITIONS for share in right],
-        "no target": [share / POSITIONS for share in right],
-        "not divided": [POSITIONS * gradient for gradient in wanted],
-        "wrong sign": [-gradient for gradient in wanted],
-        "no maximum": any(not have.isfinite().all() for have in tensors),
-        "other value": True,
-    }
 
 
 hunt("16.10", "16.11")

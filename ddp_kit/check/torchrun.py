@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
-from threading import Condition, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -22,31 +20,40 @@ from ddp_kit.check.compared import compared, hunt
 from ddp_kit.check.grader import (
     SIZES,
     STORE_LIMIT,
-    TIMEOUT,
     Grader,
     by_size,
     exercise,
     open_store,
+    shared_folder,
 )
+from ddp_kit.check.init_methods import ScriptedStore
 from ddp_kit.errors import RankError
 
 PER_HOST = 2
 LOCAL_SIZES = (2, 1, 4, 3, 2)  # how many ranks each host has in 11.3
 
 
-@exercise(
+@compared(
     "11.1",
     "my_place(gpus)",
     "with GPUs and without",
+    sizes=SIZES,
+    spare=None,
     cases=[(n, gpus) for n in (4, *SIZES) for gpus in (PER_HOST, 0)],
     part=lambda case: "with GPUs" if case[1] else "without GPUs",
+    call=lambda n, gpus: f"my_place({gpus})",
 )
-def _my_place(grader: Grader, world_size: int, gpus: int) -> None:
-    result = grader.run(_read_place, gpus, world_size=world_size, case=f"my_place({gpus})")
-    places = [divmod(rank, PER_HOST) for rank in range(world_size)]
-    wanted = [(host, f"cuda:{local}" if gpus else "cpu") for host, local in places]
-    found = list(result)
-    grader.compare(wanted, found, _mistake_in(found, wanted, gpus), verb="return")
+def _my_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:
+    host, local_rank = divmod(rank, PER_HOST)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": host,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": PER_HOST,
+    }
+    with patch.dict(os.environ, {name: str(number) for name, number in numbers.items()}):
+        return my_place(gpus)
 
 
 @exercise(
@@ -102,34 +109,6 @@ def _ranks_here(grader: Grader, hosts: int) -> None:
     grader.compare(wanted, result, mistakes, verb="return")
 
 
-def _mistake_in(found: list, wanted: list, gpus: int) -> str:
-    if any(not isinstance(value, tuple) or len(value) != 2 for value in found):
-        return "not a pair"
-    hosts, devices = zip(*found, strict=True)
-    if any(isinstance(host, str) for host in hosts):
-        return "host as text"
-    if not gpus:
-        return "no cpu"
-    if list(devices) == [f"cuda:{rank}" for rank in range(len(found))] and len(found) > PER_HOST:
-        return "rank as device"
-    if list(hosts) != [host for host, _ in wanted]:
-        return "wrong host"
-    return "wrong device"
-
-
-def _read_place(rank: int, world_size: int, my_place: Callable, gpus: int) -> Any:
-    host, local_rank = divmod(rank, PER_HOST)
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "GROUP_RANK": host,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": PER_HOST,
-    }
-    with patch.dict(os.environ, {name: str(number) for name, number in numbers.items()}):
-        return my_place(gpus)
-
-
 def _resume_training(rank: int, world_size: int, resume: Callable, folder: str, empty: str) -> dict:
     weights = torch.ones(3)
     step = resume(folder if rank == 0 else empty, weights)
@@ -143,82 +122,24 @@ def _count_ranks(rank: int, world_size: int, answer: Callable, path: str, limit:
 hunt("11.9")
 
 
-class WatchedStore:
-    """A store in this process that knows how many of its users wait for a key.
-
-    ended: whether no more users come, so that those who wait will wait forever.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.changed = Condition()
-        self.ended = False
-        self._waits: list[set[str]] = []
-
-    @property
-    def blocked(self) -> int:
-        """The number of users who wait for a key that nobody has written yet."""
-        return sum(not keys <= self.values.keys() for keys in self._waits)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it."""
-        self.set(key, int(self.values.get(key, 0)) + amount)
-        return self.values[key]
-
-    def set(self, key: str, value: Any) -> None:
-        """Write a key."""
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def wait(self, keys: list[str], *_: Any) -> None:
-        """Wait until all these keys are written. Raise TimeoutError if they never are."""
-        wanted = set(keys)
-        with self.changed:
-            self._waits.append(wanted)
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: wanted <= self.values.keys() or self.ended, TIMEOUT)
-            self._waits.remove(wanted)
-            if not wanted <= self.values.keys():
-                missing = " and ".join(sorted(wanted - self.values.keys()))
-                raise TimeoutError(f"all hosts wait, and nobody writes {missing}")
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key, and return it."""
-        self.wait([key])
-        return str(self.values[key]).encode()
-
-
 @compared("11.a", "take_number(store, hosts)", sizes=(1,))
 def _take_number(rank: int, world_size: int, take_number: Callable) -> dict:
-    store, hosts = WatchedStore(), 3
+    store, hosts = ScriptedStore(), 3
     numbers: list[Any] = []  # of the hosts that have gone on
-    errors: list[Exception] = []
+    gone_on: list[int] = []  # how many have, when 1, 2 and 3 have come
 
     def come() -> None:
-        number = None
-        try:
-            number = take_number(store, hosts)
-        except Exception as error:
-            errors.append(error)
-        with store.changed:
-            numbers.append(number)
-            store.changed.notify_all()
+        store.later = others_come
+        numbers.append(take_number(store, hosts))
 
-    gone_on = []
-    for come_so_far in range(1, hosts + 1):
-        Thread(target=come, daemon=True).start()
-        with store.changed:
-            store.changed.wait_for(
-                lambda here=come_so_far: store.blocked + len(numbers) >= here, TIMEOUT
-            )
-            gone_on.append(len(numbers))
-    with store.changed:
-        store.ended = True
-        store.changed.notify_all()
-        store.changed.wait_for(lambda: len(numbers) == hosts, TIMEOUT)
-    if errors:
-        raise errors[0]
+    def others_come() -> None:
+        gone_on.append(len(numbers))
+        if len(gone_on) < hosts:
+            come()
+
+    come()
+    while len(gone_on) < hosts:  # nobody has waited
+        others_come()
     return {
         "the hosts that have gone on when 1, 2 and 3 have come": gone_on,
         "the numbers": sorted(numbers, key=str),
@@ -270,22 +191,9 @@ def _save(rank: int, world_size: int, save: Callable) -> dict:
         return found | {"checkpoint.pt after a kill": _read(file)}
 
 
-@contextmanager
-def _shared_folder(rank: int) -> Iterator[Path]:
-    """Yield a new folder, the same on all ranks of this host."""
-    name = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(name, src=0)
-    try:
-        yield Path(name[0])
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(name[0], ignore_errors=True)
-
-
 @compared("11.c", "train_tiny(rank, world_size, folder, steps)")
 def _train_tiny(rank: int, world_size: int, train_tiny: Callable) -> dict:
-    with _shared_folder(rank) as folder:
+    with shared_folder(rank) as folder:
         _, first = train_tiny(rank, world_size, folder, 3)
         dist.barrier()
         begun, second = train_tiny(rank, world_size, folder, 6)
@@ -308,7 +216,7 @@ def _survive(rank: int, world_size: int, survive: Callable) -> dict:
         "with a kill while step 6 is saved": ("save",),
         "with both": ("save", "step"),
     }.items():
-        with _shared_folder(rank) as folder:
+        with shared_folder(rank) as folder:
             for attempt, kill in enumerate((*kills, None)):
                 taken: list[int] = []
                 try:

@@ -168,10 +168,7 @@ FAILURES = {  # their moments, in a training of 20 steps of 10 s, with a save ev
 
 
 @compared(
-    "12.10",
-    "goodput(steps, seconds, every, save, restart, failures)",
-    kind="function",
-    sizes=(1,),
+    "12.10", "goodput(steps, seconds, every, save, restart, failures)", kind="function", sizes=(1,)
 )
 def _goodput(rank: int, world_size: int, goodput: Callable) -> dict[str, float]:
     return {

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import Grader, close, exercise, hint_for
+from ddp_kit.check.grader import Grader, exercise, hint_for
 from ddp_kit.check.record import Score, Span, record
 from ddp_kit.error_text import count
 from ddp_kit.model import DGX_H100, FP32, MIXED, Plan, Transformer
@@ -133,10 +133,7 @@ def _step_seconds(grader: Grader, *call: Any) -> None:
         "attention forward only": (6 * parameters + attention / 3) * tokens / rate,
         "other number": True,
     }
-    if not close(want, found):
-        shown = f"{found:.3g}" if isinstance(found, int | float) else repr(found)
-        fact = f"it returns {shown} where {want:.3g} seconds are right"
-        grader.fail(fact, hint=hint_for(found, mistakes))
+    grader.expect(want, found, mistakes, " seconds")
 
 
 @compared("20.a", "train_by_hand(rank, world_size)", sizes=(4,))

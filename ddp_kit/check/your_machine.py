@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 
 from ddp_kit.check.compared import compared
-from ddp_kit.check.grader import Grader, exercise, hint_for
+from ddp_kit.check.grader import ended
 from ddp_kit.error_text import count
 from ddp_kit.errors import RankError
 
 # Hosts, ranks on each, and GPUs or cores of each.
-ON_GPUS = ((1, 2, 2), (1, 3, 0), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 2, 4))
-ALONE = ((1, None, 2), (1, None, 0))
-ON_CORES = ((1, 2, 8), (2, 2, 8), (1, 3, 8), (1, 5, 4), (1, 1, 6))
+ON_GPUS = (
+    *((1, 2, 2), (1, 3, 0), (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 2, 4)),
+    *((1, None, 2), (1, None, 0)),
+)
+ON_CORES = ((1, 2, 8), (2, 2, 8), (1, 3, 8), (1, 5, 4), (1, 1, 6), (1, None, 6))
+ANY = (Exception, SystemExit)
 
 
 def _where(case: tuple[int, int | None, int]) -> str:
@@ -26,34 +29,23 @@ def _where(case: tuple[int, int | None, int]) -> str:
     return "alone" if ranks is None else f"on {count(hosts, 'host')}"
 
 
-@exercise(
+def _called(call: str, hosts: int, ranks: int | None) -> str:
+    """Return the call in a case, with `environ` for the braces unless the process is alone."""
+    return f"{call.format('environ')}, {count(hosts, 'host')}" if ranks else call
+
+
+@compared(
     "5.1",
     "place(environ, gpus)",
     where="on one host and on two, with and without GPUs, and alone",
     on_failure={RankError: "environ misread"},
-    cases=(*ON_GPUS, *ALONE),
-    part=_where,
+    cases=[(hosts * (ranks or 1), hosts, ranks, gpus) for hosts, ranks, gpus in ON_GPUS],
+    part=lambda case: _where(case[1:]),
+    call=lambda n, hosts, ranks, gpus: _called(f"place({{}}, gpus={gpus})", hosts, ranks),
+    spare=None,
 )
-def _place(grader: Grader, hosts: int, ranks: int | None, gpus: int) -> None:
-    n = hosts * (ranks or 1)
-    case = f"place(environ, gpus={gpus}), {count(hosts, 'host')}"
-    case = f"place({{}}, gpus={gpus})" if ranks is None else case
-    given = [(_environ(rank, n, ranks), gpus) for rank in range(n)]
-    found = [_as_strings(returned) for returned in grader.call(given, case)]
-    local = [rank % (ranks or 1) for rank in range(n)]
-    enough = gpus >= (ranks or 1)
-    mistakes = {
-        "alone differs": ranks is None,
-        "not two values": any(not isinstance(each, tuple) or len(each) != 2 for each in found),
-        "rank chooses gpu": enough and [(f"cuda:{rank}", "nccl") for rank in range(n)],
-        "too few gpus": not enough and gpus > 0,
-        "world size compared": (
-            enough and any("cpu" in each for each in found if isinstance(each, tuple))
-        ),
-        "wrong place": True,
-    }
-    wanted = [(f"cuda:{rank}", "nccl") if enough else ("cpu", "gloo") for rank in local]
-    grader.compare(wanted, found, mistakes, verb="return")
+def _place(rank: int, n: int, place: Callable, hosts: int, ranks: int | None, gpus: int) -> Any:
+    return _as_strings(place(_environ(rank, n, ranks), gpus))
 
 
 def _environ(rank: int, world_size: int, ranks: int | None) -> dict[str, str]:
@@ -71,42 +63,24 @@ def _as_strings(returned: Any) -> Any:
     return returned
 
 
-@exercise(
+@compared(
     "5.2",
     "share_cores(environ, cores)",
     where="for 1 to 5 ranks on a host, on one host and on two, and alone",
     on_failure={RankError: "bad number"},
-    cases=(*ON_CORES, (1, None, 6)),
-    part=_where,
+    cases=[(hosts * (ranks or 1), hosts, ranks, cores) for hosts, ranks, cores in ON_CORES],
+    part=lambda case: _where(case[1:]),
+    call=lambda n, hosts, ranks, cores: _called(f"share_cores({{}}, cores={cores})", hosts, ranks),
+    spare=None,
 )
-def _share_cores(grader: Grader, hosts: int, ranks: int | None, cores: int) -> None:
-    case = f"share_cores(environ, cores={cores}), {count(hosts, 'host')}"
-    case = f"share_cores({{}}, cores={cores})" if ranks is None else case
-    each = ranks or 1
-    n = hosts * each
-    found = list(grader.run(_threads, ranks, cores, world_size=n, case=case))
-    wanted = max(1, cores // each)
-    wrong = [
-        f"rank {rank} should have {count(wanted, 'thread')} but has {threads}"
-        for rank, threads in enumerate(found)
-        if threads != wanted
-    ]
-    mistakes = {
-        "not set": [7] * n,
-        "all cores": [cores] * n,
-        "world size divides": [max(1, cores // n)] * n,
-        "other number": True,
-    }
-    if wrong:
-        grader.fail("wrong result", *wrong, hint=hint_for(found, mistakes))
-
-
-def _threads(rank: int, world_size: int, share_cores: Callable, ranks: int | None, cores: int):
+def _share_cores(
+    rank: int, n: int, share_cores: Callable, hosts: int, ranks: int | None, cores: int
+) -> dict[str, int]:
     before = torch.get_num_threads()
     torch.set_num_threads(7)  # which is never right
     try:
-        share_cores(_environ(rank, world_size, ranks), cores)
-        return torch.get_num_threads()
+        share_cores(_environ(rank, n, ranks), cores)
+        return {"torch.get_num_threads()": torch.get_num_threads()}
     finally:
         torch.set_num_threads(before)
 
@@ -128,21 +102,11 @@ def _synchronize(rank: int, world_size: int, synchronize: Callable) -> dict:
     found["barriers"] = calls[0]
     without = {"barrier": missing, "get_world_size": missing, "get_rank": missing}
     with patch.multiple(dist, is_initialized=lambda: False, **without):
-        found["without a group"] = _text_of(synchronize)
+        found["without a group"] = ended(synchronize, errors=ANY)
     without |= {"is_initialized": missing}
     with patch.multiple(dist, is_available=lambda: False, **without):
-        found["without the package"] = _text_of(synchronize)
+        found["without the package"] = ended(synchronize, errors=ANY)
     return found
-
-
-def _text_of(call: Callable, *args: Any) -> Any:
-    """Return what a call returns, or the name of its error."""
-    try:
-        return call(*args)
-    except NotImplementedError:  # of the stub
-        raise
-    except (Exception, SystemExit) as error:
-        return type(error).__name__
 
 
 @compared("5.b", "who_am_i(rank, world_size)")
@@ -161,7 +125,9 @@ def _local_rank_of(rank: int, world_size: int, local_rank_of: Callable) -> dict:
         (["--epochs", "3"], {}),
         ([], {"RANK": "2", "LOCAL_RANK": "0"}),
     ]
-    return {f"local_rank_of({a}, {e})": _text_of(local_rank_of, a, dict(e)) for a, e in cases}
+    return {
+        f"local_rank_of({a}, {e})": ended(local_rank_of, a, dict(e), errors=ANY) for a, e in cases
+    }
 
 
 _PAIRED = {thread: thread % 8 for thread in range(16)}  # two threads on each of 8 cores

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from answers import assert_mistake, mistake
 
 import ddp_kit as kit
-from ddp_kit.check.ring_allreduce import on_a_wire
+from ddp_kit.check.record import on_a_wire
 from ddp_kit.lessons import ring_allreduce
 from ddp_kit.lessons.ring_allreduce import exchange, neighbours
 
@@ -51,14 +51,18 @@ def scattering(first=1, own=False, in_place=False, cut=True, twice=False):
             "as in the lesson",
             [
                 "exercise 4.1, reduce_scatter(output, pieces of lengths [3, 3]) on 2 ranks: wrong",
-                "rank 0 should hold [30, 32, 34] but holds [36, 38, 40]\n",
+                "rank 0 should hold [30, 32, 34] in output but holds [36, 38, 40]\n",
             ],
         ),
-        ({"own": True}, "own piece", ["rank 0 should hold [30, 32, 34] but holds [10, 11, 12]\n"]),
-        ({"first": -1}, "other sum", ["on 3 ranks: wrong result"]),
+        (
+            {"own": True},
+            "own piece",
+            ["rank 0 should hold [30, 32, 34] in output but holds [10, 11, 12]\n"],
+        ),
+        ({"first": -1}, "otherwise", ["on 3 ranks: wrong result"]),
         ({"in_place": True}, "pieces changed", ["rank 0 should hold [[10, 11, 12], [13, 14, 15]]"]),
         ({"cut": False}, "lengths", ["of lengths [2, 0]) on 2 ranks: it deadlocks"]),
-        ({"twice": True}, "too many bytes", ["24 bytes were sent by rank 0 where 12 would be"]),
+        ({"twice": True}, "too many bytes", ["rank 0 sent 24 bytes where 12 would be"]),
     ],
 )
 def test_a_reduce_scatter_that_is(wrong, name, facts):

@@ -48,12 +48,12 @@ def placing(
         ({"convert": False}, "environ misread", "1 host on 2 ranks: it raised an error\n"),
         (
             {"parts": 1},
-            "not two values",
+            "another form",
             "rank 0 should return ('cuda:0', 'nccl') but returns ('cuda:0',)\n",
         ),
         (
             {"one": "gloo"},
-            "wrong place",
+            "otherwise",
             "rank 0 should return ('cuda:0', 'nccl') but returns ('cuda:0', 'gloo')\n",
         ),
     ],
@@ -95,19 +95,29 @@ def sharing(ranks="LOCAL_WORLD_SIZE", least=1, divide=int.__floordiv__, sets=Tru
 @pytest.mark.parametrize(
     ("wrong", "name", "fact"),
     [
-        ({"sets": False}, "not set", "rank 0 should have 4 threads but has 7\n"),
+        (
+            {"sets": False},
+            "not set",
+            "rank 0 should hold 4 in torch.get_num_threads() but holds 7\n",
+        ),
         (
             {"ranks": "WORLD_SIZE"},
             "world size divides",
-            "cores=8), 2 hosts on 4 ranks: wrong result\nrank 0 should have 4 threads but has 2\n",
+            "cores=8), 2 hosts on 4 ranks: wrong result\nrank 0 should hold 4 in "
+            "torch.get_num_threads() but holds 2\n",
         ),
-        ({"ranks": None}, "all cores", "rank 0 should have 4 threads but has 8\n"),
+        (
+            {"ranks": None},
+            "all cores",
+            "rank 0 should hold 4 in torch.get_num_threads() but holds 8\n",
+        ),
         ({"least": 0}, "bad number", "cores=4), 1 host on 5 ranks: it raised an error\n"),
         ({"divide": int.__truediv__}, "bad number", "it raised an error\n"),
         (
             {"divide": lambda a, b: -(-a // b)},
-            "other number",
-            "cores=8), 1 host on 3 ranks: wrong result\nrank 0 should have 2 threads but has 3\n",
+            "otherwise",
+            "cores=8), 1 host on 3 ranks: wrong result\nrank 0 should hold 2 in "
+            "torch.get_num_threads() but holds 3\n",
         ),
         ({"alone": False}, "bad number", "share_cores({}, cores=6) on 1 rank: it raised an error"),
     ],

@@ -38,9 +38,9 @@ def placed(rank=None, world_size=None, join=tuple):
         ),
         (
             {"rank": lambda before, sizes, local: sum(sizes[before + 1 :]) + local},
-            "other order",
+            "otherwise",
         ),
-        ({"join": sum}, "not two numbers"),
+        ({"join": sum}, "another form"),
     ],
 )
 def test_a_place_that_is(wrong, name):

@@ -99,7 +99,7 @@ def test_shards_of_different_widths(batch, sizes, width):
             lambda outputs, targets, total: F.mse_loss(outputs, targets, reduction="sum"),
             "not divided",
         ),
-        (lambda outputs, targets, total: (outputs - targets).sum() / total, "other loss"),
+        (lambda outputs, targets, total: (outputs - targets).sum() / total, "otherwise"),
         (lambda outputs, targets, total: None, "no graph"),
         (lambda outputs, targets, total: 1.5, "no graph"),
         (lambda outputs, targets, total: outputs, "no graph"),

@@ -34,8 +34,8 @@ def timing(together=True, op="MAX", warm_up=False, as_list=True):
         ({"together": False}, "own times"),
         ({"warm_up": True}, "warm-up kept"),
         ({"op": "SUM"}, "added up"),
-        ({"op": "MIN"}, "not the slowest"),
-        ({"as_list": False}, "no list"),
+        ({"op": "MIN"}, "otherwise"),
+        ({"as_list": False}, "another form"),
     ],
 )
 def test_rounds_that_are(wrong, name):

@@ -45,10 +45,10 @@ def test_a_place_that_is(wrong, name, fact):
 @pytest.mark.parametrize("value", ["cuda:0", None, (0, "cuda:0", 1)])
 def test_a_place_that_is_not_two_values(value):
     fact = f"but returns {value!r}\n"
-    assert_mistake(kit.check.exercise_11_1, lambda gpus: value, "not a pair", fact)
+    assert_mistake(kit.check.exercise_11_1, lambda gpus: value, "another form", fact)
 
 
-@mistake("11.1", "wrong device", "rank 1 should return (0, 'cuda:1') but returns (0, 'cuda')\n")
+@mistake("11.1", "otherwise", "rank 1 should return (0, 'cuda:1') but returns (0, 'cuda')\n")
 def test_a_device_without_its_number(gpus):
     return int(os.environ["GROUP_RANK"]), "cuda"
 

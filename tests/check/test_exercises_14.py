@@ -129,7 +129,7 @@ def gathered(tensor, dim):
         (lambda x, w: x @ w, "own summand"),
         (lambda x, w: own_part(x @ w), "rows of own summand"),
         (lambda x, w: summed(x @ w), "whole product"),
-        (lambda x, w: x, "wrong rows"),
+        (lambda x, w: x, "otherwise"),
     ],
 )
 def test_rows_that_are(answer, name):
@@ -137,12 +137,12 @@ def test_rows_that_are(answer, name):
     assert_mistake(kit.check.exercise_14_3, answer, name, fact)
 
 
-@mistake("14.3", "too many bytes", "480 bytes were sent by rank 0 where 240 would be enough\n")
+@mistake("14.3", "too many bytes", "rank 0 sent 480 bytes where 240 would be enough\n")
 def test_rows_of_an_all_reduce(x, w):
     return own_part(summed(x @ w))
 
 
-@mistake("14.3", "too many bytes", "496 bytes were sent by rank 0 where 240 would be enough\n")
+@mistake("14.3", "too many bytes", "rank 0 sent 496 bytes where 240 would be enough\n")
 def test_rows_of_gathered_factors(x, w):
     return own_part(gathered(x, 1)) @ gathered(w, 0)
 

@@ -111,7 +111,7 @@ def test_a_step(name, wrong):
     assert_mistake(kit.check.exercise_20_4, step_seconds(**wrong), name, start)
 
 
-@mistake("20.4", "other number", "it returns None where 12.7 seconds are right\n")
+@mistake("20.4", "other number", "it should return 12.6968 seconds but returns None\n")
 def test_a_step_without_a_number(*_):
     return None
 
