@@ -27,7 +27,6 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from enum import IntFlag
 from multiprocessing import reduction
 from typing import Any, BinaryIO, NamedTuple
 
@@ -60,8 +59,8 @@ _STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
 
 
-class HeadBits(IntFlag):
-    """What holds for a rank at this moment."""
+class HeadBits:
+    """What holds for a rank at this moment. Plain numbers: operators of an IntFlag are slow."""
 
     LIMITED = 1  # The worker's wait ends by itself after a time.
     CROWDED = 2  # Not everything could be counted.
@@ -71,7 +70,7 @@ class HeadBits(IntFlag):
     TASKS = 32  # A task of a thread pool has a callback.
 
 
-class RowBits(IntFlag):
+class RowBits:
     """What holds for one event."""
 
     LOOKED_AFTER = 1  # Somebody asked whether it is complete, or for its future.
@@ -84,10 +83,7 @@ class RowBits(IntFlag):
     BLOCKING = 128  # The call itself waits, and returns no Work or future to wait for.
 
 
-# As plain numbers, because each event needs them and operators of flags are slow.
-_LIMITED, _POLLED = HeadBits.LIMITED.value, HeadBits.POLLED.value
-_NOT_OF_WAITS = (HeadBits.CROWDED | HeadBits.RENUMBERED | HeadBits.TASKS).value
-_BLOCKING = RowBits.BLOCKING.value
+_NOT_OF_WAITS = HeadBits.CROWDED | HeadBits.RENUMBERED | HeadBits.TASKS
 
 
 class Head(NamedTuple):
@@ -108,9 +104,9 @@ class Head(NamedTuple):
         """Whether the worker waits for an operation, or for threads of its own."""
         return self.waiting >= 0 or self.has(HeadBits.JOINS)
 
-    def has(self, bit: HeadBits) -> bool:
+    def has(self, bit: int) -> bool:
         """Return whether a bit holds for the rank."""
-        return bool(self.bits & bit.value)
+        return bool(self.bits & bit)
 
 
 class Row(NamedTuple):
@@ -126,9 +122,9 @@ class Row(NamedTuple):
     waited: int
     end: int
 
-    def has(self, bit: RowBits) -> bool:
+    def has(self, bit: int) -> bool:
         """Return whether a bit holds for this event."""
-        return bool(self.bits & bit.value)  # `&` of a flag takes ten times as long
+        return bool(self.bits & bit)
 
 
 class BoardCopy(NamedTuple):
@@ -181,7 +177,6 @@ class Board:
         self._map(mmap.mmap(self._file.fileno(), _SIZE))
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
         self._began, self._ended, self._lines = 0, 0, 0
-        self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
 
     def _map(self, page: mmap.mmap) -> None:
         self._page, self._numbers = page, memoryview(page).cast("q")
@@ -293,11 +288,11 @@ class Board:
             at = _ROWS + index % EVENTS * _OF_ROW
             numbers[at + _ROW_WAITED], numbers[at + _ROW_END] = now, 0
             if blocking:
-                numbers[at + _ROW_BITS] |= _BLOCKING
+                numbers[at + _ROW_BITS] |= RowBits.BLOCKING
         if shown:
             if self._page[_STACKS_AT]:
                 self._forget_stacks()
-            self._bits = self._bits & _NOT_OF_WAITS | limited * _LIMITED | polled * _POLLED
+            self._bits = self._bits & _NOT_OF_WAITS | limited * HeadBits.LIMITED | polled * HeadBits.POLLED
             numbers[_BITS], numbers[_WAITING] = self._bits, index
         else:
             there = RowBits.IN_THREAD | limited * RowBits.LIMITED_THERE
@@ -314,9 +309,9 @@ class Board:
             self._change_bits(index, RowBits.IN_THREAD | RowBits.LIMITED_THERE)
         self._moves = self._numbers[_MOVES] = self._moves + 1
 
-    def write_state(self, bit: HeadBits, holds: bool = True) -> None:
+    def write_state(self, bit: int, holds: bool = True) -> None:
         """Write whether a bit of the head holds that is not of a wait."""
-        self._bits = self._numbers[_BITS] = self._bits & ~bit.value | holds * bit.value
+        self._bits = self._numbers[_BITS] = self._bits & ~bit | holds * bit
         self._move()
 
     def write_callbacks(self, index: int, left: int, limited: bool) -> None:
@@ -364,9 +359,9 @@ class Board:
         if self._is_kept(index):
             self._numbers[_row_at(index) + _ROW_END] = now
 
-    def write_bit(self, index: int, bit: RowBits) -> None:
+    def write_bit(self, index: int, bit: int) -> None:
         """Add a bit to those of an event."""
-        self._change_bits(index, 0, bit.value)
+        self._change_bits(index, 0, bit)
 
     def _change_bits(self, index: int, old: int, new: int = 0) -> None:
         """Remove some bits of an event, and add new ones."""
@@ -411,7 +406,7 @@ class Board:
     def read_counts(self) -> BoardCopy:
         """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
         head = self.head()
-        head = head._replace(waiting=-1, events=0, bits=head.bits & ~HeadBits.JOINS.value)
+        head = head._replace(waiting=-1, events=0, bits=head.bits & ~HeadBits.JOINS)
         counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         return BoardCopy(head, counts, texts, b"")
@@ -425,14 +420,10 @@ class Board:
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
             return None
         row = Row(*_ROW.unpack_from(self._page, _ROWS_AT + head.waiting % EVENTS * _ROW.size))
-        texts = b""
-        if row.waited <= since and self._found[:2] != (run, row.what):
-            texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
+        texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         if self.head() != head or row.waited > since or not row.what:
             return None
-        if texts:
-            self._found = run, row.what, texts.split(b"\n", row.what)[row.what - 1]
-        return row, self._found[2]
+        return row, texts.split(b"\n", row.what)[row.what - 1]
 
     def unshare(self) -> None:
         """Write into memory of this process only from now on: it is a fork of the rank."""
