@@ -39,7 +39,6 @@ IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 COUNTED = EVENTS  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
-TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
 # The numbers of the head, of a row and of a count take 8 bytes each, so that one can be written
 # without the others. These are their places in a Head and in a Row.
@@ -176,7 +175,7 @@ class Board:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
         self._map(mmap.mmap(self._file.fileno(), _SIZE))
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
-        self._began, self._ended, self._lines = 0, 0, 0
+        self._began = self._ended = self._lines = 0
 
     def _map(self, page: mmap.mmap) -> None:
         self._page, self._numbers = page, memoryview(page).cast("q")
@@ -191,25 +190,16 @@ class Board:
             os.lseek(file, _STACKS_AT, os.SEEK_SET)
         stacks.answer_on(self._file)
 
-    def begin(self, run: int, now: int, keep_texts: bool = False) -> bool:
-        """Begin a run on an empty board.
-
-        keep_texts: leave the texts and the slots of counts, now zero, for a run that will probably
-        write the same ones. Return whether they were left: they may have become too many.
-        """
-        kept = keep_texts and self._texts <= TEXTS_KEPT
-        if not kept:
-            self._texts = self._counted = self._lines = 0
-        self._run, self._events, self._bits = run, 0, 0
-        self._began, self._ended, self._numbers[_WAITING] = now, 0, -1
-        counts = self._counted * _COUNT.size
-        self._page[_COUNTS_AT : _COUNTS_AT + counts] = bytes(counts)
+    def begin(self, run: int, now: int) -> None:
+        """Begin a run on an empty board."""
+        self._run, self._began, self._ended = run, now, 0
+        self._events = self._texts = self._counted = self._lines = self._bits = 0
+        self._numbers[_WAITING] = -1
         if self._page[_STACKS_AT]:
             self._forget_stacks()
         self.write_progress(None, None)
         self.write_handled(b"")
         self._write_head()
-        return kept
 
     def _forget_stacks(self) -> None:
         """Remove old answers, because the pool asks again in the next wait."""
@@ -292,7 +282,9 @@ class Board:
         if shown:
             if self._page[_STACKS_AT]:
                 self._forget_stacks()
-            self._bits = self._bits & _NOT_OF_WAITS | limited * HeadBits.LIMITED | polled * HeadBits.POLLED
+            self._bits = (
+                self._bits & _NOT_OF_WAITS | limited * HeadBits.LIMITED | polled * HeadBits.POLLED
+            )
             numbers[_BITS], numbers[_WAITING] = self._bits, index
         else:
             there = RowBits.IN_THREAD | limited * RowBits.LIMITED_THERE

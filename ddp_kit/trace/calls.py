@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import operator
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -193,31 +192,25 @@ class CallSite(NamedTuple):
 
 
 class InternTable:
-    """Writes each text once and returns its number; 0: there is no room left for it.
-
-    The texts stay on the board from one run to the next, which often makes the same calls.
-    """
+    """Writes each text of a run once and returns its number; 0: there is no room left for it."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
+        self._forget()
+
+    def _forget(self) -> None:
         self._numbers: dict[Any, int] = {}  # of the texts that are on the board
-        # Of this run, for the recorder. The code is one whose id is in the key: it must not end.
+        # For the recorder. The code is one whose id is in the key: it must not end.
         self.sites: dict[tuple, tuple[CallSite, CodeType | None]] = {}
         self._groups: dict[Any, GroupInfo] = {}
-        self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
-        self._worlds: Counter[int] = Counter()  # formed in this run, by their number of ranks
+        self._worlds: Counter[int] = Counter()  # that were formed, by their number of ranks
         self._world = ""  # what distinguishes the groups of the present world from earlier ones
 
     def begin(self, run: int, now: int) -> None:
         """Begin a run on the board."""
-        if not self.board.begin(run, now, keep_texts=True):
-            self._numbers, self._counts, self._left = {}, {}, []
-        self.sites = {}  # a recording inside another one begins without an end
-        for count in self._counts.values():
-            count.posted = count.given_up = 0
-        self._worlds, self._world = Counter(), ""
-        self._groups = {group: info for alive, info in self._left if (group := alive())}
+        self.board.begin(run, now)
+        self._forget()  # a recording inside another one begins without an end
 
     def begin_world(self, size: int) -> None:
         """Distinguish the groups of a world that was just formed from those of earlier ones.
@@ -265,8 +258,6 @@ class InternTable:
 
     def end(self) -> None:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
-        groups = [] if self._world else self._groups.items()  # the next run counts worlds anew
-        self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
         self._groups, self.sites = {}, {}
 
     def line(self, line: Line | None) -> int:
@@ -300,9 +291,9 @@ class InternTable:
         text = ["thread", ident, name, self.line(line)]
         self._write(tuple(text), text)
 
-    def note(self, run: int, sentence: str, line: Line | None) -> None:
-        """Write what is to be said after a run."""
-        self.board.add_text(["note", run, sentence, self.line(line)])
+    def note(self, sentence: str, line: Line | None) -> None:
+        """Write what is to be said after the run."""
+        self.board.add_text(["note", sentence, self.line(line)])
 
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
         """Count operations that were posted or given up; return how many were posted before."""
@@ -363,7 +354,7 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
         elif what == "line":
             read.append(Frame(*text, own=True))
         elif what == "note":
-            read.append(("note", text[0], text[1], read[text[2]]))
+            read.append(("note", text[0], read[text[1]]))
         elif what == "thread":
             ident, name, line = text
             read.append((ident, (name, read[line])))

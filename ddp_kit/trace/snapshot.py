@@ -94,9 +94,8 @@ class Snapshot:
 
     @property
     def notes(self) -> list[tuple[str, Frame | None]]:
-        """What is to be said after this run, each with a line of the learner's."""
-        notes = (text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note")
-        return [(said, line) for run, said, line in notes if run == self.board.head.run]
+        """What is to be said after the run, each with a line of the learner's."""
+        return [text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note"]
 
     @property
     def waits(self) -> tuple[Event, ...]:

@@ -163,7 +163,7 @@ class Recorder:
             if self._board is not None:
                 for text, line in [tell(self.summed) for tell in self.at_end]:
                     if text:
-                        self.table.note(self.run, text, line)
+                        self.table.note(text, line)
                 self._board.end(monotonic_ns())
             self._board = None
             self.table.end()
