@@ -93,16 +93,7 @@ class Posted(NamedTuple):
         return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
 
 
-_UNKNOWN = None, None  # a call that is not in the table
-
-
-class _Started(weakref.ref):
-    """The Work of an operation that may not be complete."""
-
-    __slots__ = ("goes_on", "key", "posted")
-    key: int
-    posted: Posted
-    goes_on: bool  # also without its Work
+_UNKNOWN = None, None  # what a table has no entry for
 
 
 class Recorder:
@@ -124,7 +115,9 @@ class Recorder:
         self._board: Board | None = table.board  # None: the run is over
         self._thread, self._forks = threading.get_ident(), _forks
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._started: dict[int, _Started] = {}  # by the id of a Work
+        # Operations that may not be complete, by the id of their Work. A strong reference would
+        # keep that alive: the recorder must not change what happens.
+        self._started: dict[int, tuple[weakref.ref, Posted]] = {}
         # Receives from any source in the order of their calls, by tag and group: the index of each
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
@@ -152,7 +145,7 @@ class Recorder:
         # After a timeout gloo closes the connection, even if the exception is caught.
         if self._is_cut:
             return False
-        left = [started() for started in self._started.values()]
+        left = [started() for started, _ in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not (self._dropped or self._futures or self.results)
@@ -272,21 +265,20 @@ class Recorder:
         if self.batching:
             self.expect_no_wait(posted)
             return work
-        # A strong reference would keep the Work alive: the recorder must not change what happens.
-        started = self._started[id(work)] = _Started(work, self._drop)
-        started.key, started.posted = id(work), posted
         # A message ends with its Work, sent or not, except on MPI. A collective goes on: the
         # backend keeps it in a queue.
-        started.goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        drop = functools.partial(self._drop, id(work), goes_on)
+        self._started[id(work)] = weakref.ref(work, drop), posted
         return work
 
-    def _drop(self, started: _Started) -> None:
+    def _drop(self, key: int, goes_on: bool, _: weakref.ref) -> None:
         """Note that the Work of an operation was deleted, perhaps before it was complete."""
         with self._lock:
-            if self._started.pop(started.key, None):
+            _, posted = self._started.pop(key, _UNKNOWN)
+            if posted is not None:
                 self._dropped += 1
-                posted = started.posted
-                if self._board is not None and not started.goes_on:
+                if self._board is not None and not goes_on:
                     self.table.change(posted.site.count, given_up=1)
                     self._board.write_bit(posted.index, RowBits.GIVEN_UP)
                     if posted.site.kind == "any":
@@ -294,8 +286,7 @@ class Recorder:
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        started = self._started.get(id(work))
-        posted = started.posted if started else self.operation_of(work)
+        posted = self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
         itself = sys._getframe(2).f_code.co_filename == C10D  # the call that started it waits
@@ -394,12 +385,12 @@ class Recorder:
             if (board := self._board) is not None:
                 board.end_wait(self.polled.index, monotonic_ns(), shown=True)
             self.polled = None
-        started = self._started.pop(id(work), None)
-        if started and self._board is not None:
-            self._board.write_end(started.posted.index, monotonic_ns())
-            self._board.write_bit(started.posted.index, RowBits.LOOKED_AFTER)
-            if started.posted.site.kind == "any":
-                self._note_source(started.posted, work)
+        _, posted = self._started.pop(id(work), _UNKNOWN)
+        if posted and self._board is not None:
+            self._board.write_end(posted.index, monotonic_ns())
+            self._board.write_bit(posted.index, RowBits.LOOKED_AFTER)
+            if posted.site.kind == "any":
+                self._note_source(posted, work)
 
     def expect_no_wait(self, posted: Posted | None) -> None:
         """Write that PyTorch itself has started an operation and will not wait for it."""
@@ -411,8 +402,8 @@ class Recorder:
 
         wanted: whoever has it wants to know when the operation is complete.
         """
+        posted = self.operation_of(work)
         started = self._started.pop(id(work), None)
-        posted = started.posted if started else self.operation_of(work)
         if posted is None:
             return
         self.remember(work, posted)
@@ -455,9 +446,8 @@ class Recorder:
 
     def operation_of(self, waitable: Any) -> Posted | None:
         """Return the operation that a Work, or a future of it, waits for; None if it is unknown."""
-        if started := self._started.get(id(waitable)):
-            return started.posted
-        return self._followed.get(id(waitable), (None, None))[1]
+        place = id(waitable)
+        return (self._started.get(place) or self._followed.get(place) or _UNKNOWN)[1]
 
     def _note_source(self, posted: Posted, work: Work) -> None:
         """Write who sent a message that was received from any source."""
