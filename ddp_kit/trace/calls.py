@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, NamedTuple
@@ -32,6 +32,12 @@ _REDUCE_OPS = {
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
     if hasattr(ReduceOp, name)
 }
+# What methods of ProcessGroup take. In place: their first argument is what they send, and there are
+# no other tensors.
+_IN_PLACE = {"send", "broadcast", "reduce", "allreduce", "allreduce_coalesced"}
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+_SPLITTING = {"alltoall_base", "all_to_all_single"}
+_REDUCING = "reduce", "_reduce", "allreduce"  # how their names begin
 # Who asks for less wants to see the time go by. PyTorch's own default is 30 minutes.
 _SHORT = timedelta(minutes=25)
 _STRIDED = torch.strided
@@ -64,59 +70,48 @@ def is_short(*args: Any) -> bool:
     return any(isinstance(arg, timedelta) and timedelta(0) < arg < _SHORT for arg in args)
 
 
-class _Arguments(NamedTuple):
-    """Where the arguments of a method of ProcessGroup are."""
-
-    receives: bool  # the first argument is what it receives into
-    in_place: bool  # the first argument is what it sends, and there are no other tensors
-    rooted: bool
-    reducing: bool
-    splitting: bool
-
-
-@functools.cache
-def _arguments(method: str) -> _Arguments:
-    return _Arguments(
-        method.startswith("recv"),
-        method in ("send", "broadcast", "reduce", "allreduce", "allreduce_coalesced"),
-        method in ("broadcast", "reduce", "gather", "scatter"),
-        method.startswith(("reduce", "_reduce", "allreduce")),
-        method in ("alltoall_base", "all_to_all_single"),
-    )
+def flat(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tensor, a list or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for inner in value for tensor in flat(inner)]
 
 
 def describe(method: str, args: tuple) -> Call:
     """Return what the arguments of a method of ProcessGroup say."""
-    receives, in_place, rooted, reducing, splitting = _arguments(method)
-    root = reduce_op = None
-    inputs: tuple = ()  # a barrier has no tensors
-    outputs: tuple = ()
+    inputs: list[torch.Tensor] = []  # a barrier has no tensors
+    outputs: list[torch.Tensor] = []
     splits: tuple = ()
-    if receives:
-        outputs = _tensors(args[0])
-    elif in_place:
-        inputs = _tensors(args[0])
+    if method.startswith("recv"):
+        outputs = flat(args[0])
+    elif method in _IN_PLACE:
+        inputs = flat(args[0])
     elif len(args) > 1:
-        inputs, outputs = _tensors(args[1]), _tensors(args[0])
-    if rooted:
-        root = getattr(args[-1], "rootRank", None)
-    if reducing:
-        reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None)))
-    if splitting and len(args) > 3:
+        inputs, outputs = flat(args[1]), flat(args[0])
+    root = getattr(args[-1], "rootRank", None) if method in _ROOTED else None
+    reduces = method.startswith(_REDUCING)
+    reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None))) if reduces else None
+    if method in _SPLITTING and len(args) > 3:
         rows_from, rows_to = args[2:4]
         splits = (tuple(rows_to), tuple(rows_from)) if len(rows_to) or len(rows_from) else ()
-    return Call(method, root, reduce_op, splits, inputs, outputs, _device(args))
+    sent, received = (tuple((t.shape, t.dtype) for t in side) for side in (inputs, outputs))
+    device = next((tensor.device.type for tensor in flat(args)), "cpu")
+    return Call(method, root, reduce_op, splits, sent, received, device)
 
 
 def facts(method: str, args: Sequence[Any]) -> tuple:
-    """Return what a method is called with; equal for calls that differ in numbers only."""
-    _, _, rooted, reducing, splitting = _arguments(method)
+    """Return what a method is called with; equal for calls that differ in numbers only.
+
+    Unlike `describe`, it is called for each event.
+    """
     found: list[Any] = [method]
-    if rooted:
+    if method in _ROOTED:
         found.append(getattr(args[-1], "rootRank", None))
-    if reducing:
+    if method.startswith(_REDUCING):
         found.append(hash(getattr(args[-1], "reduceOp", None)))
-    if splitting:  # NumPy's integers and tensors of one are splits, too
+    if method in _SPLITTING:  # NumPy's integers and tensors of one are splits, too
         found += [tuple(map(operator.index, rows)) for rows in args[2:4]]
     for value in args:
         if type(value) is list and len(value) == 1:  # nearly always
@@ -127,26 +122,6 @@ def facts(method: str, args: Sequence[Any]) -> tuple:
         elif isinstance(value, (list, tuple)):
             found.append(facts("", value))
     return tuple(found)
-
-
-def _device(values: Iterable[Any]) -> str:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return "cpu" if value.is_cpu else value.device.type  # a device is slow to name
-        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
-            return _device(value)
-    return "cpu"
-
-
-def _tensors(value: Any) -> tuple:
-    """Return (shape, dtype) of a tensor, or of each tensor in a list or a list of lists."""
-    if isinstance(value, torch.Tensor):
-        return ((value.shape, value.dtype),)
-    if not isinstance(value, (list, tuple)):
-        return ()
-    if len(value) == 1:  # nearly always
-        return _tensors(value[0])
-    return tuple(tensor for inner in value for tensor in _tensors(inner))
 
 
 class GroupInfo(NamedTuple):
