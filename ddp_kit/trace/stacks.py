@@ -136,25 +136,20 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> lis
     seconds: how long nothing more must come until those that have not answered are given up.
     """
     asked = {pid: read for pid, read in processes.items() if _would_answer(pid)}
-    if len(asked) < len(processes):
-        found = dict(zip(asked, ask(asked, seconds), strict=True))
-        return [found.get(pid, "") for pid in processes]
-    before = [read() for read in processes.values()]
-    if not processes:
-        return []
-    for pid in processes:
+    before = {pid: read() for pid, read in asked.items()}
+    for pid in asked:
         with suppress(ProcessLookupError):
             os.kill(pid, _SIGNAL)
     deadline, answers = time.monotonic() + seconds, before
-    while time.monotonic() < deadline:
+    while asked and time.monotonic() < deadline:
         time.sleep(0.01)
-        newest = [read() for read in processes.values()]
+        newest = {pid: read() for pid, read in asked.items()}
         if newest != answers:
             deadline, answers = time.monotonic() + seconds, newest
         # They compete for the cores: one answer is complete when nobody adds to any.
-        elif all(new != old for new, old in zip(newest, before, strict=True)):
+        elif all(newest[pid] != before[pid] for pid in asked):
             break
-    return [new[len(old) :] for new, old in zip(answers, before, strict=True)]
+    return [answers[pid][len(before[pid]) :] if pid in asked else "" for pid in processes]
 
 
 class Stack(list[Frame]):
