@@ -24,7 +24,6 @@ from ddp_kit import torch_internals
 from ddp_kit.error_text import Frame
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.events import Group, format_call
-from ddp_kit.trace.stacks import describe_line
 
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any", "key": "key"}
 _REDUCE_OPS = {
@@ -42,9 +41,6 @@ _REDUCING = "reduce", "_reduce", "allreduce"  # how their names begin
 _SHORT = timedelta(minutes=25)
 _STRIDED = torch.strided
 _NO_GROUP = Group("", ())  # of an event whose group did not fit on the board
-
-
-Line = tuple[CodeType, int]  # a line of code
 
 
 class Call(NamedTuple):
@@ -159,7 +155,7 @@ class CallSite(NamedTuple):
     kind: str  # see `kind_of`
     peer: int | None  # rank in the world
     tag: int
-    line: Line | None  # the learner's own
+    line: Frame | None  # the learner's own
     group: GroupInfo
     count: Count
     row: tuple[int, int, int, int, int]  # how their rows begin
@@ -200,7 +196,7 @@ class InternTable:
         self.sites = {}
 
     def site(
-        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Line | None
+        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Frame | None
     ) -> CallSite:
         """Write a call of an operation in a line of code. peer: rank in the group.
 
@@ -235,13 +231,11 @@ class InternTable:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
         self._groups, self.sites = {}, {}
 
-    def line(self, line: Line | None) -> int:
+    def line(self, line: Frame | None) -> int:
         """Write a line of code; return 0 for None."""
         if line is None:
             return 0
-        code, number = line
-        frame = describe_line(code.co_filename, number, code.co_name)
-        text = ["line", frame.file, frame.line, frame.function, frame.source]
+        text = ["line", line.file, line.line, line.function, line.source]
         return self._write(tuple(text), text)
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
@@ -261,12 +255,12 @@ class InternTable:
             count = self._counts[key] = Count(self.board.add_count(["count", *key]))
         return count
 
-    def thread(self, ident: int, name: str, line: Line | None) -> None:
+    def thread(self, ident: int, name: str, line: Frame | None) -> None:
         """Write the name of a thread, and the learner's line that has started it."""
         text = ["thread", ident, name, self.line(line)]
         self._write(tuple(text), text)
 
-    def note(self, sentence: str, line: Line | None) -> None:
+    def note(self, sentence: str, line: Frame | None) -> None:
         """Write what is to be said after the run."""
         self.board.add_text(["note", sentence, self.line(line)])
 

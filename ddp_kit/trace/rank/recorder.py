@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from ddp_kit import torch_internals
-from ddp_kit.error_text import Wait
+from ddp_kit.error_text import Frame, Wait
 from ddp_kit.trace.board import Board, HeadBits, RowBits
-from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, Line, is_short
+from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, is_short
 from ddp_kit.trace.events import format_call
 from ddp_kit.trace.stacks import (
     describe_line,
@@ -70,10 +70,10 @@ def while_recorded(original: Callable, recorded: Callable) -> Callable:
     return either
 
 
-def own_line(frame: FrameType | None) -> Line | None:
+def own_line(frame: FrameType | None) -> Frame | None:
     """Return the learner's own line at `frame`, or at the nearest of its callers."""
     own = own_frame(frame)
-    return own and (own.f_code, own.f_lineno)
+    return own and describe_line(own.f_code.co_filename, own.f_lineno, own.f_code.co_name)
 
 
 class Posted(NamedTuple):
@@ -87,10 +87,7 @@ class Posted(NamedTuple):
         site, call = self.site, self.site.call
         root = None if call.root is None else site.group.ranks[call.root]
         called = format_call(site.op, call.method, site.peer, site.tag, root)
-        if site.line is None:
-            return Wait(0, called)
-        code, number = site.line
-        return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
+        return Wait(0, called, site.line)
 
 
 _UNKNOWN = None, None  # what a table has no entry for
@@ -131,9 +128,9 @@ class Recorder:
         self._callbacks: Counter[int | None] = Counter()
         self._dropped = self._threads = 0
         # Of a thread: the line that has started it, or its task.
-        self.lines: dict[threading.Thread, Line | None] = {}
+        self.lines: dict[threading.Thread, Frame | None] = {}
         # What there is to say after the run, each a sentence and a line of the learner's.
-        self.at_end: set[Callable[[int], tuple[str, Line | None]]] = set()
+        self.at_end: set[Callable[[int], tuple[str, Frame | None]]] = set()
         self.summed = 0  # the most numbers that the worker itself has summed in one call
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
@@ -222,7 +219,7 @@ class Recorder:
         posted = self.newest = Posted(index, site)
         return posted
 
-    def _line_of_thread(self, me: int) -> Line | None:
+    def _line_of_thread(self, me: int) -> Frame | None:
         """Return the line that has started a thread other than the worker's own."""
         if me == self._thread:
             return None
