@@ -175,7 +175,8 @@ class Board:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
         self._map(mmap.mmap(self._file.fileno(), _SIZE))
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
-        self._began = self._ended = self._lines = 0
+        self._began = self._ended = 0
+        self._places: dict[bytes, int] = {}  # the number of each text
 
     def _map(self, page: mmap.mmap) -> None:
         self._page, self._numbers = page, memoryview(page).cast("q")
@@ -193,7 +194,8 @@ class Board:
     def begin(self, run: int, now: int) -> None:
         """Begin a run on an empty board."""
         self._run, self._began, self._ended = run, now, 0
-        self._events = self._texts = self._counted = self._lines = self._bits = 0
+        self._events = self._texts = self._counted = self._bits = 0
+        self._places = {}
         self._numbers[_WAITING] = -1
         if self._page[_STACKS_AT]:
             self._forget_stacks()
@@ -213,17 +215,17 @@ class Board:
         self._write_head()
 
     def add_text(self, text: Any) -> int:
-        """Write what events have in common; return its number, or 0 if there is no room left."""
+        """Write, once, what events have in common; return its number, or 0 if there is no room."""
         # PyTorch takes NumPy's integers and tensors of one as ranks, tags and splits.
         line = json.dumps(text, default=operator.index).encode() + b"\n"
-        if self._texts + len(line) > TEXTS:
-            return 0
+        if line in self._places or self._texts + len(line) > TEXTS:
+            return self._places.get(line, 0)
         at = _TEXTS_AT + self._texts
         self._page[at : at + len(line)] = line
         self._texts += len(line)
-        self._lines += 1
+        self._places[line] = len(self._places) + 1
         self._write_head()
-        return self._lines
+        return self._places[line]
 
     def add_count(self, text: Any) -> int:
         """Return a slot for the count of a channel or group; -1 if there is no room left."""

@@ -163,14 +163,13 @@ class CallSite(NamedTuple):
 
 
 class InternTable:
-    """Writes each text of a run once and returns its number; 0: there is no room left for it."""
+    """Writes texts and returns their numbers; 0: there is no room left for a text."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self._forget()
 
     def _forget(self) -> None:
-        self._numbers: dict[Any, int] = {}  # of the texts that are on the board
         # For the recorder. The code is one whose id is in the key: it must not end.
         self.sites: dict[tuple, tuple[CallSite, CodeType | None]] = {}
         self._groups: dict[Any, GroupInfo] = {}
@@ -222,8 +221,7 @@ class InternTable:
             limited = torch_internals.group_timeout(group) < _SHORT
             backends = dist.get_backend_config(group)
         name += self._world
-        text = ["group", name, list(ranks), backends]
-        number = self._write(("group", name, backends, *ranks), text)
+        number = self.board.add_text(["group", name, list(ranks), backends])
         self._groups[group] = GroupInfo(number, tuple(ranks), limited)
         return self._groups[group]
 
@@ -236,15 +234,12 @@ class InternTable:
         if line is None:
             return 0
         text = ["line", line.file, line.line, line.function, line.source]
-        return self._write(tuple(text), text)
+        return self.board.add_text(text)
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
-        key = op, group.number, call
-        if known := self._numbers.get(key):
-            return known
         root = None if call.root is None else group.rank(call.root)
-        return self._write(key, ["call", *_encode(op, group.number, root, call)])
+        return self.board.add_text(["call", *_encode(op, group.number, root, call)])
 
     def count(self, kind: str, peer: int | None, tag: int, group: GroupInfo) -> Count:
         """Return the count of a channel, or of the collectives of a group."""
@@ -257,8 +252,7 @@ class InternTable:
 
     def thread(self, ident: int, name: str, line: Frame | None) -> None:
         """Write the name of a thread, and the learner's line that has started it."""
-        text = ["thread", ident, name, self.line(line)]
-        self._write(tuple(text), text)
+        self.board.add_text(["thread", ident, name, self.line(line)])
 
     def note(self, sentence: str, line: Frame | None) -> None:
         """Write what is to be said after the run."""
@@ -271,12 +265,6 @@ class InternTable:
         count.given_up += given_up
         self.board.write_count(count.slot, count.posted, count.given_up)
         return before
-
-    def _write(self, key: Any, text: list) -> int:
-        number = self._numbers.get(key) or self.board.add_text(text)
-        if number:
-            self._numbers[key] = number
-        return number
 
 
 # The fields of an Event that the text of a call holds, in this order.
