@@ -15,7 +15,6 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Work
 
 from ddp_kit import torch_internals
@@ -23,14 +22,7 @@ from ddp_kit.error_text import Frame, Wait
 from ddp_kit.trace.board import Board, HeadBits, RowBits
 from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, is_short
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.stacks import (
-    describe_line,
-    is_compiled,
-    is_generated,
-    is_own,
-    own_frame,
-    write_handled,
-)
+from ddp_kit.trace.stacks import C10D, describe_line, find_caller, own_frame, write_handled
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
@@ -39,11 +31,6 @@ _FORKED = (
     "a process that a rank has forked, such as a worker of a DataLoader, cannot communicate in the "
     "rank's process groups: make this call in the rank itself"
 )
-
-C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
-# What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
-_DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
-_OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
 
 current: Recorder | None = None  # the recorder of the run in progress; None outside of a run
 _forks = 0  # how many forks lie between this process and the rank
@@ -191,7 +178,7 @@ class Recorder:
             return None
         if self._forks != _forks and not isinstance(group, tuple):
             raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
-        frame, name, of_dtensor = _find_caller(sys._getframe(2))
+        frame, name, of_dtensor = find_caller(sys._getframe(2))
         code = frame and frame.f_code
         with self._lock:
             board = self._board
@@ -471,27 +458,3 @@ class Recorder:
             if source is not None:
                 count = self.table.count("recv", source, posted.site.tag, posted.site.group)
                 self._board.write_source(index, source, self.table.change(count, posted=1))
-
-
-def _find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
-    """Return the learner's own frame, and the function of `torch.distributed` that it called.
-
-    The last value is a prefix: the function of DTensor that called it for the learner, as in
-    "redistribute "; "" if there is none.
-    """
-    name = of_dtensor = ""
-    generated = False
-    while frame is not None:  # as in `own_frame`, in one pass
-        code = frame.f_code
-        file = code.co_filename
-        if is_own(file):
-            if not (generated and is_compiled(code)):
-                break
-        elif file == C10D:
-            name = "" if code.co_name.startswith("_") else code.co_name
-        elif file == _DTENSOR and code.co_name in _OF_DTENSOR:
-            of_dtensor = f"{code.co_name} "
-        else:
-            generated = generated or is_generated(file)
-        frame = frame.f_back
-    return frame, name, of_dtensor
