@@ -40,10 +40,7 @@ class Snapshot:
     @cached_property
     def events(self) -> list[Event]:
         """The events that were kept, in the order in which the rank called them."""
-        rows = ((i, self.board.row(i)) for i in range(self._older, self.board.head.events))
-        return [
-            self._event(index, row) for index, row in rows if row.what and not row.has(RowBits.VOID)
-        ]
+        return self._events_where(lambda row: not row.has(RowBits.VOID))
 
     @property
     def dropped(self) -> int:
@@ -166,10 +163,7 @@ class Snapshot:
     @property
     def given_up(self) -> list[Event]:
         """The messages whose Work was dropped before anybody had waited for them."""
-        some = any(given_up for _, given_up in self.counts().values())
-        if not some or not any(Row(*row).has(RowBits.GIVEN_UP) for row in self.board.kept()):
-            return []  # events take longer to make
-        return [event for event in self.events if event.given_up]
+        return self._events_where(lambda row: row.has(RowBits.GIVEN_UP))
 
     @property
     def latest(self) -> int:
