@@ -111,10 +111,8 @@ class Snapshot:
     @property
     def is_limited_elsewhere(self) -> bool:
         """Whether a timeout ends a wait of another thread, or lets a callback run."""
-        limited = any(self.board.row(e.index).has(RowBits.LIMITED_THERE) for e in self.thread_waits)
-        return limited or any(
-            self.board.row(each.index).has(RowBits.CALLS_BACK_SOON) for each in self.callbacks
-        )
+        limited = RowBits.LIMITED_THERE | RowBits.CALLS_BACK_SOON
+        return bool(self._events_where(lambda row: row.has(limited)))
 
     @property
     def last_wait(self) -> Event | None:
