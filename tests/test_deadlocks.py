@@ -1064,8 +1064,8 @@ class Ranks(list):
                 group = table.group(("world", tuple(range(size))))
                 count = table.count("recv", sources[number], 0, group)
                 call = table.call("recv", group, Call("recv"))
-                row = call, 0, sources[number], 0, 0, table.change(count, posted=1), 1, 0, 0
-                rank.board.begin_wait(rank.board.add_row(*row), 1, limited=False, shown=True)
+                row = (call, 0, sources[number], 0, 0), -1, table.change(count, posted=1), 1
+                rank.board.begin_wait(rank.board.post(*row), 1, limited=False, shown=True)
         monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[[]] for _ in ranks])
         monkeypatch.setattr(deadlock_watch, "SHARE", math.inf)  # a slow machine changes nothing
 

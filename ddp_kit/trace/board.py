@@ -248,14 +248,11 @@ class Board:
 
         row: the values of a Row before these of the operation itself. slot: of its count.
         """
-        if slot >= 0:
-            self._numbers[_COUNTS + 2 * slot] = sequence + 1
-        return self.add_row(*row, sequence, start, 0, 0)
-
-    def add_row(self, *row: int) -> int:
-        """Write an event and return its index. row: the values of a Row."""
         index, numbers = self._events, self._numbers
-        _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
+        if slot >= 0:
+            numbers[_COUNTS + 2 * slot] = sequence + 1
+        at = _ROWS_AT + index % EVENTS * _ROW.size
+        _ROW.pack_into(self._page, at, *row, sequence, start, 0, 0)
         self._events = numbers[_EVENTS] = index + 1
         self._moves = numbers[_MOVES] = self._moves + 1
         return index
