@@ -210,7 +210,7 @@ def _read(path: Path, rank: int) -> RankTrace:
     """Read the trace of `rank`. Raises TraceError if the file is none, or is damaged."""
     try:
         head, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        if head["format"] == _FORMAT:
+        if head.pop("format") == _FORMAT:
             return _as_rank_trace(rank, head, tuple(map(_as_event, events)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{str(path)!r} is damaged; run the lesson again") from error
@@ -221,15 +221,8 @@ def _as_rank_trace(rank: int, head: dict[str, Any], events: tuple[Event, ...]) -
     span, clock = head["span"], head["clock"]
     if head["events"] != len(events) or {rank} != {head["rank"], *(e.rank for e in events)}:
         raise ValueError("the first line contradicts the others")
-    return RankTrace(
-        head["launch"],
-        rank,
-        head["world_size"],
-        head["dropped"],
-        None if span is None else (span[0], span[1]),
-        None if clock is None else Clock(**clock),
-        events,
-    )
+    read = {"span": span and tuple(span), "clock": clock and Clock(**clock), "events": events}
+    return RankTrace(**head | read)
 
 
 def _as_event(values: dict[str, Any]) -> Event:
