@@ -66,7 +66,8 @@ def tensors(
     """
     ranks = _read(result)
     stages = list(ranks[0])
-    origin = _origins(_entries([[rank[stages[0]]]]) for rank in ranks)
+    first = [rank[stages[0]] for rank in ranks]
+    origin = _origins([e for column in columns for e in column.entries] for columns in first)
     title = f"What each {name} holds: " + " → ".join(stages) if title is None else title
 
     chip = 0.13 + 0.075 * len(f"{name} 0")  # inches
