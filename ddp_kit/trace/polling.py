@@ -15,24 +15,19 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from typing import NamedTuple
 
 _TEST = re.compile(  # as ast.unparse writes it
     r"not (?:(?P<work>\w+)\.is_completed\(\)"
     r"|all\(\(?(?P<each>\w+)\.is_completed\(\) for (?P=each) in (?P<works>\w+)\)?\))"
 )
-_SLEEP = re.compile(r"time\.sleep\([\d.]+\)")
+_BODY = re.compile(r"pass|\.\.\.|(time\.)?sleep\([\d.]+\)")
 
 
-class Loop(NamedTuple):
-    """What a loop that only polls uses."""
+def find_polling_loop(file: str, line: int) -> str | None:
+    """Return the name of the work, or of the works, that the innermost loop around a line polls.
 
-    name: str  # of a work, or of a list of works
-    sleeps: bool
-
-
-def find_polling_loop(file: str, line: int) -> Loop | None:
-    """Return the innermost loop around a line; None if there is none, or it does more than poll."""
+    None if there is no loop, or it does more than poll.
+    """
     linecache.checkcache(file)
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -47,7 +42,6 @@ def find_polling_loop(file: str, line: int) -> Loop | None:
     test = loop and _TEST.fullmatch(ast.unparse(loop.test))
     if not loop or not test or loop.orelse:
         return None
-    does = {ast.unparse(statement) for statement in loop.body} - {"pass", "..."}
-    if not all(map(_SLEEP.fullmatch, does)):
+    if not all(_BODY.fullmatch(ast.unparse(statement)) for statement in loop.body):
         return None
-    return Loop(test["work"] or test["works"], bool(does))
+    return test["work"] or test["works"]

@@ -184,16 +184,20 @@ def poll(recorder: Recorder, original: Callable, work: Work) -> bool:
 def _only_polls(frame: FrameType) -> bool:
     """Return whether a call is made in a loop that ends only when an operation is complete."""
     file = frame.f_code.co_filename
-    loop = find_polling_loop(file, frame.f_lineno) if is_own(file) else None
-    if loop is None:
+    polled = find_polling_loop(file, frame.f_lineno) if is_own(file) else None
+    if polled is None:
         return False
     while frame.f_code.co_name == "<genexpr>" and frame.f_back is not None:
         frame = frame.f_back
     names = {**frame.f_globals, **frame.f_locals}
-    held = names.get(loop.name)
+    held = names.get(polled)
     works = held if type(held) in (list, tuple) else [held]
-    as_usual = names.get("all", all) is all and (names.get("time") is time or not loop.sleeps)
-    return as_usual and all(map(_is_recorded, works)) and not may_be_interrupted()
+    usual = {"all": all, "time": time, "sleep": time.sleep}
+    return (
+        all(names.get(name, value) is value for name, value in usual.items())
+        and all(map(_is_recorded, works))
+        and not may_be_interrupted()
+    )
 
 
 def _is_recorded(work: Any) -> bool:
