@@ -217,12 +217,9 @@ def waits_for_each_others_keys(rank, world_size):
 
 def polls(rank, world_size):
     if rank == 0:
-        jobs, tries = SimpleNamespace(), 0
-        jobs.works = [dist.all_reduce(torch.ones(1), async_op=True)]
-        while not jobs.works[0].is_completed():
-            tries += 1
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
             time.sleep(0.01)
-            print(f"\r{tries}", end="")
 
 
 def polls_two_works(rank, world_size):
@@ -1067,8 +1064,8 @@ class Ranks(list):
                 group = table.group(("world", tuple(range(size))))
                 count = table.count("recv", sources[number], 0, group)
                 call = table.call("recv", group, Call("recv"))
-                row = call, 0, sources[number], 0, 0, table.change(count, posted=1), 1, 0, 0
-                rank.board.begin_wait(rank.board.add_row(*row), 1, limited=False, shown=True)
+                row = (call, 0, sources[number], 0, 0), -1, table.change(count, posted=1), 1
+                rank.board.begin_wait(rank.board.post(*row), 1, limited=False, shown=True)
         monkeypatch.setattr(deadlock_watch, "ask_for_stacks", lambda ranks: [[[]] for _ in ranks])
         monkeypatch.setattr(deadlock_watch, "SHARE", math.inf)  # a slow machine changes nothing
 

@@ -434,7 +434,7 @@ def waiting_board(events: int = 1) -> Board:
     for text in [*TEXTS, ["call", "send", *CALL[2:]], CALL]:
         board.add_text(text)
     for index in range(events):
-        board.add_row(4 + (index == events - 1), 3, 1, 0, 5, 0, NOW, 0, 0)
+        board.post((4 + (index == events - 1), 3, 1, 0, 5), -1, 0, NOW)
     board.begin_wait(events - 1, NOW, False, True)
     return board
 
@@ -451,7 +451,7 @@ def test_a_wait_is_read_as_in_a_snapshot_of_the_whole_board():
         board.begin(8, NOW)
         for text in [*TEXTS, CALL, ["call", "barrier", "collective", "barrier", *CALL[4:]]]:
             board.add_text(text)
-        board.begin_wait(board.add_row(5, 0, -1, 0, 0, 0, NOW, 0, 0), NOW, False, True)
+        board.begin_wait(board.post((5, 0, -1, 0, 0), -1, 0, NOW), NOW, False, True)
         assert read_wait(board, 8, NOW) == ("barrier", NOW), "no text of the previous run is shown"
         board.close()
 

@@ -70,7 +70,7 @@ def waiting_board(line="", rows=1):
     what = board.add_text(call)
     where = board.add_text(["line", __file__, 1, "worker", line])
     for _ in range(rows):
-        index = board.add_row(what, where, 0, 0, 0, 0, 7, 0, 0)
+        index = board.post((what, where, 0, 0, 0), -1, 0, 7)
     board.begin_wait(index, 8, limited=False, shown=True)
     return board
 

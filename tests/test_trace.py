@@ -493,7 +493,7 @@ def test_a_receive_in_a_thread_that_was_left_is_nothing_to_wait_for(page):
     page.add_text(["group", "0", [0, 1]])
     for number, op in ((2, "recv"), (3, "irecv")):
         page.add_text(["call", op, "recv", "recv", 1, None, "", [], [], [], None, 4, "cpu", []])
-        page.add_row(number, 0, 1, 0, 0, number, 1, 0, 0)
+        page.post((number, 0, 1, 0, 0), -1, number, 1)
     assert [event.op for event in Snapshot(0, page.read()).unawaited] == ["irecv"]
 
 
@@ -683,7 +683,7 @@ def page():
 
 
 def add(page, index):
-    page.add_row(page.call, 0, 1, 0, 0, index, 1000 + index, 0, 0)
+    page.post((page.call, 0, 1, 0, 0), -1, index, 1000 + index)
 
 
 def test_a_wait_is_read_as_it_was_written(page):
@@ -736,7 +736,7 @@ def test_a_board_without_room_says_so_and_breaks_nothing(page, monkeypatch):
     assert Snapshot(0, page.read()).is_crowded
     monkeypatch.setattr(board, "TEXTS", 10)
     assert page.add_text(["a text"]) == 0
-    page.add_row(0, 0, 1, 0, 0, 0, 1, 0, 0)
+    page.post((0, 0, 1, 0, 0), -1, 0, 1)
     page.begin_wait(2, 1, limited=False, shown=True)
     snapshot = Snapshot(0, page.read())
     assert (len(snapshot.events), snapshot.dropped) == (2, 1)

@@ -12,8 +12,8 @@ from ddp_kit.plot import style
 from ddp_kit.plot.picture import Picture, open_picture, read_trace, table
 from ddp_kit.plot.style import COLLECTIVE, DASHES, EDGE, LOST, NO_CALL, bars, significant
 from ddp_kit.trace.events import Event
+from ddp_kit.trace.training_steps import BUCKET
 
-OP = "DDP all_reduce"
 # An all_reduce is a collective; only what its rank waits for is late.
 HIDDEN, OPEN = (COLLECTIVE[0], COLLECTIVE[1], None), ("#f3c9cf", LOST, "/////")
 LEFT, TOP, WIDE, ROW = 1.45, 0.62, 6.4, 0.32  # inches
@@ -45,7 +45,7 @@ def buckets(
     Raises PlotError if there is no trace, or the rank had no DDP backward pass, or not this one,
     or if `began` is after its first bucket.
     """
-    backwards = _backwards([e for e in read_trace(source) if e.rank == rank and e.op == OP])
+    backwards = _backwards([e for e in read_trace(source) if e.rank == rank and e.op == BUCKET])
     if not backwards:
         raise PlotError(f"rank {rank} ran no backward pass of a DistributedDataParallel model")
     total = len(backwards)
@@ -122,12 +122,9 @@ def buckets(
 
 def _backwards(events: Sequence[Event]) -> list[list[Event]]:
     """Split the buckets of a rank into backward passes: one is over when the rank waits for it."""
-    found: list[list[Event]] = []
-    over = None
+    found: list[list[Event]] = [[]]
     for event in sorted(events, key=lambda event: event.index):
-        if not found or (over is not None and event.start >= over):
-            found.append([])
-            over = None
         found[-1].append(event)
-        over = event.waited if event.waited is not None else over
-    return found
+        if event.waited is not None:
+            found.append([])
+    return [backward for backward in found if backward]

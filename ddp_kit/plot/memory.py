@@ -26,7 +26,7 @@ KNOWN = {
     **dict.fromkeys(("optimizer states", "optimizer state", "optimizer"), (2, 0)),
     **dict.fromkeys(("activations", "kept for backward"), (4, 0)),
 }
-OTHERS = (3, 5)  # the hues that no known kind has
+HUES = (3, 5, 0, 1, 2, 4)  # which pair of FILLS to use first: one that no known kind has
 LEFT, TOP, WIDE, TALL, GAP = 1.6, 0.42, 7.2, 0.95, 0.2  # inches
 
 Held = Mapping[str, Sequence[Mapping[str, int]]]
@@ -121,7 +121,7 @@ def _read(held: Held) -> tuple[Kinds, int]:
 
 def _looks(names: Iterable[str]) -> Kinds:
     hues = {name: {hue for known, (hue, _) in KNOWN.items() if known in name} for name in names}
-    free = [(hue, second) for hue in sorted(range(len(FILLS)), key=_is_known) for second in (0, 1)]
+    free = [(hue, second) for hue in HUES for second in (0, 1)]
     looks: Kinds = {}
     for name in sorted(hues, key=lambda name: (name not in KNOWN, not hues[name])):
         wanted = [KNOWN[name]] if name in KNOWN else []
@@ -130,10 +130,6 @@ def _looks(names: Iterable[str]) -> Kinds:
         free.remove(look)
         looks[name] = FILLS[look[0]], "/////" if look[1] else None
     return looks
-
-
-def _is_known(hue: int) -> bool:
-    return hue not in OTHERS
 
 
 def _count(value: float, digits: int = 0) -> str:

@@ -58,14 +58,17 @@ def messages(
             f"limit must be a finite number of at least {most:,}, the most bytes of a pair, "
             f"got {limit!r}"
         )
+    if per_host is not None and (not isinstance(per_host, int) or per_host < 1):
+        raise PlotError(f"per_host must be at least 1, the ranks of each host, got {per_host!r}")
     matrix = [[sent.get((src, dst)) for dst in range(n)] for src in range(n)]
     gave = [sum(filter(None, row)) for row in matrix]
     took = [sum(filter(None, column)) for column in zip(*matrix, strict=True)]
-    borders = pictures.host_borders(n, per_host)
     caption = _matrix_caption(trace, limit)
-    if borders:
+    if per_host is not None and per_host < n:
         crossing = sum(b for (src, dst), b in sent.items() if src // per_host != dst // per_host)
-        caption += f" {pictures.borders_caption(n, borders[0])}; {crossing:,} of {sum(gave):,}"
+        own = count(per_host, "rank")
+        hosts = f"of at most {own}" if n % per_host else f"of {own} each"
+        caption += f" Heavy lines separate hosts {hosts}; {crossing:,} of {sum(gave):,}"
         caption += " bytes went from host to host."
     ranks = [f"rank {rank}" for rank in range(n)]
     numbers = [
@@ -102,7 +105,7 @@ def messages(
             else:
                 fill = SUM if n in (i, j) else style.blend(FEW, MANY, nbytes / darkest)
                 box(ax, x, y, wide, tall, fill, text=style.byte_size(nbytes), size=size, **edge)
-    for border in borders:
+    for border in range(per_host or n, n, per_host or n):
         line = {"color": INK, "linewidth": 2.2, "linestyle": "-", "solid_capstyle": "butt"}
         ax.plot([xs[border]] * 2, [TOP - 0.3, ys[n - 1] + tall], **line)
         ax.plot([0.16, xs[n - 1] + wide], [ys[border]] * 2, **line)

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from ddp_kit.error_text import count
 from ddp_kit.errors import PlotError
 from ddp_kit.plot.style import FAMILY, INK, PAPER, QUIET, WIDTH, fold, write
 from ddp_kit.trace import Trace
@@ -36,22 +35,6 @@ def read_ranks(result: Any) -> list[Any]:
     if not ranks:
         raise PlotError("the result is empty: there is no rank to draw")
     return ranks
-
-
-def host_borders(world_size: int, per_host: int | None) -> range:
-    """Return the first rank of each host but host 0. Raise PlotError for a wrong `per_host`."""
-    if per_host is None:
-        return range(0)
-    if not isinstance(per_host, int) or per_host < 1:
-        raise PlotError(f"per_host must be at least 1, the ranks of each host, got {per_host!r}")
-    return range(per_host, world_size, per_host)
-
-
-def borders_caption(world_size: int, per_host: int) -> str:
-    """Return what the lines at `host_borders` mean, without a full stop."""
-    ranks = count(per_host, "rank")
-    each = f"of at most {ranks}" if world_size % per_host else f"of {ranks} each"
-    return f"Heavy lines separate hosts {each}"
 
 
 def read_trace(source: Any) -> Trace:

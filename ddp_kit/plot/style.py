@@ -180,12 +180,12 @@ def draw_key(
         write(sheet, left + x + 0.34, top + y + 0.07, text, 8.5)
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Return a number with that many significant digits and no exponent."""
+def significant(value: float) -> str:
+    """Return a number with three significant digits and no exponent."""
     if not math.isfinite(value) or value == 0:
         return f"{value or 0:g}"  # or: -0.0 is written "0"
-    value = float(f"{value:.{digits - 1}e}")
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    value = float(f"{value:.2e}")
+    decimals = 2 - math.floor(math.log10(abs(value)))
     return f"{value:.{max(0, decimals)}f}"
 
 

@@ -30,7 +30,6 @@ FRAME = (1.25, 0.9)  # inches of a tensor that is drawn as an outline
 GAP, LABEL = 0.3, 0.42  # inches: between ranks, above a tensor
 NARROW = 1.2  # inches: as wide as the names above a tensor
 TOP = 0.36  # inches, below the title
-NO_RANK, SEVERAL = -1, -2  # where the rank that held an entry at the first stage would be
 EDGE = "#8c8c8c"
 SIZES = (9.5, 8.75, 8)  # points, of numbers; smaller ones are hard to read
 Origin = dict[Any, set[int]]  # the ranks that held each number of the first stage
@@ -67,7 +66,8 @@ def tensors(
     """
     ranks = _read(result)
     stages = list(ranks[0])
-    origin = _origins([rank[stages[0]] for rank in ranks])
+    first = [rank[stages[0]] for rank in ranks]
+    origin = _origins([e for column in columns for e in column.entries] for columns in first)
     title = f"What each {name} holds: " + " → ".join(stages) if title is None else title
 
     chip = 0.13 + 0.075 * len(f"{name} 0")  # inches
@@ -145,11 +145,11 @@ def _rows(tensor: Any, where: str) -> list[list[Any]]:
     return rows
 
 
-def _origins(first: list[list[Column]]) -> Origin:
-    """Return the ranks that held each number of the first stage."""
+def _origins(first: Iterable[Iterable[Any]]) -> Origin:
+    """Return the ranks that held each number; first: those of each rank at the first stage."""
     origin: Origin = {}
-    for rank, columns in enumerate(first):
-        for entry in (e for column in columns for e in column.entries if not isinstance(e, str)):
+    for rank, entries in enumerate(first):
+        for entry in entries:
             origin.setdefault(entry, set()).add(rank)
     return origin
 
@@ -300,8 +300,8 @@ def placements(
 
     At several stages, colours show where a number comes from: an entry of the tensor that a single
     rank held at the first stage has that rank's colour in every stage; one that no rank held, such
-    as a sum, is grey and bold; one that several ranks held is white. At one stage, a part has the
-    colour of the lowest rank that holds it, so equal parts have equal colours.
+    as a sum, is grey and bold; one that several ranks held is white. At one stage, or without
+    numbers, a part has the colour of the lowest rank that holds it: equal parts have equal colours.
 
     Raises PlotError if a rank's tensor is no part of the whole, or is in several places of it.
     """
@@ -337,7 +337,9 @@ def placements(
     lines = -(-len(ranks) // across)
     head = 0.22 if any(parts) or names else 0.0
     stage_height = head + lines * drop + 0.2
-    origin = _origin(next(iter(parts.values())), tensor.shape) if len(parts) > 1 else None
+    origin = None  # of numbers, if there are several stages; else colours are those of parts
+    if numbered and len(parts) > 1:
+        origin = _origins(map(_solid, next(iter(parts.values()))))
     caption = _parts_caption(parts, numbered, origin)
     below = TOP + len(parts) * stage_height - 0.1
     picture, sheet = open_picture(
@@ -357,8 +359,9 @@ def placements(
         colors = _colors(held)
         for r, part in enumerate(held):
             corner = left + r % across * step, y + head + r // across * drop
-            fills = _fills(part, colors[r], origin)
-            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, fills, numbered)
+            color = style.blend(colors[r], PAPER, 0.7) if part.name == SUMMAND else colors[r]
+            found = None if part.name == SUMMAND else origin
+            _tensor(sheet, corner, (wide, tall), part, tensor.shape, r, color, found, numbered)
     return picture
 
 
@@ -433,42 +436,9 @@ def _colors(held: list[Part]) -> list[str]:
     return [style.rank_color(first[(*part[:2], part.numbers.tobytes())]) for part in held]
 
 
-def _origin(first: list[Part], shape: tuple[int, ...]) -> np.ndarray:
-    """Return which rank held each entry of the tensor at the first stage, NO_RANK or SEVERAL."""
-    origin = np.full(shape, NO_RANK)
-    for r, part in enumerate(first):
-        if part.name not in (SUMMAND, NONE_OF_IT):
-            held = _block(origin, part)
-            held[...] = np.where(held == NO_RANK, r, SEVERAL)
-    return origin
-
-
-def _block(tensor: np.ndarray, part: Part) -> np.ndarray:
-    """Return what is in a tensor where a part is."""
-    (i, j), (rows, columns) = part.place, part.numbers.shape
-    return tensor[i : i + rows, j : j + columns]
-
-
-def _fills(part: Part, color: str, origin: np.ndarray | None) -> list[tuple[slice, slice, str]]:
-    """Return the blocks of one colour that make up a part: their rows, columns and colour."""
-    if part.name == NONE_OF_IT:
-        return []
-    if part.name == SUMMAND or origin is None:
-        fill = style.blend(color, PAPER, 0.7) if part.name == SUMMAND else color
-        return [(slice(0, part.numbers.shape[0]), slice(0, part.numbers.shape[1]), fill)]
-    held = _block(origin, part)
-    blocks = itertools.product(_runs(held), _runs(held.T))
-    return [(i, j, _rank_fill(int(held[i.start, j.start]))) for i, j in blocks]
-
-
-def _runs(lines: np.ndarray) -> list[slice]:
-    """Return the runs of equal lines of an array."""
-    cuts = np.flatnonzero((lines[1:] != lines[:-1]).any(axis=1)) + 1
-    return list(map(slice, [0, *cuts.tolist()], [*cuts.tolist(), len(lines)]))
-
-
-def _rank_fill(rank: int) -> str:
-    return {NO_RANK: NEW, SEVERAL: SHARED}.get(rank) or style.rank_color(rank)
+def _solid(part: Part) -> list[Any]:
+    """Return the numbers of the tensor that a rank holds, and no summands of them."""
+    return part.numbers.ravel().tolist() if part.name != SUMMAND else []
 
 
 def _tensor(
@@ -478,10 +448,11 @@ def _tensor(
     part: Part,
     shape: tuple[int, ...],
     rank: int,
-    fills: list[tuple[slice, slice, str]],
+    color: str,
+    origin: Origin | None,
     numbered: bool,
 ) -> None:
-    """Draw the outline of the tensor, and in it what a rank holds."""
+    """Draw the outline of the tensor, and in it what a rank holds, in `color` or by its origin."""
     (x, y), (wide, tall) = corner, size
     style.chip(ax, x, y + 0.1, 0.58, rank, f"rank {rank}")
     name = part.name if part.name not in (SUMMAND, NONE_OF_IT) else ""
@@ -495,28 +466,26 @@ def _tensor(
         return
     cell, height = wide / shape[1], tall / shape[0]
     left, top = x + part.place[1] * cell, y + part.place[0] * height
-    for rows, columns, fill in fills:
-        at = left + columns.start * cell, top + rows.start * height
-        block = part.numbers[rows, columns]
-        if not numbered:
-            box(ax, *at, block.shape[1] * cell, block.shape[0] * height, fill, EDGE)
-            continue
-        for (i, j), number in np.ndenumerate(block):
-            corner = at[0] + j * cell, at[1] + i * height
-            _number_box(ax, *corner, cell, height, number.item(), fill, SIZES[1])
+    if not numbered:
+        high, across = part.numbers.shape
+        box(ax, left, top, across * cell, high * height, color, EDGE)
+        return
+    for (i, j), number in np.ndenumerate(part.numbers):
+        fill = color if origin is None else _fill(number.item(), origin)
+        at = left + j * cell, top + i * height
+        _number_box(ax, *at, cell, height, number.item(), fill, SIZES[1])
 
 
-def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: np.ndarray | None) -> str:
+def _parts_caption(parts: dict[str, list[Part]], numbered: bool, origin: Origin | None) -> str:
     found = {part.name for held in parts.values() for part in held}
-    solid = [p for held in parts.values() for p in held if p.name not in (SUMMAND, NONE_OF_IT)]
-    held = [] if origin is None else [_block(origin, part) for part in solid]
-    ranks = {rank for entries in held for rank in np.unique(entries).tolist()}
+    solid = {number for held in parts.values() for part in held for number in _solid(part)}
+    fills = {_fill(number, origin) for number in solid} if origin is not None else set()
     first = next(iter(parts))
     texts = {
         "Colour: the lowest rank that holds this part.": solid and origin is None,
-        f"Colour: the one rank that held this number at “{first}”.": ranks - {NO_RANK, SEVERAL},
-        f"Grey and bold: a new number, held by no rank at “{first}”.": NO_RANK in ranks,
-        f"White: held by several ranks at “{first}”.": SEVERAL in ranks,
+        f"Colour: the one rank that held this number at “{first}”.": fills - {NEW, SHARED},
+        f"Grey and bold: a new number, held by no rank at “{first}”.": NEW in fills,
+        f"White: held by several ranks at “{first}”.": SHARED in fills,
         "Dashed: the rest of the tensor, which the rank does not hold.": found - {ALL, SUMMAND},
         "Pale: a summand; the tensor is the sum over the ranks.": SUMMAND in found,
         "The tensor is too large for its numbers.": not numbered,

@@ -97,18 +97,8 @@ class Panel:
         self.head = 0.28 + rises if longest else 0.0
         self._labels: list[Bbox] = []
 
-    def draw(
-        self,
-        picture: pictures.Picture,
-        sheet: Axes,
-        top: float,
-        xlabel: str,
-        borders: Sequence[int] = (),
-    ) -> None:
-        """Draw the lanes, `top` inches below the top of the picture, with their ranks.
-
-        borders: the ranks above whose lanes a line separates two hosts.
-        """
+    def draw(self, picture: pictures.Picture, sheet: Axes, top: float, xlabel: str) -> None:
+        """Draw the lanes, `top` inches below the top of the picture, with their ranks."""
         for rank in range(len(self.lanes.spans)):
             style.chip(sheet, 0, top + (rank + 0.5) * self.lane, 0.62, rank, f"rank {rank}")
         self.ax = ax = picture.chart(LEFT, top, WIDE, self.tall, "x", xlabel)
@@ -124,10 +114,6 @@ class Panel:
             if self.length <= MOST_STEPS + 1:
                 for step in range(1, round(self.length)):
                     ax.axvline(begin + step, color="#ececec", linewidth=0.8, zorder=0.5)
-        for border in borders:
-            ends = [begin - (LEFT - 0.02) / self.scale, begin + self.length]
-            look = {"color": INK, "linewidth": 1.8, "linestyle": "-", "clip_on": False}
-            ax.plot(ends, [border - 0.5 + self.below / self.lane] * 2, zorder=1, **look)
         _draw_spans(ax, self.lanes)
         if self.many:
             draw_shares(ax, self.lanes, LOOKS)
@@ -435,7 +421,6 @@ def timeline(
     timed: bool = False,
     title: str | None = None,
     step: int | None = None,
-    per_host: int | None = None,
 ) -> Timeline:
     """Draw what each rank sent and waited for: one bar per rank, one arrow per message.
 
@@ -447,7 +432,6 @@ def timeline(
     step: the training step to draw in large, from 0; -1 is the last one. By default one with the
         calls that most training steps have and, timed, with the median duration of those; but if
         the run never ended, what came after the last one.
-    per_host: the ranks of each host, if there are several: heavy lines then separate the hosts.
 
     Arrows have the colour of the sender; a collective is a vertical line through its ranks. A
     send that was never received, or a receive that was never sent to, is dashed and says so.
@@ -458,13 +442,11 @@ def timeline(
     import, most of the pause is cut off, and the caption says how much. `.interact()` of the
     picture returns one to zoom into.
 
-    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step,
-    or `per_host` is not a positive whole number.
+    Raises PlotError if there is no trace, or it has no event (or, timed, no rank), or no such step.
     """
     trace = pictures.read_trace(source)
     if not trace.events and not (timed and trace.spans):
         raise PlotError("the trace is empty: the ranks sent nothing, there is nothing to draw")
-    borders = pictures.host_borders(trace.world_size, per_host)
     whole = by_time(trace) if timed else by_steps(trace)
     training = in_steps.find_training(trace, whole, step)
     window = busy(whole) if timed else whole.limits
@@ -495,8 +477,6 @@ def timeline(
 
     is_median = bool(training) and timed and step is None and training.shown is not None
     parts = [_whole_caption(timed, is_median) if training else "", _caption(large), cut]
-    if borders:
-        parts.append(f"{pictures.borders_caption(trace.world_size, borders[0])}.")
     if any(trace.dropped):
         parts.append(f"The {sum(trace.dropped):,} oldest events were dropped and are not shown.")
     kinds = {bar.kind for bar in lanes.bars}
@@ -512,7 +492,7 @@ def timeline(
     if training:
         _draw_overview(picture, sheet, 0.3, lanes, training)
         style.write(sheet, LEFT, 0.19 + above, shown, 9, weight="bold")
-    large.draw(picture, sheet, top, xlabel, borders)
+    large.draw(picture, sheet, top, xlabel)
     style.draw_key(sheet, LEFT, foot, key)
     return picture
 

@@ -3,8 +3,8 @@
     in the rank                                           in the pool's process
     dist.send ▶ recording ▶ Recorder ▶ InternTable ▶ Board ═══ Board ▶ BoardCopy ▶ Snapshot ▶ Trace
 
-`recording` replaces PyTorch's functions. The Recorder knows which operations are not complete,
-the InternTable which texts were written already. The Board is memory that both processes share.
+`recording` replaces PyTorch's functions. The Recorder knows which operations are not complete, the
+InternTable which groups and calls are on the board. The Board is memory that both processes share.
 A BoardCopy is a copy of it, a Snapshot makes events of that, and a Trace has those of all ranks.
 """
 

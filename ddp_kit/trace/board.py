@@ -27,7 +27,6 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from enum import IntFlag
 from multiprocessing import reduction
 from typing import Any, BinaryIO, NamedTuple
 
@@ -40,7 +39,6 @@ IMPORTING, SERVING, FORMING, RAISED = 0, 1, 2, 3
 EVENTS = 1 << 16  # events of a rank that are kept; new ones overwrite the oldest
 COUNTED = EVENTS  # channels and groups of a rank that can be counted
 TEXTS = 1 << 22  # bytes
-TEXTS_KEPT = 1 << 14  # bytes that stay for the next run; the pool reads all texts that there are
 
 # The numbers of the head, of a row and of a count take 8 bytes each, so that one can be written
 # without the others. These are their places in a Head and in a Row.
@@ -60,8 +58,8 @@ _STACKS_AT = _ROWS_AT + EVENTS * _ROW.size
 _SIZE = _STACKS_AT + (1 << 16)
 
 
-class HeadBits(IntFlag):
-    """What holds for a rank at this moment."""
+class HeadBits:
+    """What holds for a rank at this moment. Plain numbers: operators of an IntFlag are slow."""
 
     LIMITED = 1  # The worker's wait ends by itself after a time.
     CROWDED = 2  # Not everything could be counted.
@@ -71,7 +69,7 @@ class HeadBits(IntFlag):
     TASKS = 32  # A task of a thread pool has a callback.
 
 
-class RowBits(IntFlag):
+class RowBits:
     """What holds for one event."""
 
     LOOKED_AFTER = 1  # Somebody asked whether it is complete, or for its future.
@@ -84,10 +82,7 @@ class RowBits(IntFlag):
     BLOCKING = 128  # The call itself waits, and returns no Work or future to wait for.
 
 
-# As plain numbers, because each event needs them and operators of flags are slow.
-_LIMITED, _POLLED = HeadBits.LIMITED.value, HeadBits.POLLED.value
-_NOT_OF_WAITS = (HeadBits.CROWDED | HeadBits.RENUMBERED | HeadBits.TASKS).value
-_BLOCKING = RowBits.BLOCKING.value
+_NOT_OF_WAITS = HeadBits.CROWDED | HeadBits.RENUMBERED | HeadBits.TASKS
 
 
 class Head(NamedTuple):
@@ -108,9 +103,9 @@ class Head(NamedTuple):
         """Whether the worker waits for an operation, or for threads of its own."""
         return self.waiting >= 0 or self.has(HeadBits.JOINS)
 
-    def has(self, bit: HeadBits) -> bool:
+    def has(self, bit: int) -> bool:
         """Return whether a bit holds for the rank."""
-        return bool(self.bits & bit.value)
+        return bool(self.bits & bit)
 
 
 class Row(NamedTuple):
@@ -126,9 +121,9 @@ class Row(NamedTuple):
     waited: int
     end: int
 
-    def has(self, bit: RowBits) -> bool:
+    def has(self, bit: int) -> bool:
         """Return whether a bit holds for this event."""
-        return bool(self.bits & bit.value)  # `&` of a flag takes ten times as long
+        return bool(self.bits & bit)
 
 
 class BoardCopy(NamedTuple):
@@ -180,8 +175,8 @@ class Board:
             self._file = open(descriptor.detach(), "r+b")  # noqa: SIM115
         self._map(mmap.mmap(self._file.fileno(), _SIZE))
         self._run = self._moves = self._events = self._texts = self._counted = self._bits = 0
-        self._began, self._ended, self._lines = 0, 0, 0
-        self._found = 0, 0, b""  # the text that `waiting` read last: its run, its number, itself
+        self._began = self._ended = 0
+        self._places: dict[bytes, int] = {}  # the number of each text
 
     def _map(self, page: mmap.mmap) -> None:
         self._page, self._numbers = page, memoryview(page).cast("q")
@@ -196,25 +191,17 @@ class Board:
             os.lseek(file, _STACKS_AT, os.SEEK_SET)
         stacks.answer_on(self._file)
 
-    def begin(self, run: int, now: int, keep_texts: bool = False) -> bool:
-        """Begin a run on an empty board.
-
-        keep_texts: leave the texts and the slots of counts, now zero, for a run that will probably
-        write the same ones. Return whether they were left: they may have become too many.
-        """
-        kept = keep_texts and self._texts <= TEXTS_KEPT
-        if not kept:
-            self._texts = self._counted = self._lines = 0
-        self._run, self._events, self._bits = run, 0, 0
-        self._began, self._ended, self._numbers[_WAITING] = now, 0, -1
-        counts = self._counted * _COUNT.size
-        self._page[_COUNTS_AT : _COUNTS_AT + counts] = bytes(counts)
+    def begin(self, run: int, now: int) -> None:
+        """Begin a run on an empty board."""
+        self._run, self._began, self._ended = run, now, 0
+        self._events = self._texts = self._counted = self._bits = 0
+        self._places = {}
+        self._numbers[_WAITING] = -1
         if self._page[_STACKS_AT]:
             self._forget_stacks()
         self.write_progress(None, None)
         self.write_handled(b"")
         self._write_head()
-        return kept
 
     def _forget_stacks(self) -> None:
         """Remove old answers, because the pool asks again in the next wait."""
@@ -228,17 +215,17 @@ class Board:
         self._write_head()
 
     def add_text(self, text: Any) -> int:
-        """Write what events have in common; return its number, or 0 if there is no room left."""
+        """Write, once, what events have in common; return its number, or 0 if there is no room."""
         # PyTorch takes NumPy's integers and tensors of one as ranks, tags and splits.
         line = json.dumps(text, default=operator.index).encode() + b"\n"
-        if self._texts + len(line) > TEXTS:
-            return 0
+        if line in self._places or self._texts + len(line) > TEXTS:
+            return self._places.get(line, 0)
         at = _TEXTS_AT + self._texts
         self._page[at : at + len(line)] = line
         self._texts += len(line)
-        self._lines += 1
+        self._places[line] = len(self._places) + 1
         self._write_head()
-        return self._lines
+        return self._places[line]
 
     def add_count(self, text: Any) -> int:
         """Return a slot for the count of a channel or group; -1 if there is no room left."""
@@ -261,14 +248,11 @@ class Board:
 
         row: the values of a Row before these of the operation itself. slot: of its count.
         """
-        if slot >= 0:
-            self._numbers[_COUNTS + 2 * slot] = sequence + 1
-        return self.add_row(*row, sequence, start, 0, 0)
-
-    def add_row(self, *row: int) -> int:
-        """Write an event and return its index. row: the values of a Row."""
         index, numbers = self._events, self._numbers
-        _ROW.pack_into(self._page, _ROWS_AT + index % EVENTS * _ROW.size, *row)
+        if slot >= 0:
+            numbers[_COUNTS + 2 * slot] = sequence + 1
+        at = _ROWS_AT + index % EVENTS * _ROW.size
+        _ROW.pack_into(self._page, at, *row, sequence, start, 0, 0)
         self._events = numbers[_EVENTS] = index + 1
         self._moves = numbers[_MOVES] = self._moves + 1
         return index
@@ -293,11 +277,13 @@ class Board:
             at = _ROWS + index % EVENTS * _OF_ROW
             numbers[at + _ROW_WAITED], numbers[at + _ROW_END] = now, 0
             if blocking:
-                numbers[at + _ROW_BITS] |= _BLOCKING
+                numbers[at + _ROW_BITS] |= RowBits.BLOCKING
         if shown:
             if self._page[_STACKS_AT]:
                 self._forget_stacks()
-            self._bits = self._bits & _NOT_OF_WAITS | limited * _LIMITED | polled * _POLLED
+            self._bits = (
+                self._bits & _NOT_OF_WAITS | limited * HeadBits.LIMITED | polled * HeadBits.POLLED
+            )
             numbers[_BITS], numbers[_WAITING] = self._bits, index
         else:
             there = RowBits.IN_THREAD | limited * RowBits.LIMITED_THERE
@@ -314,9 +300,9 @@ class Board:
             self._change_bits(index, RowBits.IN_THREAD | RowBits.LIMITED_THERE)
         self._moves = self._numbers[_MOVES] = self._moves + 1
 
-    def write_state(self, bit: HeadBits, holds: bool = True) -> None:
+    def write_state(self, bit: int, holds: bool = True) -> None:
         """Write whether a bit of the head holds that is not of a wait."""
-        self._bits = self._numbers[_BITS] = self._bits & ~bit.value | holds * bit.value
+        self._bits = self._numbers[_BITS] = self._bits & ~bit | holds * bit
         self._move()
 
     def write_callbacks(self, index: int, left: int, limited: bool) -> None:
@@ -364,9 +350,9 @@ class Board:
         if self._is_kept(index):
             self._numbers[_row_at(index) + _ROW_END] = now
 
-    def write_bit(self, index: int, bit: RowBits) -> None:
+    def write_bit(self, index: int, bit: int) -> None:
         """Add a bit to those of an event."""
-        self._change_bits(index, 0, bit.value)
+        self._change_bits(index, 0, bit)
 
     def _change_bits(self, index: int, old: int, new: int = 0) -> None:
         """Remove some bits of an event, and add new ones."""
@@ -411,7 +397,7 @@ class Board:
     def read_counts(self) -> BoardCopy:
         """Copy what a rank that keeps moving has counted: no events, and it does not wait."""
         head = self.head()
-        head = head._replace(waiting=-1, events=0, bits=head.bits & ~HeadBits.JOINS.value)
+        head = head._replace(waiting=-1, events=0, bits=head.bits & ~HeadBits.JOINS)
         counts = self._page[_COUNTS_AT : _COUNTS_AT + head.counted * _COUNT.size]
         texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         return BoardCopy(head, counts, texts, b"")
@@ -425,14 +411,10 @@ class Board:
         if head.run != run or not max(0, head.events - EVENTS) <= head.waiting < head.events:
             return None
         row = Row(*_ROW.unpack_from(self._page, _ROWS_AT + head.waiting % EVENTS * _ROW.size))
-        texts = b""
-        if row.waited <= since and self._found[:2] != (run, row.what):
-            texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
+        texts = self._page[_TEXTS_AT : _TEXTS_AT + head.texts]
         if self.head() != head or row.waited > since or not row.what:
             return None
-        if texts:
-            self._found = run, row.what, texts.split(b"\n", row.what)[row.what - 1]
-        return row, self._found[2]
+        return row, texts.split(b"\n", row.what)[row.what - 1]
 
     def unshare(self) -> None:
         """Write into memory of this process only from now on: it is a fork of the rank."""

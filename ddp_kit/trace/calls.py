@@ -10,9 +10,8 @@ import functools
 import json
 import math
 import operator
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from ddp_kit import torch_internals
 from ddp_kit.error_text import Frame
 from ddp_kit.trace.board import Board
 from ddp_kit.trace.events import Group, format_call
-from ddp_kit.trace.stacks import describe_line
 
 _KINDS = {"send": "send", "recv": "recv", "recv_anysource": "any", "key": "key"}
 _REDUCE_OPS = {
@@ -33,13 +31,16 @@ _REDUCE_OPS = {
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
     if hasattr(ReduceOp, name)
 }
+# What methods of ProcessGroup take. In place: their first argument is what they send, and there are
+# no other tensors.
+_IN_PLACE = {"send", "broadcast", "reduce", "allreduce", "allreduce_coalesced"}
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+_SPLITTING = {"alltoall_base", "all_to_all_single"}
+_REDUCING = "reduce", "_reduce", "allreduce"  # how their names begin
 # Who asks for less wants to see the time go by. PyTorch's own default is 30 minutes.
 _SHORT = timedelta(minutes=25)
 _STRIDED = torch.strided
 _NO_GROUP = Group("", ())  # of an event whose group did not fit on the board
-
-
-Line = tuple[CodeType, int]  # a line of code
 
 
 class Call(NamedTuple):
@@ -65,59 +66,48 @@ def is_short(*args: Any) -> bool:
     return any(isinstance(arg, timedelta) and timedelta(0) < arg < _SHORT for arg in args)
 
 
-class _Arguments(NamedTuple):
-    """Where the arguments of a method of ProcessGroup are."""
-
-    receives: bool  # the first argument is what it receives into
-    in_place: bool  # the first argument is what it sends, and there are no other tensors
-    rooted: bool
-    reducing: bool
-    splitting: bool
-
-
-@functools.cache
-def _arguments(method: str) -> _Arguments:
-    return _Arguments(
-        method.startswith("recv"),
-        method in ("send", "broadcast", "reduce", "allreduce", "allreduce_coalesced"),
-        method in ("broadcast", "reduce", "gather", "scatter"),
-        method.startswith(("reduce", "_reduce", "allreduce")),
-        method in ("alltoall_base", "all_to_all_single"),
-    )
+def flat(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tensor, a list or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for inner in value for tensor in flat(inner)]
 
 
 def describe(method: str, args: tuple) -> Call:
     """Return what the arguments of a method of ProcessGroup say."""
-    receives, in_place, rooted, reducing, splitting = _arguments(method)
-    root = reduce_op = None
-    inputs: tuple = ()  # a barrier has no tensors
-    outputs: tuple = ()
+    inputs: list[torch.Tensor] = []  # a barrier has no tensors
+    outputs: list[torch.Tensor] = []
     splits: tuple = ()
-    if receives:
-        outputs = _tensors(args[0])
-    elif in_place:
-        inputs = _tensors(args[0])
+    if method.startswith("recv"):
+        outputs = flat(args[0])
+    elif method in _IN_PLACE:
+        inputs = flat(args[0])
     elif len(args) > 1:
-        inputs, outputs = _tensors(args[1]), _tensors(args[0])
-    if rooted:
-        root = getattr(args[-1], "rootRank", None)
-    if reducing:
-        reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None)))
-    if splitting and len(args) > 3:
+        inputs, outputs = flat(args[1]), flat(args[0])
+    root = getattr(args[-1], "rootRank", None) if method in _ROOTED else None
+    reduces = method.startswith(_REDUCING)
+    reduce_op = _REDUCE_OPS.get(hash(getattr(args[-1], "reduceOp", None))) if reduces else None
+    if method in _SPLITTING and len(args) > 3:
         rows_from, rows_to = args[2:4]
         splits = (tuple(rows_to), tuple(rows_from)) if len(rows_to) or len(rows_from) else ()
-    return Call(method, root, reduce_op, splits, inputs, outputs, _device(args))
+    sent, received = (tuple((t.shape, t.dtype) for t in side) for side in (inputs, outputs))
+    device = next((tensor.device.type for tensor in flat(args)), "cpu")
+    return Call(method, root, reduce_op, splits, sent, received, device)
 
 
 def facts(method: str, args: Sequence[Any]) -> tuple:
-    """Return what a method is called with; equal for calls that differ in numbers only."""
-    _, _, rooted, reducing, splitting = _arguments(method)
+    """Return what a method is called with; equal for calls that differ in numbers only.
+
+    Unlike `describe`, it is called for each event.
+    """
     found: list[Any] = [method]
-    if rooted:
+    if method in _ROOTED:
         found.append(getattr(args[-1], "rootRank", None))
-    if reducing:
+    if method.startswith(_REDUCING):
         found.append(hash(getattr(args[-1], "reduceOp", None)))
-    if splitting:  # NumPy's integers and tensors of one are splits, too
+    if method in _SPLITTING:  # NumPy's integers and tensors of one are splits, too
         found += [tuple(map(operator.index, rows)) for rows in args[2:4]]
     for value in args:
         if type(value) is list and len(value) == 1:  # nearly always
@@ -128,26 +118,6 @@ def facts(method: str, args: Sequence[Any]) -> tuple:
         elif isinstance(value, (list, tuple)):
             found.append(facts("", value))
     return tuple(found)
-
-
-def _device(values: Iterable[Any]) -> str:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return "cpu" if value.is_cpu else value.device.type  # a device is slow to name
-        if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
-            return _device(value)
-    return "cpu"
-
-
-def _tensors(value: Any) -> tuple:
-    """Return (shape, dtype) of a tensor, or of each tensor in a list or a list of lists."""
-    if isinstance(value, torch.Tensor):
-        return ((value.shape, value.dtype),)
-    if not isinstance(value, (list, tuple)):
-        return ()
-    if len(value) == 1:  # nearly always
-        return _tensors(value[0])
-    return tuple(tensor for inner in value for tensor in _tensors(inner))
 
 
 class GroupInfo(NamedTuple):
@@ -185,7 +155,7 @@ class CallSite(NamedTuple):
     kind: str  # see `kind_of`
     peer: int | None  # rank in the world
     tag: int
-    line: Line | None  # the learner's own
+    line: Frame | None  # the learner's own
     group: GroupInfo
     count: Count
     row: tuple[int, int, int, int, int]  # how their rows begin
@@ -193,31 +163,24 @@ class CallSite(NamedTuple):
 
 
 class InternTable:
-    """Writes each text once and returns its number; 0: there is no room left for it.
-
-    The texts stay on the board from one run to the next, which often makes the same calls.
-    """
+    """Writes texts and returns their numbers; 0: there is no room left for a text."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._numbers: dict[Any, int] = {}  # of the texts that are on the board
-        # Of this run, for the recorder. The code is one whose id is in the key: it must not end.
+        self._forget()
+
+    def _forget(self) -> None:
+        # For the recorder. The code is one whose id is in the key: it must not end.
         self.sites: dict[tuple, tuple[CallSite, CodeType | None]] = {}
         self._groups: dict[Any, GroupInfo] = {}
-        self._left: list[tuple[weakref.ref, GroupInfo]] = []  # groups of the previous run
         self._counts: dict[tuple, Count] = {}
-        self._worlds: Counter[int] = Counter()  # formed in this run, by their number of ranks
+        self._worlds: Counter[int] = Counter()  # that were formed, by their number of ranks
         self._world = ""  # what distinguishes the groups of the present world from earlier ones
 
     def begin(self, run: int, now: int) -> None:
         """Begin a run on the board."""
-        if not self.board.begin(run, now, keep_texts=True):
-            self._numbers, self._counts, self._left = {}, {}, []
-        self.sites = {}  # a recording inside another one begins without an end
-        for count in self._counts.values():
-            count.posted = count.given_up = 0
-        self._worlds, self._world = Counter(), ""
-        self._groups = {group: info for alive, info in self._left if (group := alive())}
+        self.board.begin(run, now)
+        self._forget()  # a recording inside another one begins without an end
 
     def begin_world(self, size: int) -> None:
         """Distinguish the groups of a world that was just formed from those of earlier ones.
@@ -232,7 +195,7 @@ class InternTable:
         self.sites = {}
 
     def site(
-        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Line | None
+        self, group: Any, call: Call, peer: int | None, tag: int, op: str, line: Frame | None
     ) -> CallSite:
         """Write a call of an operation in a line of code. peer: rank in the group.
 
@@ -258,33 +221,25 @@ class InternTable:
             limited = torch_internals.group_timeout(group) < _SHORT
             backends = dist.get_backend_config(group)
         name += self._world
-        text = ["group", name, list(ranks), backends]
-        number = self._write(("group", name, backends, *ranks), text)
+        number = self.board.add_text(["group", name, list(ranks), backends])
         self._groups[group] = GroupInfo(number, tuple(ranks), limited)
         return self._groups[group]
 
     def end(self) -> None:
         """Let go of process groups: whoever keeps one alive decides when its threads end."""
-        groups = [] if self._world else self._groups.items()  # the next run counts worlds anew
-        self._left = [(weakref.ref(g), info) for g, info in groups if not isinstance(g, tuple)]
         self._groups, self.sites = {}, {}
 
-    def line(self, line: Line | None) -> int:
+    def line(self, line: Frame | None) -> int:
         """Write a line of code; return 0 for None."""
         if line is None:
             return 0
-        code, number = line
-        frame = describe_line(code.co_filename, number, code.co_name)
-        text = ["line", frame.file, frame.line, frame.function, frame.source]
-        return self._write(tuple(text), text)
+        text = ["line", line.file, line.line, line.function, line.source]
+        return self.board.add_text(text)
 
     def call(self, op: str, group: GroupInfo, call: Call) -> int:
         """Write what an operation was called with."""
-        key = op, group.number, call
-        if known := self._numbers.get(key):
-            return known
         root = None if call.root is None else group.rank(call.root)
-        return self._write(key, ["call", *_encode(op, group.number, root, call)])
+        return self.board.add_text(["call", *_encode(op, group.number, root, call)])
 
     def count(self, kind: str, peer: int | None, tag: int, group: GroupInfo) -> Count:
         """Return the count of a channel, or of the collectives of a group."""
@@ -295,14 +250,13 @@ class InternTable:
             count = self._counts[key] = Count(self.board.add_count(["count", *key]))
         return count
 
-    def thread(self, ident: int, name: str, line: Line | None) -> None:
+    def thread(self, ident: int, name: str, line: Frame | None) -> None:
         """Write the name of a thread, and the learner's line that has started it."""
-        text = ["thread", ident, name, self.line(line)]
-        self._write(tuple(text), text)
+        self.board.add_text(["thread", ident, name, self.line(line)])
 
-    def note(self, run: int, sentence: str, line: Line | None) -> None:
-        """Write what is to be said after a run."""
-        self.board.add_text(["note", run, sentence, self.line(line)])
+    def note(self, sentence: str, line: Frame | None) -> None:
+        """Write what is to be said after the run."""
+        self.board.add_text(["note", sentence, self.line(line)])
 
     def change(self, count: Count, posted: int = 0, given_up: int = 0) -> int:
         """Count operations that were posted or given up; return how many were posted before."""
@@ -311,12 +265,6 @@ class InternTable:
         count.given_up += given_up
         self.board.write_count(count.slot, count.posted, count.given_up)
         return before
-
-    def _write(self, key: Any, text: list) -> int:
-        number = self._numbers.get(key) or self.board.add_text(text)
-        if number:
-            self._numbers[key] = number
-        return number
 
 
 # The fields of an Event that the text of a call holds, in this order.
@@ -363,7 +311,7 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
         elif what == "line":
             read.append(Frame(*text, own=True))
         elif what == "note":
-            read.append(("note", text[0], text[1], read[text[2]]))
+            read.append(("note", text[0], read[text[1]]))
         elif what == "thread":
             ident, name, line = text
             read.append((ident, (name, read[line])))

@@ -5,7 +5,6 @@ The format is the "Trace Event Format" of the Chromium project, with times in mi
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Sequence
 from os import PathLike
@@ -68,18 +67,16 @@ def _lay(events: Sequence[Event], over: int) -> dict[int, Slice]:
     an instant.
     """
     laid: dict[int, Slice] = {}
-    busy: list[tuple[int, int]] = []  # a heap: (end, thread)
-    free: list[int] = []  # a heap, so that the lowest thread comes first
+    free_at: list[int] = []  # when the last operation of each thread ends
     for event in sorted(events, key=lambda event: (event.start, event.index)):
         end = event.end
         if end is None:
             end = event.start if event.waited is None else over
         end = max(end, event.start + SHORTEST)
-        while busy and busy[0][0] <= event.start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        thread = heapq.heappop(free) if free else len(busy) + 1
-        heapq.heappush(busy, (end, thread))
-        laid[event.index] = thread, event.start, end
+        free = (thread for thread, at in enumerate(free_at) if at <= event.start)
+        thread = next(free, len(free_at))
+        free_at[thread : thread + 1] = [end]
+        laid[event.index] = thread + 1, event.start, end  # the worker is thread 0
     return laid
 
 

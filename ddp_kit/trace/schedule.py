@@ -75,8 +75,7 @@ class _Ranks:
         self.posted: dict[Key, int] = {}
         self.at: dict[Key, int] = {}
         self.parties: dict[Key, list[Event]] = {}  # of the message or collective
-        # The steps in use, by rank or (src, dst), each with a later one that may be free.
-        self.used: dict[object, dict[int, int]] = defaultdict(dict)
+        self.used: dict[object, set[int]] = defaultdict(set)  # steps, by rank or (src, dst)
         found: list[list[tuple[tuple, Event, str]]] = [[] for _ in self.queues]
         for event in trace:
             own, index = found[event.rank], event.index
@@ -136,25 +135,13 @@ class _Ranks:
             busy = [(first.rank, first.peer)] if len(parties) > 1 else []
             if keys[0] in self.at:  # its sender did not wait for the receive
                 step = max(step, self.at[keys[0]] + 1)
-        step = self._first_free(busy, step)
+        while any(step in self.used[who] for who in busy):
+            step += 1
         for who in busy:
-            self.used[who][step] = step + 1
+            self.used[who].add(step)
         for key in keys:
             self.at.setdefault(key, step)
         return [event.rank for event in parties]
-
-    def _first_free(self, busy: list[object], step: int) -> int:
-        """Return the first step, from `step` on, that nobody of `busy` uses."""
-        at = -1
-        while at != step:
-            at = step
-            for who in busy:
-                used, seen = self.used[who], []
-                while step in used:
-                    seen.append(step)
-                    step = used[step]
-                used.update(dict.fromkeys(seen, step))  # next time it takes one look
-        return step
 
     def _release(self) -> list[int]:
         """Let ranks go on that wait for each other in a circle; return them."""

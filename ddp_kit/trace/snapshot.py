@@ -40,10 +40,7 @@ class Snapshot:
     @cached_property
     def events(self) -> list[Event]:
         """The events that were kept, in the order in which the rank called them."""
-        rows = ((i, self.board.row(i)) for i in range(self._older, self.board.head.events))
-        return [
-            self._event(index, row) for index, row in rows if row.what and not row.has(RowBits.VOID)
-        ]
+        return self._events_where(lambda row: not row.has(RowBits.VOID))
 
     @property
     def dropped(self) -> int:
@@ -94,9 +91,8 @@ class Snapshot:
 
     @property
     def notes(self) -> list[tuple[str, Frame | None]]:
-        """What is to be said after this run, each with a line of the learner's."""
-        notes = (text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note")
-        return [(said, line) for run, said, line in notes if run == self.board.head.run]
+        """What is to be said after the run, each with a line of the learner's."""
+        return [text[1:] for text in self._texts if isinstance(text, tuple) and text[0] == "note"]
 
     @property
     def waits(self) -> tuple[Event, ...]:
@@ -115,10 +111,8 @@ class Snapshot:
     @property
     def is_limited_elsewhere(self) -> bool:
         """Whether a timeout ends a wait of another thread, or lets a callback run."""
-        limited = any(self.board.row(e.index).has(RowBits.LIMITED_THERE) for e in self.thread_waits)
-        return limited or any(
-            self.board.row(each.index).has(RowBits.CALLS_BACK_SOON) for each in self.callbacks
-        )
+        limited = RowBits.LIMITED_THERE | RowBits.CALLS_BACK_SOON
+        return bool(self._events_where(lambda row: row.has(limited)))
 
     @property
     def last_wait(self) -> Event | None:
@@ -167,10 +161,7 @@ class Snapshot:
     @property
     def given_up(self) -> list[Event]:
         """The messages whose Work was dropped before anybody had waited for them."""
-        some = any(given_up for _, given_up in self.counts().values())
-        if not some or not any(Row(*row).has(RowBits.GIVEN_UP) for row in self.board.kept()):
-            return []  # events take longer to make
-        return [event for event in self.events if event.given_up]
+        return self._events_where(lambda row: row.has(RowBits.GIVEN_UP))
 
     @property
     def latest(self) -> int:

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import site
+import sys
 import sysconfig
 import tempfile
 import time
@@ -22,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import BinaryIO
+
+import torch.distributed as dist
 
 from ddp_kit.error_text import Frame, RankFailure, text_of
 
@@ -40,6 +43,10 @@ _CACHE = os.path.join(tempfile.gettempdir(), "torchinductor_")
 _OF_DYNAMO = ("__compiled_fn", "__resume_at")  # what such a function calls
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")  # the rest of a function
 _STANDARD = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
+C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
+# What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
+_DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
+_OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
 _LONGEST_MESSAGE = 200  # characters of an exception that a rank is handling
 # A real-time signal, because programs use none of these. Other systems ignore an unexpected SIGURG.
 _SIGNAL = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGURG", 0)
@@ -74,15 +81,31 @@ def in_standard_library(filename: str) -> bool:
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return `frame`, or the nearest of its callers, that runs the learner's own code."""
+    return find_caller(frame)[0]
+
+
+def find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
+    """Return the learner's own frame, and the function of `torch.distributed` that it called.
+
+    The last value is a prefix: the function of DTensor that called it for the learner, as in
+    "redistribute "; "" if there is none.
+    """
+    name = of_dtensor = ""
     generated = False
     while frame is not None:
         code = frame.f_code
-        if not is_own(code.co_filename):
-            generated = generated or is_generated(code.co_filename)
-        elif not (generated and is_compiled(code)):
-            break
+        file = code.co_filename
+        if is_own(file):
+            if not (generated and is_compiled(code)):
+                break
+        elif file == C10D:
+            name = "" if code.co_name.startswith("_") else code.co_name
+        elif file == _DTENSOR and code.co_name in _OF_DTENSOR:
+            of_dtensor = f"{code.co_name} "
+        else:
+            generated = generated or is_generated(file)
         frame = frame.f_back
-    return frame
+    return frame, name, of_dtensor
 
 
 def is_compiled(code: CodeType) -> bool:
@@ -136,25 +159,20 @@ def ask(processes: Mapping[int, Callable[[], str]], seconds: float = 2.0) -> lis
     seconds: how long nothing more must come until those that have not answered are given up.
     """
     asked = {pid: read for pid, read in processes.items() if _would_answer(pid)}
-    if len(asked) < len(processes):
-        found = dict(zip(asked, ask(asked, seconds), strict=True))
-        return [found.get(pid, "") for pid in processes]
-    before = [read() for read in processes.values()]
-    if not processes:
-        return []
-    for pid in processes:
+    before = {pid: read() for pid, read in asked.items()}
+    for pid in asked:
         with suppress(ProcessLookupError):
             os.kill(pid, _SIGNAL)
     deadline, answers = time.monotonic() + seconds, before
-    while time.monotonic() < deadline:
+    while asked and time.monotonic() < deadline:
         time.sleep(0.01)
-        newest = [read() for read in processes.values()]
+        newest = {pid: read() for pid, read in asked.items()}
         if newest != answers:
             deadline, answers = time.monotonic() + seconds, newest
         # They compete for the cores: one answer is complete when nobody adds to any.
-        elif all(new != old for new, old in zip(newest, before, strict=True)):
+        elif all(newest[pid] != before[pid] for pid in asked):
             break
-    return [new[len(old) :] for new, old in zip(answers, before, strict=True)]
+    return [answers[pid][len(before[pid]) :] if pid in asked else "" for pid in processes]
 
 
 class Stack(list[Frame]):

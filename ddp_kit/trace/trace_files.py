@@ -26,8 +26,7 @@ from ddp_kit.error_text import Frame, name_ranks
 from ddp_kit.errors import TraceError
 from ddp_kit.trace.events import Event, Group, Trace
 
-VERSION = 1
-_MARK = b'{"format": "ddp_kit trace", '  # how every rank trace begins
+_FORMAT = "ddp_kit trace 1"
 _DEFAULTS = {f.name: f.default for f in fields(Event) if f.default is not MISSING}
 _RUN = re.compile(r"run-(\d+)-(\w+)")
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
@@ -85,7 +84,7 @@ class RankTrace:
         os.replace(unfinished, path)
 
     def _lines(self) -> Iterator[str]:
-        head = {"format": "ddp_kit trace", "version": VERSION, **vars(self)}
+        head = {"format": _FORMAT, **vars(self)}
         clock = self.clock and self.clock._asdict()
         yield json.dumps(head | {"clock": clock, "events": len(self.events)})
         for event in self.events:
@@ -125,20 +124,11 @@ class TraceFolder:
             pass  # it can be written to
 
     def clear(self) -> None:
-        """Remove the rank traces that an earlier start wrote, and nothing else.
-
-        Raises TraceError for a file that has the name of a rank trace but is none.
-        """
+        """Remove the rank traces that an earlier start wrote, and nothing else."""
         files = [file for _, _, path in _runs(self.path) for file in path.iterdir()]
         ours = [file for file in files if _OURS.fullmatch(file.name)]
         for file in ours:
-            with suppress(FileNotFoundError):  # another host that shares the folder was faster
-                if not _is_rank_trace(file):
-                    raise TraceError(
-                        f"{str(file)!r} is not a rank trace; move it, or use another folder"
-                    )
-        for file in ours:
-            file.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)  # another host that shares the folder may be faster
         for path in {file.parent for file in ours}:
             with suppress(OSError):  # it contains something else
                 path.rmdir()
@@ -216,42 +206,23 @@ def _choose_run(folder: Path, run: int | str) -> Path:
     )
 
 
-def _is_rank_trace(path: Path) -> bool:
-    """Return whether a file is a rank trace, or the beginning of one."""
-    with path.open("rb") as file:
-        return _MARK.startswith(file.read(len(_MARK)))
-
-
 def _read(path: Path, rank: int) -> RankTrace:
     """Read the trace of `rank`. Raises TraceError if the file is none, or is damaged."""
-    if not _is_rank_trace(path):
-        raise TraceError(f"{str(path)!r} is not a rank trace")
     try:
-        first, *lines = path.read_text(encoding="utf-8").splitlines()
-        head = json.loads(first)
-        version = head["version"]
-        if version == VERSION:
-            return _as_rank_trace(rank, head, tuple(_as_event(json.loads(line)) for line in lines))
+        head, *events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if head.pop("format") == _FORMAT:
+            return _as_rank_trace(rank, head, tuple(map(_as_event, events)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{str(path)!r} is damaged; run the lesson again") from error
-    raise TraceError(
-        f"{str(path)!r} has version {version} of the format, but this kit reads version {VERSION}"
-    )
+    raise TraceError(f"{str(path)!r} is not a rank trace that this kit can read")
 
 
 def _as_rank_trace(rank: int, head: dict[str, Any], events: tuple[Event, ...]) -> RankTrace:
     span, clock = head["span"], head["clock"]
     if head["events"] != len(events) or {rank} != {head["rank"], *(e.rank for e in events)}:
         raise ValueError("the first line contradicts the others")
-    return RankTrace(
-        head["launch"],
-        rank,
-        head["world_size"],
-        head["dropped"],
-        None if span is None else (span[0], span[1]),
-        None if clock is None else Clock(**clock),
-        events,
-    )
+    read = {"span": span and tuple(span), "clock": clock and Clock(**clock), "events": events}
+    return RankTrace(**head | read)
 
 
 def _as_event(values: dict[str, Any]) -> Event:

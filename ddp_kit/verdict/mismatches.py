@@ -12,7 +12,6 @@ from ddp_kit.trace.board import RowBits
 from ddp_kit.trace.events import Event, Shape, format_root
 from ddp_kit.verdict.explanation import Verdict, format_operation, ranks_do
 
-_VOID = RowBits.VOID.value
 _SAME_CALLS = "All ranks of a group must call the same collectives, in the same order."
 _SAME_TENSORS = "All ranks must pass tensors of the same shape and dtype to a collective."
 _SAME_CHUNKS = "What one rank sends to another must have the shape that the other expects."
@@ -88,7 +87,7 @@ def _doubtful(snapshots: Sequence[Snapshot]) -> tuple[list[Event], set[int]]:
         known: dict[int, tuple] = {}
         rank = snapshot.rank
         for what, _, peer, bits, tag, sequence, *_ in snapshot.board.kept():
-            if bits & _VOID or not what:
+            if bits & RowBits.VOID or not what:
                 continue
             if what not in known:
                 call = snapshot.call(what)

@@ -19,7 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit import torch_internals
-from ddp_kit.trace.calls import Call, Line, describe
+from ddp_kit.error_text import Frame
+from ddp_kit.trace.calls import Call, describe
 from ddp_kit.trace.rank import recorder
 from ddp_kit.trace.rank.recorder import Posted, Recorder, own_line
 
@@ -48,7 +49,7 @@ class _Wrapped:
                 self._trained[name] = parameter.numel(), given
                 recorder.at_end.add(self.tell)
 
-    def tell(self, summed: int) -> tuple[str, Line | None]:
+    def tell(self, summed: int) -> tuple[str, Frame | None]:
         """Return a sentence on the parameters that DDP never reduced, "" if there are none.
 
         summed: how many numbers the worker has summed in one call: perhaps it was a gradient.

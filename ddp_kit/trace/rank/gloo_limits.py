@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ddp_kit import torch_internals
 from ddp_kit.errors import BackendError
+from ddp_kit.trace.calls import flat
 
 # The coalesced all_gather is also that of functional collectives, and so of DTensor.
 _ALL_GATHER = "do this all_gather with"
@@ -55,7 +56,7 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
     """
     if method not in _IGNORING_STRIDES:
         return ()
-    outputs, inputs = _flat(args[0]), _flat(args[1]) if len(args) > 1 else []
+    outputs, inputs = _strided(args[0]), _strided(args[1]) if len(args) > 1 else []
     if all(map(torch.Tensor.is_contiguous, outputs + inputs)):
         return ()
     if not _is_gloo(group, outputs[0].device.type):
@@ -79,13 +80,8 @@ def memory_order(group: Any, method: str, args: tuple) -> tuple[int, ...]:
     return orders[0]
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    """Return the tensors with strides that are in a tensor, a list or a list of lists."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.layout is torch.strided else []
-    if not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for inner in value for tensor in _flat(inner)]
+def _strided(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in flat(value) if tensor.layout is torch.strided]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -15,23 +15,14 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Work
 
 from ddp_kit import torch_internals
-from ddp_kit.error_text import Wait
+from ddp_kit.error_text import Frame, Wait
 from ddp_kit.trace.board import Board, HeadBits, RowBits
-from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, Line, is_short
+from ddp_kit.trace.calls import Call, CallSite, Count, InternTable, is_short
 from ddp_kit.trace.events import format_call
-from ddp_kit.trace.polling import Loop
-from ddp_kit.trace.stacks import (
-    describe_line,
-    is_compiled,
-    is_generated,
-    is_own,
-    own_frame,
-    write_handled,
-)
+from ddp_kit.trace.stacks import C10D, describe_line, find_caller, own_frame, write_handled
 
 _MOST_THREADS = 1_000  # of a run whose names are written: the board has room for some texts
 _OPEN = -1  # the sender of a message that may not have come yet
@@ -40,11 +31,6 @@ _FORKED = (
     "a process that a rank has forked, such as a worker of a DataLoader, cannot communicate in the "
     "rank's process groups: make this call in the rank itself"
 )
-
-C10D = sys.modules[dist.all_reduce.__module__].__file__  # where PyTorch defines its collectives
-# What a learner calls of DTensor, and what calls collectives. It may not be imported yet.
-_DTENSOR = os.path.join(os.path.dirname(dist.__file__), "tensor", "_api.py")
-_OF_DTENSOR = {"distribute_tensor", "from_local", "full_tensor", "redistribute"}
 
 current: Recorder | None = None  # the recorder of the run in progress; None outside of a run
 _forks = 0  # how many forks lie between this process and the rank
@@ -71,10 +57,10 @@ def while_recorded(original: Callable, recorded: Callable) -> Callable:
     return either
 
 
-def own_line(frame: FrameType | None) -> Line | None:
+def own_line(frame: FrameType | None) -> Frame | None:
     """Return the learner's own line at `frame`, or at the nearest of its callers."""
     own = own_frame(frame)
-    return own and (own.f_code, own.f_lineno)
+    return own and describe_line(own.f_code.co_filename, own.f_lineno, own.f_code.co_name)
 
 
 class Posted(NamedTuple):
@@ -88,22 +74,10 @@ class Posted(NamedTuple):
         site, call = self.site, self.site.call
         root = None if call.root is None else site.group.ranks[call.root]
         called = format_call(site.op, call.method, site.peer, site.tag, root)
-        if site.line is None:
-            return Wait(0, called)
-        code, number = site.line
-        return Wait(0, called, describe_line(code.co_filename, number, code.co_name))
+        return Wait(0, called, site.line)
 
 
-_UNKNOWN = None, None  # a call that is not in the table
-
-
-class _Started(weakref.ref):
-    """The Work of an operation that may not be complete."""
-
-    __slots__ = ("goes_on", "key", "posted")
-    key: int
-    posted: Posted
-    goes_on: bool  # also without its Work
+_UNKNOWN = None, None  # what a table has no entry for
 
 
 class Recorder:
@@ -125,14 +99,15 @@ class Recorder:
         self._board: Board | None = table.board  # None: the run is over
         self._thread, self._forks = threading.get_ident(), _forks
         self._lock = threading.RLock()  # the learner's threads may communicate too
-        self._started: dict[int, _Started] = {}  # by the id of a Work
+        # Operations that may not be complete, by the id of their Work. A strong reference would
+        # keep that alive: the recorder must not change what happens.
+        self._started: dict[int, tuple[weakref.ref, Posted]] = {}
         # Receives from any source in the order of their calls, by tag and group: the index of each
         # event and who sent the message, _OPEN before its wait has ended.
         self._from_any: dict[Count, dict[int, int | None]] = {}
         self._followed: dict[int, tuple[weakref.ref, Posted]] = {}  # by the id of a future or Work
         self.polled: Posted | None = None  # the operation that a loop of the worker waits for
-        self.loops: dict[tuple[str, int], Loop | None] = {}  # that may poll, by line
-        self.no_wait_at: tuple[CodeType, int] | None = None  # a code and a place in it that polls
+        self.no_wait_at: set[tuple[CodeType, int]] = set()  # places in code that poll and do more
         self.key_waits = 0  # for keys of a store
         self._is_cut = False  # an operation has failed
         self._futures = 0  # that somebody holds, of operations that are not complete
@@ -140,9 +115,9 @@ class Recorder:
         self._callbacks: Counter[int | None] = Counter()
         self._dropped = self._threads = 0
         # Of a thread: the line that has started it, or its task.
-        self.lines: dict[threading.Thread, Line | None] = {}
+        self.lines: dict[threading.Thread, Frame | None] = {}
         # What there is to say after the run, each a sentence and a line of the learner's.
-        self.at_end: set[Callable[[int], tuple[str, Line | None]]] = set()
+        self.at_end: set[Callable[[int], tuple[str, Frame | None]]] = set()
         self.summed = 0  # the most numbers that the worker itself has summed in one call
         self.results: dict[int, list[Posted]] = {}  # functional collectives, by their memory
         self._handles = False  # an exception, in the newest wait
@@ -154,7 +129,7 @@ class Recorder:
         # After a timeout gloo closes the connection, even if the exception is caught.
         if self._is_cut:
             return False
-        left = [started() for started in self._started.values()]
+        left = [started() for started, _ in self._started.values()]
         # PyTorch's own method: its replacement would note that somebody has asked.
         done = all(w is None or inspect.unwrap(type(w).is_completed)(w) for w in left)
         return done and not (self._dropped or self._futures or self.results)
@@ -165,7 +140,7 @@ class Recorder:
             if self._board is not None:
                 for text, line in [tell(self.summed) for tell in self.at_end]:
                     if text:
-                        self.table.note(self.run, text, line)
+                        self.table.note(text, line)
                 self._board.end(monotonic_ns())
             self._board = None
             self.table.end()
@@ -203,7 +178,7 @@ class Recorder:
             return None
         if self._forks != _forks and not isinstance(group, tuple):
             raise RuntimeError(_FORKED)  # it would wait for threads that it does not have
-        frame, name, of_dtensor = _find_caller(sys._getframe(2))
+        frame, name, of_dtensor = find_caller(sys._getframe(2))
         code = frame and frame.f_code
         with self._lock:
             board = self._board
@@ -231,7 +206,7 @@ class Recorder:
         posted = self.newest = Posted(index, site)
         return posted
 
-    def _line_of_thread(self, me: int) -> Line | None:
+    def _line_of_thread(self, me: int) -> Frame | None:
         """Return the line that has started a thread other than the worker's own."""
         if me == self._thread:
             return None
@@ -274,21 +249,20 @@ class Recorder:
         if self.batching:
             self.expect_no_wait(posted)
             return work
-        # A strong reference would keep the Work alive: the recorder must not change what happens.
-        started = self._started[id(work)] = _Started(work, self._drop)
-        started.key, started.posted = id(work), posted
         # A message ends with its Work, sent or not, except on MPI. A collective goes on: the
         # backend keeps it in a queue.
-        started.goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        goes_on = posted.site.kind == "collective" or hasattr(work, "ends_alone")
+        drop = functools.partial(self._drop, id(work), goes_on)
+        self._started[id(work)] = weakref.ref(work, drop), posted
         return work
 
-    def _drop(self, started: _Started) -> None:
+    def _drop(self, key: int, goes_on: bool, _: weakref.ref) -> None:
         """Note that the Work of an operation was deleted, perhaps before it was complete."""
         with self._lock:
-            if self._started.pop(started.key, None):
+            _, posted = self._started.pop(key, _UNKNOWN)
+            if posted is not None:
                 self._dropped += 1
-                posted = started.posted
-                if self._board is not None and not started.goes_on:
+                if self._board is not None and not goes_on:
                     self.table.change(posted.site.count, given_up=1)
                     self._board.write_bit(posted.index, RowBits.GIVEN_UP)
                     if posted.site.kind == "any":
@@ -296,8 +270,7 @@ class Recorder:
 
     def wait(self, original: Callable, work: Work, *args: Any, **kwargs: Any) -> Any:
         """Wait for `work` as `original` does, and write the wait on the board."""
-        started = self._started.get(id(work))
-        posted = started.posted if started else self.operation_of(work)
+        posted = self.operation_of(work)
         if posted is None:
             return original(work, *args, **kwargs)
         itself = sys._getframe(2).f_code.co_filename == C10D  # the call that started it waits
@@ -396,12 +369,12 @@ class Recorder:
             if (board := self._board) is not None:
                 board.end_wait(self.polled.index, monotonic_ns(), shown=True)
             self.polled = None
-        started = self._started.pop(id(work), None)
-        if started and self._board is not None:
-            self._board.write_end(started.posted.index, monotonic_ns())
-            self._board.write_bit(started.posted.index, RowBits.LOOKED_AFTER)
-            if started.posted.site.kind == "any":
-                self._note_source(started.posted, work)
+        _, posted = self._started.pop(id(work), _UNKNOWN)
+        if posted and self._board is not None:
+            self._board.write_end(posted.index, monotonic_ns())
+            self._board.write_bit(posted.index, RowBits.LOOKED_AFTER)
+            if posted.site.kind == "any":
+                self._note_source(posted, work)
 
     def expect_no_wait(self, posted: Posted | None) -> None:
         """Write that PyTorch itself has started an operation and will not wait for it."""
@@ -413,8 +386,8 @@ class Recorder:
 
         wanted: whoever has it wants to know when the operation is complete.
         """
+        posted = self.operation_of(work)
         started = self._started.pop(id(work), None)
-        posted = started.posted if started else self.operation_of(work)
         if posted is None:
             return
         self.remember(work, posted)
@@ -457,9 +430,8 @@ class Recorder:
 
     def operation_of(self, waitable: Any) -> Posted | None:
         """Return the operation that a Work, or a future of it, waits for; None if it is unknown."""
-        if started := self._started.get(id(waitable)):
-            return started.posted
-        return self._followed.get(id(waitable), (None, None))[1]
+        place = id(waitable)
+        return (self._started.get(place) or self._followed.get(place) or _UNKNOWN)[1]
 
     def _note_source(self, posted: Posted, work: Work) -> None:
         """Write who sent a message that was received from any source."""
@@ -486,27 +458,3 @@ class Recorder:
             if source is not None:
                 count = self.table.count("recv", source, posted.site.tag, posted.site.group)
                 self._board.write_source(index, source, self.table.change(count, posted=1))
-
-
-def _find_caller(frame: FrameType | None) -> tuple[FrameType | None, str, str]:
-    """Return the learner's own frame, and the function of `torch.distributed` that it called.
-
-    The last value is a prefix: the function of DTensor that called it for the learner, as in
-    "redistribute "; "" if there is none.
-    """
-    name = of_dtensor = ""
-    generated = False
-    while frame is not None:  # as in `own_frame`, in one pass
-        code = frame.f_code
-        file = code.co_filename
-        if is_own(file):
-            if not (generated and is_compiled(code)):
-                break
-        elif file == C10D:
-            name = "" if code.co_name.startswith("_") else code.co_name
-        elif file == _DTENSOR and code.co_name in _OF_DTENSOR:
-            of_dtensor = f"{code.co_name} "
-        else:
-            generated = generated or is_generated(file)
-        frame = frame.f_back
-    return frame, name, of_dtensor

@@ -25,8 +25,8 @@ from ddp_kit.trace.board import FORMING, SERVING, Board
 from ddp_kit.trace.calls import Call, InternTable, describe, facts, is_short
 from ddp_kit.trace.rank import data_parallel, functional, recorder, waits
 from ddp_kit.trace.rank.gloo_limits import CPU_ONLY, memory_order, refuse_on_gpus
-from ddp_kit.trace.rank.recorder import C10D, Recorder, while_recorded
-from ddp_kit.trace.stacks import is_own
+from ddp_kit.trace.rank.recorder import Recorder, while_recorded
+from ddp_kit.trace.stacks import C10D, is_own
 
 _FUTURE = torch.futures.Future.__bases__[0]  # of which get_future returns an instance
 
