@@ -180,7 +180,7 @@ class RanksMagics(Magics):
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
                 self._had[launcher_of(backend)] = self._with_names(backend).union(on)
-                pool.keep_names(launcher_of(backend), on)
+                pool.keep_names(launcher_of(backend))
 
     def _with_names(self, backend: str) -> frozenset[int]:
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
@@ -229,7 +229,7 @@ class RanksMagics(Magics):
 
     def _reset(self) -> None:
         for launcher, ranks in self._had.items():
-            if pool.keep_names(launcher, ranks, keep=False):  # else they have ended
+            if pool.keep_names(launcher, keep=False):  # else they have ended
                 backend = "mpi" if launcher == "mpiexec" else "auto"
                 pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()

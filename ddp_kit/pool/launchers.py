@@ -55,8 +55,6 @@ _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
 class Spawn(Launcher):
     """Starts each process by itself, so that one can be replaced, added or left out."""
 
-    separate = True
-
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         # One that owes a reply may wait for the dead one in the group they were to form, or run a
         # worker that a second interrupt has left behind.

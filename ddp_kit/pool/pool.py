@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -244,9 +244,9 @@ def run(
     timeout: seconds for the worker to return on every rank; None: no limit.
 
     The first call starts the processes, unless they have been started in the background since the
-    kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
-    run has used for ten minutes end, unless they hold names of `%%ranks`, and the next call starts
-    new ones.
+    kit was imported in a notebook. They stay warm for the next call. In a notebook, they end when
+    no run has used them for ten minutes, unless they hold names of `%%ranks`, and the next call
+    starts new ones.
 
     Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws different random
     numbers on each rank, and the same ones in every run on the same process. Python's `random` and
@@ -294,16 +294,15 @@ def shutdown() -> None:
         _shared.popitem()[1].close()
 
 
-def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool:
-    """Keep ranks of a shared pool when they are unused: they hold names of `%%ranks` cells.
+def keep_names(launcher: str, keep: bool = True) -> bool:
+    """Keep the ranks of a shared pool when they are unused: they hold names of `%%ranks` cells.
 
-    keep: False if they are to hold none any longer. Return whether there are any such ranks.
+    keep: False if they are to hold none any longer. Return whether there are any ranks.
     """
-    there = _shared[launcher]._processes.ranks if launcher in _shared else []
-    held = [rank for number, rank in enumerate(there) if number in ranks]
-    for rank in held:
-        rank.has_names = keep
-    return bool(held)
+    if launcher not in _shared or not _shared[launcher]._processes.ranks:
+        return False
+    _shared[launcher]._processes.has_names = keep
+    return True
 
 
 def _is_outdated(pool: WorkerPool) -> bool:
@@ -341,29 +340,30 @@ class ProcessStatus:
     """The process of one rank.
 
     state: "starting", "idle", "running" or "ended". memory: bytes that only this process uses (its
-    USS), and that its end would free; None: unknown. has_names: it stays although nothing runs,
-    because it holds names of `%%ranks` cells.
+    USS), and that its end would free; None: unknown.
     """
 
     rank: int
     state: str
     memory: int | None
     pid: int
-    has_names: bool = False
 
     def __str__(self) -> str:
-        kept = ", kept for its names of %%ranks cells" if self.has_names else ""
-        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}{kept}"
+        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}"
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """One pool. shared: `kit.run` uses it. running: a run is going on."""
+    """One pool. shared: `kit.run` uses it. running: a run is going on.
+
+    has_names: its ranks stay although nothing runs, because they hold names of `%%ranks` cells.
+    """
 
     shared: bool
     backend: str
     running: bool
     ranks: tuple[ProcessStatus, ...]
+    has_names: bool = False
 
     @property
     def memory(self) -> int:
@@ -377,7 +377,8 @@ class PoolStatus:
         starting = any(rank.state == "starting" for rank in self.ranks)
         state = "running" if self.running else "starting" if starting else "ready"
         first = f"{name}: {count(len(self.ranks), 'rank')}, {self.backend}, {state}"
-        return "\n  ".join([first + _megabytes(self.memory), *map(str, self.ranks)])
+        kept = ", kept for their names of %%ranks cells" if self.has_names else ""
+        return "\n  ".join([f"{first}{_megabytes(self.memory)}{kept}", *map(str, self.ranks)])
 
 
 @dataclass(frozen=True)
@@ -409,9 +410,11 @@ def status() -> Status:
 
 
 def _look_at(one: WorkerPool, shared: bool) -> PoolStatus:
-    ranks = enumerate(list(one._processes.ranks))
+    processes = one._processes
+    ranks = enumerate(list(processes.ranks))
     found = tuple(_look_at_rank(number, rank, one._running) for number, rank in ranks)
-    return PoolStatus(shared, one._processes.backend or one._backend, one._running, found)
+    backend = processes.backend or one._backend
+    return PoolStatus(shared, backend, one._running, found, processes.has_names)
 
 
 def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus:
@@ -422,7 +425,7 @@ def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus
                 memory = rank.psutil.memory_full_info().uss
             busy = rank.board.phase() == IMPORTING or (rank.owed and not running)
             state = "starting" if busy else "running" if rank.owed else "idle"
-    return ProcessStatus(number, state, memory, rank.process.pid, rank.has_names)
+    return ProcessStatus(number, state, memory, rank.process.pid)
 
 
 def _megabytes(number: int) -> str:
