@@ -36,7 +36,6 @@ from ddp_kit.pool.wire.messages import (
     Environment,
     FileStamp,
     JoinGroup,
-    LogHandler,
     LogSettings,
     file_stamp,
 )
@@ -480,21 +479,12 @@ def _argv(in_notebook: bool) -> tuple[str, ...]:
 
 def _log_settings() -> LogSettings:
     """Return how logging is configured in this process, as far as it prints."""
-    root = logging.getLogger()
-    printing = [handler for handler in root.handlers if _prints(handler)]
-    handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
+    root, handlers = logging.getLogger(), []
+    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+    for handler in root.handlers:
+        if getattr(handler, "stream", None) in filter(None, streams):
+            with suppress(Exception):  # a formatter may be impossible to pickle
+                handlers.append((handler.level, payload.pickle_whole(handler.formatter)))
     loggers = root.manager.loggerDict.copy().items()  # another thread may import, and add one
     levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
-    return LogSettings(root.level, handlers, levels)
-
-
-def _prints(handler: logging.Handler) -> bool:
-    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    stream = getattr(handler, "stream", None)  # a subclass may have none
-    return isinstance(handler, logging.StreamHandler) and stream is not None and stream in streams
-
-
-def _pickle(formatter: logging.Formatter | None) -> bytes | None:
-    with suppress(Exception):  # a formatter of the learner's own may be impossible to pickle
-        return payload.pickle_whole(formatter) if formatter is not None else None
-    return None
+    return LogSettings(root.level, tuple(handlers), levels)

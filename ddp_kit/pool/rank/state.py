@@ -7,16 +7,13 @@ are looked at in the modules and classes of `_OWNERS` only.
 from __future__ import annotations
 
 import builtins
-import decimal
 import faulthandler
 import gc
-import locale
 import logging
 import multiprocessing
 import os
 import pickle
 import random
-import resource
 import signal
 import socket
 import sys
@@ -44,7 +41,6 @@ from ddp_kit.pool.wire.messages import (
     Environment,
     FileStamp,
     JoinGroup,
-    LogHandler,
     LogSettings,
     file_stamp,
 )
@@ -129,7 +125,7 @@ class State:
     def _take_over(self, logs: LogSettings) -> None:
         """Configure logging as in the notebook, as far as that prints."""
         self._logs, self._log_level = logs, logs.level
-        self._log_handlers = [*self._own_handlers, *map(_PrintingHandler, logs.handlers)]
+        self._log_handlers = [*self._own_handlers, *(_PrintingHandler(*h) for h in logs.handlers)]
         for name in self._own_levels.keys() - logs.levels.keys():
             logging.getLogger(name).setLevel(self._own_levels.pop(name))
         for name, level in logs.levels.items():
@@ -141,10 +137,10 @@ class State:
 class _PrintingHandler(logging.StreamHandler):
     """A handler of the notebook, in a rank. It prints to what `sys.stderr` is at the moment."""
 
-    def __init__(self, handler: LogHandler) -> None:
-        logging.Handler.__init__(self, handler.level)
+    def __init__(self, level: int, formatter: bytes) -> None:
+        logging.Handler.__init__(self, level)
         with suppress(Exception):  # its class may be nowhere but in the notebook
-            self.setFormatter(pickle.loads(handler.formatter) if handler.formatter else None)
+            self.setFormatter(pickle.loads(formatter))
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -250,24 +246,8 @@ def _handlers() -> list[Any]:
     return [h if not skip else signal.SIG_DFL for h, skip in zip(found, by_library, strict=True)]
 
 
-def _decimal() -> tuple:
-    context = decimal.getcontext()
-    return context.prec, context.rounding, context.Emin, context.Emax, str(context.traps)
-
-
-def _set_decimal(was: tuple) -> None:
-    decimal.setcontext(decimal.Context(*was[:4]))
-
-
-def _limits() -> list[object]:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    limits = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
-    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *map(resource.getrlimit, sorted(limits))]
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0o77))  # the only way to ask
-    return mask
+def _cores() -> object:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _collector() -> tuple:
@@ -317,14 +297,9 @@ _OF_PYTHON = [
     Setting("set a handler for a signal", _handlers),
     Setting("left a timer running", lambda: [signal.getitimer(n)[0] > 0 for n in range(3)]),
     Setting("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    Setting("changed a limit of its process", _limits),
-    Setting("changed the umask", _umask),
-    Setting("enabled faulthandler", faulthandler.is_enabled),
+    Setting("changed the cores of its process", _cores),
     Setting("set a trace function", lambda: (sys.gettrace(), sys.getprofile())),
     Setting("changed the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Setting("changed the switch interval", sys.getswitchinterval),
-    Setting("changed decimal's context", _decimal, _set_decimal),
-    Setting("changed the locale", lambda: (locale.setlocale(locale.LC_ALL), time.tzname)),
     Setting("changed the garbage collector", _collector, _set_collector),
     Setting("changed the start method", _start_method),
     Setting("changed the sharing strategy", mp.get_sharing_strategy, mp.set_sharing_strategy),

@@ -39,18 +39,11 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-class LogHandler(NamedTuple):
-    """A handler that prints."""
-
-    level: int
-    formatter: bytes | None  # pickled; None: it prints the message alone
-
-
 class LogSettings(NamedTuple):
     """What is printed of the records of each logger."""
 
     level: int  # of the root logger
-    handlers: tuple[LogHandler, ...]  # of the root logger
+    handlers: tuple[tuple[int, bytes], ...]  # its handlers that print: level, pickled formatter
     levels: dict[str, int]  # of the other loggers that have one
 
 
