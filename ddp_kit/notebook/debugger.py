@@ -53,24 +53,19 @@ def _find(rank: int | None) -> tuple[int, Captured]:
         raise PoolError("%ranks debug shows ranks that raised, and no run has failed yet")
     shown = sorted(rank for rank, sent in last.captured.items() if sent)
     # Ranks that only lost the connection to one that died are not among the failures.
-    rank = (
-        next((n for n in shown if n in last.failures), (*shown, None)[0]) if rank is None else rank
-    )
+    first = next((n for n in shown if n in last.failures), (*shown, None)[0])
+    rank = first if rank is None else rank
     if rank in shown:
         return rank, pickle.loads(last.captured[rank])
-    others = f"; {name_ranks(shown)} did" if shown else ""
-    if rank is None and not (last.captured or last.failures):
-        raise PoolError(
-            f"%ranks debug shows ranks that raised, and none did: the last run that failed ended "
-            f"with a {last.error}"
-        )
     if rank is None:
-        raise PoolError(f"no rank raised in a function of yours on this host ({last.error})")
-    if rank in last.captured:
-        raise PoolError(f"rank {rank} did not raise in a function of yours{others}")
-    if rank in last.failures:
-        raise PoolError(f"rank {rank} raised on another host, where its variables stay{others}")
-    raise PoolError(f"rank {rank} did not raise in the last run that failed{others}")
+        raise PoolError(
+            "%ranks debug shows ranks that raised in a function of yours on this host, and none "
+            f"did: the last run that failed ended with a {last.error}"
+        )
+    if rank in last.failures and rank not in last.captured:
+        raise PoolError(f"rank {rank} raised on another host, where its variables stay")
+    others = f"; {name_ranks(shown)} did" if shown else ""
+    raise PoolError(f"rank {rank} did not raise in a function of yours{others}")
 
 
 # A kernel replaces `pdb.Pdb` with IPython's, which colours what it prints for its own terminal.
@@ -122,12 +117,6 @@ class RankDebugger(_Pdb):
         self.cmdqueue += self._commands  # behind what Python 3.13 has put there: show the frame
         self.cmdloop()  # without pdb's own handling of KeyboardInterrupt
 
-    def print_stack_entry(self, frame_lineno: tuple[FrameType, int], *prefix: str) -> None:
-        """Print a frame, and above it that calls between its caller and itself are missing."""
-        if skipped := self._copies[frame_lineno[0]].skipped:
-            self.message(f"  ... {skipped:,} more calls, which were not captured ...")
-        super().print_stack_entry(frame_lineno, *prefix)
-
     def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
         """Return a frame's place as the kit's errors show it, and its line of code."""
         frame, line = frame_lineno
@@ -146,8 +135,6 @@ class RankDebugger(_Pdb):
         copy = self._copies[self.curframe]
         for name, value in copy.locals.items():
             self._print_variable(name, shorten(repr(value), LONGEST_VALUE))
-        if copy.left_out:
-            self.message(f"... and {copy.left_out:,} more, which were not captured")
 
     def do_args(self, arg: str) -> None:
         """a(rgs)
