@@ -25,7 +25,7 @@ from ddp_kit.notebook.live import as_table, as_text
 from ddp_kit.pool import view as pool_view
 from ddp_kit.pool.view import (
     MOST_ROWS,
-    NoLiveView,
+    LiveView,
     RankLine,
     TerminalView,
     View,
@@ -346,7 +346,7 @@ def test_a_line_that_was_printed_cannot_break_the_view(printed, shown):
 def test_only_the_ranks_of_a_run_are_listed_and_counted_after_others_were_lost(monkeypatch, pool):
     titles: list[tuple[int, str]] = []
 
-    class Watching(NoLiveView):
+    class Watching(LiveView):
         def __init__(self, world_size):
             self.world_size = world_size
 

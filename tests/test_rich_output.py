@@ -345,7 +345,7 @@ def test_a_bar_of_tqdm_is_a_bar_of_the_live_view(notebook, tmp_path):
 @pytest.fixture
 def live(monkeypatch):
     """A run has a live view, as on a terminal."""
-    monkeypatch.setattr(view, "current", view.View(view.NoLiveView))
+    monkeypatch.setattr(view, "current", view.View(view.LiveView))
 
 
 @pytest.mark.usefixtures("live")

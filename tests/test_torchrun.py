@@ -61,7 +61,7 @@ def agents():
     return found
 
 
-class Shown(view.NoLiveView):
+class Shown(view.LiveView):
     """A view that remembers what every rank was doing, and for how long."""
 
     def __init__(self, _world_size=0):

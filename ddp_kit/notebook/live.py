@@ -30,7 +30,7 @@ OLD = 10  # seconds without an update after which a view says so; it has one eve
 STALE = f"(not updated for {OLD} s: the kernel was restarted, or the page was opened again)"
 
 
-class NotebookView:
+class NotebookView(view.LiveView):
     """A display that shows what each rank does; it begins and ends empty.
 
     nbval compares what a display showed first, and the saved notebook contains what it showed
@@ -39,11 +39,10 @@ class NotebookView:
 
     _cell: str | None = None  # the message that requested the cell in which _handle was created
     _handle = None
+    _shown: tuple[str, Sequence[RankLine]] | None = None
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._opened = time.monotonic()
-        self._shown: tuple[str, Sequence[RankLine]] | None = None
+        super().__init__(world_size)
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell

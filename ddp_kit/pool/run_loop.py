@@ -57,7 +57,7 @@ class Run:
         self._processes, self._world_size, self._number = processes, world_size, number
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
-        self._view: view.LiveView = view.NoLiveView(world_size)
+        self._view = view.LiveView(world_size)
         self._opened = time.monotonic()
         self._since: dict[int, tuple[tuple, float]] = {}  # what each rank is doing, and since when
         self._reports = Reports()
