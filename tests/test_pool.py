@@ -309,14 +309,17 @@ def test_a_worker_with_its_first_two_parameters_swapped_runs_with_a_line(capsys)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kit.run(pid, nproc_per_node=2), "kit.run has no argument nproc_per_node=; world_"),
+        (
+            lambda: kit.run(pid, nproc_per_node=2),
+            "kit.run has no argument nproc_per_node=, only wo",
+        ),
         (lambda: kit.run(nproc_per_node=2), "world_size= sets the number of ranks"),
         (lambda: kit.run(pid, lr=0.1), "kit.run has no argument lr=, only world_size=, backend= a"),
-        (lambda: kit.run(pid, lr=0.1), "timeout=; arguments for the worker have no names"),
+        (lambda: kit.run(pid, lr=0.1), "ranks; arguments for the worker have no names"),
         (lambda: kit.run(), "kit.run is missing a required argument: 'worker'"),
-        (lambda: kit.WorkerPool(nprocs=2), "WorkerPool has no argument nprocs=; world_size= sets"),
+        (lambda: kit.WorkerPool(nprocs=2), "world_size= sets the number of ranks"),
         (lambda: kit.WorkerPool(lr=2), "WorkerPool has no argument lr=, only world_size=, backend"),
-        (lambda: kit.torchrun(pid, world_size=2), "kit.torchrun has no argument world_size=; npr"),
+        (lambda: kit.torchrun(pid, world_size=2), "kit.torchrun has no argument world_size=, onl"),
         (lambda: kit.torchrun(world_size=2), "nproc_per_node= sets the number of ranks"),
     ],
 )

@@ -34,12 +34,6 @@ INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free mem
 
 LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 
-# What other programs, and other functions of the kit, call the number of ranks.
-_NUMBERS = {
-    *("n", "np", "nproc", "nproc_per_node", "nprocs", "num_processes", "num_ranks", "ranks"),
-    *("size", "world_size"),
-}
-
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -77,11 +71,10 @@ def _why_refused(
         wrong = next((given for given in kwargs if given not in known), None)
         if wrong is None:
             return f"is {error}" if str(error).startswith("missing") else f"has {error}"
-        if wrong.lower() in _NUMBERS:
-            return f"has no argument {wrong}=; {number} sets the number of ranks"
         *others, last = (name for name in known if name not in ("self", "worker", "args"))
+        has = f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}="
         for_worker = "; arguments for the worker have no names" if "worker" in known else ""
-        return f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}={for_worker}"
+        return f"{has}; {number} sets the number of ranks{for_worker}"
     return ""
 
 

@@ -422,12 +422,8 @@ def _choose_address(address: str | None, port: int | None) -> tuple[str, int, st
             return address, chosen, doubt
         except OSError as error:
             reason = error.strerror
-    if port:
-        raise PoolError(
-            f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "
-            "free one"
-        )
+    tried = f"port {port}" if port else "each of 20 ports between 20000 and 29999"
     raise PoolError(
-        f"20 ports of this host between 20000 and 29999 are unavailable ({reason}); set "
-        "master_port= to a free one"
+        f"{tried} of this host is unavailable ({reason}); "
+        f"{'leave out master_port= to use' if port else 'set master_port= to'} a free one"
     )
