@@ -144,7 +144,6 @@ class Program(Launcher):
             )
         self.count, self._path, self._timeout = count, path, timeout
         self._lines: list[socket.socket] = []
-        self._attempt = 0
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self._last = ""  # what the program had printed when it was ended
@@ -197,10 +196,7 @@ class Program(Launcher):
         with suppress(TimeoutError):
             call = line.recv(CALL.size, socket.MSG_WAITALL)
             if len(call) == CALL.size:  # else it ended, which the program will report
-                attempt, rank, pid = CALL.unpack(call)
-                if attempt != self._attempt:  # the program has restarted all of them
-                    self._attempt, self._calls = attempt, []
-                self._calls.append((rank, pid, line))
+                self._calls.append((*CALL.unpack(call), line))
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankHandle:
         def start(ends: Ends) -> tuple[_ConnectedProcess, Callable[[], None]]:
@@ -355,7 +351,7 @@ _BECOME_RANK = (
     "sys.path[:], sys.argv[:], call = json.loads(sys.argv[2]); "
     "names = 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'PMIX_RANK'; "
     "rank = next(int(os.environ[name]) for name in names if name in os.environ); "
-    "line.sendall(struct.pack(call, 0, rank, os.getpid())); "
+    "line.sendall(struct.pack(call, rank, os.getpid())); "
     "from ddp_kit.pool.rank import bootstrap; bootstrap.serve_under_mpiexec(line)"
 )
 

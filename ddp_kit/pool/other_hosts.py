@@ -32,7 +32,7 @@ class OtherHosts:
     """The ranks of other hosts.
 
     address, port: of torchrun's store. here: the number of ranks on each host. hosts: how many,
-    with this one. attempt: how often torchrun has restarted all ranks.
+    with this one.
 
     boards: of these ranks, in their order. signs, ended: their last signs of life, and how they
     have ended, by rank.
@@ -40,7 +40,7 @@ class OtherHosts:
     Raises PoolError if the store is unavailable.
     """
 
-    def __init__(self, address: str, port: int, here: int, hosts: int, attempt: int) -> None:
+    def __init__(self, address: str, port: int, here: int, hosts: int) -> None:
         self._here, self._ranks = here, range(here, here * hosts)
         self.ended: dict[int, str] = {}
         self._reports: dict[int, RemoteReport] = {}
@@ -49,7 +49,7 @@ class OtherHosts:
         self._agent_is_gone = False
         self._lost: tuple[float, list[int]] | None = None  # seconds, and ranks that were silent
         try:
-            self._store = wire.connect(address, port, attempt, STORE_TIMEOUT)
+            self._store = wire.connect(address, port, STORE_TIMEOUT)
         except RuntimeError as error:
             raise PoolError(
                 f"torchrun's store at {address}:{port} does not answer: it has ended, or this "

@@ -114,7 +114,7 @@ class Run:
         if run is not None:
             launcher = self._processes.launcher
             if launcher.store is not None:
-                self.others = OtherHosts(*launcher.store, len(ranks), launcher.hosts, run - 1)
+                self.others = OtherHosts(*launcher.store, len(ranks), launcher.hosts)
             self._watch = DeadlockWatch(self._ranks, run, self.others)
 
     def _collect(self, timeout: float) -> bool:

@@ -16,9 +16,9 @@ from ddp_kit.pool.wire.payload import Payload
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"
 
-# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: number
-# of restarts, rank, process id.
-CALL = struct.Struct("=QQQ")
+# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: rank,
+# process id.
+CALL = struct.Struct("=QQ")
 SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket under torchrun
 
 serving = False  # True in a rank's process, where no pool may be started
