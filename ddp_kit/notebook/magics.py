@@ -23,7 +23,6 @@ from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, Ru
 from ddp_kit.hints import hint_for
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
-from ddp_kit.notebook.rank.output import CellOutput, SealedValue
 from ddp_kit.pool import Result, arguments, launcher_of
 from ddp_kit.pool.wire import payload
 from ddp_kit.progress_file import RANKS_CELL, recording
@@ -90,9 +89,9 @@ class RanksMagics(Magics):
                 if isinstance(error, RankError):
                     error.hint = self._hint_for_name(error) or error.hint
                 raise
-        outputs = [output or CellOutput(None, {}) for output in result]
+        outputs = [output or session.CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
-        values = tuple(v.open() if isinstance(v, SealedValue) else v for v in values)
+        values = tuple(v.open() if isinstance(v, session.SealedValue) else v for v in values)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names

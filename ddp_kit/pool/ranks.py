@@ -383,21 +383,15 @@ class RankProcesses:
 
         A deleted file has not changed: nothing newer could be imported.
         """
-        ranks = self.ranks[:world_size]
-        files = {file for rank in ranks for file in rank.modules}
-        if not files:
-            return
-        now = {file: file_stamp(file) for file in files}
-        changed: set[str] = set()
-        old = []
-        for number, rank in enumerate(ranks):
-            stale = {f for f, stamp in rank.modules.items() if now[f] not in (None, stamp)}
-            if stale:
-                changed |= stale
-                old.append(number)
+        old: dict[int, set[str]] = {}
+        for number, rank in enumerate(self.ranks[:world_size]):
+            stamps = rank.modules.items()
+            if stale := {file for file, stamp in stamps if file_stamp(file) not in (None, stamp)}:
+                old[number] = stale
         if old:
             with holding_interrupt():
                 stop_ranks([self.ranks[number] for number in old])
+            changed = set().union(*old.values())
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
             for name in ipython.names_of_modules(changed):
