@@ -185,10 +185,10 @@ def test_unused_ranks_stay_in_a_script_and_during_a_run(monkeypatch):
     with kit.WorkerPool(1) as pool:
         pool.run(pid, world_size=2)
         pool.run(pid)
-        assert pool._looks_in is None, "there is no event loop"
+        assert pool_module._looks_in is None, "there is no event loop"
         monkeypatch.setattr(pool_module, "UNUSED", 0.0)
         pool._running = True
-        in_loop(pool._end_unused, lambda: True)
+        in_loop(pool_module._end_unused, lambda: True)
         pool._running = False
         assert len(pool._processes.ranks) == 2
 

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import psutil
@@ -74,13 +73,10 @@ class WorkerPool:
         self._running = False
         self._closed = False
         self._owner = os.getpid()
-        self._looks_in: object = None  # the event loop that will look for unused ranks
         _all[next(_made)] = self
-        self._at_exit = partial(_call_if_alive, weakref.ref(self), WorkerPool.close)
         try:
             with holding_interrupt():
                 sweep()
-                atexit.register(self._at_exit)
                 self._start()
         except BaseException as error:
             self.close()
@@ -93,7 +89,7 @@ class WorkerPool:
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
-        self._look_later(UNUSED)
+        _look_later(UNUSED)
 
     @explaining_arguments("pool.run", "world_size=")
     def run(
@@ -140,32 +136,7 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
-            self._look_later(UNUSED)
-
-    def _look_later(self, seconds: float) -> None:
-        """Look for unused ranks after some minutes, if this thread has an event loop.
-
-        A notebook's kernel has one, which calls between two cells, so never in a run.
-        """
-        if not self._processes.ranks or "asyncio" not in sys.modules:
-            return
-        with suppress(RuntimeError):  # there is no loop
-            loop = sys.modules["asyncio"].get_running_loop()
-            if self._looks_in is not loop:  # an earlier one may have been closed
-                look = partial(_call_if_alive, weakref.ref(self), WorkerPool._end_unused)
-                loop.call_later(seconds, look)
-                self._looks_in = loop
-
-    def _end_unused(self) -> None:
-        self._looks_in = None
-        if self._closed or self._owner != os.getpid():
-            return
-        seconds: float | None = UNUSED
-        if not self._running:
-            with suppress(KeyboardInterrupt), holding_interrupt():
-                seconds = self._processes.end_unused(UNUSED)
-        if seconds is not None:
-            self._look_later(seconds)
+            _look_later(UNUSED)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -185,10 +156,7 @@ class WorkerPool:
         in_main_thread = threading.current_thread() is threading.main_thread()
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
-            try:
-                self._processes.end(remove=True)
-            finally:
-                atexit.unregister(self._at_exit)
+            self._processes.end(remove=True)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -197,7 +165,7 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_at_exit"):  # else it could not be created
+        if hasattr(self, "_owner"):  # else it could not be created
             self.close()
 
     def __repr__(self) -> str:
@@ -206,15 +174,42 @@ class WorkerPool:
         return f"WorkerPool({ranks} ranks, {self._processes.backend or self._backend}, {state})"
 
 
-def _call_if_alive(reference: weakref.ref, method: Callable[[WorkerPool], None]) -> None:
-    """Call a method of a pool that nobody else needs to keep alive."""
-    pool = reference()
-    if pool is not None:
-        method(pool)
-
-
 _all: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()  # as made
 _made = itertools.count()
+_looks_in: object = None  # the event loop that will look for unused ranks
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_all.values()):
+        pool.close()
+
+
+def _look_later(seconds: float) -> None:
+    """Look for unused ranks after some minutes, if this thread has an event loop.
+
+    A notebook's kernel has one, which calls between two cells, so never in a run.
+    """
+    global _looks_in
+    if "asyncio" in sys.modules:
+        with suppress(RuntimeError):  # there is no loop
+            loop = sys.modules["asyncio"].get_running_loop()
+            if _looks_in is not loop:  # an earlier one may have been closed
+                loop.call_later(seconds, _end_unused)
+                _looks_in = loop
+
+
+def _end_unused() -> None:
+    global _looks_in
+    _looks_in, again = None, []
+    for pool in list(_all.values()):
+        if pool._running:
+            again.append(UNUSED)
+        elif not pool._closed and pool._owner == os.getpid() and pool._processes.ranks:
+            with suppress(KeyboardInterrupt), holding_interrupt():
+                again.append(pool._processes.end_unused(UNUSED))
+    if seconds := list(filter(None, again)):
+        _look_later(min(seconds))
 
 
 class _EarlyPool(WorkerPool):
