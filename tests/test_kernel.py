@@ -198,7 +198,7 @@ CALL = "print(*kit.run(work, world_size=2))\n"
 
 
 @pytest.mark.parametrize("guard", [GUARD, ""], ids=["guarded", "unguarded"])
-@pytest.mark.parametrize("option", ["", "-i", "-n"], ids=["plain", "-i", "-n"])
+@pytest.mark.parametrize("option", ["", "-i"], ids=["plain", "-i"])
 def test_a_script_under_percent_run_runs_in_the_notebook_only(shared, tmp_path, guard, option):
     marks = tmp_path / "marks"
     # In the kernel's own folder, a rank could import the script by its name.
@@ -207,7 +207,7 @@ def test_a_script_under_percent_run_runs_in_the_notebook_only(shared, tmp_path, 
     script.write_text(SCRIPT.format(marks=str(marks)) + guard + CALL)
     for times in (1, 2):
         cell = shared.run(f"%run {option} {script}")
-        assert cell.stdout == ("" if guard and option == "-n" else "100 101\n")
+        assert cell.stdout == "100 101\n"
         assert marks.read_text() == f"{shared.process.pid} " * times
         shared.run("def own(rank, world_size):\n    return rank * 3")
         assert shared.value("list(kit.run(own, world_size=2))") == "[0, 3]"

@@ -10,13 +10,11 @@ import os
 import reprlib
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-import cloudpickle
 import psutil
 
 from ddp_kit.backends import choose_backend
@@ -242,8 +240,7 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
 def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
     """Pickle worker and arguments. Raise PoolError naming what cannot be pickled."""
     try:
-        with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
-            return payload.pack((worker, args), for_ranks=True)
+        return payload.pack((worker, args), for_ranks=True)
     except Exception as error:
         reason = error
     found = payload.find_culprit(args)
@@ -289,19 +286,3 @@ def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exc
             inside = _used_by(culprit, (*above, user)) if inspect.isfunction(culprit) else None
             return inside or (f"{name}{path}, which {by} uses,", culprit, reason)
     return None
-
-
-@contextmanager
-def _without_import(module: ModuleType | None) -> Iterator[None]:
-    """Pickle a module's functions by value if a rank could not import it.
-
-    `%run -n script.py` leaves such a module: it has a name, but was never imported.
-    """
-    if module is None or module.__name__ == "__main__" or getattr(module, "__spec__", None):
-        yield  # cloudpickle handles it
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
