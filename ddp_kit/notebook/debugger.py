@@ -11,7 +11,6 @@ import pdb
 import pickle
 import re
 import sys
-import textwrap
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -128,41 +127,15 @@ class RankDebugger(_Pdb):
         return text
 
     def do_locals(self, arg: str) -> None:
-        """locals
+        """locals, or a(rgs)
 
-        Print all variables of the current function.
+        Print all variables of the current function, beginning with its arguments.
         """
-        copy = self._copies[self.curframe]
-        for name, value in copy.locals.items():
-            self._print_variable(name, shorten(repr(value), LONGEST_VALUE))
+        for name, value in self._copies[self.curframe].locals.items():
+            text = shorten(repr(value), LONGEST_VALUE)
+            self.message(f"{name} = {text}")
 
-    def do_args(self, arg: str) -> None:
-        """a(rgs)
-
-        Print the argument list of the current function.
-        """
-        copy = self._copies[self.curframe]
-        for name in copy.arguments:
-            known = name in copy.locals
-            self._print_variable(name, repr(copy.locals[name]) if known else "*** undefined ***")
-
-    do_a = do_args
-
-    def _print_variable(self, name: str, text: str) -> None:
-        indented = textwrap.indent(text, " " * (len(name) + 3)).lstrip()
-        self.message(f"{name} = {indented}")
-
-    def do_whatis(self, arg: str) -> None:
-        """whatis expression
-
-        Print the type of the expression.
-        """
-        try:
-            value = self._getval(arg)
-        except Exception:  # pdb has printed it
-            return
-        kind = known(value).kind if type(value) is Summary else type(value)
-        self.message(kind)
+    do_a = do_args = do_locals
 
     def get_names(self) -> list[str]:
         """Return the names of methods, for `help`."""

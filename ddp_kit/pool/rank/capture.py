@@ -93,9 +93,6 @@ class _Capturing:
 
     def _frame(self, frame: FrameType, line: int) -> FrameCopy:
         self._size, code = SIZE, frame.f_code
-        given = code.co_argcount + code.co_kwonlyargcount
-        given += bool(code.co_flags & inspect.CO_VARARGS)
-        given += bool(code.co_flags & inspect.CO_VARKEYWORDS)
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
         held: Any = frame.f_locals
         if not is_function and type(held) is not dict:
@@ -112,7 +109,6 @@ class _Capturing:
             line,
             code.co_firstlineno,
             code.co_name,
-            code.co_varnames[:given],
             {name: self.take(value) for name, value in mine.items()},
             {name: self.take(value) for name, value in used.items() if not _is_special(name)},
         )
@@ -238,7 +234,7 @@ class _Capturing:
             return ""
         self._numbers -= many
         with suppress(Exception):  # some dtypes support little
-            return f": {_describe_values(torch.as_tensor(numbers, device='cpu'))}"
+            return f": {_describe_values(torch.as_tensor(numbers, device='cpu').reshape(-1))}"
         return ""
 
     def _can_read(self, tensor: torch.Tensor) -> bool:
@@ -291,15 +287,11 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{where}"
 
 
-def _describe_values(tensor: torch.Tensor) -> str:
-    """Return some statistics of a tensor on the CPU, and its first values."""
-    flat = tensor.reshape(-1)
-    first = flat[:3].tolist()
-    shown = (f"{number:.4g}" if isinstance(number, float) else str(number) for number in first)
+def _describe_values(flat: torch.Tensor) -> str:
+    """Return some statistics of numbers on the CPU, and the first ones."""
+    shown = (f"{n:.4g}" if isinstance(n, float) else str(n) for n in flat[:3].tolist())
     parts = [f"beginning with {', '.join(shown)}"]
-    if tensor.dtype is torch.bool:
-        parts.insert(0, f"{int(flat.count_nonzero()):,} True")
-    elif not tensor.is_complex():
+    if not flat.is_complex():
         numbers = flat.double()
         known = numbers[~numbers.isnan()]
         if missing := numbers.numel() - known.numel():

@@ -21,8 +21,7 @@ class FrameCopy(NamedTuple):
     line: int
     first_line: int  # where its definition begins
     function: str
-    arguments: tuple[str, ...]  # their names, which are the first of `locals`
-    locals: dict[str, Any]
+    locals: dict[str, Any]  # its arguments first
     globals: dict[str, Any]  # those that it uses
 
 
