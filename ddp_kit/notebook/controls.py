@@ -111,14 +111,8 @@ class Explorer:
 
 def check_choice(name: str, value: Any, options: Sequence) -> None:
     """Raise PoolError unless a setting is one of its options."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value in options and (whole or not isinstance(options, range)):
-        return
-    if isinstance(options, range):
-        raise PoolError(
-            f"{name} must be a whole number from {options[0]} to {options[-1]}, got {value!r}"
-        )
-    raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
+    if value not in options or (isinstance(options, range) and type(value) is not int):
+        raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
 
 
 def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:

@@ -113,7 +113,7 @@ def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
             if set(data) == {"text/plain"}:
                 print(beside_rank(rank, str(data["text/plain"])))
             elif ranks[look][0] == rank:
-                print(f"{_name_range(ranks[look])}:")
+                print(f"{name_ranks(ranks[look])}:")
                 display(data, metadata=metadata, raw=True)
 
 
@@ -125,12 +125,6 @@ def _looks(bundles: Sequence[Bundle]) -> Iterator[tuple[str, int]]:
         look = repr(sorted((kind, value) for kind, value in data.items() if kind != "text/plain"))
         seen[look] += 1
         yield look, seen[look]
-
-
-def _name_range(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}–{ranks[-1]}"  # noqa: RUF001
-    return name_ranks(ranks)
 
 
 @functools.cache

@@ -43,7 +43,6 @@ from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
-LONGEST_PATH = 100  # bytes in the path of a socket; some systems allow a few more
 
 _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
@@ -137,11 +136,6 @@ class Program(Launcher):
         environment: Mapping[str, str],
         timeout: float,
     ) -> None:
-        if len(os.fsencode(path)) > LONGEST_PATH:
-            raise PoolError(
-                f"the name of the temporary folder is too long for a socket in it ({path!r}); "
-                "set TMPDIR to a folder with a shorter name"
-            )
         self.count, self._path, self._timeout = count, path, timeout
         self._lines: list[socket.socket] = []
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
@@ -158,7 +152,8 @@ class Program(Launcher):
         except OSError as error:
             self.close_listener()
             self._printed.close()
-            raise PoolError(f"{self.name} cannot be started here ({error.strerror})") from error
+            why = error.strerror or f"{error}; TMPDIR must be a folder with a shorter name"
+            raise PoolError(f"{self.name} cannot be started here ({why})") from error
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         if ranks or not self.all_connected:

@@ -105,12 +105,8 @@ class WorkerPool:
             the warm processes; more start the missing ones.
         timeout: seconds for the worker to return on every rank; None: no limit.
 
-        Unless the worker sets a seed, torch draws different random numbers on each rank, and the
-        same ones in every run on the same process.
-
-        Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
-        RankDiedError if a process ended, DeadlockError if ranks wait for each other forever,
-        MismatchError if they do not agree, RunTimeoutError after `timeout`. The pool stays usable.
+        Random numbers are drawn as by `kit.run`, which also says what is raised. The pool stays
+        usable.
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
