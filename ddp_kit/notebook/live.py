@@ -22,7 +22,7 @@ from ddp_kit.error_text import name_ranks
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.result import beside_rank
-from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
+from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.wire.messages import Bundle
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
@@ -49,12 +49,12 @@ class NotebookView(view.LiveView):
             NotebookView._handle = display({}, raw=True, display_id=True)
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show what each rank is doing below a heading, as a table and as text."""
+        """Show what each rank is doing below a heading, as a table, and in short as text."""
         _load_pictures()
         title = heading(self._world_size, lines, int(time.monotonic() - self._opened))
         if (title, lines) != self._shown:
             self._shown = title, lines
-            both = {"text/html": as_table(title, lines), "text/plain": as_text(title, lines)}
+            both = {"text/html": as_table(title, lines), "text/plain": in_short(lines)}
             self._handle.update(both, raw=True)
 
     def close(self) -> None:
@@ -87,19 +87,6 @@ def _row(name: str, line: RankLine) -> str:
 
 def _unbroken(text: str) -> str:
     return escape(text).replace(" ", "&nbsp;")
-
-
-def as_text(title: str, lines: Sequence[RankLine]) -> str:
-    rows = view.rows(lines)
-    doing = _padded([f"{line}  " for _, line in rows])
-    bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for _, line in rows])
-    printed = (f"[{name}] {doing[n]}{bars[n]}{line.newest}" for n, (name, line) in enumerate(rows))
-    return "\n".join([title, *map(str.rstrip, printed)])
-
-
-def _padded(cells: list[str]) -> list[str]:
-    width = max(map(len, cells))
-    return [cell.ljust(width) for cell in cells]
 
 
 def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
