@@ -22,7 +22,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -250,25 +250,6 @@ def _cores() -> object:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
-def _collector() -> tuple:
-    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
-
-
-def _set_collector(was: tuple) -> None:
-    (gc.enable if was[0] else gc.disable)()
-    gc.set_threshold(*was[1])
-    gc.set_debug(was[2])
-
-
-def _numpy() -> tuple:
-    return numpy.geterr(), numpy.get_printoptions()
-
-
-def _set_numpy(was: tuple) -> None:
-    numpy.seterr(**was[0])
-    numpy.set_printoptions(**was[1])
-
-
 def _start_method() -> str:
     first = multiprocessing.get_all_start_methods()[0]
     return multiprocessing.get_start_method(allow_none=True) or first
@@ -285,12 +266,13 @@ _HOOKS = [
 class Setting(NamedTuple):
     """A setting of this process: what a worker did if it has changed, and how to read it.
 
-    restore: puts a value back that was read; None: only a fresh process has it again.
+    restore: puts a value back that was read, of a tuple each by itself; None: only a fresh process
+    has it again.
     """
 
     done: str
     read: Callable[[], Any]
-    restore: Callable[[Any], object] | None = None
+    restore: Callable[..., object] | None = None
 
 
 _OF_PYTHON = [
@@ -300,10 +282,16 @@ _OF_PYTHON = [
     Setting("changed the cores of its process", _cores),
     Setting("set a trace function", lambda: (sys.gettrace(), sys.getprofile())),
     Setting("changed the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Setting("changed the garbage collector", _collector, _set_collector),
+    Setting("switched gc", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    Setting("changed when gc collects", gc.get_threshold, gc.set_threshold),
     Setting("changed the start method", _start_method),
     Setting("changed the sharing strategy", mp.get_sharing_strategy, mp.set_sharing_strategy),
-    Setting("changed NumPy's settings", _numpy, _set_numpy),
+    Setting("changed NumPy's errors", numpy.geterr, lambda was: numpy.seterr(**was)),
+    Setting(
+        "changed how NumPy prints",
+        numpy.get_printoptions,
+        lambda was: numpy.set_printoptions(**was),
+    ),
     Setting("disabled logging", lambda: logging.Logger.manager.disable, logging.disable),
     Setting("left a hook on all modules or optimizers", lambda: list(map(len, _HOOKS))),
     Setting("changed autocast", lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda")))),
@@ -313,21 +301,15 @@ _OF_PYTHON = [
 ]
 
 
-def _of_torch() -> Iterator[Setting]:
-    for what, get, put in torch_internals.settings():
-
-        def restore(was: Any, put: Callable[..., object] = put) -> None:
-            put(*was) if isinstance(was, tuple) else put(was)
-
-        yield Setting(f"changed torch's {what}", get, restore)
-
-
 class Settings:
     """The settings of this process, as the run before has left them."""
 
     def __init__(self) -> None:
         self._functions = [Functions(owner) for owner in _OWNERS]
-        self._of_torch = [*_of_torch()]
+        self._of_torch = [
+            Setting(f"changed torch's {what}", get, put)
+            for what, get, put in torch_internals.settings()
+        ]
         # What the first run finds, by what a worker does that changes it.
         self._values = {each.done: each.read() for each in self._of_torch}
         self._is_ready = False
@@ -359,7 +341,8 @@ class Settings:
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if each.restore is not None:
-                    each.restore(self._values[each.done])
+                    was = self._values[each.done]
+                    each.restore(*was if isinstance(was, tuple) else (was,))
         left = self._changed(settings)  # after all, because some settings set others
         for each in left:
             with suppress(RuntimeError):
