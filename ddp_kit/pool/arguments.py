@@ -10,7 +10,7 @@ import os
 import reprlib
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -47,33 +47,26 @@ def explaining_arguments(name: str, number: str) -> Callable[[Callable[P, R]], C
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return function(*args, **kwargs)
-            except TypeError:
-                if why := _why_refused(signature, args, kwargs, number):
-                    raise PoolError(f"{name} {why}") from None
-                raise
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                why = _why_refused(error, list(signature.parameters), kwargs, number)
+                raise PoolError(f"{name} {why}") from None
+            return function(*args, **kwargs)
 
         return call
 
     return decorate
 
 
-def _why_refused(
-    signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any], number: str
-) -> str:
-    """Return why a function cannot be called in this way; "" if it can."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        known = signature.parameters
-        wrong = next((given for given in kwargs if given not in known), None)
-        if wrong is None:
-            return f"is {error}" if str(error).startswith("missing") else f"has {error}"
-        *others, last = (name for name in known if name not in ("self", "worker", "args"))
-        has = f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}="
-        for_worker = "; arguments for the worker have no names" if "worker" in known else ""
-        return f"{has}; {number} sets the number of ranks{for_worker}"
-    return ""
+def _why_refused(error: TypeError, known: list[str], given: Iterable[str], number: str) -> str:
+    """Return why a function with these arguments cannot be called with those that are given."""
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return f"is {error}" if str(error).startswith("missing") else f"has {error}"
+    *others, last = (name for name in known if name not in ("self", "worker", "args"))
+    has = f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}="
+    for_worker = "; arguments for the worker have no names" if "worker" in known else ""
+    return f"{has}; {number} sets the number of ranks{for_worker}"
 
 
 def prepare(
