@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
 import traceback
 import types
@@ -168,14 +169,10 @@ class RanksMagics(Magics):
         return source, compiler.cache(source, number, source)
 
     def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
-        refused = False
         try:
             return pool.run(worker, world_size=size, backend=backend, timeout=timeout)
-        except (PoolError, BackendError):
-            refused = True
-            raise
         finally:
-            if not refused:
+            if not isinstance(sys.exc_info()[1], (PoolError, BackendError)):  # it was refused
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
                 self._had[launcher_of(backend)] = self._with_names(backend).union(on)
