@@ -137,7 +137,6 @@ class Program(Launcher):
         timeout: float,
     ) -> None:
         self.count, self._path, self._timeout = count, path, timeout
-        self._lines: list[socket.socket] = []
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self._last = ""  # what the program had printed when it was ended
@@ -186,7 +185,6 @@ class Program(Launcher):
 
     def _accept(self) -> None:
         line, _ = self._listener.accept()
-        self._lines.append(line)
         line.settimeout(PATIENCE)  # what it sends is on its way already
         with suppress(TimeoutError):
             call = line.recv(CALL.size, socket.MSG_WAITALL)
@@ -260,7 +258,7 @@ class Program(Launcher):
         self.close_listener()
         if self._printed.closed:
             return
-        for line in self._lines:
+        for *_, line in self._calls:
             line.close()
         self._program.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -394,10 +394,10 @@ def status() -> Status:
     it shares with others, such as those of PyTorch's libraries, are left out. Raise no error,
     whatever state the ranks are in.
     """
-    shared = {id(one): one for one in _shared.values()}
-    pools = (shared | {id(one): one for one in list(_all.values())}).values()
+    shared = list(_shared.values())
+    pools = sorted(_all.values(), key=lambda one: one not in shared)
     there = [one for one in pools if not one._closed and one._owner == os.getpid()]
-    return Status(tuple(_look_at(one, id(one) in shared) for one in there))
+    return Status(tuple(_look_at(one, one in shared) for one in there))
 
 
 def _look_at(one: WorkerPool, shared: bool) -> PoolStatus:

@@ -112,7 +112,6 @@ class RankHandle:
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
-        self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
 
     def send(self, message: Any) -> None:
         """Send one message; a rank that has died is detected by its sentinel, not here."""
@@ -128,7 +127,6 @@ class RankHandle:
             return None  # it ended, perhaps while it sent a reply
         self.owed -= 1
         self.modules |= reply.status.modules
-        self.notices = reply.status.notices or self.notices
         return reply
 
     @property

@@ -12,6 +12,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
+from ddp_kit import torch_internals
 from ddp_kit.error_text import (
     TracebackFormatter,
     Wait,
@@ -365,7 +366,7 @@ class Run:
             notes = [(each.rank, *note) for each in self._snapshots for note in each.notes]
             for line in format_notes(notes):
                 view.say(line)
-        once = [notice for rank in self._ranks for notice in rank.notices]
+        once = torch_internals.notices()
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
             once.append("tensors returned from a GPU were copied to the CPU")
         for line in once if view.current.visible else []:

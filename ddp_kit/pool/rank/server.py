@@ -111,7 +111,7 @@ class RankServer:
             self._group = dist.group.WORLD  # None if there is no group
         except Exception as error:
             return Raised(describe(group.rank, error), RankStatus(self._imports.take()))
-        return Joined(RankStatus(self._imports.take(), notices=tuple(torch_internals.notices())))
+        return Joined(RankStatus(self._imports.take()))
 
     def _run(self, call: CallWorker) -> Returned | Raised:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"

@@ -84,7 +84,6 @@ class RankStatus(NamedTuple):
     group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
     thread: str | None = None  # a thread that still runs the worker's code
     restart: str | None = None  # why the process cannot serve another run
-    notices: tuple[str, ...] = ()  # features that this PyTorch does not support
 
 
 class Joined(NamedTuple):
