@@ -1,4 +1,4 @@
-"""The undocumented names of PyTorch, cloudpickle and Python that the kit uses, looked up only here.
+"""The undocumented names of PyTorch and Python that the kit uses, looked up only here.
 
 Another release may rename any of them. The feature that needs such a name is then off, `notices`
 says so in a line, and everything else works.
@@ -10,12 +10,11 @@ import atexit
 import functools
 import itertools
 import os
-import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -62,8 +61,7 @@ class Feature:
 def notices() -> list[str]:
     """Return a line for each feature that is off: what is missing, and what is lost without it."""
     return [
-        f"this {'cloudpickle' if 'cloudpickle' in feature.missing[0] else 'PyTorch'} has no "
-        f"{' and no '.join(dict.fromkeys(feature.missing))}: {feature.without}"
+        f"this PyTorch has no {' and no '.join(dict.fromkeys(feature.missing))}: {feature.without}"
         for feature in Feature.all
         if not feature.is_on
     ]
@@ -320,39 +318,6 @@ def _world() -> Any:
 
 
 # --- what pickling takes -------------------------------------------------------------------
-
-SUBMODULES = Feature(
-    "sending a worker to its ranks takes a millisecond longer",
-    "cloudpickle.cloudpickle:_find_imported_submodules",
-)
-
-
-@contextmanager
-def quick_submodule_search() -> Iterator[None]:
-    """Let cloudpickle search all loaded modules once for each worker, not once for each run.
-
-    It searches for submodules that the worker names, such as `torch.nn`. With torch loaded that
-    takes a millisecond, half of a warm run. Cloudpickle is as it was after the block.
-    """
-    if not SUBMODULES.is_on:
-        yield
-        return
-    module, original = SUBMODULES.found["_find_imported_submodules"]
-    module._find_imported_submodules = _search_again
-    try:
-        yield
-    finally:
-        module._find_imported_submodules = original  # also where two threads are in the block
-
-
-def _search_again(code: types.CodeType, used: Any) -> list:
-    modules = tuple(value for value in used if isinstance(value, types.ModuleType))
-    return _search(code, modules, len(sys.modules))
-
-
-@functools.lru_cache(maxsize=256)
-def _search(code: types.CodeType, used: tuple[types.ModuleType, ...], _loaded: int) -> list:
-    return SUBMODULES.found["_find_imported_submodules"][1](code, used)
 
 
 def operator_name(obj: object) -> str | None:

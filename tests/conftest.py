@@ -75,7 +75,7 @@ def watch(monkeypatch):
     """Return a function that has `look` called with the lines of the live view of each run."""
 
     def watch(look):
-        class Watching(view.NoLiveView):
+        class Watching(view.LiveView):
             def update(self, lines):
                 look(lines)
 

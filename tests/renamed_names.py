@@ -21,7 +21,6 @@ from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes a second: once is enough
 import torch.distributed as dist
@@ -34,7 +33,6 @@ SUFFIX = "_renamed"
 CALLERS = {  # the modules of Python code that use the names
     "torch.autograd",
     "torch.autograd.graph",
-    "cloudpickle.cloudpickle",
     "torch.distributed.algorithms.join",
     "torch.distributed.distributed_c10d",
     "torch.distributed.utils",
@@ -115,14 +113,6 @@ def run_program(rank: int, store: str) -> dict[str, Any]:
     found["any group made"] = torch_internals.any_group_made()
     found["unawaited in a batch"] = batch(rank, board)
     board.close()
-    with torch_internals.quick_submodule_search():
-        dumped = cloudpickle.dumps(lambda: torch.nn.Linear(1, 1, bias=False).in_features)
-    found["pickled"] = cloudpickle.loads(dumped)()
-    found["searches"] = torch_internals._search.cache_info().misses
-    found["cloudpickle is as it was"] = not any(
-        getattr(value, "__module__", "") == "ddp_kit.torch_internals"
-        for value in vars(cloudpickle.cloudpickle).values()
-    )
     found["notices"] = torch_internals.notices()
     return found
 

@@ -86,7 +86,7 @@ def test_a_large_tensor_is_summarized_with_its_nans():
         torch.eye(3).to_sparse(),
     )
     assert "bfloat16: from 0.5 to 0.5, mean 0.5, beginning with 0.5, 0.5, 0.5" in repr(halves)
-    assert "bool: 9 True, beginning with False, False, False" in repr(flags)
+    assert "bool: from 0 to 1, mean 8.654e-06, beginning with False, False, False" in repr(flags)
     assert "float32: 260,000 NaN, beginning with nan" in repr(nothing)
     assert repr(meta) == "<Tensor of shape (3,), float32 on meta>"
     assert repr(sparse) == "<Tensor of shape (3, 3), float32>"
@@ -198,13 +198,6 @@ def test_the_limits_hold_and_the_innermost_frame_is_the_fullest(monkeypatch):
     assert repr(shown[4]).startswith("<str of 2,000,000 characters: 'xxx")
     assert repr(shown[5]).startswith("<dict of 9,999 items: {0: None, 1: None")
 
-    names = {f"name{number}": number for number in range(60)}
-    source = "def many():\n " + "; ".join(f"{n} = {v}" for n, v in names.items()) + "\n 1 / 0"
-    made = {}
-    exec(compile(source, "a cell", "exec"), made)
-    frame = captured(made["many"]).frames[-1]
-    assert (len(frame.locals), frame.left_out) == (50, 10)
-
     monkeypatch.setattr(capturing, "SECONDS", -1)
     assert [type(value) for value in variables([1], 2)] == [Summary, Summary]
 
@@ -220,15 +213,14 @@ def test_a_busy_machine_leaves_values_out(monkeypatch):
     assert variables([1, [2]]) == [[1, [2]]]
 
 
-def test_a_deep_recursion_is_captured_at_both_ends():
+def test_a_deep_recursion_is_captured_at_its_inner_end():
     def recurse(depth):
+        if depth == 100:
+            raise ValueError
         recurse(depth + 1)
 
-    frames = captured(recurse, 0).frames[1:]
-    depths = [frame.locals["depth"] for frame in frames]
-    assert depths[:3] == [0, 1, 2]
-    assert depths[3:] == list(range(depths[3], depths[3] + 16))
-    assert [frame.skipped for frame in frames] == [0, 0, 0, depths[3] - 3, *[0] * 15]
+    depths = [frame.locals["depth"] for frame in captured(recurse, 0).frames]
+    assert depths == list(range(81, 101))
 
 
 def test_closures_generators_and_the_frames_of_the_top_exception_are_captured():
@@ -253,7 +245,6 @@ def test_closures_generators_and_the_frames_of_the_top_exception_are_captured():
     assert last.function == "convert"
     assert last.locals["text"] == "seven"
     assert repr(last.locals["kept"]).startswith("<ValueError: args=")
-    assert last.arguments == ("text",)
 
 
 def test_a_tensor_whose_memory_was_freed_is_described_without_its_values():
@@ -331,7 +322,7 @@ def test_variables_come_from_every_launcher_and_stay_out_of_the_error(pool):
     last = last_failed_run()
     assert list(last.captured) == [1]
     frame = pickle.loads(last.captured[1]).frames[-1]
-    assert frame.arguments == ("rank", "world_size", "password")
+    assert list(frame.locals) == ["rank", "world_size", "password", "mine"]
     assert frame.locals["mine"].tolist() == [1, 1]
     assert frame.locals["password"] == "secret-7731"
     error = raised.value
@@ -393,7 +384,7 @@ def notebook(shared):
 def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
     place = f"Cell In[{notebook.cell}]"
     cell = notebook.send("%ranks debug 3")
-    replies = ["p total * 2", "p nothing", "up", "args", "whatis weights", "step", "list", "q"]
+    replies = ["p total * 2", "p nothing", "up", "args", "step", "list", "q"]
     for reply in replies:
         assert cell.asked() == "(rank 3) "
         notebook.client.input(reply)
@@ -409,7 +400,7 @@ def test_commands_are_asked_for_and_answered_as_by_pdb(notebook):
         "-> share(weights, [])",
         "rank = 3",
         "world_size = 4",
-        "<class 'torch.Tensor'>",
+        "weights = tensor([3., 6.])",
         "*** unavailable, because the rank has gone on; help lists the commands",
         "  4  \t    return total / parts",
         "  5  \t",
@@ -460,7 +451,7 @@ def test_an_interrupt_ends_the_debugger(notebook):
 
 def test_a_rank_that_cannot_be_debugged_is_one_sentence(notebook):
     assert notebook.raises("%ranks debug 0").rendered == (
-        "PoolError: rank 0 did not raise in the last run that failed; ranks 1 and 3 did"
+        "PoolError: rank 0 did not raise in a function of yours; ranks 1 and 3 did"
     )
     assert "rank -1 did not raise" in notebook.raises("%ranks debug -1").rendered
     notebook.raises("kit.run(lambda rank: None, world_size=2)")  # never starts, so it is no run
@@ -473,7 +464,8 @@ def test_a_rank_that_cannot_be_debugged_is_one_sentence(notebook):
     ]
     notebook.raises("kit.run(lambda rank, world_size: open(os.devnull), world_size=2)")
     assert notebook.raises("%ranks debug").rendered == (
-        "PoolError: no rank raised in a function of yours on this host (RankError)"
+        "PoolError: %ranks debug shows ranks that raised in a function of yours on this host, and "
+        "none did: the last run that failed ended with a RankError"
     )
     assert notebook.raises("%ranks debug 1").rendered == (
         "PoolError: rank 1 did not raise in a function of yours"

@@ -301,8 +301,8 @@ def test_a_timeout_an_interrupt_and_a_verdict_end_a_cell_and_the_next_says_what_
     assert stuck.rendered.endswith("wait for them after the sends.")
     assert kernel.value("len(_ranks.waits)") == "2"
     assert kernel.raises("%ranks debug").rendered == (
-        "PoolError: %ranks debug shows ranks that raised, and none did: the last run that failed "
-        "ended with a DeadlockError"
+        "PoolError: %ranks debug shows ranks that raised in a function of yours on this host, and "
+        "none did: the last run that failed ended with a DeadlockError"
     )
     alone = kernel.raises("%%ranks -n 2 --only 0\ndist.barrier()")
     assert "for rank 1, which has returned without calling it" in alone.rendered

@@ -28,8 +28,8 @@ class Far:
     def __init__(self):
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         at = "127.0.0.1", self.server.port
-        self.store = torchrun_store.connect(*at, 0, timedelta(seconds=10))
-        self.hosts = OtherHosts(*at, 2, 2, 0)
+        self.store = torchrun_store.connect(*at, timedelta(seconds=10))
+        self.hosts = OtherHosts(*at, 2, 2)
         self.signs = {2: 0, 3: 0}
 
     def sign(self, rank, shown=True, **head):
@@ -208,4 +208,4 @@ def test_a_store_that_is_gone_is_reported(monkeypatch):
     port = server.port
     del server
     with pytest.raises(PoolError, match=f"torchrun's store at 127.0.0.1:{port} does not answer"):
-        OtherHosts("127.0.0.1", port, 2, 2, 0)
+        OtherHosts("127.0.0.1", port, 2, 2)

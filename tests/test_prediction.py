@@ -72,9 +72,9 @@ def test_a_wrong_prediction_is_said_beside_the_answer(said):
     ("guess", "actual", "line"),
     [
         (6_000_000.0, 12_000_000, "You predicted 6,000,000; it is 12,000,000."),
-        (1_000_002.0, 1_000_000, "You predicted 1,000,002; it is 1,000,000."),
-        (0.1000002, 0.1000004, "You predicted 0.1000002; it is 0.1000004."),
-        ([0.1000002], [0.1000004], "You predicted [0.1000002]; it is [0.1000004]."),
+        (1_000_020.0, 1_000_000, "You predicted 1,000,020; it is 1,000,000."),
+        (0.100002, 0.100004, "You predicted 0.100002; it is 0.100004."),
+        ([0.999992], [1.000003], "You predicted [0.999992]; it is [1]."),
     ],
 )
 def test_different_numbers_look_different_and_are_easy_to_read(said, guess, actual, line):

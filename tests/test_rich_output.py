@@ -70,10 +70,10 @@ def test_what_ranks_display_is_shown_below_their_names(notebook):
     )
     cell = notebook.run("result = kit.run(worker, world_size=3)")
     own = [[f"rank {rank}:", f"<table>{rank}</table>"] for rank in range(3)]
-    same = ["ranks 0\u20132:", "<b>same</b>"]
+    same = ["ranks 0, 1 and 2:", "<b>same</b>"]
     prints = [f"[rank {rank}] printed" for rank in range(3)]
     figures = [f"rank {rank}:\n{FIGURE}\nrank {rank}: {rank}".splitlines() for rank in range(3)]
-    last = ["ranks 0\u20132:", FIGURE]
+    last = ["ranks 0, 1 and 2:", FIGURE]
     assert shown(cell) == [
         *prints,
         *(own[0] + same + figures[0] + last),
@@ -345,7 +345,7 @@ def test_a_bar_of_tqdm_is_a_bar_of_the_live_view(notebook, tmp_path):
 @pytest.fixture
 def live(monkeypatch):
     """A run has a live view, as on a terminal."""
-    monkeypatch.setattr(view, "current", view.View(view.NoLiveView))
+    monkeypatch.setattr(view, "current", view.View(view.LiveView))
 
 
 @pytest.mark.usefixtures("live")

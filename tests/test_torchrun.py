@@ -29,7 +29,6 @@ import ddp_kit as kit
 from ddp_kit.lessons import torchrun as lesson
 from ddp_kit.lessons.init_methods import free_ports
 from ddp_kit.pool import ranks, view
-from ddp_kit.pool.rank.environment import attempt
 
 pytestmark = pytest.mark.usefixtures("forked_torchrun")
 torchrun = functools.partial(kit.torchrun, nproc_per_node=2)
@@ -61,7 +60,7 @@ def agents():
     return found
 
 
-class Shown(view.NoLiveView):
+class Shown(view.LiveView):
     """A view that remembers what every rank was doing, and for how long."""
 
     def __init__(self, _world_size=0):
@@ -86,7 +85,7 @@ def a_run():
         time.sleep(1)  # long enough to be seen
         return factor * total.item() + added, os.environ["RANK"], type(world_size)
 
-    numbers = {"nproc_per_node": 2, "nnodes": 1, "max_restarts": 0}
+    numbers = {"nproc_per_node": 2, "nnodes": 1}
     numbers = {name: numpy.int64(number) for name, number in numbers.items()}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(view, "current", view.View(lambda world_size: shown))
@@ -152,17 +151,15 @@ def recv_in_vain(rank, world_size):
 
 
 @pytest.mark.parametrize(
-    ("worker", "restarts", "words", "returned"),
+    ("worker", "words", "returned"),
     [
-        (recv_both, 1, "rank 0 waits for rank 1, rank 1 waits for rank 0", ()),
-        (recv_in_vain, 0, "which has returned without sending", (1,)),
+        (recv_both, "rank 0 waits for rank 1, rank 1 waits for rank 0", ()),
+        (recv_in_vain, "which has returned without sending", (1,)),
     ],
 )
-def test_a_deadlock_is_reported_also_with_a_rank_that_has_returned(
-    worker, restarts, words, returned
-):
+def test_a_deadlock_is_reported_also_with_a_rank_that_has_returned(worker, words, returned):
     with pytest.raises(kit.DeadlockError, match=words) as caught:
-        torchrun(worker, max_restarts=restarts)
+        torchrun(worker)
     assert caught.value.returned == returned
 
 
@@ -188,23 +185,6 @@ def test_a_rank_that_is_killed_is_reported_with_its_signal():
     with pytest.raises(kit.RankDiedError) as caught:
         torchrun(one_ends, "killed")
     assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
-
-
-def test_a_killed_rank_costs_nothing_with_a_checkpoint_and_a_restart(tmp_path, capsys):
-    def die_after_three_steps(rank, world_size, folder):
-        if attempt() == 0:
-            lesson.train_tiny(rank, world_size, folder, 3)
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return lesson.train_tiny(rank, world_size, folder, 6)
-
-    (tmp_path / "killed").mkdir()
-    resumed = torchrun(die_after_three_steps, str(tmp_path / "killed"), max_restarts=1)
-    assert "torchrun restarts all ranks: 1 of 1" in capsys.readouterr().out
-    with kit.WorkerPool(2) as pool:
-        whole = pool.run(lesson.train_tiny, str(tmp_path), 6)
-    assert [begun for begun, _ in resumed] == [3, 3]
-    assert [weights for _, weights in resumed] == [weights for _, weights in whole]
 
 
 def test_the_time_limit_ends_a_run():
@@ -388,7 +368,7 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
         return create(address, **options)
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    message = r"20000 and 29999 are unavailable \(Address already in use\); set master_port= to a"
+    message = r"of this host is unavailable \(Address already in use\); set master_port= to a free"
     with pytest.raises(kit.PoolError, match=message):
         torchrun(lesson.my_place, nnodes=2, master_addr="127.0.0.1")
 
@@ -399,10 +379,8 @@ def test_a_host_without_a_free_port_asks_for_one(monkeypatch):
         ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, got 0"),
         ({"nnodes": "1:2"}, "nnodes must be a whole number of at least 1, got '1:2'"),
         ({"nnodes": True}, "nnodes must be a whole number of at least 1, got True"),
-        ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds or None, got 0"),
         ({"join_timeout": None}, "join_timeout must be a positive number of seconds, got None"),
-        ({"nnodes": 2, "max_restarts": 1}, "max_restarts= works on one host only"),
         ({"master_port": 29500}, "one host needs no master_addr= and master_port="),
         ({"nnodes": 2, "master_port": 70000}, "master_port must be at most 65535, got 70000"),
         ({"nnodes": 2, "master_addr": 5}, 'master_addr must be a name such as "host0", got 5'),
@@ -430,16 +408,9 @@ def test_a_file_that_the_kit_did_not_write_is_not_overwritten(tmp_path, monkeypa
     assert file.read_text() == "important = True\n"
 
 
-def test_a_failure_is_kept_if_torchrun_does_not_start_the_ranks_again():
-    with pytest.raises(kit.RankDiedError, match="exited with code 0"):
-        kit.torchrun(
-            lambda rank, world_size: os._exit(0), nproc_per_node=1, max_restarts=1, join_timeout=60
-        )
-
-
-def test_ranks_that_never_came_are_not_announced_as_restarted(capsys):
+def test_ranks_that_never_came_are_reported(capsys):
     with pytest.raises(kit.PoolError, match="torchrun did not start 1 ranks"):
-        kit.torchrun(print, nproc_per_node=1, max_restarts=2, join_timeout=0.01)
+        kit.torchrun(print, nproc_per_node=1, join_timeout=0.01)
     assert capsys.readouterr().out == ""
 
 

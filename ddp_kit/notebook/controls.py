@@ -28,7 +28,6 @@ INTERVAL = 1000  # milliseconds that a step is shown when Play runs
 STAYS = "The picture is from the previous run."
 NO_CONTROLS = "Menus and sliders appear here when this cell runs in JupyterLab."  # on GitHub, say
 PAUSE = 0.05  # seconds without a newer request before one is carried out: a slider sends many
-PATIENCE = 0.25  # seconds after which a request that still waits is reported as queued
 
 Settings = dict[str, Any]
 
@@ -112,14 +111,8 @@ class Explorer:
 
 def check_choice(name: str, value: Any, options: Sequence) -> None:
     """Raise PoolError unless a setting is one of its options."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value in options and (whole or not isinstance(options, range)):
-        return
-    if isinstance(options, range):
-        raise PoolError(
-            f"{name} must be a whole number from {options[0]} to {options[-1]}, got {value!r}"
-        )
-    raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
+    if value not in options or (isinstance(options, range) and type(value) is not int):
+        raise PoolError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
 
 
 def positive(name: str, value: float, usual: Sequence[float]) -> list[float]:
@@ -186,7 +179,6 @@ class Panel:
         # The newest request, until it is carried out: settings, the step to show, whether to run
         # in any case.
         self._waiting: tuple[Settings, int, bool] | None = None
-        self._patience = threading.Timer(PATIENCE, self._say_queued)
         for chooser in (*self._settings.values(), self._step):
             chooser.observe(lambda change: self._ask(), "value")
         again.on_click(lambda button: self._ask(again=True))
@@ -203,24 +195,14 @@ class Panel:
             return
         self._asked = chosen
         self._waiting = request = (*chosen, again)
-        self._patience.cancel()
-        self._patience = threading.Timer(PATIENCE, self._say_queued)
-        self._patience.daemon = True
-        self._patience.start()
+        if threading.current_thread() is not threading.main_thread():
+            self._say("queued until the current cell or run has ended")
         self._loop.call_soon_threadsafe(self._loop.call_later, PAUSE, self._take, request)
 
     def _take(self, request: tuple[Settings, int, bool]) -> None:
         if request is self._waiting:  # else a newer one has taken its place
-            self._drop()
+            self._waiting = None
             self._carry_out(*request)
-
-    def _drop(self) -> None:
-        self._waiting = None
-        self._patience.cancel()
-
-    def _say_queued(self) -> None:
-        if self._waiting:
-            self._say("queued until the current cell or run has ended")
 
     def _fit(self, settings: Settings) -> None:
         idle = self._explorer.idle(settings)
@@ -239,7 +221,7 @@ class Panel:
                 self._show(step)
                 self._image.layout.display = None
         except KeyboardInterrupt:
-            self._drop()
+            self._waiting = None
             self._say(f'stopped by an interrupt. {STAYS} "Run again" runs the current settings.')
         except Exception as error:  # nobody else would report it
             self._say(f"{type(error).__name__}: {error}\n{STAYS}")

@@ -11,7 +11,6 @@ import pdb
 import pickle
 import re
 import sys
-import textwrap
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -53,24 +52,19 @@ def _find(rank: int | None) -> tuple[int, Captured]:
         raise PoolError("%ranks debug shows ranks that raised, and no run has failed yet")
     shown = sorted(rank for rank, sent in last.captured.items() if sent)
     # Ranks that only lost the connection to one that died are not among the failures.
-    rank = (
-        next((n for n in shown if n in last.failures), (*shown, None)[0]) if rank is None else rank
-    )
+    first = next((n for n in shown if n in last.failures), (*shown, None)[0])
+    rank = first if rank is None else rank
     if rank in shown:
         return rank, pickle.loads(last.captured[rank])
-    others = f"; {name_ranks(shown)} did" if shown else ""
-    if rank is None and not (last.captured or last.failures):
-        raise PoolError(
-            f"%ranks debug shows ranks that raised, and none did: the last run that failed ended "
-            f"with a {last.error}"
-        )
     if rank is None:
-        raise PoolError(f"no rank raised in a function of yours on this host ({last.error})")
-    if rank in last.captured:
-        raise PoolError(f"rank {rank} did not raise in a function of yours{others}")
-    if rank in last.failures:
-        raise PoolError(f"rank {rank} raised on another host, where its variables stay{others}")
-    raise PoolError(f"rank {rank} did not raise in the last run that failed{others}")
+        raise PoolError(
+            "%ranks debug shows ranks that raised in a function of yours on this host, and none "
+            f"did: the last run that failed ended with a {last.error}"
+        )
+    if rank in last.failures and rank not in last.captured:
+        raise PoolError(f"rank {rank} raised on another host, where its variables stay")
+    others = f"; {name_ranks(shown)} did" if shown else ""
+    raise PoolError(f"rank {rank} did not raise in a function of yours{others}")
 
 
 # A kernel replaces `pdb.Pdb` with IPython's, which colours what it prints for its own terminal.
@@ -122,12 +116,6 @@ class RankDebugger(_Pdb):
         self.cmdqueue += self._commands  # behind what Python 3.13 has put there: show the frame
         self.cmdloop()  # without pdb's own handling of KeyboardInterrupt
 
-    def print_stack_entry(self, frame_lineno: tuple[FrameType, int], *prefix: str) -> None:
-        """Print a frame, and above it that calls between its caller and itself are missing."""
-        if skipped := self._copies[frame_lineno[0]].skipped:
-            self.message(f"  ... {skipped:,} more calls, which were not captured ...")
-        super().print_stack_entry(frame_lineno, *prefix)
-
     def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
         """Return a frame's place as the kit's errors show it, and its line of code."""
         frame, line = frame_lineno
@@ -139,43 +127,15 @@ class RankDebugger(_Pdb):
         return text
 
     def do_locals(self, arg: str) -> None:
-        """locals
+        """locals, or a(rgs)
 
-        Print all variables of the current function.
+        Print all variables of the current function, beginning with its arguments.
         """
-        copy = self._copies[self.curframe]
-        for name, value in copy.locals.items():
-            self._print_variable(name, shorten(repr(value), LONGEST_VALUE))
-        if copy.left_out:
-            self.message(f"... and {copy.left_out:,} more, which were not captured")
+        for name, value in self._copies[self.curframe].locals.items():
+            text = shorten(repr(value), LONGEST_VALUE)
+            self.message(f"{name} = {text}")
 
-    def do_args(self, arg: str) -> None:
-        """a(rgs)
-
-        Print the argument list of the current function.
-        """
-        copy = self._copies[self.curframe]
-        for name in copy.arguments:
-            known = name in copy.locals
-            self._print_variable(name, repr(copy.locals[name]) if known else "*** undefined ***")
-
-    do_a = do_args
-
-    def _print_variable(self, name: str, text: str) -> None:
-        indented = textwrap.indent(text, " " * (len(name) + 3)).lstrip()
-        self.message(f"{name} = {indented}")
-
-    def do_whatis(self, arg: str) -> None:
-        """whatis expression
-
-        Print the type of the expression.
-        """
-        try:
-            value = self._getval(arg)
-        except Exception:  # pdb has printed it
-            return
-        kind = known(value).kind if type(value) is Summary else type(value)
-        self.message(kind)
+    do_a = do_args = do_locals
 
     def get_names(self) -> list[str]:
         """Return the names of methods, for `help`."""

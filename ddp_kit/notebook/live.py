@@ -22,7 +22,7 @@ from ddp_kit.error_text import name_ranks
 from ddp_kit.pool import end_all, view
 from ddp_kit.pool.pool import start_after_cell
 from ddp_kit.pool.result import beside_rank
-from ddp_kit.pool.view import RankLine, draw_bar, format_progress, heading
+from ddp_kit.pool.view import RankLine, format_progress, heading, in_short
 from ddp_kit.pool.wire.messages import Bundle
 
 MOST_LINES, MOST_CHARACTERS = 200, 20_000  # of one rank's output that are shown below a cell
@@ -30,7 +30,7 @@ OLD = 10  # seconds without an update after which a view says so; it has one eve
 STALE = f"(not updated for {OLD} s: the kernel was restarted, or the page was opened again)"
 
 
-class NotebookView:
+class NotebookView(view.LiveView):
     """A display that shows what each rank does; it begins and ends empty.
 
     nbval compares what a display showed first, and the saved notebook contains what it showed
@@ -39,23 +39,22 @@ class NotebookView:
 
     _cell: str | None = None  # the message that requested the cell in which _handle was created
     _handle = None
+    _shown: tuple[str, Sequence[RankLine]] | None = None
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._opened = time.monotonic()
-        self._shown: tuple[str, Sequence[RankLine]] | None = None
+        super().__init__(world_size)
         cell = get_ipython().get_parent().get("header", {}).get("msg_id")
         if cell != NotebookView._cell or NotebookView._handle is None:
             NotebookView._cell = cell
             NotebookView._handle = display({}, raw=True, display_id=True)
 
     def update(self, lines: Sequence[RankLine]) -> None:
-        """Show what each rank is doing below a heading, as a table and as text."""
+        """Show what each rank is doing below a heading, as a table, and in short as text."""
         _load_pictures()
         title = heading(self._world_size, lines, int(time.monotonic() - self._opened))
         if (title, lines) != self._shown:
             self._shown = title, lines
-            both = {"text/html": as_table(title, lines), "text/plain": as_text(title, lines)}
+            both = {"text/html": as_table(title, lines), "text/plain": in_short(lines)}
             self._handle.update(both, raw=True)
 
     def close(self) -> None:
@@ -90,19 +89,6 @@ def _unbroken(text: str) -> str:
     return escape(text).replace(" ", "&nbsp;")
 
 
-def as_text(title: str, lines: Sequence[RankLine]) -> str:
-    rows = view.rows(lines)
-    doing = _padded([f"{line}  " for _, line in rows])
-    bars = _padded([f"{draw_bar(*line.progress)}  " if line.progress else "" for _, line in rows])
-    printed = (f"[{name}] {doing[n]}{bars[n]}{line.newest}" for n, (name, line) in enumerate(rows))
-    return "\n".join([title, *map(str.rstrip, printed)])
-
-
-def _padded(cells: list[str]) -> list[str]:
-    width = max(map(len, cells))
-    return [cell.ljust(width) for cell in cells]
-
-
 def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
     """Show it in rank order: text beside its heading, what looks the same on several ranks once."""
     ranks: dict[tuple[str, int], list[int]] = {}
@@ -114,7 +100,7 @@ def show_displayed(displayed: Mapping[int, Sequence[Bundle]]) -> None:
             if set(data) == {"text/plain"}:
                 print(beside_rank(rank, str(data["text/plain"])))
             elif ranks[look][0] == rank:
-                print(f"{_name_range(ranks[look])}:")
+                print(f"{name_ranks(ranks[look])}:")
                 display(data, metadata=metadata, raw=True)
 
 
@@ -126,12 +112,6 @@ def _looks(bundles: Sequence[Bundle]) -> Iterator[tuple[str, int]]:
         look = repr(sorted((kind, value) for kind, value in data.items() if kind != "text/plain"))
         seen[look] += 1
         yield look, seen[look]
-
-
-def _name_range(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]}–{ranks[-1]}"  # noqa: RUF001
-    return name_ranks(ranks)
 
 
 @functools.cache

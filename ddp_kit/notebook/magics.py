@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
 import traceback
 import types
@@ -23,7 +24,6 @@ from ddp_kit.errors import BackendError, DeadlockError, PoolError, RankError, Ru
 from ddp_kit.hints import hint_for
 from ddp_kit.notebook import debugger
 from ddp_kit.notebook.rank import session
-from ddp_kit.notebook.rank.output import CellOutput, SealedValue
 from ddp_kit.pool import Result, arguments, launcher_of
 from ddp_kit.pool.wire import payload
 from ddp_kit.progress_file import RANKS_CELL, recording
@@ -90,9 +90,9 @@ class RanksMagics(Magics):
                 if isinstance(error, RankError):
                     error.hint = self._hint_for_name(error) or error.hint
                 raise
-        outputs = [output or CellOutput(None, {}) for output in result]
+        outputs = [output or session.CellOutput(None, {}) for output in result]
         values = (output.value for output in outputs)
-        values = tuple(v.open() if isinstance(v, SealedValue) else v for v in values)
+        values = tuple(v.open() if isinstance(v, session.SealedValue) else v for v in values)
         self.shell.user_ns[RESULT] = replace(result, values=values)
         if only is None or 0 in only:
             self.known = outputs[0].names
@@ -169,18 +169,14 @@ class RanksMagics(Magics):
         return source, compiler.cache(source, number, source)
 
     def _run(self, worker: Any, size: int, backend: str, timeout: float | None = None) -> Result:
-        refused = False
         try:
             return pool.run(worker, world_size=size, backend=backend, timeout=timeout)
-        except (PoolError, BackendError):
-            refused = True
-            raise
         finally:
-            if not refused:
+            if not isinstance(sys.exc_info()[1], (PoolError, BackendError)):  # it was refused
                 self._world_size, self._backend = size, backend
                 on = range(size) if worker.only is None else worker.only
                 self._had[launcher_of(backend)] = self._with_names(backend).union(on)
-                pool.keep_names(launcher_of(backend), on)
+                pool.keep_names(launcher_of(backend))
 
     def _with_names(self, backend: str) -> frozenset[int]:
         """Return the ranks of this backend's launcher on which a cell or a push has run."""
@@ -229,7 +225,7 @@ class RanksMagics(Magics):
 
     def _reset(self) -> None:
         for launcher, ranks in self._had.items():
-            if pool.keep_names(launcher, ranks, keep=False):  # else they have ended
+            if pool.keep_names(launcher, keep=False):  # else they have ended
                 backend = "mpi" if launcher == "mpiexec" else "auto"
                 pool.run(session.Reset(), world_size=max(ranks) + 1, backend=backend)
         self._forget()

@@ -35,7 +35,7 @@ def predict(guess: object, actual: object) -> None:
     actual: the answer: a number, a bool, a string, a list, a tuple, a set, a dict, or a tensor,
         which counts as the number or the nested list that it holds.
 
-    Numbers are equal up to rounding to six digits, and zero equals what is within 1e-12 of it.
+    Numbers are equal up to rounding to five digits, and zero equals what is within 1e-12 of it.
     Strings are compared without regard to case and to spaces around them. A guess of another type
     than the answer is reported, not raised.
 
@@ -49,8 +49,7 @@ def _lines(guess: Any, actual: Any) -> list[str]:
         return [f"The answer is {_text(actual)}. You made no prediction."]
     if _equal(guess, actual):
         return [f"Right: {_text(actual)}."]
-    said, is_ = _texts(guess, actual)
-    lines = [f"You predicted {said}; it is {is_}."]
+    lines = [f"You predicted {_text(guess)}; it is {_text(actual)}."]
     if _kind(guess) != _kind(actual):
         return [*lines, f"The answer is {_kind(actual)}, not {_kind(guess)}."]
     if remark := _remark(guess, actual):
@@ -97,32 +96,26 @@ def _equal(one: Any, other: Any) -> bool:
         if isinstance(one, float) or isinstance(other, float):
             both_nan = one != one and other != other
             rounding = TINY if 0 in (one, other) else 0.0
-            return both_nan or math.isclose(one, other, rel_tol=1e-6, abs_tol=rounding)
+            return both_nan or math.isclose(one, other, rel_tol=1e-5, abs_tol=rounding)
         return bool(one == other)
     except Exception:  # an object of the learner's may compare in any way
         return one is other
 
 
-def _texts(guess: Any, actual: Any) -> tuple[str, str]:
-    """Return two values that differ as they are printed: with all digits if they look equal."""
-    said, is_ = _text(guess), _text(actual)
-    return (said, is_) if said != is_ else (_text(guess, exact=True), _text(actual, exact=True))
-
-
-def _text(value: Any, exact: bool = False) -> str:
+def _text(value: Any) -> str:
     """Return a value as it is printed, shortened if it is long."""
-    text = _inner_text(value, exact, ",")
+    text = _inner_text(value, ",")
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
-def _inner_text(value: Any, exact: bool = False, comma: str = "") -> str:
-    """Return a value as it is printed, and six digits of a fraction unless all must be `exact`.
+def _inner_text(value: Any, comma: str = "") -> str:
+    """Return a value as it is printed, and six digits of a fraction.
 
     comma: what separates the thousands of a number that is in no list.
     """
 
     def each(values: Iterable[Any]) -> list[str]:
-        return [_inner_text(item, exact) for item in values]
+        return [_inner_text(item) for item in values]
 
     if value is ...:
         return "..."
@@ -130,8 +123,8 @@ def _inner_text(value: Any, exact: bool = False, comma: str = "") -> str:
         return repr(value)
     if isinstance(value, float):
         size = abs(value)
-        if size >= READABLE or not (value.is_integer() or (size >= ROUNDED and not exact)):
-            return repr(value) if exact else f"{value:.6g}"
+        if size >= READABLE or not (value.is_integer() or size >= ROUNDED):
+            return f"{value:.6g}"
         value = round(value)
     if isinstance(value, int):
         return f"{value:{comma}}"
@@ -211,8 +204,7 @@ def _on_entries(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
     key = wrong[0]
     said, is_ = "you made no prediction", _text(actual[key])
     if key in guess:
-        said, is_ = _texts(guess[key], actual[key])
-        said = f"you predicted {said}"
+        said = f"you predicted {_text(guess[key])}"
     return f"{text} The first that is not is [{_inner_text(key)}]: {said}; it is {is_}."
 
 

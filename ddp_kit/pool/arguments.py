@@ -10,13 +10,11 @@ import os
 import reprlib
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-import cloudpickle
 import psutil
 
 from ddp_kit.backends import choose_backend
@@ -34,12 +32,6 @@ INSIST = "DDP_KIT_MAX_RANKS"  # the environment variable that overrules free mem
 
 LONGEST = 1e300  # seconds; longer ones cannot be added to a time
 
-# What other programs, and other functions of the kit, call the number of ranks.
-_NUMBERS = {
-    *("n", "np", "nproc", "nproc_per_node", "nprocs", "num_processes", "num_ranks", "ranks"),
-    *("size", "world_size"),
-}
-
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -55,34 +47,26 @@ def explaining_arguments(name: str, number: str) -> Callable[[Callable[P, R]], C
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return function(*args, **kwargs)
-            except TypeError:
-                if why := _why_refused(signature, args, kwargs, number):
-                    raise PoolError(f"{name} {why}") from None
-                raise
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                why = _why_refused(error, list(signature.parameters), kwargs, number)
+                raise PoolError(f"{name} {why}") from None
+            return function(*args, **kwargs)
 
         return call
 
     return decorate
 
 
-def _why_refused(
-    signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any], number: str
-) -> str:
-    """Return why a function cannot be called in this way; "" if it can."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        known = signature.parameters
-        wrong = next((given for given in kwargs if given not in known), None)
-        if wrong is None:
-            return f"is {error}" if str(error).startswith("missing") else f"has {error}"
-        if wrong.lower() in _NUMBERS:
-            return f"has no argument {wrong}=; {number} sets the number of ranks"
-        *others, last = (name for name in known if name not in ("self", "worker", "args"))
-        for_worker = "; arguments for the worker have no names" if "worker" in known else ""
-        return f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}={for_worker}"
-    return ""
+def _why_refused(error: TypeError, known: list[str], given: Iterable[str], number: str) -> str:
+    """Return why a function with these arguments cannot be called with those that are given."""
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return f"is {error}" if str(error).startswith("missing") else f"has {error}"
+    *others, last = (name for name in known if name not in ("self", "worker", "args"))
+    has = f"has no argument {wrong}=, only {'=, '.join(others)}= and {last}="
+    for_worker = "; arguments for the worker have no names" if "worker" in known else ""
+    return f"{has}; {number} sets the number of ranks{for_worker}"
 
 
 def prepare(
@@ -249,8 +233,7 @@ def check_signature(worker: Callable[..., Any], args: tuple, set_by: str = "worl
 def pack(worker: Callable[..., Any], args: tuple) -> payload.Payload:
     """Pickle worker and arguments. Raise PoolError naming what cannot be pickled."""
     try:
-        with _without_import(sys.modules.get(getattr(worker, "__module__", None) or "")):
-            return payload.pack((worker, args), for_ranks=True)
+        return payload.pack((worker, args), for_ranks=True)
     except Exception as error:
         reason = error
     found = payload.find_culprit(args)
@@ -296,19 +279,3 @@ def _used_by(user: Callable[..., Any], above: tuple = ()) -> tuple[str, Any, Exc
             inside = _used_by(culprit, (*above, user)) if inspect.isfunction(culprit) else None
             return inside or (f"{name}{path}, which {by} uses,", culprit, reason)
     return None
-
-
-@contextmanager
-def _without_import(module: ModuleType | None) -> Iterator[None]:
-    """Pickle a module's functions by value if a rank could not import it.
-
-    `%run -n script.py` leaves such a module: it has a name, but was never imported.
-    """
-    if module is None or module.__name__ == "__main__" or getattr(module, "__spec__", None):
-        yield  # cloudpickle handles it
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)

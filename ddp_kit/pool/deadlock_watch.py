@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
 
 import psutil
 
@@ -16,6 +15,7 @@ from ddp_kit.backends import process_group
 from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
+from ddp_kit.pool.other_hosts import OtherHosts
 from ddp_kit.pool.ranks import RankHandle, ask_for_stacks, started_by
 from ddp_kit.pool.wire.messages import Raised
 from ddp_kit.trace import Snapshot
@@ -35,15 +35,6 @@ HELD = 5.0  # seconds after which a line names the thread that keeps ranks from 
 KEY_NOTICED = 0.3  # seconds in which a rank notices that a key was set, after it has answered
 
 
-class RemoteRanks(Protocol):
-    """The ranks of other hosts; see `pool.other_hosts`."""
-
-    boards: Sequence[Any]  # one for each rank, with the methods of Board that only read
-
-    def ask_for_stacks(self, ranks: Sequence[int]) -> list[list[list[Frame]]] | None:
-        """Return which lines ranks run; None if one has moved or does not answer."""
-
-
 class DeadlockWatch:
     """Watches the boards of a run's ranks, and judges the ranks on whose boards nothing moves.
 
@@ -51,7 +42,7 @@ class DeadlockWatch:
     """
 
     def __init__(
-        self, ranks: Sequence[RankHandle], run: int, remote: RemoteRanks | None = None
+        self, ranks: Sequence[RankHandle], run: int, remote: OtherHosts | None = None
     ) -> None:
         self._ranks, self._remote, self._run = ranks, remote, run
         self._boards = [*(rank.board for rank in ranks), *(remote.boards if remote else ())]

@@ -44,27 +44,14 @@ def holding_interrupt() -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let one SIGINT raise KeyboardInterrupt in this block, even if the kernel ignores it.
+    """Let SIGINT raise KeyboardInterrupt in this block, even if the kernel ignores it.
 
-    Between two cells ipykernel ignores SIGINT, so ■ would not reach a run that begins there. A
-    second one, or a late one, does nothing, because it would end the kernel's event loop.
+    Between two cells ipykernel ignores SIGINT, so ■ would not reach a run that begins there.
     """
-    pending: list[bool] = []
-
-    def stop(*_: object) -> None:
-        if pending:
-            pending.clear()
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        try:
-            pending.append(True)
-            yield
-        finally:
-            pending.clear()
-    finally:  # also if the interrupt came on the way out of the block
-        pending.clear()
+        yield
+    finally:
         signal.signal(signal.SIGINT, before)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 
 def shell() -> Any:
@@ -49,26 +49,14 @@ def cell_names() -> dict[str, str]:
     return {name: " ".join(label) for name, label in names.items() if label}
 
 
-class LoadedModule(NamedTuple):
-    """A module of the notebook. spec: another object after each reload; None: not imported."""
+def names_of_modules(files: Collection[str]) -> list[str]:
+    """Return the modules that the notebook has imported from these files, and must reload itself.
 
-    name: str = ""
-    spec: Any = None
-
-
-def loaded_modules(files: Collection[str]) -> dict[str, LoadedModule]:
-    """Return for each of these files which module the notebook has imported from it."""
-    found = dict.fromkeys(files, LoadedModule())
-    if shell() is not None:
-        for name, module in sys.modules.copy().items():  # other threads import
-            file = getattr(module, "__dict__", {}).get("__file__")
-            if file in found and name != "__main__":
-                found[file] = LoadedModule(name, getattr(module, "__spec__", None))
-    return found
-
-
-def reloads_modules() -> bool:
-    """Return whether IPython's autoreload keeps the notebook's modules up to date."""
+    There are none where IPython's autoreload keeps them up to date.
+    """
     ipython = shell()
-    loaded = ipython.extension_manager.loaded if ipython is not None else ()
-    return any("autoreload" in name for name in loaded)
+    if ipython is None or any("autoreload" in name for name in ipython.extension_manager.loaded):
+        return []
+    modules = sys.modules.copy().items()  # other threads import
+    files_of = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in modules}
+    return sorted(name for name, file in files_of.items() if file in files and name != "__main__")

@@ -43,7 +43,6 @@ from ddp_kit.pool.wire.messages import CALL, RANK_MARK
 
 FIRST = Path(bootstrap.__file__).with_name("without_gc.py")  # what each rank executes first
 PATIENCE = 2.0  # seconds for a program to end and to remove its files
-LONGEST_PATH = 100  # bytes in the path of a socket; some systems allow a few more
 
 _PREFIX = re.compile(r"^\[[WE][^\]]*\] (\[c10d\] )?")  # of a line that C++ logs
 _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
@@ -54,8 +53,6 @@ _RAISED = re.compile(r"([\w.]*\.)?(?=\w*(Error|Exception): )")
 
 class Spawn(Launcher):
     """Starts each process by itself, so that one can be replaced, added or left out."""
-
-    separate = True
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         # One that owes a reply may wait for the dead one in the group they were to form, or run a
@@ -139,14 +136,7 @@ class Program(Launcher):
         environment: Mapping[str, str],
         timeout: float,
     ) -> None:
-        if len(os.fsencode(path)) > LONGEST_PATH:
-            raise PoolError(
-                f"the name of the temporary folder is too long for a socket in it ({path!r}); "
-                "set TMPDIR to a folder with a shorter name"
-            )
         self.count, self._path, self._timeout = count, path, timeout
-        self._lines: list[socket.socket] = []
-        self._attempt = 0
         self._calls: list[tuple[int, int, socket.socket]] = []  # rank, process id, connection
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self._last = ""  # what the program had printed when it was ended
@@ -161,7 +151,8 @@ class Program(Launcher):
         except OSError as error:
             self.close_listener()
             self._printed.close()
-            raise PoolError(f"{self.name} cannot be started here ({error.strerror})") from error
+            why = error.strerror or f"{error}; TMPDIR must be a folder with a shorter name"
+            raise PoolError(f"{self.name} cannot be started here ({why})") from error
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         if ranks or not self.all_connected:
@@ -194,15 +185,11 @@ class Program(Launcher):
 
     def _accept(self) -> None:
         line, _ = self._listener.accept()
-        self._lines.append(line)
         line.settimeout(PATIENCE)  # what it sends is on its way already
         with suppress(TimeoutError):
             call = line.recv(CALL.size, socket.MSG_WAITALL)
             if len(call) == CALL.size:  # else it ended, which the program will report
-                attempt, rank, pid = CALL.unpack(call)
-                if attempt != self._attempt:  # the program has restarted all of them
-                    self._attempt, self._calls = attempt, []
-                self._calls.append((rank, pid, line))
+                self._calls.append((*CALL.unpack(call), line))
 
     def _admit(self, rank: int, pid: int, line: socket.socket) -> RankHandle:
         def start(ends: Ends) -> tuple[_ConnectedProcess, Callable[[], None]]:
@@ -271,7 +258,7 @@ class Program(Launcher):
         self.close_listener()
         if self._printed.closed:
             return
-        for line in self._lines:
+        for *_, line in self._calls:
             line.close()
         self._program.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -357,7 +344,7 @@ _BECOME_RANK = (
     "sys.path[:], sys.argv[:], call = json.loads(sys.argv[2]); "
     "names = 'OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'PMIX_RANK'; "
     "rank = next(int(os.environ[name]) for name in names if name in os.environ); "
-    "line.sendall(struct.pack(call, 0, rank, os.getpid())); "
+    "line.sendall(struct.pack(call, rank, os.getpid())); "
     "from ddp_kit.pool.rank import bootstrap; bootstrap.serve_under_mpiexec(line)"
 )
 

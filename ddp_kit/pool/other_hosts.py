@@ -6,8 +6,6 @@ Each of these ranks has an observer beside it (`rank/observer.py`), which writes
 from __future__ import annotations
 
 import functools
-import json
-import linecache
 import pickle
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +32,7 @@ class OtherHosts:
     """The ranks of other hosts.
 
     address, port: of torchrun's store. here: the number of ranks on each host. hosts: how many,
-    with this one. attempt: how often torchrun has restarted all ranks.
+    with this one.
 
     boards: of these ranks, in their order. signs, ended: their last signs of life, and how they
     have ended, by rank.
@@ -42,7 +40,7 @@ class OtherHosts:
     Raises PoolError if the store is unavailable.
     """
 
-    def __init__(self, address: str, port: int, here: int, hosts: int, attempt: int) -> None:
+    def __init__(self, address: str, port: int, here: int, hosts: int) -> None:
         self._here, self._ranks = here, range(here, here * hosts)
         self.ended: dict[int, str] = {}
         self._reports: dict[int, RemoteReport] = {}
@@ -51,7 +49,7 @@ class OtherHosts:
         self._agent_is_gone = False
         self._lost: tuple[float, list[int]] | None = None  # seconds, and ranks that were silent
         try:
-            self._store = wire.connect(address, port, attempt, STORE_TIMEOUT)
+            self._store = wire.connect(address, port, STORE_TIMEOUT)
         except RuntimeError as error:
             raise PoolError(
                 f"torchrun's store at {address}:{port} does not answer: it has ended, or this "
@@ -156,7 +154,7 @@ class OtherHosts:
 
     def snapshots(self) -> list[Snapshot]:
         logs = {rank: report.log for rank, report in self._reports.items()}
-        return [Snapshot(rank, _with_sources(log)) for rank, log in sorted(logs.items())]
+        return [Snapshot(rank, log) for rank, log in sorted(logs.items())]
 
     def clock(self, rank: int) -> Clock | None:
         return self._report(rank).clock
@@ -260,28 +258,10 @@ class RemoteBoard:
         if head.waits or head.ended:
             copy = self._hosts.board(self._rank)
             if copy is not None and copy.head == head:
-                return _with_sources(copy)
+                return copy
         return self.read_counts()
 
     def read_counts(self) -> BoardCopy:
         """Return nothing but the head, as of a rank that moves: what it has counted is unknown."""
         none = {"waiting": -1, "events": 0, "texts": 0, "counted": 0}
         return BoardCopy(self.head()._replace(**none), b"", b"", b"")
-
-
-def _with_sources(copy: BoardCopy) -> BoardCopy:
-    """Add lines of code that the other host could not read, such as those of cells."""
-    return copy._replace(texts=_add_sources(copy.texts))
-
-
-@functools.lru_cache(maxsize=64)
-def _add_sources(texts: bytes) -> bytes:
-    lines = []
-    for line in texts.splitlines(keepends=True):
-        what, *text = json.loads(line)
-        if what == "line" and not text[-1]:
-            file, number, function, _ = text
-            source = linecache.getline(file, number).strip()
-            line = json.dumps([what, file, number, function, source]).encode() + b"\n"
-        lines.append(line)
-    return b"".join(lines)

@@ -17,10 +17,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import psutil
@@ -74,13 +73,10 @@ class WorkerPool:
         self._running = False
         self._closed = False
         self._owner = os.getpid()
-        self._looks_in: object = None  # the event loop that will look for unused ranks
         _all[next(_made)] = self
-        self._at_exit = partial(_call_if_alive, weakref.ref(self), WorkerPool.close)
         try:
             with holding_interrupt():
                 sweep()
-                atexit.register(self._at_exit)
                 self._start()
         except BaseException as error:
             self.close()
@@ -93,7 +89,7 @@ class WorkerPool:
         # of ranks that were started early: a kernel without a run has no file to leave behind.
         join = self._backend not in ON_GPUS and not self._started_early
         self._processes.form(self._world_size, self._backend, join)
-        self._look_later(UNUSED)
+        _look_later(UNUSED)
 
     @explaining_arguments("pool.run", "world_size=")
     def run(
@@ -109,12 +105,8 @@ class WorkerPool:
             the warm processes; more start the missing ones.
         timeout: seconds for the worker to return on every rank; None: no limit.
 
-        Unless the worker sets a seed, torch draws different random numbers on each rank, and the
-        same ones in every run on the same process.
-
-        Raises PoolError for what cannot be run or pickled, RankError if ranks raised,
-        RankDiedError if a process ended, DeadlockError if ranks wait for each other forever,
-        MismatchError if they do not agree, RunTimeoutError after `timeout`. The pool stays usable.
+        Random numbers are drawn as by `kit.run`, which also says what is raised. The pool stays
+        usable.
         """
         size = self._world_size if world_size is None else world_size
         self._check_usable()
@@ -140,32 +132,7 @@ class WorkerPool:
             return run.execute(packed, backend, timeout)
         finally:
             self._running = False
-            self._look_later(UNUSED)
-
-    def _look_later(self, seconds: float) -> None:
-        """Look for unused ranks after some minutes, if this thread has an event loop.
-
-        A notebook's kernel has one, which calls between two cells, so never in a run.
-        """
-        if not self._processes.ranks or "asyncio" not in sys.modules:
-            return
-        with suppress(RuntimeError):  # there is no loop
-            loop = sys.modules["asyncio"].get_running_loop()
-            if self._looks_in is not loop:  # an earlier one may have been closed
-                look = partial(_call_if_alive, weakref.ref(self), WorkerPool._end_unused)
-                loop.call_later(seconds, look)
-                self._looks_in = loop
-
-    def _end_unused(self) -> None:
-        self._looks_in = None
-        if self._closed or self._owner != os.getpid():
-            return
-        seconds: float | None = UNUSED
-        if not self._running:
-            with suppress(KeyboardInterrupt), holding_interrupt():
-                seconds = self._processes.end_unused(UNUSED)
-        if seconds is not None:
-            self._look_later(seconds)
+            _look_later(UNUSED)
 
     def restart(self) -> None:
         """End every process and start fresh ones."""
@@ -185,10 +152,7 @@ class WorkerPool:
         in_main_thread = threading.current_thread() is threading.main_thread()
         with holding_interrupt() if in_main_thread else nullcontext():
             self._closed = True
-            try:
-                self._processes.end(remove=True)
-            finally:
-                atexit.unregister(self._at_exit)
+            self._processes.end(remove=True)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -197,7 +161,7 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_at_exit"):  # else it could not be created
+        if hasattr(self, "_owner"):  # else it could not be created
             self.close()
 
     def __repr__(self) -> str:
@@ -206,15 +170,42 @@ class WorkerPool:
         return f"WorkerPool({ranks} ranks, {self._processes.backend or self._backend}, {state})"
 
 
-def _call_if_alive(reference: weakref.ref, method: Callable[[WorkerPool], None]) -> None:
-    """Call a method of a pool that nobody else needs to keep alive."""
-    pool = reference()
-    if pool is not None:
-        method(pool)
-
-
 _all: weakref.WeakValueDictionary[int, WorkerPool] = weakref.WeakValueDictionary()  # as made
 _made = itertools.count()
+_looks_in: object = None  # the event loop that will look for unused ranks
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_all.values()):
+        pool.close()
+
+
+def _look_later(seconds: float) -> None:
+    """Look for unused ranks after some minutes, if this thread has an event loop.
+
+    A notebook's kernel has one, which calls between two cells, so never in a run.
+    """
+    global _looks_in
+    if "asyncio" in sys.modules:
+        with suppress(RuntimeError):  # there is no loop
+            loop = sys.modules["asyncio"].get_running_loop()
+            if _looks_in is not loop:  # an earlier one may have been closed
+                loop.call_later(seconds, _end_unused)
+                _looks_in = loop
+
+
+def _end_unused() -> None:
+    global _looks_in
+    _looks_in, again = None, []
+    for pool in list(_all.values()):
+        if pool._running:
+            again.append(UNUSED)
+        elif not pool._closed and pool._owner == os.getpid() and pool._processes.ranks:
+            with suppress(KeyboardInterrupt), holding_interrupt():
+                again.append(pool._processes.end_unused(UNUSED))
+    if seconds := list(filter(None, again)):
+        _look_later(min(seconds))
 
 
 class _EarlyPool(WorkerPool):
@@ -244,9 +235,9 @@ def run(
     timeout: seconds for the worker to return on every rank; None: no limit.
 
     The first call starts the processes, unless they have been started in the background since the
-    kit was imported in a notebook. They stay warm for the next call. In a notebook, those that no
-    run has used for ten minutes end, unless they hold names of `%%ranks`, and the next call starts
-    new ones.
+    kit was imported in a notebook. They stay warm for the next call. In a notebook, they end when
+    no run has used them for ten minutes, unless they hold names of `%%ranks`, and the next call
+    starts new ones.
 
     Unless the worker sets a seed, as `torch.manual_seed(0)` does, torch draws different random
     numbers on each rank, and the same ones in every run on the same process. Python's `random` and
@@ -294,16 +285,15 @@ def shutdown() -> None:
         _shared.popitem()[1].close()
 
 
-def keep_names(launcher: str, ranks: Collection[int], keep: bool = True) -> bool:
-    """Keep ranks of a shared pool when they are unused: they hold names of `%%ranks` cells.
+def keep_names(launcher: str, keep: bool = True) -> bool:
+    """Keep the ranks of a shared pool when they are unused: they hold names of `%%ranks` cells.
 
-    keep: False if they are to hold none any longer. Return whether there are any such ranks.
+    keep: False if they are to hold none any longer. Return whether there are any ranks.
     """
-    there = _shared[launcher]._processes.ranks if launcher in _shared else []
-    held = [rank for number, rank in enumerate(there) if number in ranks]
-    for rank in held:
-        rank.has_names = keep
-    return bool(held)
+    if launcher not in _shared or not _shared[launcher]._processes.ranks:
+        return False
+    _shared[launcher]._processes.has_names = keep
+    return True
 
 
 def _is_outdated(pool: WorkerPool) -> bool:
@@ -341,29 +331,30 @@ class ProcessStatus:
     """The process of one rank.
 
     state: "starting", "idle", "running" or "ended". memory: bytes that only this process uses (its
-    USS), and that its end would free; None: unknown. has_names: it stays although nothing runs,
-    because it holds names of `%%ranks` cells.
+    USS), and that its end would free; None: unknown.
     """
 
     rank: int
     state: str
     memory: int | None
     pid: int
-    has_names: bool = False
 
     def __str__(self) -> str:
-        kept = ", kept for its names of %%ranks cells" if self.has_names else ""
-        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}{kept}"
+        return f"rank {self.rank}: {self.state}{_megabytes(self.memory or 0)}"
 
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """One pool. shared: `kit.run` uses it. running: a run is going on."""
+    """One pool. shared: `kit.run` uses it. running: a run is going on.
+
+    has_names: its ranks stay although nothing runs, because they hold names of `%%ranks` cells.
+    """
 
     shared: bool
     backend: str
     running: bool
     ranks: tuple[ProcessStatus, ...]
+    has_names: bool = False
 
     @property
     def memory(self) -> int:
@@ -377,7 +368,8 @@ class PoolStatus:
         starting = any(rank.state == "starting" for rank in self.ranks)
         state = "running" if self.running else "starting" if starting else "ready"
         first = f"{name}: {count(len(self.ranks), 'rank')}, {self.backend}, {state}"
-        return "\n  ".join([first + _megabytes(self.memory), *map(str, self.ranks)])
+        kept = ", kept for their names of %%ranks cells" if self.has_names else ""
+        return "\n  ".join([f"{first}{_megabytes(self.memory)}{kept}", *map(str, self.ranks)])
 
 
 @dataclass(frozen=True)
@@ -402,16 +394,18 @@ def status() -> Status:
     it shares with others, such as those of PyTorch's libraries, are left out. Raise no error,
     whatever state the ranks are in.
     """
-    shared = {id(one): one for one in _shared.values()}
-    pools = (shared | {id(one): one for one in list(_all.values())}).values()
+    shared = list(_shared.values())
+    pools = sorted(_all.values(), key=lambda one: one not in shared)
     there = [one for one in pools if not one._closed and one._owner == os.getpid()]
-    return Status(tuple(_look_at(one, id(one) in shared) for one in there))
+    return Status(tuple(_look_at(one, one in shared) for one in there))
 
 
 def _look_at(one: WorkerPool, shared: bool) -> PoolStatus:
-    ranks = enumerate(list(one._processes.ranks))
+    processes = one._processes
+    ranks = enumerate(list(processes.ranks))
     found = tuple(_look_at_rank(number, rank, one._running) for number, rank in ranks)
-    return PoolStatus(shared, one._processes.backend or one._backend, one._running, found)
+    backend = processes.backend or one._backend
+    return PoolStatus(shared, backend, one._running, found, processes.has_names)
 
 
 def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus:
@@ -422,7 +416,7 @@ def _look_at_rank(number: int, rank: RankHandle, running: bool) -> ProcessStatus
                 memory = rank.psutil.memory_full_info().uss
             busy = rank.board.phase() == IMPORTING or (rank.owed and not running)
             state = "starting" if busy else "running" if rank.owed else "idle"
-    return ProcessStatus(number, state, memory, rank.process.pid, rank.has_names)
+    return ProcessStatus(number, state, memory, rank.process.pid)
 
 
 def _megabytes(number: int) -> str:

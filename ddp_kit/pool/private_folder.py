@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_kit.errors import PoolError
 
-PREFIX = "ddp_kit-pool-"
+NEW, PREFIX = "new-ddp_kit-pool-", "ddp_kit-pool-"
 STORE = "group-"  # the first part of every name that the kit puts there
 
 
@@ -31,23 +31,17 @@ class PrivateFolder:
     @cached_property
     def path(self) -> str:
         """Its path. Raises PoolError if it cannot be made."""
-        while True:
-            try:
-                path = tempfile.mkdtemp(prefix=PREFIX)
-            except OSError as error:
-                raise PoolError(
-                    f"cannot create a temporary folder ({error.strerror}); set TMPDIR to a folder "
-                    "with free space"
-                ) from error
-            try:
-                lock = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                continue  # another pool swept it before it was locked
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.isdir(path):
-                self._lock = lock
-                return path
-            os.close(lock)  # likewise
+        try:
+            made = tempfile.mkdtemp(prefix=NEW)
+        except OSError as error:
+            raise PoolError(
+                f"cannot create a temporary folder ({error.strerror}); set TMPDIR to a folder "
+                "with free space"
+            ) from error
+        self._lock = os.open(made, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Once it is locked it gets the name of those that are swept.
+        return shutil.move(made, made.replace(NEW, PREFIX))
 
     def file(self, name: object) -> str:
         """Return the path for a store, a socket, logs or a program, which the kit removes."""

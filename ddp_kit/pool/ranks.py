@@ -36,7 +36,6 @@ from ddp_kit.pool.wire.messages import (
     Environment,
     FileStamp,
     JoinGroup,
-    LogHandler,
     LogSettings,
     file_stamp,
 )
@@ -113,9 +112,6 @@ class RankHandle:
         self.cells_seen: set[str] = set()
         self.environment: Environment | None = None  # that it was sent last
         self.modules: dict[str, FileStamp] = {}  # the learner's files that it has imported
-        self.notices: tuple[str, ...] = ()  # what this PyTorch does not support
-        self.used = time.monotonic()  # when it was started, or its last run ended
-        self.has_names = False  # of `%%ranks` cells, which end with it
 
     def send(self, message: Any) -> None:
         """Send one message; a rank that has died is detected by its sentinel, not here."""
@@ -131,7 +127,6 @@ class RankHandle:
             return None  # it ended, perhaps while it sent a reply
         self.owed -= 1
         self.modules |= reply.status.modules
-        self.notices = reply.status.notices or self.notices
         return reply
 
     @property
@@ -257,7 +252,6 @@ class Launcher:
     hosts = 1  # on which it starts ranks; this process sees those of its own host
     store: tuple[str, int] | None = None  # address and port of what all hosts share, if several
     reusable = True  # its ranks serve one run after another
-    separate = False  # its ranks can end one by one
 
     def provide(self, ranks: list[RankHandle], world_size: int, broken: bool) -> bool:
         """Put at least `world_size` living processes into `ranks`; return whether some are new.
@@ -294,8 +288,8 @@ class RankProcesses:
         self._lost: tuple[int, str] | None = None  # the group that a failed run has left broken
         self._in_run = False  # a worker was sent; a rank that still owes a reply may be in it
         self.is_used = False  # a worker was ever sent
-        # The learner's files that ranks have imported, with the notebook's modules at that time.
-        self._modules_here: dict[str, ipython.LoadedModule] = {}
+        self._used = time.monotonic()  # when ranks were started, or the last run ended
+        self.has_names = False  # of `%%ranks` cells, which end with the ranks
         _all.add(self)
         RankProcesses.ever_created = True
 
@@ -335,7 +329,7 @@ class RankProcesses:
         if broken:
             self._formed, self._in_run = None, False
         if self.launcher.provide(self.ranks, world_size, broken):
-            self._formed = None
+            self._formed, self._used = None, time.monotonic()
         if not join or len(self.ranks) < world_size or self._has_formed(world_size, backend):
             return
         self._groups += 1
@@ -370,12 +364,7 @@ class RankProcesses:
         intact: the group is unchanged. Else the next run forms it again. In a notebook that happens
             already while the learner reads the error, which comes first: many ranks take seconds.
         """
-        self._in_run = False
-        for rank in self.ranks[: self._formed[0] if self._formed else 0]:
-            rank.used = time.monotonic()
-        files = {file for rank in self.ranks for file in rank.modules}
-        if new := files - self._modules_here.keys():
-            self._modules_here |= ipython.loaded_modules(new)
+        self._in_run, self._used = False, time.monotonic()
         if self.launcher.reusable and self._formed and not intact:
             self._lost, self._formed = self._formed, None
             ipython.after_cell(self._form_lost)
@@ -392,65 +381,39 @@ class RankProcesses:
 
         A deleted file has not changed: nothing newer could be imported.
         """
-        ranks = self.ranks[:world_size]
-        files = {file for rank in ranks for file in rank.modules}
-        if not files:
-            return
-        now = {file: file_stamp(file) for file in files}
-        changed: set[str] = set()
-        old = []
-        for number, rank in enumerate(ranks):
-            stale = {f for f, stamp in rank.modules.items() if now[f] not in (None, stamp)}
-            if stale:
-                changed |= stale
-                old.append(number)
+        old: dict[int, set[str]] = {}
+        for number, rank in enumerate(self.ranks[:world_size]):
+            stamps = rank.modules.items()
+            if stale := {file for file, stamp in stamps if file_stamp(file) not in (None, stamp)}:
+                old[number] = stale
         if old:
             with holding_interrupt():
                 stop_ranks([self.ranks[number] for number in old])
+            changed = set().union(*old.values())
             names = " and ".join(sorted({os.path.basename(file) for file in changed}))
             view.say(f"{names} changed on disk: restarting {name_ranks(old)}")
-            self._report_old_modules(changed)
-
-    def _report_old_modules(self, changed: set[str]) -> None:
-        """Say which changed files the notebook has imported, and not again since the change."""
-        now = ipython.loaded_modules(changed)
-        for file in sorted(changed):
-            before, (name, spec) = self._modules_here.pop(file, None), now[file]
-            reloaded = before is None or spec is not before.spec
-            if spec is not None and not reloaded and not ipython.reloads_modules():
+            for name in ipython.names_of_modules(changed):
                 view.say(
-                    f"the notebook itself still has the old {name}: call importlib.reload({name}) "
-                    f"and repeat your imports from it, or use %load_ext autoreload and "
-                    "%autoreload 2"
+                    f"to renew {name} in the notebook, too, call importlib.reload({name}) and "
+                    "repeat your imports from it, or use %load_ext autoreload and %autoreload 2"
                 )
 
     def end_unused(self, seconds: float) -> float | None:
-        """End the last ranks that no run has used for so many seconds; all or none of a program's.
+        """End the ranks if no run has used them for so many seconds, and they hold no names.
 
-        Those that hold names of `%%ranks` cells stay. Return in how many seconds to look again;
-        None: no rank is left that may end.
+        Return in how many seconds to look again; None: no rank is left, or they hold names.
         """
-        now, size = time.monotonic(), len(self.ranks)
-        named = max((n for n, rank in enumerate(self.ranks, 1) if rank.has_names), default=0)
-        used = (n for n, rank in enumerate(self.ranks, 1) if now - rank.used < seconds)
-        keep = max(named, *used, 0)
-        if not self.launcher.separate:
-            named, keep = size * bool(named), size * bool(keep)
-        if unused := self.ranks[keep:]:
-            del self.ranks[keep:]
-            if self._formed and self._formed[0] > keep:
-                self._formed = None
-            self._lost = None
-            stop_ranks(unused, patience=1.0)
-        if not keep:
-            self.launcher.end()
-        if keep <= named:
-            return None
-        return seconds - (now - max(rank.used for rank in self.ranks[named:]))
+        left = seconds - (time.monotonic() - self._used)
+        if left > 0:
+            return left
+        if not self.has_names:
+            self.end()
+        return None
 
     def dismiss(self, patience: float) -> None:
         """Ask the ranks to leave; kill those that have not within `patience` seconds."""
         ranks, self.ranks, self._formed, self._lost = self.ranks, [], None, None
+        self.has_names = False
         stop_ranks(ranks, patience)
 
     def end(self, remove: bool = False) -> None:
@@ -508,21 +471,12 @@ def _argv(in_notebook: bool) -> tuple[str, ...]:
 
 def _log_settings() -> LogSettings:
     """Return how logging is configured in this process, as far as it prints."""
-    root = logging.getLogger()
-    printing = [handler for handler in root.handlers if _prints(handler)]
-    handlers = tuple(LogHandler(each.level, _pickle(each.formatter)) for each in printing)
+    root, handlers = logging.getLogger(), []
+    streams = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
+    for handler in root.handlers:
+        if getattr(handler, "stream", None) in filter(None, streams):
+            with suppress(Exception):  # a formatter may be impossible to pickle
+                handlers.append((handler.level, payload.pickle_whole(handler.formatter)))
     loggers = root.manager.loggerDict.copy().items()  # another thread may import, and add one
     levels = {name: at.level for name, at in loggers if isinstance(at, logging.Logger) and at.level}
-    return LogSettings(root.level, handlers, levels)
-
-
-def _prints(handler: logging.Handler) -> bool:
-    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    stream = getattr(handler, "stream", None)  # a subclass may have none
-    return isinstance(handler, logging.StreamHandler) and stream is not None and stream in streams
-
-
-def _pickle(formatter: logging.Formatter | None) -> bytes | None:
-    with suppress(Exception):  # a formatter of the learner's own may be impossible to pickle
-        return payload.pickle_whole(formatter) if formatter is not None else None
-    return None
+    return LogSettings(root.level, tuple(handlers), levels)

@@ -12,6 +12,7 @@ import time
 from multiprocessing import connection
 from typing import Any
 
+from ddp_kit import torch_internals
 from ddp_kit.error_text import (
     TracebackFormatter,
     Wait,
@@ -57,7 +58,7 @@ class Run:
         self._processes, self._world_size, self._number = processes, world_size, number
         self._has_begun = False  # the worker was sent; before that the ranks form their group
         self._ranks: list[RankHandle] = []
-        self._view: view.LiveView = view.NoLiveView(world_size)
+        self._view = view.LiveView(world_size)
         self._opened = time.monotonic()
         self._since: dict[int, tuple[tuple, float]] = {}  # what each rank is doing, and since when
         self._reports = Reports()
@@ -114,7 +115,7 @@ class Run:
         if run is not None:
             launcher = self._processes.launcher
             if launcher.store is not None:
-                self.others = OtherHosts(*launcher.store, len(ranks), launcher.hosts, run - 1)
+                self.others = OtherHosts(*launcher.store, len(ranks), launcher.hosts)
             self._watch = DeadlockWatch(self._ranks, run, self.others)
 
     def _collect(self, timeout: float) -> bool:
@@ -365,7 +366,7 @@ class Run:
             notes = [(each.rank, *note) for each in self._snapshots for note in each.notes]
             for line in format_notes(notes):
                 view.say(line)
-        once = [notice for rank in self._ranks for notice in rank.notices]
+        once = torch_internals.notices()
         if any(reply.payload.from_gpu for reply in self._reports.returned.values()):
             once.append("tensors returned from a GPU were copied to the CPU")
         for line in once if view.current.visible else []:

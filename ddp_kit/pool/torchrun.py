@@ -24,8 +24,6 @@ from ddp_kit.errors import (
     KitError,
     MismatchError,
     PoolError,
-    RankDiedError,
-    RankError,
 )
 from ddp_kit.pool.arguments import (
     check_signature,
@@ -64,7 +62,6 @@ def torchrun(
     master_addr: str | None = None,
     master_port: int | None = None,
     backend: str = "auto",
-    max_restarts: int = 0,
     timeout: float | None = None,
     join_timeout: float = 300.0,
 ) -> Result:
@@ -78,10 +75,11 @@ def torchrun(
         the same path there.
     master_addr, master_port: where the ranks meet: a name or address of this host that the
         others can reach, by default its name, and a port, by default a free one.
-    backend: as for `run`, without "mpi"; "shm" on one host only. max_restarts: how often torchrun
-        restarts all ranks after one has failed; on one host only.
+    backend: as for `run`, without "mpi"; "shm" on one host only.
     join_timeout: seconds for the ranks of all hosts to connect. timeout: seconds from then on for
-        the worker to return on every rank, in each attempt; None: no limit.
+        the worker to return on every rank; None: no limit.
+
+    A rank that fails ends the run: torchrun does not start the ranks again.
 
     Raises what `run` raises, also for deadlocks between hosts and for what ranks on other hosts
     raise; RankDiedError if one of them dies there; PoolError if a host is lost: its torchrun has
@@ -92,12 +90,6 @@ def torchrun(
     """
     here = check_world_size(_check_number("nproc_per_node", nproc_per_node, 1))
     nnodes = _check_number("nnodes", nnodes, 1)
-    max_restarts = _check_number("max_restarts", max_restarts, 0)
-    if nnodes > 1 and max_restarts > 0:
-        raise PoolError(
-            "max_restarts= works on one host only; for several, run torchrun on each of them with "
-            "--rdzv-backend c10d, which restarts all ranks together"
-        )
     _check_address(nnodes, master_addr, master_port)
     chosen = choose_backend(backend, here)
     if chosen == "mpi":
@@ -112,12 +104,12 @@ def torchrun(
         check_signature(worker, args, set_by="nproc_per_node=")
         pack_worker(worker, args).close()  # raises for what cannot be sent
         task = Task(worker, args, chosen)
-    job = _Job(task, here, nnodes, max_restarts)
+    job = _Job(task, here, nnodes)
     try:
         job.start(master_addr, master_port, join_timeout)
-        return job.run(timeout)
+        return job.call(timeout)
     except KeyboardInterrupt as interrupt:
-        show_interrupt(interrupt, job.last.positions() if job.last else [])
+        show_interrupt(interrupt, job.run.positions() if job.run else [])
         raise
     finally:
         with holding_interrupt():
@@ -125,7 +117,7 @@ def torchrun(
 
 
 class _Job:
-    """torchrun's agent on this host, and the runs on its ranks.
+    """torchrun's agent on this host, and the run on its ranks.
 
     on_end: ends what was started, and removes the files, each even if another one fails.
     """
@@ -133,11 +125,11 @@ class _Job:
     agent: Torchrun
     processes: RankProcesses
 
-    def __init__(self, task: Task, nproc_per_node: int, nnodes: int, restarts: int) -> None:
-        self.task, self.restarts = task, restarts
+    def __init__(self, task: Task, nproc_per_node: int, nnodes: int) -> None:
+        self.task = task
         self.here, self.hosts = nproc_per_node, nnodes  # ranks on this host; hosts
         self.world_size = nproc_per_node * nnodes
-        self.last: Run | None = None
+        self.run: Run | None = None
         self.on_end = ExitStack()
 
     def start(self, address: str | None, port: int | None, join_timeout: float) -> None:
@@ -156,7 +148,6 @@ class _Job:
             if self.hosts == 1:
                 variables |= LOOPBACK_ENVIRONMENT
             options = ["--nproc-per-node", str(self.here), "--log-dir", folder.file("logs")]
-            options += ["--max-restarts", str(self.restarts)]
             self.agent = Torchrun(
                 self.here, folder, options, str(file), variables, rendezvous, join_timeout
             )
@@ -165,38 +156,15 @@ class _Job:
             self.on_end.callback(self.processes.dismiss, patience=0.0)
         rendezvous.print_commands(self.here, file, join_timeout)
 
-    def run(self, timeout: float | None) -> Result:
-        """Call the worker, again for each restart; return the result of the last attempt."""
-        failed: KitError | None = None
-        for attempt in range(self.restarts + 1):
-            run = self.last = Run(self.processes, self.here, attempt + 1)
-            try:
-                result = self._execute(run, timeout)
-            except KitError as error:
-                if failed and not self.processes.ranks:
-                    raise failed from None  # the agent has not restarted them
-                if attempt < self.restarts:
-                    self.processes.dismiss(LEAVE_TIMEOUT)  # the agent waits for their exit codes
-                # torchrun restarts after a process has failed, and after nothing else.
-                if attempt == self.restarts or not isinstance(error, (RankError, RankDiedError)):
-                    raise
-                failed = error
-                print(f"{str(error).splitlines()[0]}")
-                print(f"torchrun restarts all ranks: {attempt + 1} of {self.restarts}")
-                self.agent.expect_restart()
-            else:
-                if self.hosts > 1 or attempt < self.restarts:
-                    self.processes.dismiss(LEAVE_TIMEOUT)
-                if self.hosts > 1:
-                    self.agent.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
-                return result
-        raise AssertionError("the last attempt returns or raises")
-
-    def _execute(self, run: Run, timeout: float | None) -> Result:
+    def call(self, timeout: float | None) -> Result:
         """Call the worker on the ranks of all hosts; print what those of other hosts printed."""
+        run = self.run = Run(self.processes, self.here, 1)
         packed = pack_worker(self.task, ())
         try:
             result = run.execute(packed, self.task.backend or "gloo", timeout)
+            if run.others is None:
+                return result
+            result = self._add_remote(result, run.others)
         except KitError as error:
             if run.others is not None:
                 here = error.output or ("",) * self.here
@@ -208,7 +176,9 @@ class _Job:
             if run.others is not None:
                 interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
                 print_output([*[""] * self.here, *run.others.output()], kept=not interrupted)
-        return result if run.others is None else self._add_remote(result, run.others)
+        self.processes.dismiss(LEAVE_TIMEOUT)
+        self.agent.leave(LEAVE_TIMEOUT)  # the other agents wait for this one
+        return result
 
     def _add_remote(self, result: Result, others: OtherHosts) -> Result:
         """Add what the ranks on other hosts have reported, and let them leave."""
@@ -304,7 +274,7 @@ if __name__ == "__main__":
 
 
 class Torchrun(Program):
-    """The agent. When one of its processes fails, it ends all, and may start them again.
+    """The agent. When one of its processes fails, it ends all.
 
     count: its processes. options: torchrun's. script: the file that each process runs. variables:
     what is added to its environment. rendezvous: where it meets the agents of other hosts. timeout:
@@ -343,10 +313,6 @@ class Torchrun(Program):
         if self._hint:
             return f"not all ranks connected {within}: {self._hint}{printed}"
         return f"torchrun did not start {self.count} ranks {within}{printed}"
-
-    def expect_restart(self) -> None:
-        """Forget the processes of this start: torchrun starts all of them again."""
-        self._calls, self._first = [], None
 
     def first_end(self) -> tuple[int | None, int | None]:
         pids = {pid: rank for rank, pid, _ in self._calls}
@@ -422,12 +388,8 @@ def _choose_address(address: str | None, port: int | None) -> tuple[str, int, st
             return address, chosen, doubt
         except OSError as error:
             reason = error.strerror
-    if port:
-        raise PoolError(
-            f"port {port} of this host is unavailable ({reason}); leave out master_port= to use a "
-            "free one"
-        )
+    tried = f"port {port}" if port else "each of 20 ports between 20000 and 29999"
     raise PoolError(
-        f"20 ports of this host between 20000 and 29999 are unavailable ({reason}); set "
-        "master_port= to a free one"
+        f"{tried} of this host is unavailable ({reason}); "
+        f"{'leave out master_port= to use' if port else 'set master_port= to'} a free one"
     )

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ddp_kit.error_text import count
 from ddp_kit.errors import DeadlockError
@@ -40,8 +40,12 @@ class RankLine(NamedTuple):
         return self.doing if self.seconds is None else f"{self.doing} {self.seconds:,} s"
 
 
-class LiveView(Protocol):
-    """Shows what each rank does while a run lasts."""
+class LiveView:
+    """Shows what each rank does while a run lasts; this one shows nothing."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._opened = time.monotonic()
 
     def update(self, lines: Sequence[RankLine]) -> None:
         """Show what each rank is doing; called at most ten times a second."""
@@ -76,13 +80,10 @@ def newest_line(printed: bytes) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-class TerminalView:
+class TerminalView(LiveView):
     """One line on the terminal that is overwritten; silent if stderr is not a terminal."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._opened = time.monotonic()
-        self._shown = ""
+    _shown = ""
 
     def update(self, lines: Sequence[RankLine]) -> None:
         if not _on_terminal():
@@ -177,15 +178,6 @@ def _on_terminal() -> bool:
         return False
 
 
-class NoLiveView:
-    def __init__(self, world_size: int) -> None:
-        pass
-
-    def update(self, lines: Sequence[RankLine]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class View:
     """How runs are shown: by default as in a script or on a terminal.
@@ -221,7 +213,7 @@ def unseen() -> Iterator[None]:
     What ranks printed is in the result.
     """
     before = current
-    use(replace(before, open_live=NoLiveView, visible=False))
+    use(replace(before, open_live=LiveView, visible=False))
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from linecache import getline
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -309,7 +310,9 @@ def read_texts(texts: bytes) -> tuple[list[Any], list[tuple]]:
         if what == "group":
             read.append(Group(text[0], tuple(text[1]), *text[2:]))
         elif what == "line":
-            read.append(Frame(*text, own=True))
+            file, line, function, source = text
+            source = source or getline(file, line).strip()  # of a cell, on another host
+            read.append(Frame(file, line, function, source, own=True))
         elif what == "note":
             read.append(("note", text[0], read[text[1]]))
         elif what == "thread":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import decimal
 import faulthandler
 import gc
 import logging
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -404,7 +402,6 @@ PLAIN = [
     (lambda: torch.set_flush_denormal(True), lambda: sys.float_info.min / 2),
     (lambda: dist.set_debug_level(dist.DebugLevel.DETAIL), lambda: dist.get_debug_level().name),
     (lambda: mp.set_sharing_strategy("file_system"), mp.get_sharing_strategy),
-    (lambda: setattr(decimal.getcontext(), "prec", 3), lambda: decimal.getcontext().prec),
     (lambda: numpy.seterr(all="raise"), numpy.geterr),
     (lambda: numpy.set_printoptions(precision=2), numpy.get_printoptions),
     (logging.disable, lambda: logging.root.manager.disable),
@@ -428,11 +425,11 @@ SETTINGS = [
     ("set a handler for a signal", lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
     ("left a timer running", lambda: signal.alarm(3)),
     ("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})),
-    ("changed the umask", lambda: os.umask(0)),
-    ("changed a limit of its process", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
+    (
+        "changed the cores of its process",
+        lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    ),
     ("set a trace function", lambda: sys.setprofile(lambda *_: None)),
-    ("changed the switch interval", lambda: sys.setswitchinterval(0.1)),
-    ("enabled faulthandler", lambda: faulthandler.enable()),
     ("changed the start method", lambda: mp.set_start_method("spawn", force=True)),
     ("left a hook on all modules", lambda: hooks.register_module_forward_hook(lambda *_: None)),
     ("changed torch's any_autocast_enabled", lambda: torch.autocast("cpu").__enter__()),

@@ -136,9 +136,8 @@ def boom():
         (lambda: "child", 0, ""),
         (boom, 1, "ValueError: boom in the copy\n"),
         (lambda: sys.exit(3), 3, ""),
-        (lambda: sys.exit("farewell"), 1, "farewell\n"),
     ],
-    ids=["returns", "raises", "exits", "exits_with_a_text"],
+    ids=["returns", "raises", "exits"],
 )
 def test_a_fork_of_a_rank_that_comes_back_ends(leave, code, printed):
     run = functools.partial(kit.run, world_size=2, timeout=60)
@@ -147,7 +146,7 @@ def test_a_fork_of_a_rank_that_comes_back_ends(leave, code, printed):
     assert list(forked) == [code, code]
     for output in forked.output:
         assert output.endswith(printed)
-        assert ("Traceback" in output, "server.py" in output) == (leave is boom, False)
+        assert ("Traceback" in output) == (leave is boom)
     for number in range(3):
         result = run(lambda rank, world_size, n: (n, rank, os.getpid()), number)
         assert list(result) == [(number, rank, warm[rank]) for rank in range(2)]

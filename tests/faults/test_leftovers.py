@@ -195,22 +195,6 @@ def test_the_next_pool_sweeps_what_a_killed_one_left_and_nothing_else(tmp_path):
     assert folders() == {homework.parent}
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(monkeypatch):
-    flock, swept = private_folder.fcntl.flock, []
-
-    def sweep_first(lock, how):
-        if not swept:
-            swept.append(True)
-            os.rmdir(next(iter(folders())))
-        flock(lock, how)
-
-    monkeypatch.setattr(private_folder.fcntl, "flock", sweep_first)
-    made = private_folder.PrivateFolder()
-    assert os.path.isdir(made.path)
-    assert swept
-    made.remove()
-
-
 def test_large_values_leave_no_named_memory():
     before = named_memory()
     with kit.WorkerPool(2) as pool:

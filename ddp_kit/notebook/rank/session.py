@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import pickle
 import random
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_kit.notebook.rank.output import CellOutput, can_be_sent, seal
 from ddp_kit.pool.rank.displayed import display, show_figures
+from ddp_kit.pool.wire import payload
 
 _ATTRIBUTES = 2000  # names inside one value that are sent for completion
 
@@ -35,6 +36,29 @@ class Session:
 
 
 _session: Session | None = None  # None: no cell has run in this process
+
+
+@dataclass(frozen=True)
+class SealedValue:
+    """A value that the notebook may be unable to rebuild, and a text to use instead."""
+
+    pickled: bytes | None
+    text: str
+
+    def open(self) -> Any:
+        """Return the value, or its text. In the notebook's process."""
+        try:
+            return pickle.loads(self.pickled) if self.pickled is not None else self.text
+        except Exception:  # whatever the value's own classes raise
+            return self.text
+
+
+@dataclass(frozen=True)
+class CellOutput:
+    """To the notebook: the value of a cell's last expression, and the names of cells."""
+
+    value: Any  # a SealedValue, or plain data
+    names: dict[str, list[str]]  # of rank 0: each name with the names inside its value
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,7 @@ class Cell:
                 display(value)
             show_figures(besides=value)
         names = _names(vars(session.main)) if rank == 0 else {}
-        return CellOutput(seal(value), names)
+        return CellOutput(_seal(value), names)
 
     def _run(self, names: dict[str, Any]) -> Any:
         tree = ast.parse(self.source, self.file)
@@ -110,7 +134,7 @@ class Pull:
         held = vars(_session.main) if _session else {}
         found = {name: held[name] for name in self.names if name in held}
         for name, value in found.items():
-            if not can_be_sent(value):
+            if payload.find_culprit(value, modules=False):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}, which cannot be sent to the notebook; "
                     "pull tensors, numbers, strings, or lists and dicts of them"
@@ -190,6 +214,21 @@ def _set_random(state: tuple) -> None:
         sys.modules["numpy.random"].set_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state_all(state[3])
+
+
+def _seal(value: Any) -> Any:
+    """Return a value as it travels: sealed, unless it is plain data."""
+    if value is None or type(value) in (bool, int, float, str, torch.Tensor):
+        return value
+    pickled = None
+    with suppress(Exception):  # it cannot be pickled
+        if not payload.holds_module(value):
+            pickled = payload.pickle_whole(value)
+    try:
+        return SealedValue(pickled, repr(value))
+    except Exception:  # the learner's own __repr__
+        text = f"(a value of type {type(value).__name__}, whose repr failed)"
+        return SealedValue(pickled, text)
 
 
 def _names(held: dict[str, Any]) -> dict[str, list[str]]:

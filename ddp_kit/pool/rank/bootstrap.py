@@ -48,11 +48,11 @@ def serve_spawned(
     leave(0)
 
 
-def connect(path: str, rank: int, attempt: int) -> socket.socket:
-    """Connect to the pool's socket, as a rank in the `attempt`-th restart of all ranks."""
+def connect(path: str, rank: int) -> socket.socket:
+    """Connect to the pool's socket as a rank."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
-    line.sendall(CALL.pack(attempt, rank, os.getpid()))
+    line.sendall(CALL.pack(rank, os.getpid()))
     return line
 
 

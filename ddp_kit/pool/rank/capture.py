@@ -8,7 +8,6 @@ itself keeps them.
 from __future__ import annotations
 
 import inspect
-import pickle
 import sys
 import time
 import warnings
@@ -31,13 +30,13 @@ import torch
 
 from ddp_kit.error_text import count
 from ddp_kit.pool.wire.frames import Captured, FrameCopy, Summary, TensorCopy, known
+from ddp_kit.pool.wire.payload import pickle_whole
 from ddp_kit.trace.stacks import is_own
 
 SECONDS = 0.05  # of CPU time that all of it may take: as much is captured on a busy machine
 SIZE = 1_100_000  # bytes that the values of one function may have, roughly
 SMALL, RESERVED = 1_000, 100_000  # bytes of a value, and those of SIZE that larger ones leave free
-OUTER_FRAMES, INNER_FRAMES = 4, 16  # of a deep recursion
-MOST_LOCALS = 50
+MOST_FRAMES = 20  # of a deep recursion, the innermost ones
 MOST_ITEMS = 5_000  # of a list or dict
 BEGIN = 10  # items of one that is not captured whole
 MOST_ATTRIBUTES = 30
@@ -67,7 +66,7 @@ def capture(error: BaseException) -> bytes:
             frames = capturing.frames(error)
             if not frames:
                 return b""
-            return pickle.dumps(Captured(tuple(frames), capturing.from_gpu), protocol=5)
+            return pickle_whole(Captured(tuple(frames), capturing.from_gpu))
     except Exception:  # the error itself must be reported all the same
         return b""
 
@@ -89,20 +88,11 @@ class _Capturing:
             if is_own(step.tb_frame.f_code.co_filename):
                 steps.append((step.tb_frame, step.tb_lineno or 0))
             step = step.tb_next
-        skipped = max(0, len(steps) - OUTER_FRAMES - INNER_FRAMES)
-        if skipped:
-            steps = steps[:OUTER_FRAMES] + steps[-INNER_FRAMES:]
         # The innermost comes first, because it matters most if a limit is reached.
-        copies = [self._frame(*step) for step in reversed(steps)][::-1]
-        if skipped:
-            copies[OUTER_FRAMES] = copies[OUTER_FRAMES]._replace(skipped=skipped)
-        return copies
+        return [self._frame(*step) for step in reversed(steps[-MOST_FRAMES:])][::-1]
 
     def _frame(self, frame: FrameType, line: int) -> FrameCopy:
         self._size, code = SIZE, frame.f_code
-        given = code.co_argcount + code.co_kwonlyargcount
-        given += bool(code.co_flags & inspect.CO_VARARGS)
-        given += bool(code.co_flags & inspect.CO_VARKEYWORDS)
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
         held: Any = frame.f_locals
         if not is_function and type(held) is not dict:
@@ -119,10 +109,8 @@ class _Capturing:
             line,
             code.co_firstlineno,
             code.co_name,
-            code.co_varnames[:given],
-            {name: self.take(value) for name, value in islice(mine.items(), MOST_LOCALS)},
+            {name: self.take(value) for name, value in mine.items()},
             {name: self.take(value) for name, value in used.items() if not _is_special(name)},
-            max(0, len(mine) - MOST_LOCALS),
         )
 
     def take(self, value: Any, depth: int = 0) -> Any:
@@ -246,7 +234,7 @@ class _Capturing:
             return ""
         self._numbers -= many
         with suppress(Exception):  # some dtypes support little
-            return f": {_describe_values(torch.as_tensor(numbers, device='cpu'))}"
+            return f": {_describe_values(torch.as_tensor(numbers, device='cpu').reshape(-1))}"
         return ""
 
     def _can_read(self, tensor: torch.Tensor) -> bool:
@@ -299,15 +287,11 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{where}"
 
 
-def _describe_values(tensor: torch.Tensor) -> str:
-    """Return some statistics of a tensor on the CPU, and its first values."""
-    flat = tensor.reshape(-1)
-    first = flat[:3].tolist()
-    shown = (f"{number:.4g}" if isinstance(number, float) else str(number) for number in first)
+def _describe_values(flat: torch.Tensor) -> str:
+    """Return some statistics of numbers on the CPU, and the first ones."""
+    shown = (f"{n:.4g}" if isinstance(n, float) else str(n) for n in flat[:3].tolist())
     parts = [f"beginning with {', '.join(shown)}"]
-    if tensor.dtype is torch.bool:
-        parts.insert(0, f"{int(flat.count_nonzero()):,} True")
-    elif not tensor.is_complex():
+    if not flat.is_complex():
         numbers = flat.double()
         known = numbers[~numbers.isnan()]
         if missing := numbers.numel() - known.numel():

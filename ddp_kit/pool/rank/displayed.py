@@ -24,28 +24,20 @@ LIMIT = 10_000_000  # bytes that one rank may display in one run; the rest is le
 
 
 class Displayed:
-    """What was displayed in one run, in this order, each with its id if it has one."""
+    """What was displayed in one run, in this order, by its id if it has one."""
 
     def __init__(self) -> None:
-        self.bundles: list[Bundle] = []
-        self.ids: list[str | None] = []
+        self.bundles: dict[object, Bundle] = {}
         self.size = self.left_out = 0
 
-    def add(self, bundle: Bundle, name: str | None) -> None:
-        if self._has_room(_size(bundle)):
-            self.bundles.append(bundle)
-            self.ids.append(name)
-
-    def update(self, bundle: Bundle, name: str | None) -> None:
-        for at, other in enumerate(self.ids):
-            if other == name and self._has_room(_size(bundle) - _size(self.bundles[at])):
-                self.bundles[at] = bundle
-
-    def _has_room(self, size: int) -> bool:
-        has_room = self.size + size <= LIMIT
-        self.size += size if has_room else 0
-        self.left_out += not has_room
-        return has_room
+    def put(self, bundle: Bundle, name: object) -> None:
+        """Add what was displayed, or put it in the place of what had its id."""
+        more = _size(bundle) - _size(self.bundles.get(name, ({}, {})))
+        if self.size + more > LIMIT:
+            self.left_out += 1
+        else:
+            self.bundles[name] = bundle
+            self.size += more
 
 
 def _size(bundle: Bundle) -> int:
@@ -134,7 +126,8 @@ def _publish(data: dict, metadata: dict, name: str | None, update: bool) -> None
     bundle = plain, _plain(metadata)
     if update and not name:
         raise TypeError("display_id required for update_display")  # in IPython's words
-    (_displayed.update if update else _displayed.add)(bundle, name)
+    if not update or name in _displayed.bundles:
+        _displayed.put(bundle, name or object())
 
 
 def _plain(value: Any) -> Any:
@@ -158,9 +151,7 @@ def take() -> list[Bundle]:
     with suppress(Exception):  # it may be half imported
         if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
             pyplot.close("all")
-    if not _displayed.ids and not _displayed.left_out:
-        return []
-    taken = list(filter(any, _displayed.bundles))
+    taken = list(filter(any, _displayed.bundles.values()))
     if _displayed.left_out:
         line = f"... {_displayed.left_out} more left out: a rank may display {LIMIT:,} bytes a run"
         taken.append(({"text/plain": line}, {}))

@@ -108,7 +108,7 @@ def own_store() -> dist.Store:
     Raises what PyTorch raises if there is no store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return connect(address, port, attempt(), JOIN_TIMEOUT)
+    return connect(address, port, JOIN_TIMEOUT)
 
 
 def join_group(backend: str, timeout: timedelta = JOIN_TIMEOUT) -> None:

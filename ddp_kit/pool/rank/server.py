@@ -111,7 +111,7 @@ class RankServer:
             self._group = dist.group.WORLD  # None if there is no group
         except Exception as error:
             return Raised(describe(group.rank, error), RankStatus(self._imports.take()))
-        return Joined(RankStatus(self._imports.take(), notices=tuple(torch_internals.notices())))
+        return Joined(RankStatus(self._imports.take()))
 
     def _run(self, call: CallWorker) -> Returned | Raised:
         assert self._joined is not None, "the pool sends JoinGroup before CallWorker"
@@ -217,24 +217,17 @@ def call_worker(worker: Callable[..., Any], rank: int, world_size: int, args: tu
     try:
         value = worker(rank, world_size, *args)
     except BaseException as error:
-        if _getpid() != pid:
-            _end_fork(error)
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            return None
-        raise
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code not in (None, 0):
+            if _getpid() == pid:
+                raise
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            _exit(code if isinstance(code, int) else 1)
+        value = None
     if _getpid() != pid:
-        _exit(None)
+        _exit(0)
     return value
-
-
-def _end_fork(error: BaseException) -> NoReturn:
-    """End this process as Python ends one in which `error` is not caught."""
-    if isinstance(error, SystemExit):
-        _exit(error.code)
-    frames = error.__traceback__ and error.__traceback__.tb_next  # without `call_worker`
-    with suppress(Exception):  # the worker may have closed sys.stderr
-        traceback.print_exception(error.with_traceback(frames))
-    _exit(1)
 
 
 def pack(value: object) -> payload.Payload:
@@ -287,13 +280,10 @@ def describe(rank: int, error: BaseException, left: Iterator[bool] | None = None
     )
 
 
-def _exit(code: object) -> NoReturn:
-    """End the process as `sys.exit(code)` does, but without waiting for threads."""
-    if code is not None and not isinstance(code, int):
-        with suppress(Exception):  # the worker may have closed sys.stderr
-            print(text_of(code), file=sys.stderr)
+def _exit(code: int) -> NoReturn:
+    """End the process at once, without waiting for threads."""
     _flush()
-    os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
+    os._exit(code & 0xFF)
 
 
 _C = ctypes.CDLL(None)  # the C library of this process

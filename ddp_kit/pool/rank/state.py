@@ -7,16 +7,13 @@ are looked at in the modules and classes of `_OWNERS` only.
 from __future__ import annotations
 
 import builtins
-import decimal
 import faulthandler
 import gc
-import locale
 import logging
 import multiprocessing
 import os
 import pickle
 import random
-import resource
 import signal
 import socket
 import sys
@@ -25,7 +22,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -44,7 +41,6 @@ from ddp_kit.pool.wire.messages import (
     Environment,
     FileStamp,
     JoinGroup,
-    LogHandler,
     LogSettings,
     file_stamp,
 )
@@ -129,7 +125,7 @@ class State:
     def _take_over(self, logs: LogSettings) -> None:
         """Configure logging as in the notebook, as far as that prints."""
         self._logs, self._log_level = logs, logs.level
-        self._log_handlers = [*self._own_handlers, *map(_PrintingHandler, logs.handlers)]
+        self._log_handlers = [*self._own_handlers, *(_PrintingHandler(*h) for h in logs.handlers)]
         for name in self._own_levels.keys() - logs.levels.keys():
             logging.getLogger(name).setLevel(self._own_levels.pop(name))
         for name, level in logs.levels.items():
@@ -141,10 +137,10 @@ class State:
 class _PrintingHandler(logging.StreamHandler):
     """A handler of the notebook, in a rank. It prints to what `sys.stderr` is at the moment."""
 
-    def __init__(self, handler: LogHandler) -> None:
-        logging.Handler.__init__(self, handler.level)
+    def __init__(self, level: int, formatter: bytes) -> None:
+        logging.Handler.__init__(self, level)
         with suppress(Exception):  # its class may be nowhere but in the notebook
-            self.setFormatter(pickle.loads(handler.formatter) if handler.formatter else None)
+            self.setFormatter(pickle.loads(formatter))
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -250,43 +246,8 @@ def _handlers() -> list[Any]:
     return [h if not skip else signal.SIG_DFL for h, skip in zip(found, by_library, strict=True)]
 
 
-def _decimal() -> tuple:
-    context = decimal.getcontext()
-    return context.prec, context.rounding, context.Emin, context.Emax, str(context.traps)
-
-
-def _set_decimal(was: tuple) -> None:
-    decimal.setcontext(decimal.Context(*was[:4]))
-
-
-def _limits() -> list[object]:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    limits = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
-    return [cores, os.getpriority(os.PRIO_PROCESS, 0), *map(resource.getrlimit, sorted(limits))]
-
-
-def _umask() -> int:
-    os.umask(mask := os.umask(0o77))  # the only way to ask
-    return mask
-
-
-def _collector() -> tuple:
-    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
-
-
-def _set_collector(was: tuple) -> None:
-    (gc.enable if was[0] else gc.disable)()
-    gc.set_threshold(*was[1])
-    gc.set_debug(was[2])
-
-
-def _numpy() -> tuple:
-    return numpy.geterr(), numpy.get_printoptions()
-
-
-def _set_numpy(was: tuple) -> None:
-    numpy.seterr(**was[0])
-    numpy.set_printoptions(**was[1])
+def _cores() -> object:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _start_method() -> str:
@@ -305,30 +266,32 @@ _HOOKS = [
 class Setting(NamedTuple):
     """A setting of this process: what a worker did if it has changed, and how to read it.
 
-    restore: puts a value back that was read; None: only a fresh process has it again.
+    restore: puts a value back that was read, of a tuple each by itself; None: only a fresh process
+    has it again.
     """
 
     done: str
     read: Callable[[], Any]
-    restore: Callable[[Any], object] | None = None
+    restore: Callable[..., object] | None = None
 
 
 _OF_PYTHON = [
     Setting("set a handler for a signal", _handlers),
     Setting("left a timer running", lambda: [signal.getitimer(n)[0] > 0 for n in range(3)]),
     Setting("blocked a signal", lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    Setting("changed a limit of its process", _limits),
-    Setting("changed the umask", _umask),
-    Setting("enabled faulthandler", faulthandler.is_enabled),
+    Setting("changed the cores of its process", _cores),
     Setting("set a trace function", lambda: (sys.gettrace(), sys.getprofile())),
     Setting("changed the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Setting("changed the switch interval", sys.getswitchinterval),
-    Setting("changed decimal's context", _decimal, _set_decimal),
-    Setting("changed the locale", lambda: (locale.setlocale(locale.LC_ALL), time.tzname)),
-    Setting("changed the garbage collector", _collector, _set_collector),
+    Setting("switched gc", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    Setting("changed when gc collects", gc.get_threshold, gc.set_threshold),
     Setting("changed the start method", _start_method),
     Setting("changed the sharing strategy", mp.get_sharing_strategy, mp.set_sharing_strategy),
-    Setting("changed NumPy's settings", _numpy, _set_numpy),
+    Setting("changed NumPy's errors", numpy.geterr, lambda was: numpy.seterr(**was)),
+    Setting(
+        "changed how NumPy prints",
+        numpy.get_printoptions,
+        lambda was: numpy.set_printoptions(**was),
+    ),
     Setting("disabled logging", lambda: logging.Logger.manager.disable, logging.disable),
     Setting("left a hook on all modules or optimizers", lambda: list(map(len, _HOOKS))),
     Setting("changed autocast", lambda: list(map(torch.get_autocast_dtype, ("cpu", "cuda")))),
@@ -338,21 +301,15 @@ _OF_PYTHON = [
 ]
 
 
-def _of_torch() -> Iterator[Setting]:
-    for what, get, put in torch_internals.settings():
-
-        def restore(was: Any, put: Callable[..., object] = put) -> None:
-            put(*was) if isinstance(was, tuple) else put(was)
-
-        yield Setting(f"changed torch's {what}", get, restore)
-
-
 class Settings:
     """The settings of this process, as the run before has left them."""
 
     def __init__(self) -> None:
         self._functions = [Functions(owner) for owner in _OWNERS]
-        self._of_torch = [*_of_torch()]
+        self._of_torch = [
+            Setting(f"changed torch's {what}", get, put)
+            for what, get, put in torch_internals.settings()
+        ]
         # What the first run finds, by what a worker does that changes it.
         self._values = {each.done: each.read() for each in self._of_torch}
         self._is_ready = False
@@ -384,7 +341,8 @@ class Settings:
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if each.restore is not None:
-                    each.restore(self._values[each.done])
+                    was = self._values[each.done]
+                    each.restore(*was if isinstance(was, tuple) else (was,))
         left = self._changed(settings)  # after all, because some settings set others
         for each in left:
             with suppress(RuntimeError):

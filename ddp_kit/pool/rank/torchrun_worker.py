@@ -122,7 +122,7 @@ def run(packed: str) -> None:
     if path is None:
         _run_elsewhere(packed, rank)
         leave(0)
-    serve_connected(connect(path, rank, environment.attempt()))
+    serve_connected(connect(path, rank))
     if not _failed:
         _leave_group()
     leave(int(_failed))
@@ -146,7 +146,7 @@ def _run_elsewhere(packed: str, rank: int) -> None:
     how, recorder = RETURNED, None
     try:
         with (
-            recording(InternTable(board), environment.attempt() + 1, rank) as recorder,
+            recording(InternTable(board), 1, rank) as recorder,
             redirect_stdout(out),
             redirect_stderr(err),
         ):

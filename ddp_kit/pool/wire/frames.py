@@ -6,7 +6,6 @@ not plain data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,8 @@ class FrameCopy(NamedTuple):
     line: int
     first_line: int  # where its definition begins
     function: str
-    arguments: tuple[str, ...]  # their names, which are the first of `locals`
-    locals: dict[str, Any]
+    locals: dict[str, Any]  # its arguments first
     globals: dict[str, Any]  # those that it uses
-    left_out: int = 0  # how many more locals it had
-    skipped: int = 0  # functions between its caller in the list and itself
 
 
 class Captured(NamedTuple):
@@ -40,34 +36,18 @@ class TensorCopy:
     """A small tensor on its way; when it is unpickled, it is a tensor again, on the CPU."""
 
     def __init__(self, tensor: torch.Tensor, grad: TensorCopy | None) -> None:
-        data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        is_parameter = type(tensor) is torch.nn.Parameter
-        shape = tuple(data.shape)
-        self._parts = raw, data.dtype, shape, tensor.requires_grad, is_parameter, grad
+        # A clone, because of a view the whole memory would be pickled.
+        copy = tensor.detach().cpu().resolve_conj().resolve_neg().clone()
+        if type(tensor) is torch.nn.Parameter:
+            copy = torch.nn.Parameter(copy, tensor.requires_grad)
+        self._parts = copy.requires_grad_(tensor.requires_grad), grad
 
     def __reduce__(self) -> tuple:
-        return _tensor, self._parts
+        return _with_gradient, self._parts
 
 
-def _tensor(
-    raw: bytes,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    requires_grad: bool,
-    is_parameter: bool,
-    grad: torch.Tensor | None,
-) -> torch.Tensor:
-    if raw:
-        tensor = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    if is_parameter:
-        tensor = torch.nn.Parameter(tensor, requires_grad)
-    elif requires_grad:
-        tensor.requires_grad_()
-    if grad is not None:
-        tensor.grad = grad
+def _with_gradient(tensor: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    tensor.grad = grad  # which PyTorch does not pickle
     return tensor
 
 

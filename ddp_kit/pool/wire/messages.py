@@ -16,9 +16,9 @@ from ddp_kit.pool.wire.payload import Payload
 # An environment variable that a rank and everything it starts inherit, to find them by.
 RANK_MARK = "DDP_KIT_RANK"
 
-# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: number
-# of restarts, rank, process id.
-CALL = struct.Struct("=QQQ")
+# The first thing that a process started by mpiexec or torchrun sends to the pool's socket: rank,
+# process id.
+CALL = struct.Struct("=QQ")
 SOCKET = "DDP_KIT_SOCKET"  # the environment variable that names this socket under torchrun
 
 serving = False  # True in a rank's process, where no pool may be started
@@ -39,18 +39,11 @@ def file_stamp(path: str) -> FileStamp | None:
     return found.st_mtime_ns, found.st_size
 
 
-class LogHandler(NamedTuple):
-    """A handler that prints."""
-
-    level: int
-    formatter: bytes | None  # pickled; None: it prints the message alone
-
-
 class LogSettings(NamedTuple):
     """What is printed of the records of each logger."""
 
     level: int  # of the root logger
-    handlers: tuple[LogHandler, ...]  # of the root logger
+    handlers: tuple[tuple[int, bytes], ...]  # its handlers that print: level, pickled formatter
     levels: dict[str, int]  # of the other loggers that have one
 
 
@@ -91,7 +84,6 @@ class RankStatus(NamedTuple):
     group_intact: bool = True  # the process group is unchanged and nothing is in flight in it
     thread: str | None = None  # a thread that still runs the worker's code
     restart: str | None = None  # why the process cannot serve another run
-    notices: tuple[str, ...] = ()  # features that this PyTorch does not support
 
 
 class Joined(NamedTuple):

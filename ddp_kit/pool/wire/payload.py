@@ -7,15 +7,12 @@ a receiver's changes stay with the receiver. Arguments of a worker in shared mem
 
 from __future__ import annotations
 
-import functools
-import inspect
 import io
 import mmap
 import operator
 import os
 import pickle
 import pkgutil
-import re
 import reprlib
 import socket
 import sys
@@ -139,10 +136,6 @@ class _Pickler(cloudpickle.Pickler):
     # Descriptors of shared memory, by the ids of buffers; None: the memory is copied.
     shared: dict[int, int] | None = None
 
-    def dump(self, obj: Any) -> None:
-        with torch_internals.quick_submodule_search():
-            super().dump(obj)
-
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.UntypedStorage) and obj.device.type in ("cpu", "cuda"):
             self.from_gpu |= obj.device.type == "cuda"
@@ -189,26 +182,18 @@ class _WorkerPickler(_Pickler):
 
 
 def _names_of(obj: Any) -> dict[str, Any]:
-    """Return the name of a function or a class in `__main__`, and those in its annotations."""
-    main = sys.modules["__main__"]
-    is_function = isinstance(obj, types.FunctionType)
-    space = obj.__globals__ if is_function else vars(main)
-    words: set[str] = set()
-    with suppress(Exception):  # from Python 3.14 on, it may fail here
-        kinds = [kind for kind in inspect.get_annotations(obj).values() if type(kind) is not type]
-        words.update(re.findall(r"\w+", repr(kinds)))
-    names = {word: space[word] for word in words & space.keys() if _is_kind(space[word])}
+    """Return the name of a function or a class in `__main__`, of an inner class that of its outer.
+
+    It has none if it is local to a function, or has been replaced.
+    """
+    main, is_function = sys.modules["__main__"], isinstance(obj, types.FunctionType)
     first, *inner = obj.__qualname__.split(".")
-    with suppress(AttributeError):  # it is local to a function, or has been replaced
+    with suppress(AttributeError):
         if operator.attrgetter(obj.__qualname__)(main) is obj and not (is_function and inner):
-            names[first] = getattr(main, first)
-    # A worker that does not need the others should not fail for them.
-    return {n: value for n, value in names.items() if value is obj or not find_culprit(value)}
-
-
-def _is_kind(value: Any) -> bool:
-    kinds = type, types.ModuleType, types.GenericAlias, types.UnionType
-    return isinstance(value, kinds) or type(value).__module__ == "typing"
+            named = getattr(main, first)
+            # A worker that does not need the outer class should not fail for it.
+            return {first: named} if named is obj or not find_culprit(named) else {}
+    return {}
 
 
 def _set_in_main(obj: Any, state: tuple) -> None:
@@ -228,8 +213,9 @@ def _import_name(obj: Any) -> str | None:
         return name
     if isinstance(obj, type) and _is_renamed(obj):
         return f"{obj.__module__}:{obj.__name__}"
-    name = _unusual_modules(len(sys.modules)).get(id(obj))
-    return name if name and sys.modules.get(name) is obj else None
+    # Cloudpickle sends a plain module by name, but not a module of a class of its own.
+    is_module = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
+    return obj.__name__ if is_module and sys.modules.get(obj.__name__) is obj else None
 
 
 def _is_renamed(kind: type) -> bool:
@@ -241,14 +227,6 @@ def _is_renamed(kind: type) -> bool:
     return kind.__name__ not in kind.__qualname__.split(".") and (
         getattr(module, kind.__name__, None) is kind
     )
-
-
-@functools.lru_cache(maxsize=1)
-def _unusual_modules(_loaded: int) -> dict[int, str]:
-    """Return the names of what programs have put into `sys.modules` instead of plain modules."""
-    # A copy, because listing the items may collect garbage, during which other threads import.
-    modules = sys.modules.copy().items()
-    return {id(obj): name for name, obj in modules if type(obj) is not types.ModuleType}
 
 
 def _can_travel(file: io.IOBase) -> bool:

@@ -136,10 +136,10 @@ class Silence:
         self._looked = now
 
 
-def connect(address: str, port: int, attempt: int, timeout: timedelta) -> dist.Store:
-    """Return a connection of one's own to the store, with keys of their own for each attempt.
+def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Return a connection of one's own to the store, with keys of their own.
 
     A connection serves one request at a time, so a long wait on one does not delay another.
     """
     client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"ddp_kit ranks {attempt}", client)
+    return dist.PrefixStore("ddp_kit ranks", client)
