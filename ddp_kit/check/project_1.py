@@ -106,7 +106,8 @@ class TrainingGrader(ProgramGrader):
             if runs.timed_out:
                 self.fail(f"it did not finish within {LIMIT:.0f} s", hint="never ends")
             if runs.status:
-                self.fail("it raised an error", *runs.error(), hint="raises")
+                mistake = "fails after a kill" if kills else "raises"
+                self.fail("it raised an error", *runs.error(), hint=mistake)
             done = len(kills) - len(left)
             return Training(printed, runs.speed(), done, time.monotonic() - begin)
 
@@ -167,7 +168,8 @@ class Runs:
         """Return the end of the first error that a rank wrote."""
         files = sorted(self._logs.rglob("stderr.log"), key=lambda file: file.stat().st_mtime)
         texts = [file.read_text("utf-8", "replace") for file in files]
-        texts = [text for text in texts if "Traceback" in text]
+        # A program that Python or argparse refuses leaves no traceback.
+        texts = [text for text in texts if "Traceback" in text] or list(filter(None, texts))
         # A rank whose peer is gone only says so.
         texts.sort(key=lambda text: "Connection" in text.rstrip().rpartition("\n")[2])
         lines = [re.sub(r'File "[^"]*[/\\]', 'File "', line) for line in texts[:1]]
@@ -242,7 +244,8 @@ def _runs(grader: TrainingGrader) -> None:
 def _equal(grader: TrainingGrader) -> None:
     trainings = [grader.training(ranks) for ranks in SIZES]
     wanted = dict(grader.training(1).printed) | LOSSES  # all of one rank's, three of them known
-    for ranks, (printed, *_) in zip(SIZES, trainings, strict=True):
+    # On one rank first, which the others are compared with.
+    for ranks, (printed, *_) in sorted(zip(SIZES, trainings, strict=True)):
         grader.on(ranks)
         for step, loss in sorted(printed, key=lambda pair: pair[0] not in LOSSES):
             if not abs(loss - wanted[step]) <= CLOSE:

@@ -87,6 +87,14 @@ def forgets_the_rest(tensor):
     tensor.view(-1)[: len(part)] = part
 
 
+def hears_one_other(tensor):
+    arriving = torch.empty_like(tensor)
+    work = dist.isend(tensor.clone(), others()[0])
+    dist.recv(arriving, others()[-1])
+    work.wait()
+    tensor += arriving
+
+
 def receives_too_much(tensor):
     slow(tensor.view(-1)[: 1 if dist.get_rank() else None])
 
@@ -141,7 +149,8 @@ def one_by_one(tensor):
         (gives_up, "unchanged", ["project 3, all_reduce of 60 numbers on 2 ranks: wrong result"]),
         (keeps_it, "on rank 0 only", ["rank 1 should hold"]),
         (adds_itself_twice, "too often", []),
-        (forgets_the_rest, "wrong sum", ["all_reduce of 7 numbers on 2 ranks"]),
+        (forgets_the_rest, "wrong chunks", ["all_reduce of 7 numbers on 2 ranks"]),
+        (hears_one_other, "wrong sum", ["all_reduce of 60 numbers on 3 ranks"]),
         (receives_too_much, "other lengths", []),
         (fails, "raises", ["it raised an error"]),
         (calls_gloo, "collective", ["all_reduce was called"]),
