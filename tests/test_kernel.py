@@ -118,6 +118,10 @@ def load(rank, world_size):
     loader = torch.utils.data.DataLoader([1, 2], batch_size=2, num_workers=1, collate_fn=collate)
     return [batch.x for batch in loader]
 
+def hints(rank, world_size):
+    found = typing.get_type_hints(Config), typing.get_type_hints(collate)
+    return " ".join(kind.__name__ for each in found for kind in each.values())
+
 def only_passed(rank, world_size, value):
     return type(pickle.loads(pickle.dumps(value))) is type(value)
 
@@ -135,6 +139,7 @@ def left(rank, world_size):
         ("start", [4, 9]),
         ("load", [3]),
         ("only_passed, Outer.Inner()", True),
+        ("hints", "int Batch Optional Batch"),
         ("left", ["left"]),  # of all that earlier runs had
     ],
 )

@@ -7,12 +7,14 @@ a receiver's changes stay with the receiver. Arguments of a worker in shared mem
 
 from __future__ import annotations
 
+import inspect
 import io
 import mmap
 import operator
 import os
 import pickle
 import pkgutil
+import re
 import reprlib
 import socket
 import sys
@@ -182,18 +184,26 @@ class _WorkerPickler(_Pickler):
 
 
 def _names_of(obj: Any) -> dict[str, Any]:
-    """Return the name of a function or a class in `__main__`, of an inner class that of its outer.
-
-    It has none if it is local to a function, or has been replaced.
-    """
-    main, is_function = sys.modules["__main__"], isinstance(obj, types.FunctionType)
+    """Return the name of a function or a class in `__main__`, and those in its annotations."""
+    main = sys.modules["__main__"]
+    is_function = isinstance(obj, types.FunctionType)
+    space = obj.__globals__ if is_function else vars(main)
+    words: set[str] = set()
+    with suppress(Exception):  # from Python 3.14 on, it may fail here
+        kinds = [kind for kind in inspect.get_annotations(obj).values() if type(kind) is not type]
+        words.update(re.findall(r"\w+", repr(kinds)))
+    names = {word: space[word] for word in words & space.keys() if _is_kind(space[word])}
     first, *inner = obj.__qualname__.split(".")
-    with suppress(AttributeError):
+    with suppress(AttributeError):  # it is local to a function, or has been replaced
         if operator.attrgetter(obj.__qualname__)(main) is obj and not (is_function and inner):
-            named = getattr(main, first)
-            # A worker that does not need the outer class should not fail for it.
-            return {first: named} if named is obj or not find_culprit(named) else {}
-    return {}
+            names[first] = getattr(main, first)
+    # A worker that does not need the others should not fail for them.
+    return {n: value for n, value in names.items() if value is obj or not find_culprit(value)}
+
+
+def _is_kind(value: Any) -> bool:
+    kinds = type, types.ModuleType, types.GenericAlias, types.UnionType
+    return isinstance(value, kinds) or type(value).__module__ == "typing"
 
 
 def _set_in_main(obj: Any, state: tuple) -> None:
