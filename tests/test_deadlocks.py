@@ -217,9 +217,12 @@ def waits_for_each_others_keys(rank, world_size):
 
 def polls(rank, world_size):
     if rank == 0:
-        work = dist.all_reduce(torch.ones(1), async_op=True)
-        while not work.is_completed():
+        jobs, tries = SimpleNamespace(), 0
+        jobs.works = [dist.all_reduce(torch.ones(1), async_op=True)]
+        while not jobs.works[0].is_completed():
+            tries += 1
             time.sleep(0.01)
+            print(f"\r{tries}", end="")
 
 
 def polls_two_works(rank, world_size):
