@@ -414,15 +414,14 @@ def test_a_worker_is_sent_while_another_thread_imports(monkeypatch):
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_module_with_a_class_of_its_own_is_sent_by_name(tmp_path, monkeypatch):
+def test_an_object_in_place_of_a_module_is_sent_by_name(tmp_path, monkeypatch):
     odd = tmp_path / "odd_module.py"
     odd.write_text(
-        "import sys, threading, types\n"
-        "class Lazy(types.ModuleType):\n"
+        "import sys, threading\n"
+        "class Settings:\n"
         "    def __init__(self):\n"
-        "        super().__init__(__name__)\n"
         "        self.lock, self.lr = threading.Lock(), 3\n"
-        "sys.modules[__name__] = Lazy()\n"
+        "sys.modules[__name__] = Settings()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     odd_module = importlib.import_module("odd_module")

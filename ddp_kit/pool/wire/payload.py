@@ -7,6 +7,7 @@ a receiver's changes stay with the receiver. Arguments of a worker in shared mem
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import mmap
@@ -223,9 +224,8 @@ def _import_name(obj: Any) -> str | None:
         return name
     if isinstance(obj, type) and _is_renamed(obj):
         return f"{obj.__module__}:{obj.__name__}"
-    # Cloudpickle sends a plain module by name, but not a module of a class of its own.
-    is_module = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
-    return obj.__name__ if is_module and sys.modules.get(obj.__name__) is obj else None
+    name = _unusual_modules(len(sys.modules)).get(id(obj))
+    return name if name and sys.modules.get(name) is obj else None
 
 
 def _is_renamed(kind: type) -> bool:
@@ -237,6 +237,14 @@ def _is_renamed(kind: type) -> bool:
     return kind.__name__ not in kind.__qualname__.split(".") and (
         getattr(module, kind.__name__, None) is kind
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _unusual_modules(_loaded: int) -> dict[int, str]:
+    """Return the names of what programs have put into `sys.modules` instead of plain modules."""
+    # A copy, because listing the items may collect garbage, during which other threads import.
+    modules = sys.modules.copy().items()
+    return {id(obj): name for name, obj in modules if type(obj) is not types.ModuleType}
 
 
 def _can_travel(file: io.IOBase) -> bool:
