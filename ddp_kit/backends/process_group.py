@@ -10,7 +10,6 @@ they have started is a `PythonWork`.
 from __future__ import annotations
 
 import math
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -494,8 +493,6 @@ def _is_plain(tensor: Tensor) -> bool:
 # Operations under way
 
 _lock = threading.Lock()  # around the moment in which an operation ends, for its future
-_ended: queue.SimpleQueue[PythonWork] = queue.SimpleQueue()  # for the threads of callbacks
-_idle = threading.Semaphore(0)  # such threads that are free
 
 
 class PythonWork(dist.Work):
@@ -584,21 +581,12 @@ class PythonWork(dist.Work):
 
 
 def call_back(works: Sequence[PythonWork]) -> None:
-    """Complete the futures of operations in another thread, because the caller moves operations on.
+    """Complete the futures of operations in other threads, because the caller moves operations on.
 
-    A callback may start an operation and wait for its future, and so may the callback of that one:
-    so there are as many threads as callbacks that run at once.
+    Each has a thread of its own, because a callback may start an operation and wait for its future.
     """
     for work in works:
-        _ended.put(work)
-        if not _idle.acquire(blocking=False):
-            threading.Thread(target=_call_back, name="ddp_kit callbacks", daemon=True).start()
-
-
-def _call_back() -> None:
-    while True:
-        _ended.get().complete_future()
-        _idle.release()
+        threading.Thread(target=work.complete_future, name="ddp_kit callback", daemon=True).start()
 
 
 def timeout_error(name: str, seconds: float) -> RuntimeError:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import psutil
 
-from ddp_kit.backends import process_group
 from ddp_kit.backends.mpi import work as mpi_work
 from ddp_kit.backends.shm import engine
 from ddp_kit.error_text import Frame, name_ranks
@@ -332,7 +331,6 @@ _WAIT = recorder.__file__, recorder.Recorder.block.__name__  # in which every re
 _OF_GROUPS = {
     (engine.__file__, engine.Engine._move_alone.__name__),
     (mpi_work.__file__, mpi_work._watch.__name__),
-    (process_group.__file__, process_group._call_back.__name__),
 }
 _WATCHES_PARENT = os.path.join(os.path.dirname(__file__), "rank", "bootstrap.py")
 _HELD_BY = "no verdict while this thread may still act"
