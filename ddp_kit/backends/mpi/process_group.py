@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_kit.backends import process_group
 from ddp_kit.backends.mpi import NAME, load_mpi, work
 from ddp_kit.backends.mpi.work import MPIWork
-from ddp_kit.backends.process_group import PythonProcessGroup, copy_back, without_overlap
+from ddp_kit.backends.process_group import PythonProcessGroup, copy_back
 
 # It yields one request of MPI, whose memory it keeps alive, and does the rest once it is complete.
 Steps = Iterator[Any]
@@ -27,8 +27,9 @@ class MPIProcessGroup(PythonProcessGroup):
     call of MPI. `Work.wait` polls until it is complete; the watcher of `work` polls what nobody
     waits for, so that futures complete. One lock is held around all calls of MPI.
 
-    MPI uses the memory of the tensors, which must be on the CPU. It is copied only if a tensor is
-    not contiguous, for lists of tensors, and if MPI has no type to compute in (see `_reduction`).
+    MPI uses the memory of the tensors, which must be on the CPU. It is copied if a tensor is not
+    contiguous, where ranks have parts of their own, and if MPI has no type to compute in (see
+    `_reduction`).
 
     A small message is buffered by MPI: `send` then returns before the other rank receives. A
     message that is larger or smaller than the receiver's tensor raises an error there.
@@ -98,8 +99,7 @@ class MPICollectives:
 
     def all_gather(self, data: Tensor, outputs: Sequence[Tensor]) -> Steps:
         counts = [len(output) for output in outputs]
-        whole = _join(outputs)
-        data = without_overlap(data, whole)
+        whole = data.new_empty(sum(counts))
         yield _begin(self._comm.Iallgatherv, _describe(data), _describe(whole, counts))
         copy_back(outputs, whole.split(counts))
 
@@ -151,15 +151,8 @@ def _begin(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors as one: over their own memory if they follow each other in it."""
-    filled = [tensor for tensor in tensors if len(tensor)] or [torch.empty(0)]
-    first, end = filled[0], filled[0].data_ptr()
-    for tensor in filled:
-        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or tensor.data_ptr() != end:
-            return torch.cat(filled)
-        end += tensor.nbytes
-    return first.as_strided((sum(map(len, filled)),), (1,))
+    """Return a copy of flat tensors as one."""
+    return torch.cat(tensors) if tensors else torch.empty(0)
 
 
 def _describe(tensor: Tensor, counts: Sequence[int] | None = None, type: Any = None) -> list[Any]:

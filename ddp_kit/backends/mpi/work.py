@@ -6,7 +6,6 @@ and a large message would stall while the learner's code computes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +23,6 @@ lock = threading.Lock()
 _SPIN = 0.001  # seconds for which `wait` only yields the core
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.00005, 0.001  # of `wait`, after that
 _WATCH_INTERVAL, _FUTURE_INTERVAL = 0.001, 0.0001  # of the thread; the second if there is a future
-
-_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 _unfinished: dict[MPIWork, None] = {}  # it keeps the tensors alive that MPI reads or writes
 # MPI may still write into the tensors of an operation that timed out or did not start as a whole:
@@ -106,7 +103,7 @@ class MPIWork(PythonWork):
                 elif now > deadline:
                     raise timeout_error(self.name, seconds or 0.0)
                 elif now - start < _SPIN:
-                    _yield()
+                    time.sleep(0)
                 else:
                     time.sleep(min(_LONGEST_SLEEP, max(_SHORTEST_SLEEP, (now - start) / 50)))
         finally:
