@@ -200,14 +200,6 @@ def gpus() -> Finding:
     return Finding("none", "Ranks use gloo on the CPU. No lesson needs a GPU.")
 
 
-def cuda() -> Finding:
-    spawned = "no problem: ranks are spawned, not forked"
-    if torch.cuda.is_initialized():
-        then = f"That is {spawned}, and initialize CUDA themselves."
-        return Finding("initialized in this process", then)
-    return Finding("not initialized in this process", f"It would be {spawned}.")
-
-
 def cores() -> Finding:
     total = count_cores()
     found = count(total, "core")
@@ -334,7 +326,6 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "torchvision": torchvision,
     "backends": backends,
     "GPUs": gpus,
-    "CUDA": cuda,
     "cores": cores,
     "memory": memory,
     "shared memory": shared_memory,

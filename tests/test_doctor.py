@@ -111,8 +111,6 @@ def files(limit):
         ("gpus", gpus(1, True, "nvidia0"), True, "nccl supports up to 1 rank,"),
         ("gpus", gpus(4, True), True, "nccl supports up to 4 ranks,"),
         ("gpus", gpus(4, False), False, "4, but this PyTorch has no nccl"),
-        ("cuda", {"torch.cuda.is_initialized": True}, True, "initialized in this process. That is"),
-        ("cuda", {"torch.cuda.is_initialized": False}, True, "spawned, not forked."),
         ("cores", cores(1), False, "All ranks share it"),
         (
             "cores",
