@@ -189,12 +189,6 @@ class PythonProcessGroup(dist.ProcessGroup):
         call.steps.append(self._collectives.barrier())
         return self._start(call)
 
-    def monitored_barrier(self, *_args: Any, **_options: Any) -> None:
-        """Refuse what only gloo can do; `dist.monitored_barrier` says so as well."""
-        raise RuntimeError(
-            f'the "{self._backend}" backend has no monitored_barrier, only gloo has; use barrier'
-        )
-
     def broadcast(self, tensors: Tensors, opts: Any = None) -> PythonWork:
         opts = opts or dist.BroadcastOptions()
         call = Call(self, "broadcast", opts)
